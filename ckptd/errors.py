@@ -1,0 +1,209 @@
+"""Every error that ckptd raises on purpose.
+
+The tree is cut by what the caller can do next, not by where the error arose::
+
+    CkptdError
+    ├── UsageError        the call or its arguments are wrong; fix the program
+    │   └── MismatchError the live state and the checkpoint do not fit each other
+    ├── NotFoundError     what was named does not exist
+    ├── CorruptError      bytes exist and are not what was written
+    ├── ConflictError     somebody else won, or the name is taken
+    ├── RefusedError      ckptd could do it and will not, to protect data
+    ├── StoreError        the place where bytes live failed
+    │   └── TransientStoreError   the same call may work later
+    ├── SaveError         a save did not become durable
+    │   └── WorkerError   the process that writes died or stopped answering
+    └── DeadlineError     a wait ended without its event
+
+Each error carries a stable ``kind`` (append-only, see ``docs/reference/errors.md``), what was
+wanted, what was found, where, and a hint that names the next command or call.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CkptdError",
+    "ConflictError",
+    "CorruptError",
+    "DeadlineError",
+    "MismatchError",
+    "NotFoundError",
+    "RefusedError",
+    "SaveError",
+    "StoreError",
+    "TransientStoreError",
+    "UsageError",
+    "WorkerError",
+]
+
+
+class CkptdError(Exception):
+    """Base of all errors of ckptd.
+
+    Parameters
+    ----------
+    message
+        One sentence: what happened.
+    kind
+        Stable machine-readable code; defaults to the class's own.
+    where
+        The object concerned: a path, a key, a tensor name.
+    wanted, found
+        The two sides of a failed check, as text.
+    hint
+        The next command or call to try.
+    """
+
+    default_kind: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        where: str | None = None,
+        wanted: object = None,
+        found: object = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message = message
+        self.kind = kind or self.default_kind
+        self.where = where
+        self.wanted = None if wanted is None else str(wanted)
+        self.found = None if found is None else str(found)
+        self.hint = hint
+        super().__init__(self._render())
+
+    def _render(self) -> str:
+        parts = [self.message]
+        if self.where is not None:
+            parts.append(f"  where:  {self.where}")
+        if self.wanted is not None:
+            parts.append(f"  wanted: {self.wanted}")
+        if self.found is not None:
+            parts.append(f"  found:  {self.found}")
+        if self.hint is not None:
+            parts.append(f"  hint:   {self.hint}")
+        return "\n".join(parts)
+
+    def to_dict(self) -> dict[str, str | None]:
+        """Return the error as plain data, for ``--json`` and for messages between processes."""
+        return {
+            "class": type(self).__name__,
+            "kind": self.kind,
+            "message": self.message,
+            "where": self.where,
+            "wanted": self.wanted,
+            "found": self.found,
+            "hint": self.hint,
+        }
+
+    @staticmethod
+    def from_dict(data: dict[str, str | None]) -> CkptdError:
+        """Rebuild an error from `to_dict`; an unknown class becomes the base class."""
+        cls = _BY_NAME.get(data.get("class") or "", CkptdError)
+        return cls(
+            data.get("message") or "unknown error",
+            kind=data.get("kind"),
+            where=data.get("where"),
+            wanted=data.get("wanted"),
+            found=data.get("found"),
+            hint=data.get("hint"),
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (CkptdError.from_dict, (self.to_dict(),))
+
+
+class UsageError(CkptdError):
+    """The call or its arguments are wrong."""
+
+    default_kind = "usage"
+    exit_code = 2
+
+
+class MismatchError(UsageError):
+    """The live state and the checkpoint do not fit: keys, shapes, dtypes or layouts."""
+
+    default_kind = "mismatch"
+    exit_code = 1
+
+
+class NotFoundError(CkptdError):
+    """What was named does not exist."""
+
+    default_kind = "not-found"
+    exit_code = 4
+
+
+class CorruptError(CkptdError):
+    """Bytes exist and are not what was written, or break a rule of the format."""
+
+    default_kind = "corrupt"
+    exit_code = 3
+
+
+class ConflictError(CkptdError):
+    """Somebody else won a create-only race, or the name is taken."""
+
+    default_kind = "conflict"
+    exit_code = 5
+
+
+class RefusedError(CkptdError):
+    """ckptd could do this and will not, because data would be at risk."""
+
+    default_kind = "refused"
+    exit_code = 5
+
+
+class StoreError(CkptdError):
+    """The store failed: permission, no space, protocol. Not expected to heal by itself."""
+
+    default_kind = "store"
+
+
+class TransientStoreError(StoreError):
+    """The store failed in a way that the same call may survive: time-out, 5xx, throttling."""
+
+    default_kind = "store-transient"
+
+
+class SaveError(CkptdError):
+    """A save did not become durable; the previous checkpoint is untouched."""
+
+    default_kind = "save"
+
+
+class WorkerError(SaveError):
+    """The process that writes died or stopped answering."""
+
+    default_kind = "worker"
+
+
+class DeadlineError(CkptdError):
+    """A wait reached its deadline without its event."""
+
+    default_kind = "deadline"
+
+
+_BY_NAME: dict[str, type[CkptdError]] = {
+    c.__name__: c
+    for c in (
+        CkptdError,
+        ConflictError,
+        CorruptError,
+        DeadlineError,
+        MismatchError,
+        NotFoundError,
+        RefusedError,
+        SaveError,
+        StoreError,
+        TransientStoreError,
+        UsageError,
+        WorkerError,
+    )
+}

@@ -1,0 +1,1 @@
+"""Where bytes live: the store contract and its implementations."""
