@@ -37,28 +37,35 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 class Axis:
     """One cut dimension: runs of ``(cell size, number of such cells)``, in order.
 
+    Cells are never empty, so that the number of pieces is bounded by the number of elements; the
+    one exception is a dimension of length zero, which has exactly one cell.
+
     Raises
     ------
     ValueError
-        A size or count is negative, a count is zero, or there is no cell.
+        A size or count is below one, or there is no cell.
     """
 
     runs: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if not self.runs or any(size < 0 or count < 1 for size, count in self.runs):
-            raise ValueError(f"not a list of (size >= 0, count >= 1) pairs: {self.runs[:8]}")
+        if self.runs == ((0, 1),):
+            return
+        if not self.runs or any(size < 1 or count < 1 for size, count in self.runs):
+            raise ValueError(f"not a list of (size >= 1, count >= 1) pairs: {self.runs[:8]}")
 
     @staticmethod
     def from_sizes(sizes: Iterable[int]) -> Axis:
-        """Return the axis whose cells have these sizes."""
+        """Return the axis whose cells have these sizes; empty cells are left out."""
         runs: list[tuple[int, int]] = []
         for size in sizes:
+            if not size:
+                continue
             if runs and runs[-1][0] == size:
                 runs[-1] = (size, runs[-1][1] + 1)
             else:
                 runs.append((int(size), 1))
-        return Axis(tuple(runs))
+        return Axis(tuple(runs) or ((0, 1),))
 
     @cached_property
     def extent(self) -> int:
