@@ -1,0 +1,78 @@
+"""Checkpoints for distributed training.
+
+The names below are the whole public Python API of the package root. Those that need torch are
+imported on first use, so that ``import ckptd`` stays fast and works on a machine without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    CorruptError,
+    DeadlineError,
+    MismatchError,
+    NotFoundError,
+    RefusedError,
+    SaveError,
+    StoreError,
+    TransientStoreError,
+    UsageError,
+    WorkerError,
+)
+
+if TYPE_CHECKING:
+    from ckptd.train import Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpointer",
+    "CkptdError",
+    "ConflictError",
+    "CorruptError",
+    "DeadlineError",
+    "Every",
+    "Keep",
+    "LoadReport",
+    "MismatchError",
+    "NotFoundError",
+    "PerRank",
+    "RefusedError",
+    "Rng",
+    "SaveError",
+    "SaveHandle",
+    "StoreError",
+    "TransientStoreError",
+    "UsageError",
+    "WorkerError",
+    "__version__",
+]
+
+_TRAIN = frozenset(
+    {"Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"},
+)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _TRAIN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        train = importlib.import_module("ckptd.train")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"ckptd.{name} needs PyTorch, which is not installed: pip install 'ckptd[train]'",
+            name="torch",
+        ) from error
+    value: object = getattr(train, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
