@@ -74,11 +74,11 @@ def _table() -> dict[str, DType]:
         ("float64", 8, "F64", "float64"),
         ("float8_e4m3fn", 1, "F8_E4M3", "float8_e4m3fn"),
         ("float8_e5m2", 1, "F8_E5M2", "float8_e5m2"),
+        ("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", "float8_e4m3fnuz"),
+        ("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", "float8_e5m2fnuz"),
         ("float8_e8m0fnu", 1, "F8_E8M0", "float8_e8m0fnu"),
         ("complex64", 8, "C64", "complex64"),
         # safetensors has no portable code for these: stored as bytes with a logical type.
-        ("float8_e4m3fnuz", 1, None, "float8_e4m3fnuz"),
-        ("float8_e5m2fnuz", 1, None, "float8_e5m2fnuz"),
         ("float4_e2m1fn_x2", 1, None, "uint8"),
         ("complex32", 4, None, "uint32"),
         ("complex128", 16, None, "complex128"),

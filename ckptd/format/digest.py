@@ -1,0 +1,106 @@
+"""Digests, and the fixed-width index of them that lies beside each data file (spec section 5).
+
+The index is ``header | block digests | chunk digests``. Blocks are 1 MiB slices of the data
+section (not of the header), the last one short; chunks follow in file order. Fixed width makes
+it range-readable: half a chunk is verified with at most two extra blocks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from ckptd.errors import CorruptError
+
+__all__ = ["BLOCK_BYTES", "DIGEST_BYTES", "DigestIndex", "block_count", "digest", "digest_hex"]
+
+BLOCK_BYTES = 1 << 20
+DIGEST_BYTES = 16
+_MAGIC = b"CKPTDIG1"
+_HEADER = struct.Struct("<8sIIQQ")
+MAX_CHUNKS = 1 << 24
+
+
+def digest(data: bytes | memoryview) -> bytes:
+    """XXH3-128 of `data`, 16 bytes, big-endian (the canonical form)."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def digest_hex(data: bytes | memoryview) -> str:
+    """XXH3-128 of `data` as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def block_count(data_bytes: int) -> int:
+    """Number of blocks of a data section of `data_bytes` bytes."""
+    return -(-data_bytes // BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class DigestIndex:
+    """Digests of one data file.
+
+    Attributes
+    ----------
+    data_bytes
+        Length of the data section.
+    blocks
+        Concatenated 16-byte digests of its 1 MiB blocks.
+    chunks
+        Concatenated 16-byte digests of its chunks, in file order.
+    """
+
+    data_bytes: int
+    blocks: bytes
+    chunks: bytes
+
+    @staticmethod
+    def build(data_bytes: int, blocks: Sequence[bytes], chunks: Sequence[bytes]) -> DigestIndex:
+        """Join lists of digests."""
+        return DigestIndex(data_bytes, b"".join(blocks), b"".join(chunks))
+
+    def block(self, index: int) -> bytes:
+        """Digest of block `index`."""
+        return self.blocks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    def chunk(self, index: int) -> bytes:
+        """Digest of chunk `index`, in file order."""
+        return self.chunks[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+
+    @property
+    def nchunks(self) -> int:
+        """Number of chunks."""
+        return len(self.chunks) // DIGEST_BYTES
+
+    def encode(self) -> bytes:
+        """Return the bytes of the index file."""
+        head = _HEADER.pack(_MAGIC, BLOCK_BYTES, 0, self.data_bytes, self.nchunks)
+        return head + self.blocks + self.chunks
+
+    @staticmethod
+    def decode(raw: bytes, where: str) -> DigestIndex:
+        """Parse an index file.
+
+        Raises
+        ------
+        CorruptError
+            Wrong magic, block size or length.
+        """
+        if len(raw) < _HEADER.size:
+            raise CorruptError("digest index too short", where=where, found=f"{len(raw)} bytes")
+        magic, block_bytes, flags, data_bytes, nchunks = _HEADER.unpack_from(raw)
+        if magic != _MAGIC or block_bytes != BLOCK_BYTES or flags != 0:
+            raise CorruptError("not a digest index of format 1", where=where)
+        blocks_end = _HEADER.size + block_count(data_bytes) * DIGEST_BYTES
+        wanted = blocks_end + nchunks * DIGEST_BYTES
+        if nchunks > MAX_CHUNKS or len(raw) != wanted:
+            raise CorruptError(
+                "digest index has the wrong length",
+                where=where,
+                wanted=f"{wanted} bytes",
+                found=f"{len(raw)} bytes",
+            )
+        return DigestIndex(data_bytes, raw[_HEADER.size : blocks_end], raw[blocks_end:])

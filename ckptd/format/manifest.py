@@ -1,0 +1,250 @@
+"""The manifest: what a checkpoint holds and where (spec section 3).
+
+Tables are shared: grids and owner maps are stored once and tensors name them by number, so that
+the manifest grows with tensors plus files and never with their product.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+import zstandard
+
+from ckptd.errors import CorruptError
+from ckptd.format.container import unique_keys
+from ckptd.layout.grid import Axis, Grid
+from ckptd.layout.owners import Owners
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "FileEntry",
+    "GridEntry",
+    "Manifest",
+    "MeshEntry",
+    "ObjectEntry",
+    "TensorEntry",
+    "WitnessEntry",
+    "decode_json",
+    "decode_manifest",
+    "encode_manifest",
+]
+
+T = TypeVar("T")
+
+FORMAT = "ckptd"
+VERSION = 1
+SUPPORTED: frozenset[str] = frozenset()
+"""Features of ``requires`` that this reader knows."""
+
+COMPRESS_ABOVE_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 30
+MAX_RATIO = 200
+"""Largest honest compression of a manifest; more is a decompression bomb."""
+
+Runs2 = tuple[tuple[int, int], ...]
+Runs3 = tuple[tuple[int, int, int], ...]
+
+
+class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One data file. Its number in the table is what owner maps speak of.
+
+    Attributes
+    ----------
+    path
+        Relative to the root; in a folder below ``data/``, possibly an older checkpoint's.
+    rank
+        The rank that wrote it.
+    data_start
+        Length of the header; a multiple of 4096. Zero: this rank wrote no file.
+    data_bytes
+        Length of the data section.
+    index
+        XXH3-128 of the digest index file, as hexadecimal digits.
+    """
+
+    path: str
+    rank: int
+    data_start: int = 0
+    data_bytes: int = 0
+    index: str = ""
+
+
+class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A grid: per dimension the runs ``[cell size, count]``; `flat` likewise (none, one, or one a cell)."""
+
+    axes: tuple[Runs2, ...]
+    flat: tuple[Runs2, ...] = ()
+
+    @staticmethod
+    def of(grid: Grid) -> GridEntry:
+        """Return the entry that stands for `grid`."""
+        return GridEntry(tuple(a.runs for a in grid.axes), tuple(a.runs for a in grid.flat))
+
+    def grid(self) -> Grid:
+        """Return the grid; raises ValueError when it breaks a rule."""
+        return Grid(tuple(Axis(r) for r in self.axes), tuple(Axis(r) for r in self.flat))
+
+
+class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One logical tensor: `grid` and `owners` number into the tables, `base` shifts the owners."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: int
+    owners: int
+    base: int = 0
+    aliases: tuple[str, ...] = ()
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One object: a replicated value inline, or encoded bytes in the uint8 tensor `tensor`.
+
+    `per_rank` is the declared behaviour when the world changes; cell ``i`` of the tensor is then
+    rank ``i``'s value. `kind` is ``value``, or ``groups`` for optimizer groups.
+    """
+
+    name: str
+    value: Any = None
+    tensor: str = ""
+    per_rank: str = ""
+    kind: str = "value"
+
+
+class MeshEntry(msgspec.Struct, frozen=True):
+    """A device mesh of the writer: documentation, never needed to read."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: Runs3
+
+
+class WitnessEntry(msgspec.Struct, frozen=True):
+    """The witness file: its `kind` and the XXH3-128 of its bytes."""
+
+    kind: str
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything a reader needs, besides the bytes."""
+
+    step: int
+    generation: int
+    attempt: str
+    world_size: int
+    files: tuple[FileEntry, ...]
+    grids: tuple[GridEntry, ...]
+    owners: tuple[Runs3, ...]
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...] = ()
+    meshes: tuple[MeshEntry, ...] = ()
+    witness: WitnessEntry | None = None
+    metadata: dict[str, Any] = {}
+    lay: str = ""
+    requires: tuple[str, ...] = ()
+    format: str = msgspec.field(default="")
+    version: int = 0
+
+    def grid_table(self) -> list[Grid]:
+        """Return the grids as objects; raises ValueError when one breaks a rule."""
+        return [g.grid() for g in self.grids]
+
+    def owner_table(self) -> list[Owners]:
+        """Return the owner maps as objects; raises ValueError when one breaks a rule."""
+        return [Owners(r) for r in self.owners]
+
+
+def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
+    """Return ``(file name, bytes)``: JSON, or zstd of it when that is large. Deterministic."""
+    stamped = msgspec.structs.replace(manifest, format=FORMAT, version=VERSION)
+    raw = msgspec.json.encode(stamped)
+    if len(raw) <= COMPRESS_ABOVE_BYTES:
+        return "manifest.json", msgspec.json.format(raw, indent=1) if len(raw) < 1 << 18 else raw
+    return "manifest.json.zst", zstandard.ZstdCompressor(level=3).compress(raw)
+
+
+def decode_manifest(raw: bytes, where: str) -> Manifest:
+    """Parse a manifest; `where` names it in errors and its suffix tells compression.
+
+    Cross-references are checked by `ckptd.format.invariants.check_manifest`, not here.
+
+    Raises
+    ------
+    CorruptError
+        Not JSON, duplicate keys, wrong types, wrong version, or a decompression bomb.
+    """
+    if where.endswith(".zst"):
+        raw = _decompress(raw, where)
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise CorruptError("manifest too large", kind="limits", where=where)
+    document = decode_json(raw, where)
+    _check_version(document, where)
+    return convert(document, Manifest, where)
+
+
+def decode_json(raw: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object, refusing duplicate keys, NaN and runaway nesting."""
+    try:
+        document = json.loads(raw, object_pairs_hook=unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(
+            "not JSON", kind="bad-json", where=where, found=str(error)[:200]
+        ) from None
+    if not isinstance(document, dict):
+        raise CorruptError("not a JSON object", kind="bad-json", where=where)
+    return document
+
+
+def convert(document: dict[str, Any], kind: type[T], where: str) -> T:
+    """Turn parsed JSON into a struct, or raise `CorruptError` naming the field."""
+    try:
+        return msgspec.convert(document, kind)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise CorruptError(
+            f"not a {kind.__name__}", kind="bad-record", where=where, found=str(error)[:300]
+        ) from None
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_version(document: dict[str, Any], where: str) -> None:
+    version = document.get("version")
+    if document.get("format") != FORMAT or type(version) is not int or version < 1:
+        raise CorruptError("not a ckptd manifest", kind="bad-record", where=where)
+    requires = document.get("requires", [])
+    unknown = (
+        sorted(str(r)[:80] for r in requires if r not in SUPPORTED)
+        if isinstance(requires, list)
+        else ["?"]
+    )
+    if version > VERSION or unknown:
+        raise CorruptError(
+            "written by a newer ckptd",
+            kind="version",
+            where=where,
+            wanted=f"version {VERSION}",
+            found=f"version {version}, requires {unknown[:8]}",
+            hint="pip install --upgrade ckptd",
+        )
+
+
+def _decompress(raw: bytes, where: str) -> bytes:
+    limit = min(MAX_MANIFEST_BYTES, len(raw) * MAX_RATIO + (1 << 16))
+    try:
+        params = zstandard.get_frame_parameters(raw)
+        unknown = params.content_size == zstandard.CONTENTSIZE_UNKNOWN
+        if unknown or params.content_size > limit:
+            raise CorruptError("manifest decompresses to too much", kind="limits", where=where)
+        return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
+            raw, max_output_size=params.content_size
+        )
+    except zstandard.ZstdError as error:
+        raise CorruptError(
+            "not zstd", kind="bad-record", where=where, found=str(error)[:200]
+        ) from None

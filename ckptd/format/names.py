@@ -1,0 +1,227 @@
+"""Names: of objects below the root, of chunks inside a file, of values inside a state.
+
+Spec sections 2 (root), 4.1 (chunk names) and 6 (canonical names).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckptd.errors import CorruptError, UsageError
+from ckptd.layout.grid import Piece
+
+__all__ = [
+    "CommitName",
+    "canonical_fqn",
+    "chunk_name",
+    "commit_key",
+    "data_folder",
+    "digests_key",
+    "escape_key",
+    "file_key",
+    "generation_key",
+    "join",
+    "lease_key",
+    "parse_chunk_name",
+    "parse_commit_name",
+    "parse_data_folder",
+    "parse_generation_name",
+    "part_key",
+    "pin_key",
+    "unescape_key",
+]
+
+MAX_STEP = 10**12 - 1
+MAX_GENERATION = 10**8 - 1
+MAX_RANK = 10**8 - 1
+MAX_NAME_CHARS = 4096
+
+ROOT_MARKER = "ckptd.json"
+COMMITS = "commits/"
+GENERATIONS = "generations/"
+DATA = "data/"
+PINS = "pins/"
+LEASES = "leases/"
+PARTS = "parts/"
+WITNESS = "witness"
+
+_COMMIT = re.compile(r"(\d{12})-g(\d{8})\.json")
+_GENERATION = re.compile(r"(\d{8})\.json")
+_FOLDER = re.compile(r"(\d{12})-g(\d{8})-([a-z0-9]{1,32})/?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CommitName:
+    """Identity of a checkpoint: `step`, and the `generation` that wrote it."""
+
+    step: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of generation {self.generation}"
+
+    @property
+    def stem(self) -> str:
+        """The name in the root, without folder and suffix."""
+        return f"{self.step:012d}-g{self.generation:08d}"
+
+
+def check_step(step: int) -> int:
+    """Return `step` when it can be named; raise `UsageError` otherwise."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
+        raise UsageError(
+            "not a step", kind="bad-step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step)
+        )
+    return step
+
+
+def commit_key(name: CommitName) -> str:
+    """Key of a commit record."""
+    return f"{COMMITS}{name.stem}.json"
+
+
+def pin_key(name: CommitName) -> str:
+    """Key of a pin."""
+    return f"{PINS}{name.stem}.json"
+
+
+def lease_key(lease_id: str) -> str:
+    """Key of a lease."""
+    return f"{LEASES}{lease_id}.json"
+
+
+def generation_key(generation: int) -> str:
+    """Key of a generation record."""
+    return f"{GENERATIONS}{generation:08d}.json"
+
+
+def data_folder(name: CommitName, attempt: str) -> str:
+    """Folder of one attempt to write a checkpoint; ends in "/"."""
+    return f"{DATA}{name.stem}-{attempt}/"
+
+
+def file_key(folder: str, rank: int) -> str:
+    """Key of the data file of `rank`."""
+    return f"{folder}r{rank:05d}.safetensors"
+
+
+def digests_key(data_key: str) -> str:
+    """Key of the digest index that belongs to a data file."""
+    return data_key.removesuffix(".safetensors") + ".digests"
+
+
+def part_key(folder: str, rank: int) -> str:
+    """Key of what `rank` reported."""
+    return f"{folder}{PARTS}r{rank:05d}"
+
+
+def parse_commit_name(name: str) -> CommitName | None:
+    """Parse the last segment of a commit or pin key; None when it is something else."""
+    m = _COMMIT.fullmatch(name)
+    return CommitName(int(m[1]), int(m[2])) if m else None
+
+
+def parse_generation_name(name: str) -> int | None:
+    """Parse the last segment of a generation key; None when it is something else."""
+    m = _GENERATION.fullmatch(name)
+    return int(m[1]) if m else None
+
+
+def parse_data_folder(name: str) -> tuple[CommitName, str] | None:
+    """Parse the last segment of a data folder into checkpoint and attempt, or return None."""
+    m = _FOLDER.fullmatch(name)
+    return (CommitName(int(m[1]), int(m[2])), m[3]) if m else None
+
+
+# --- values inside a state -----------------------------------------------------------------------
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_ESCAPED = re.compile(r"%([0-9A-F]{2})")
+
+
+def canonical_fqn(fqn: str) -> str:
+    """Remove the segments that wrappers (compile, activation checkpointing, FSDP1) put in.
+
+    ``module.`` of DDP is a legal attribute name, so it is removed by whoever sees the wrapper
+    object itself, not here.
+    """
+    return ".".join(s for s in fqn.split(".") if s not in _WRAPPERS)
+
+
+def escape_key(key: str | int) -> str:
+    """Return one segment for a dict key or list index; `unescape_key` gives it back.
+
+    Strings of digits have their first digit escaped, so that ``{"0": ...}`` and ``{0: ...}``
+    stay apart.
+    """
+    if isinstance(key, int):
+        return str(key)
+    if key == "":
+        return "%"
+    text = key.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
+    if text.lstrip("-").isdecimal():
+        text = f"%{ord(text[0]):02X}{text[1:]}"
+    return text
+
+
+def unescape_key(segment: str) -> str | int:
+    """Invert `escape_key`."""
+    if segment == "%":
+        return ""
+    if segment.lstrip("-").isdecimal():
+        return int(segment)
+    return _ESCAPED.sub(lambda m: chr(int(m[1], 16)), segment)
+
+
+def join(*segments: str) -> str:
+    """Join name segments that are escaped already, leaving out empty ones."""
+    return ".".join(s for s in segments if s)
+
+
+# --- chunks inside a file ------------------------------------------------------------------------
+
+
+def _escape_fqn(name: str) -> str:
+    text = name.replace("%", "%25").replace("@", "%40")
+    return "%5F" + text[1:] if text == "__metadata__" else text
+
+
+def chunk_name(tensor: str, piece: Piece, shape: tuple[int, ...]) -> str:
+    """Name of a chunk inside its safetensors file (spec 4.1).
+
+    The plain tensor name when the chunk is the whole tensor; ``name@o0,o1`` for a cell at that
+    offset; ``name@o0,o1:start`` for a flat range that begins at element `start` of that cell.
+    """
+    base = _escape_fqn(tensor)
+    if piece.flat is None and piece.box.shape == shape:
+        return base
+    offset = ",".join(map(str, piece.box.offset))
+    return f"{base}@{offset}" if piece.flat is None else f"{base}@{offset}:{piece.flat[0]}"
+
+
+def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None]:
+    """Return ``(tensor, offset or None, flat start or None)``; invert `chunk_name`."""
+    base, at, rest = name.partition("@")
+    tensor = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), base)
+    if not at:
+        return tensor, None, None
+    offset, colon, start = rest.partition(":")
+    try:
+        numbers = tuple(int(x) for x in offset.split(",")) if offset else ()
+        return tensor, numbers, int(start) if colon else None
+    except ValueError:
+        raise CorruptError("not a chunk name", kind="bad-name", where=name[:200]) from None
+
+
+def check_name(name: str, where: str) -> str:
+    """Return a tensor or object name from a file when it is legal, else raise `CorruptError`."""
+    if not name or len(name) > MAX_NAME_CHARS or "\x00" in name or not name.isprintable():
+        raise CorruptError(
+            "not a legal name",
+            kind="bad-name",
+            where=where,
+            wanted=f"1 to {MAX_NAME_CHARS} printable characters",
+            found=repr(name[:80]),
+        )
+    return name

@@ -1,0 +1,159 @@
+"""The small create-only records of a root (spec section 2): marker, generation, commit, lease, pin."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ckptd.errors import CorruptError
+from ckptd.format.manifest import convert, decode_json
+from ckptd.format.names import MAX_GENERATION, MAX_STEP, CommitName
+
+__all__ = [
+    "Commit",
+    "Generation",
+    "Lease",
+    "Parent",
+    "Pin",
+    "RootMarker",
+    "decode_record",
+    "encode_record",
+]
+
+RECORD_VERSION = 1
+MAX_RECORD_BYTES = 1 << 20
+
+R = TypeVar("R", "RootMarker", "Generation", "Commit", "Lease", "Pin")
+
+
+class RootMarker(msgspec.Struct, frozen=True):
+    """``ckptd.json``: this folder is a root. `root_id` tells two roots of one URL apart."""
+
+    root_id: str
+    created: str
+    version: int = RECORD_VERSION
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """The commit that a generation resumed from."""
+
+    step: int
+    generation: int
+
+    @property
+    def name(self) -> CommitName:
+        """The commit's identity."""
+        return CommitName(self.step, self.generation)
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One life of the job. `claim_id` is unique, so that a lost reply can be recognised."""
+
+    generation: int
+    claim_id: str
+    parent: Parent | None
+    created: str
+    world_size: int
+    reason: str = ""
+    version: int = RECORD_VERSION
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """Exists if and only if the checkpoint is complete.
+
+    Attributes
+    ----------
+    folder
+        Data folder of the attempt that won; ends in "/".
+    folders
+        Every data folder that the manifest refers to, `folder` included.
+    manifest
+        File name of the manifest inside `folder`.
+    manifest_digest, manifest_bytes
+        XXH3-128 (hexadecimal) and length of the manifest as stored.
+    write_id
+        Unique to this write: a committer that lost the reply finds itself by it.
+    data_bytes
+        Sum of the data sections.
+    metadata
+        What the user attached (metrics, tags).
+    """
+
+    step: int
+    generation: int
+    attempt: str
+    folder: str
+    folders: tuple[str, ...]
+    manifest: str
+    manifest_digest: str
+    manifest_bytes: int
+    write_id: str
+    created: str
+    world_size: int
+    data_bytes: int
+    metadata: dict[str, Any] = {}
+    version: int = RECORD_VERSION
+
+    @property
+    def name(self) -> CommitName:
+        """The commit's identity."""
+        return CommitName(self.step, self.generation)
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A reader at work on a checkpoint until `expires` (seconds since 1970)."""
+
+    step: int
+    generation: int
+    expires: float
+    holder: str = ""
+    version: int = RECORD_VERSION
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """A checkpoint never to be deleted."""
+
+    step: int
+    generation: int
+    created: str
+    reason: str = ""
+    version: int = RECORD_VERSION
+
+
+def encode_record(record: RootMarker | Generation | Commit | Lease | Pin) -> bytes:
+    """Return the record as JSON, one field a line."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def decode_record(raw: bytes, kind: type[R], where: str) -> R:
+    """Parse a record and check its ranges.
+
+    Raises
+    ------
+    CorruptError
+        Not JSON, wrong types, numbers out of range, a newer version, or too large.
+    """
+    if len(raw) > MAX_RECORD_BYTES:
+        raise CorruptError("record too large", kind="limits", where=where)
+    record = convert(decode_json(raw, where), kind, where)
+    if record.version > RECORD_VERSION:
+        raise CorruptError(
+            "written by a newer ckptd",
+            kind="version",
+            where=where,
+            found=f"version {record.version}",
+            hint="pip install --upgrade ckptd",
+        )
+    _check_numbers(record, where)
+    return record
+
+
+def _check_numbers(record: object, where: str) -> None:
+    step, generation = getattr(record, "step", 0), getattr(record, "generation", 1)
+    parent = getattr(record, "parent", None)
+    good = 0 <= step <= MAX_STEP and 0 <= generation <= MAX_GENERATION
+    if parent is not None:
+        good = good and 0 <= parent.step <= MAX_STEP and 0 <= parent.generation < generation
+    if not good:
+        raise CorruptError("step or generation out of range", kind="bad-record", where=where)
