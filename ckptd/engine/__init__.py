@@ -1,0 +1,1 @@
+"""Moving bytes: writing, committing, reading, retention. No torch."""

@@ -1,0 +1,115 @@
+"""A board: the small key-value service through which the ranks of one job agree.
+
+Ranks never use collectives for checkpoints: a collective from a background thread deadlocks with
+the job's own, and one dead rank hangs it without a word. A board has plain keys, and every wait
+has a deadline. `ckptd.train` implements it over the job store; one process needs `LocalBoard`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from ckptd.errors import DeadlineError
+
+__all__ = ["Board", "LocalBoard", "collect", "share"]
+
+
+class Board(Protocol):
+    """Keys are unique to their use: they carry generation, step, attempt and a counter.
+
+    Implementations are thread-safe. Values are small (below 8 MB).
+    """
+
+    rank: int
+    world: int
+
+    def set(self, key: str, value: bytes) -> None:
+        """Publish `value`."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a key; `DeadlineError` (kind ``board``) names it when it does not come."""
+
+    def peek(self, key: str) -> bytes | None:
+        """Return the value if it is there already, without waiting."""
+
+    def delete(self, key: str) -> None:
+        """Forget a key; no error when it is gone."""
+
+
+class LocalBoard:
+    """A board for threads of one process; with ``world=1`` it is the board of a job of one rank."""
+
+    def __init__(self, rank: int = 0, world: int = 1, peers: LocalBoard | None = None) -> None:
+        self.rank = rank
+        self.world = world
+        self._values: dict[str, bytes] = peers._values if peers else {}
+        self._changed = peers._changed if peers else threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `Board`."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See `Board`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise DeadlineError(
+                    "nobody published a value in time",
+                    kind="board",
+                    where=key,
+                    wanted=f"within {timeout_s:.0f} s",
+                )
+            return self._values[key]
+
+    def peek(self, key: str) -> bytes | None:
+        """See `Board`."""
+        with self._changed:
+            return self._values.get(key)
+
+    def delete(self, key: str) -> None:
+        """See `Board`."""
+        with self._changed:
+            self._values.pop(key, None)
+
+
+def share(board: Board, key: str, value: bytes | None, timeout_s: float) -> bytes:
+    """Rank 0 publishes `value`; every rank returns it."""
+    if board.rank == 0:
+        if value is None:
+            raise ValueError("rank 0 must bring the value")
+        board.set(key, value)
+        return value
+    return board.get(key, timeout_s)
+
+
+def collect(board: Board, key: str, value: bytes, timeout_s: float) -> list[bytes] | None:
+    """Bring every rank's value to rank 0, which returns them by rank; the others return None.
+
+    Raises
+    ------
+    DeadlineError
+        On rank 0: names the ranks that did not report within `timeout_s`.
+    """
+    if board.rank != 0:
+        board.set(f"{key}/{board.rank}", value)
+        return None
+    out = [value]
+    end = time.monotonic() + timeout_s
+    for rank in range(1, board.world):
+        try:
+            out.append(board.get(f"{key}/{rank}", max(0.01, end - time.monotonic())))
+        except DeadlineError:
+            missing = [r for r in range(rank, board.world) if board.peek(f"{key}/{r}") is None]
+            raise DeadlineError(
+                "ranks did not report in time",
+                kind="board",
+                where=key,
+                wanted=f"all {board.world} ranks within {timeout_s:.0f} s",
+                found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
+                hint="every rank must make the same ckptd calls in the same order",
+            ) from None
+    return out
