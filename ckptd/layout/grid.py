@@ -16,13 +16,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.types import Box
 
-__all__ = ["Axis", "Grid", "Piece", "even_axis", "strides_of", "whole"]
+__all__ = ["MAX_EXTENT", "Axis", "Grid", "Piece", "even_axis", "strides_of", "whole"]
+
+MAX_EXTENT = 2**63 - 1
+"""Largest number of elements or cells of a tensor: what int64 can count."""
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -33,6 +37,17 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(out)
 
 
+def _merged(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Join neighbouring runs of one size."""
+    out: list[tuple[int, int]] = []
+    for size, count in runs:
+        if out and out[-1][0] == size:
+            out[-1] = (size, out[-1][1] + count)
+        else:
+            out.append((size, count))
+    return tuple(out)
+
+
 @dataclass(frozen=True)
 class Axis:
     """One cut dimension: runs of ``(cell size, number of such cells)``, in order.
@@ -40,10 +55,13 @@ class Axis:
     Cells are never empty, so that the number of pieces is bounded by the number of elements; the
     one exception is a dimension of length zero, which has exactly one cell.
 
+    Neighbouring runs of one size become one run, so that equal cuts are equal axes.
+
     Raises
     ------
     ValueError
-        A size or count is below one, or there is no cell.
+        A size or count is below one or no int, there is no cell, or the dimension is longer than
+        `MAX_EXTENT`.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -51,21 +69,31 @@ class Axis:
     def __post_init__(self) -> None:
         if self.runs == ((0, 1),):
             return
-        if not self.runs or any(size < 1 or count < 1 for size, count in self.runs):
-            raise ValueError(f"not a list of (size >= 1, count >= 1) pairs: {self.runs[:8]}")
+        extent = last = 0
+        merge = False
+        for size, count in self.runs:
+            if type(size) is not int or type(count) is not int or size < 1 or count < 1:
+                raise ValueError(f"not a list of (size >= 1, count >= 1) ints: {self.runs[:8]}")
+            merge = merge or size == last
+            last = size
+            extent += size * count
+        # Beyond this, positions would wrap in int64 arithmetic and point at other bytes.
+        if not 1 <= extent <= MAX_EXTENT:
+            raise ValueError(f"a dimension of {extent} elements")
+        if merge:
+            object.__setattr__(self, "runs", _merged(self.runs))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.runs)
 
     @staticmethod
     def from_sizes(sizes: Iterable[int]) -> Axis:
         """Return the axis whose cells have these sizes; empty cells are left out."""
-        runs: list[tuple[int, int]] = []
-        for size in sizes:
-            if not size:
-                continue
-            if runs and runs[-1][0] == size:
-                runs[-1] = (size, runs[-1][1] + 1)
-            else:
-                runs.append((int(size), 1))
-        return Axis(tuple(runs) or ((0, 1),))
+        return Axis(_merged((int(size), 1) for size in sizes if size) or ((0, 1),))
 
     @cached_property
     def extent(self) -> int:
@@ -87,7 +115,15 @@ class Axis:
         return cells, elements
 
     def cell(self, index: int) -> tuple[int, int]:
-        """Return ``(start, size)`` of cell `index`, in elements."""
+        """Return ``(start, size)`` of cell `index`, in elements.
+
+        Raises
+        ------
+        IndexError
+            There is no such cell.
+        """
+        if not 0 <= index < self.ncells:
+            raise IndexError(f"cell {index} of {self.ncells}")
         if len(self.runs) == 1:
             size = self.runs[0][0]
             return index * size, size
@@ -97,13 +133,27 @@ class Axis:
         return int(elements[run]) + (index - int(cells[run])) * size, size
 
     def cells_in(self, lo: int, hi: int) -> range:
-        """Return the cells that meet elements ``[lo, hi)``; empty when ``hi <= lo``."""
+        """Return the cells that meet elements ``[lo, hi)``; empty when ``hi <= lo``.
+
+        Raises
+        ------
+        IndexError
+            The elements do not lie in the dimension.
+        """
         if hi <= lo:
             return range(0)
         return range(self.cell_at(lo), self.cell_at(hi - 1) + 1)
 
     def cell_at(self, element: int) -> int:
-        """Return the cell that holds `element` (cells of size zero hold none)."""
+        """Return the cell that holds `element` (a cell of size zero holds none).
+
+        Raises
+        ------
+        IndexError
+            There is no such element.
+        """
+        if not 0 <= element < self.extent:
+            raise IndexError(f"element {element} of {self.extent}")
         if len(self.runs) == 1:
             return element // self.runs[0][0]
         cells, elements = self._starts
@@ -113,14 +163,18 @@ class Axis:
     def sizes(self) -> Iterator[int]:
         """Yield the size of every cell: as many values as there are cells."""
         for size, count in self.runs:
-            for _ in range(count):
-                yield size
+            yield from repeat(size, count)
 
 
 def even_axis(extent: int, parts: int) -> Axis:
     """Cut `extent` the way torch's ``Shard`` does: ceil-sized cells, the last one short.
 
     Ranks that get nothing have no cell. An `extent` of zero gives one empty cell.
+
+    Raises
+    ------
+    ValueError
+        `extent` is negative or beyond `MAX_EXTENT`.
     """
     if extent == 0 or parts <= 1:
         return Axis(((extent, 1),))
@@ -174,33 +228,56 @@ class Grid:
     Raises
     ------
     ValueError
-        The flat cuts do not fit the cells.
+        The flat cuts do not fit the cells, or there are more than `MAX_EXTENT` elements or cells.
     """
 
     axes: tuple[Axis, ...]
     flat: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
+        # No cell and no flat range is empty, so these two bound the number of pieces as well.
+        numel = math.prod(a.extent for a in self.axes)
+        if numel > MAX_EXTENT or self.ncells > MAX_EXTENT:
+            raise ValueError(f"a tensor of {numel} elements in {self.ncells} cells")
         if not self.flat:
             return
-        if len(self.flat) not in (1, self.ncells):
-            raise ValueError(f"{len(self.flat)} flat cuts for {self.ncells} cells")
         if len(self.flat) == 1:
-            shapes = {tuple(s) for s in self._distinct_shapes()}
-            numels = {math.prod(s) for s in shapes}
-            if numels != {self.flat[0].extent}:
-                raise ValueError(f"one flat cut of {self.flat[0].extent} for cells of {numels}")
+            self._check_shared_flat(self.flat[0], numel)
+        elif len(self.flat) == self.ncells:
+            self._check_flats()
         else:
-            for i, axis in enumerate(self.flat):
-                if axis.extent != self.cell_box(i).numel:
-                    raise ValueError(
-                        f"flat cut of {axis.extent} for cell {i} of {self.cell_box(i).numel}"
-                    )
+            raise ValueError(f"{len(self.flat)} flat cuts for {self.ncells} cells")
 
-    def _distinct_shapes(self) -> Iterator[tuple[int, ...]]:
-        from itertools import product
+    def _check_shared_flat(self, flat: Axis, numel: int) -> None:
+        """One flat cut for all cells: they must all have its number of elements.
 
-        return product(*({size for size, _ in a.runs} for a in self.axes))
+        Cells differ in volume as soon as one dimension has cells of two sizes, so it is enough to
+        look at the runs; their combinations may be too many to enumerate.
+        """
+        if numel and any(len({size for size, _ in a.runs}) > 1 for a in self.axes):
+            raise ValueError("one flat cut for cells of different sizes")
+        cell = math.prod(a.runs[0][0] for a in self.axes) if numel else 0
+        if flat.extent != cell:
+            raise ValueError(f"one flat cut of {flat.extent} for cells of {cell}")
+
+    def _check_flats(self) -> None:
+        """One flat cut a cell: each must have its cell's number of elements."""
+        numels = np.ones(1, dtype=np.int64)
+        for axis in self.axes:
+            sizes = np.repeat(*np.array(axis.runs, dtype=np.int64).T)
+            numels = np.multiply.outer(numels, sizes).ravel()
+        extents = np.array([a.extent for a in self.flat], dtype=np.int64)
+        wrong = np.flatnonzero(extents != numels)
+        if len(wrong):
+            i = int(wrong[0])
+            raise ValueError(f"flat cut of {extents[i]} for cell {i} of {numels[i]}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.flat))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

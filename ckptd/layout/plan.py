@@ -1,0 +1,252 @@
+"""The planner: which elements of which pieces go where in a target buffer.
+
+The pieces of a grid that a target meets are found by interval search per dimension, and by a walk
+along the flat cut inside a cell, so work and memory grow with the pieces touched and with nothing
+else. Layers and optimizer moments repeat the same few shapes, so plans are kept as templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptd.errors import MismatchError, UsageError
+from ckptd.layout.block import Block, intersect
+from ckptd.layout.grid import Axis, Grid, strides_of
+from ckptd.layout.region import Region, flat_regions, piece_regions
+from ckptd.layout.templates import Templates
+from ckptd.types import Box
+
+__all__ = ["Block", "PieceCopy", "intersect", "plan", "plan_grids"]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCopy:
+    """What to copy out of one source piece.
+
+    Attributes
+    ----------
+    piece
+        Number of the source piece; block sources are relative to its first element.
+    blocks
+        The copies; no two of them write the same target element.
+    """
+
+    piece: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements copied."""
+        return sum(b.numel for b in self.blocks)
+
+
+def plan(grid: Grid, targets: Sequence[Region]) -> list[PieceCopy]:
+    """Plan the filling of one local buffer from the pieces of `grid`.
+
+    Parameters
+    ----------
+    grid
+        How the source tensor is cut.
+    targets
+        The regions of the buffer; together they are everything it wants.
+
+    Returns
+    -------
+    list[PieceCopy]
+        In piece order; a piece that contributes nothing is not there.
+
+    Raises
+    ------
+    MismatchError
+        A target does not lie inside the tensor.
+    UsageError
+        A target's strides write one buffer element twice.
+    """
+    key = (grid, tuple(targets))
+    found = _TEMPLATES.get(key)
+    if found is None:
+        found = tuple(plan_once(grid, targets))
+        _TEMPLATES.put(key, found, weight=1 + sum(len(c.blocks) for c in found))
+    return list(found)
+
+
+_TEMPLATES: Templates[tuple[Grid, tuple[Region, ...]], tuple[PieceCopy, ...]] = Templates(200_000)
+"""Recent plans, by what they were made from; the weight of one is its number of blocks."""
+
+
+def plan_once(grid: Grid, targets: Sequence[Region]) -> list[PieceCopy]:
+    """Plan like `plan`, past the templates: for plans that will not be asked for again."""
+    found: dict[int, list[Block]] = {}
+    for target in targets:
+        check_target(grid, target)
+        if target.numel:
+            pairs = _in_flats(grid, target) if grid.flat else _in_cells(grid, target)
+            for piece, block in pairs:
+                found.setdefault(piece, []).append(block)
+    return [PieceCopy(piece, tuple(found[piece])) for piece in sorted(found)]
+
+
+def plan_grids(
+    source: Grid, target: Grid, pieces: Iterable[int] | None = None
+) -> Iterator[tuple[int, list[PieceCopy]]]:
+    """Yield ``(target piece, its copies)``: from disk to disk.
+
+    Parameters
+    ----------
+    source, target
+        Two cuts of the same tensor.
+    pieces
+        The target pieces wanted; all of them, in order, when left out.
+
+    Raises
+    ------
+    MismatchError
+        The grids cut tensors of different shapes.
+    IndexError
+        There is no such piece.
+    """
+    if source.shape != target.shape:
+        raise MismatchError(
+            "two grids of different tensors", wanted=target.shape, found=source.shape
+        )
+    for index in range(target.npieces) if pieces is None else pieces:
+        yield index, plan_once(source, piece_regions(target.piece(index)))
+
+
+def check_target(grid: Grid, target: Region) -> None:
+    """Refuse a target that is not inside the tensor, or that overlaps itself in its buffer."""
+    box, shape = target.box, grid.shape
+    fits = len(box.shape) == len(shape) == len(box.offset) == len(target.strides)
+    if not fits or any(
+        o < 0 or n < 0 or o + n > s for o, n, s in zip(box.offset, box.shape, shape, strict=True)
+    ):
+        raise MismatchError(
+            "the target does not lie inside the tensor",
+            wanted=f"a box of shape {box.shape} at {box.offset}, strides {target.strides}",
+            found=f"a tensor of shape {shape}",
+        )
+    reach = 1
+    for stride, n in sorted(zip(target.strides, box.shape, strict=True)):
+        if n > 1 and stride < reach:
+            raise UsageError(
+                "the target's strides give several elements one place in memory",
+                found=f"shape {box.shape}, strides {target.strides}",
+                hint="load into a tensor of its own (.contiguous(), not .expand())",
+            )
+        reach += (n - 1) * stride if n else 0
+
+
+def _touched(axis: Axis, lo: int, hi: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield ``(cell, first element, count, cell start, cell size)`` of the cells in ``[lo, hi)``."""
+    for cell in axis.cells_in(lo, hi):
+        start, size = axis.cell(cell)
+        at = max(lo, start)
+        yield cell, at, min(hi, start + size) - at, start, size
+
+
+_Partial = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Cell number, cell elements, source start, target start, shape, source and target strides."""
+
+
+def _in_cells(grid: Grid, target: Region) -> Iterator[tuple[int, Block]]:
+    """Yield the block of each cell that `target` meets.
+
+    Dimensions are added from the innermost out, so what inner dimensions share is computed once;
+    each step keeps the block in lowest terms, as `intersect` does.
+    """
+    cell_strides = strides_of(grid.cell_shape)
+    partials: list[_Partial] = [(0, 1, 0, target.start, (), (), ())]
+    for d in range(len(grid.axes) - 1, -1, -1):
+        lo, size, stride = target.box.offset[d], target.box.shape[d], target.strides[d]
+        partials = [
+            _extend(
+                partial, cell * cell_strides[d], at - start, n, width, (at - lo) * stride, stride
+            )
+            for cell, at, n, start, width in _touched(grid.axes[d], lo, lo + size)
+            for partial in partials
+        ]
+    for cell, _, source, place, shape, source_strides, target_strides in partials:
+        yield cell, Block(shape, source, source_strides, place, target_strides)
+
+
+def _extend(
+    partial: _Partial, cell: int, skip: int, n: int, width: int, place: int, stride: int
+) -> _Partial:
+    """Add one dimension: `n` of a cell's `width` slices, after the first `skip`."""
+    cells, numel, source, target, shape, sources, targets = partial
+    cells += cell
+    source += skip * numel
+    target += place
+    if n > 1:
+        if shape and numel == sources[0] * shape[0] and stride == targets[0] * shape[0]:
+            shape = (n * shape[0], *shape[1:])
+        else:
+            shape, sources, targets = (n, *shape), (numel, *sources), (stride, *targets)
+    return cells, numel * width, source, target, shape, sources, targets
+
+
+def _in_flats(grid: Grid, target: Region) -> Iterator[tuple[int, Block]]:
+    """Yield the blocks of each flat range that `target` meets, cell by cell."""
+    cells: list[tuple[int, Box]] = [(0, Box((), ()))]
+    for axis, lo, size in zip(grid.axes, target.box.offset, target.box.shape, strict=True):
+        touched = [(c, start, width) for c, _, _, start, width in _touched(axis, lo, lo + size)]
+        cells = [
+            (number * axis.ncells + c, Box((*box.offset, start), (*box.shape, width)))
+            for number, box in cells
+            for c, start, width in touched
+        ]
+    for number, box in cells:
+        flat = grid.flat_axis(number)
+        first = grid.first_piece(number)
+        if flat is not None:
+            for part, block in _in_flat_cell(box, flat, target):
+                yield first + part, block
+
+
+def _in_flat_cell(cell: Box, flat: Axis, target: Region) -> Iterator[tuple[int, Block]]:
+    """Yield ``(part, block)`` for the parts of one cell: each part visited meets the target."""
+    common = cell.intersect(target.box)
+    if common is None:
+        return
+    offset = tuple(o - c for o, c in zip(common.offset, cell.offset, strict=True))
+    inner = Box(offset, common.shape)
+    at = _next_element(inner, cell.shape, 0)
+    while at is not None:
+        part = flat.cell_at(at)
+        start, size = flat.cell(part)
+        for region in flat_regions(cell, start, start + size):
+            block = intersect(region, target)
+            if block is not None:
+                yield part, block
+        at = _next_element(inner, cell.shape, start + size)
+
+
+def _next_element(box: Box, shape: tuple[int, ...], at: int) -> int | None:
+    """Return the first row-major element of `shape` that is in `box` and not before `at`.
+
+    Skipping like this is what keeps the walk along a flat cut proportional to the parts that the
+    target meets: a narrow column of a cell in tiny parts would else visit every part.
+    """
+    coordinates = []
+    strides = strides_of(shape)
+    for stride in strides:
+        coordinate, at = divmod(at, stride)
+        coordinates.append(coordinate)
+    end = box.end
+    if not shape:
+        return 0 if at == 0 else None
+    for d, coordinate in enumerate(coordinates):
+        if coordinate < box.offset[d]:
+            coordinates[d:] = box.offset[d:]
+            break
+        if coordinate >= end[d]:
+            # Past the box along d: step on along the nearest outer dimension that has room.
+            while d and coordinates[d - 1] + 1 >= end[d - 1]:
+                d -= 1
+            if not d:
+                return None
+            coordinates[d - 1] += 1
+            coordinates[d:] = box.offset[d:]
+            break
+    return sum(c * s for c, s in zip(coordinates, strides, strict=True))
