@@ -1,0 +1,41 @@
+"""What all tests share: the long campaigns' switch, rank tests kept apart, stacks on demand."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+
+import hypothesis
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the campaigns (marker long) as well")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
+    faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
+    # The short suite draws the same examples each time, so that CI fails for the change and not
+    # for the dice. Campaigns draw new ones and print what reproduces a failure.
+    hypothesis.settings.register_profile("short", deadline=None, derandomize=True, database=None)
+    hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+    hypothesis.settings.load_profile("long" if config.getoption("--long") else "short")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_long = pytest.mark.skip(reason="a campaign: scripts/test --long")
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(skip_long)
+        # Several ranks fill the machine by themselves: one world at a time, on one worker.
+        if item.get_closest_marker("dist"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the developer's ``CKPTD_*`` variables out of the tests."""
+    for name in [n for n in os.environ if n.startswith("CKPTD_")]:
+        monkeypatch.delenv(name)
