@@ -138,7 +138,7 @@ def check_target(grid: Grid, target: Region) -> None:
 
 
 def _touched(axis: Axis, lo: int, hi: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield ``(cell, first element, count, cell start, cell size)`` of the cells in ``[lo, hi)``."""
+    """Yield ``(cell, first element, count, cell start, cell size)`` of cells in ``[lo, hi)``."""
     for cell in axis.cells_in(lo, hi):
         start, size = axis.cell(cell)
         at = max(lo, start)
