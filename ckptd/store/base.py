@@ -19,34 +19,56 @@ Errors of every method
     Will not heal by itself.
 `TransientStoreError`
     May heal: time-out, throttling, 5xx, connection reset.
-`UsageError` (kind ``bad-key``)
-    The key breaks the rule above; checked before the store is touched.
+`RefusedError` (kind ``no-create-only``)
+    A create-only put on a store that cannot decide a race (``capabilities.create_only`` is False).
+`UsageError` (kinds ``bad-key``, ``size``, ``closed``)
+    The key breaks the rule above (checked before the store is touched); a writer got more or fewer
+    bytes than announced; a writer is used after `Writer.commit` or `Writer.abort`.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from ckptd.errors import UsageError
+from ckptd.errors import NotFoundError, UsageError
 from ckptd.types import ByteRange
 
-__all__ = ["Capabilities", "ObjectInfo", "Store", "Writer", "check_key"]
+if TYPE_CHECKING:
+    from ckptd.store.spec import StoreSpec
+
+__all__ = [
+    "Capabilities",
+    "Names",
+    "ObjectInfo",
+    "Store",
+    "Watchable",
+    "Writer",
+    "check_key",
+    "check_prefix",
+    "is_segment",
+]
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
 MAX_KEY_BYTES = 1024
+Names = list[str]
+"""A list of names; inside `Store`, ``list`` is a method."""
+
+
+def is_segment(name: str) -> bool:
+    """Tell whether `name` may be one segment of a key; other names in a store are not objects."""
+    return name not in (".", "..") and _SEGMENT.fullmatch(name) is not None
 
 
 def check_key(key: str) -> str:
     """Return `key` when it is legal, raise `UsageError` otherwise (stops ``../`` at the door)."""
     parts = key.split("/")
-    if len(key) > MAX_KEY_BYTES or any(
-        p in (".", "..") or not _SEGMENT.fullmatch(p) for p in parts
-    ):
+    if len(key) > MAX_KEY_BYTES or not all(is_segment(p) for p in parts):
         raise UsageError(
             "not a legal object name",
             kind="bad-key",
@@ -54,6 +76,17 @@ def check_key(key: str) -> str:
             wanted="segments of letters, digits and ._=+@,%- joined by /",
         )
     return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` when it is "" or a legal key and "/", raise `UsageError` otherwise."""
+    if prefix and not prefix.endswith("/"):
+        raise UsageError(
+            "a prefix names a folder", kind="bad-key", where=prefix[:200], wanted='"" or "folder/"'
+        )
+    if prefix:
+        check_key(prefix[:-1])
+    return prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +130,18 @@ class ObjectInfo:
 
 
 class Writer(ABC):
-    """A new object, written front to back.
+    """A new object, written front to back; used by one thread at a time.
 
-    Buffers passed to `write` must not change until `commit` or `abort` has returned: a store may
-    upload from them in the background without a copy. Leaving the ``with`` block without
-    `commit` aborts. Until `commit` returns the object may be absent or partial; a reader learns
-    of it only through a commit record, so no temporary name is needed.
+    An object that exists under the key is replaced. Buffers passed to `write` must not change
+    until `commit` or `abort` has returned: a store may upload from them in the background without
+    a copy. Leaving the ``with`` block without `commit` aborts. Until `commit` returns the object
+    may be absent or partial; a reader learns of it only through a commit record, so no temporary
+    name is needed.
     """
 
     @abstractmethod
     def write(self, data: memoryview) -> None:
-        """Append all of `data`."""
+        """Append all of `data`; an error of a background upload may surface here."""
 
     @abstractmethod
     def commit(self) -> None:
@@ -117,7 +151,7 @@ class Writer(ABC):
     def abort(self) -> None:
         """Give up; remove what can be removed. Never raises; idempotent."""
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -134,6 +168,15 @@ class Store(ABC):
 
     url: str
     capabilities: Capabilities
+    options: dict[str, Any]
+    """What `ckptd.store.open_store` needs besides the URL to open this store again: plain,
+    JSON-able data. It may hold secrets, so it travels over private pipes only."""
+
+    def describe(self) -> StoreSpec:
+        """Return plain data from which another process opens the same store."""
+        from ckptd.store.spec import StoreSpec
+
+        return StoreSpec(url=self.url, options=dict(self.options))
 
     @abstractmethod
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
@@ -161,8 +204,6 @@ class Store(ABC):
 
     def exists(self, key: str) -> bool:
         """Tell whether the object exists."""
-        from ckptd.errors import NotFoundError
-
         try:
             self.stat(key)
         except NotFoundError:
@@ -177,16 +218,29 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def children(self, prefix: str = "") -> list[str]:
+    def children(self, prefix: str = "") -> Names:
         """Return names directly below the folder `prefix`, sorted; folders end in "/"."""
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; one that is gone already is no error. Empty folders vanish too."""
+        """Delete objects; one that is gone already is no error. Empty folders vanish too.
+
+        Durable on return: a deleted name does not come back after a power cut. Within one call
+        there is no order; callers that need one make two calls.
+        """
 
     @abstractmethod
     def sync(self, prefix: str) -> None:
         """Make the names below folder `prefix`, and the folder's own name, durable."""
+
+    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+        """Remove leftovers of interrupted calls below `prefix` and return their names.
+
+        Leftovers are temporary files or unfinished multipart uploads, last touched more than
+        `older_than_s` seconds ago (so that a call still under way keeps its own).
+        """
+        check_prefix(prefix)
+        return []
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind `key` where the store keeps plain files, else None."""
@@ -195,7 +249,7 @@ class Store(ABC):
     def close(self) -> None:
         """Release connections and threads. Idempotent."""
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -205,3 +259,14 @@ class Store(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A store that can report the steps inside its calls, for fault campaigns."""
+
+    def watch(self, hook: Callable[[str, str], None]) -> None:
+        """Call ``hook(point, name)`` before each inner step from now on.
+
+        `point` is a stable name such as ``os.link``; what the hook raises fails that step.
+        """

@@ -1,0 +1,455 @@
+"""`LocalStore`: plain files in a folder, made durable.
+
+Temporary files of a put begin with ``~``, which no key may contain, so a listing hides them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat as stat_module
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    NotFoundError,
+    RefusedError,
+    TransientStoreError,
+    UsageError,
+)
+from ckptd.store.base import (
+    MAX_KEY_BYTES,
+    Capabilities,
+    Names,
+    ObjectInfo,
+    Store,
+    Writer,
+    check_key,
+    check_prefix,
+    is_segment,
+)
+from ckptd.store.buffers import as_bytes_view, check_end
+from ckptd.store.local_writer import LocalWriter
+from ckptd.store.osio import Os, WatchedOs, reading, write_all, writing
+from ckptd.store.registry import parse_options
+from ckptd.types import ByteRange
+
+__all__ = ["LocalOptions", "LocalStore", "open_local"]
+
+_TEMPORARY = "~"
+_MOST_RACES = 16
+_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
+
+
+class LocalOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of paths and ``file://``.
+
+    Attributes
+    ----------
+    direct
+        Let writers bypass the page cache (O_DIRECT) where the file system allows it.
+    threads
+        Blocks in flight for all writers of this store together.
+    block_bytes
+        Size of one write, in bytes; rounded down to a multiple of 4096.
+    stall_s
+        A writer whose blocks make no progress for so many seconds fails (a hung mount).
+    """
+
+    direct: bool = True
+    threads: int = 4
+    block_bytes: int = 8 << 20
+    stall_s: float = 600.0
+
+
+def open_local(url: str, options: dict[str, Any]) -> LocalStore:
+    """Open a path or ``file:///path``; what follows ``file://`` is the path, unescaped."""
+    scheme, _, path = url.partition("://")
+    if scheme.lower() != "file":
+        path = url
+    elif not path.startswith("/"):
+        raise UsageError("not a local URL", kind="bad-url", where=url, wanted="file:///path")
+    return LocalStore(os.path.expanduser(path), parse_options(url, options, LocalOptions))
+
+
+class LocalStore(Store):
+    """Plain files below a folder.
+
+    A put writes a temporary file beside its target, fsyncs it, gives it its name by ``link`` (when
+    create-only) or ``rename``, and fsyncs the folder. The folder is made by the first write; files
+    and folders get the permissions that the umask leaves, group and setgid of the folder above.
+
+    Parameters
+    ----------
+    root
+        The folder; a relative path is resolved now.
+    options
+        See `LocalOptions`.
+    system
+        The system calls, for tests.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        options: LocalOptions | None = None,
+        *,
+        system: Os | None = None,
+    ) -> None:
+        self._settings = options or LocalOptions()
+        self._root = os.path.abspath(root)
+        self._real = os.path.realpath(self._root)
+        self.url = self._root
+        self.options: dict[str, Any] = _non_defaults(self._settings)
+        self.capabilities = Capabilities(
+            create_only=True,
+            consistent_list=True,
+            durable=True,
+            local_files=True,
+            shared=True,
+            parallel=max(1, self._settings.threads),
+            block_bytes=max(4096, self._settings.block_bytes // 4096 * 4096),
+        )
+        self._system = system or Os()
+        self._lock = threading.Lock()
+        self._folders: set[str] = set()  # folders whose own names this store knows to be durable
+        self._pool: ThreadPoolExecutor | None = None
+        self._buffered_devices: set[int] = set()
+
+    def watch(self, hook: Callable[[str, str], None]) -> None:
+        """Call ``hook("os.link", path)`` and so on before each system call."""
+        self._system = WatchedOs(self._system, hook)
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Return the whole object, or exactly `byte_range` of it."""
+        with self._opened(key) as (path, fd, size):
+            start, end = (byte_range.start, byte_range.end) if byte_range else (0, size)
+            check_end(path, end, size)
+            buffer = bytearray(end - start)
+            _read_all(fd, start, memoryview(buffer), path)
+            return bytes(buffer)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` of the object."""
+        view = as_bytes_view(buffer)
+        with self._opened(key) as (path, fd, size):
+            check_end(path, offset + len(view), size)
+            _read_all(fd, offset, view, path)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[str, int, int]]:
+        path = self._path(key)
+        self._refuse_outside(path)
+        with reading(path):
+            fd = os.open(path, _READ_FLAGS)
+            try:
+                info = os.fstat(fd)
+                if not stat_module.S_ISREG(info.st_mode):
+                    raise NotFoundError("no such object", where=path, found="not a plain file")
+                yield path, fd, info.st_size
+            finally:
+                os.close(fd)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object."""
+        path = self._path(key)
+        self._refuse_outside(path)
+        with reading(path):
+            info = os.stat(path)
+        if not stat_module.S_ISREG(info.st_mode):
+            raise NotFoundError("no such object", where=path, found="not a plain file")
+        return ObjectInfo(key, info.st_size, info.st_mtime)
+
+    def local_path(self, key: str) -> Path | None:
+        """Return the file behind `key`, which may not exist."""
+        path = self._path(key)
+        self._refuse_outside(path)
+        return Path(path)
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, check_key(key))
+
+    def _refuse_outside(self, path: str) -> None:
+        """Follow links only while they stay below the root: a checkpoint is untrusted input."""
+        real = os.path.realpath(path)
+        if real != self._real and not real.startswith(self._real.rstrip("/") + "/"):
+            raise RefusedError(
+                "a symbolic link leads out of the store",
+                kind="outside-root",
+                where=path,
+                wanted=f"a path below {self._real}",
+                found=real,
+                hint="make the link's target the root of a store of its own",
+            )
+
+    # -- listing -------------------------------------------------------------------------------
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below `prefix`, in key order. Symbolic links are not listed."""
+        check_prefix(prefix)
+        for name in self._names(prefix):
+            if name.endswith("/"):
+                yield from self.list(prefix + name)
+                continue
+            try:
+                info = self.stat(prefix + name)
+            except NotFoundError:
+                continue  # deleted since the folder was read
+            yield info
+
+    def children(self, prefix: str = "") -> Names:
+        """Return names directly below `prefix`, sorted; folders end in "/"."""
+        # A folder is a name only through the objects in it: leftovers alone do not make one.
+        return [n for n in self._names(check_prefix(prefix)) if self._is_seen(prefix + n)]
+
+    def _is_seen(self, name: str) -> bool:
+        return not name.endswith("/") or any(True for _ in self.list(name))
+
+    def _names(self, prefix: str) -> Names:
+        """Return files, and folders with "/", in the order that their keys have as text."""
+        folder = os.path.join(self._root, prefix)
+        self._refuse_outside(folder)
+        names = []
+        try:
+            with reading(folder), os.scandir(folder) as entries:
+                for entry in entries:
+                    if not is_segment(entry.name) or len(prefix + entry.name) >= MAX_KEY_BYTES:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        names.append(entry.name + "/")
+                    elif entry.is_file(follow_symlinks=False):
+                        names.append(entry.name)
+        except NotFoundError:
+            return []
+        return sorted(names)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write a small object whole, atomically and durably."""
+        path = self._path(key)
+        view = as_bytes_view(memoryview(data))
+        with writing(path, len(view)):
+            self._in_folder(os.path.dirname(path), lambda: self._put(path, view, create_only))
+
+    def _put(self, path: str, data: memoryview, create_only: bool) -> None:
+        folder = os.path.dirname(path)
+        temporary = os.path.join(folder, f"{_TEMPORARY}{secrets.token_hex(12)}.put")
+        try:
+            self._write_temporary(temporary, data)
+            if create_only:
+                self._link(temporary, path)
+                with suppress(OSError):  # the object is there; `sweep` finds what stays
+                    self._system.unlink(temporary)
+            else:
+                self._system.replace(temporary, path)
+            self._system.fsync_folder(folder)
+        except BaseException:
+            with suppress(OSError, CkptdError):
+                self._system.unlink(temporary)
+            raise
+
+    def _write_temporary(self, temporary: str, data: memoryview) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        fd = self._system.open(temporary, flags)
+        try:
+            write_all(self._system, fd, data, temporary)
+            self._system.fsync(fd, temporary)
+        finally:
+            os.close(fd)
+
+    def _link(self, temporary: str, path: str) -> None:
+        try:
+            self._system.link(temporary, path)
+        except OSError as error:
+            # NFS repeats a request whose reply was lost, and then reports our own success as
+            # "exists"; the number of names and the identity of the file tell.
+            if _is_linked(temporary, path):
+                return
+            if isinstance(error, FileExistsError):
+                raise ConflictError(
+                    "the object exists already", kind="exists", where=path
+                ) from error
+            raise
+
+    def _in_folder(self, folder: str, act: Callable[[], None]) -> None:
+        """Run `act` with `folder` there, which a concurrent delete may have removed as empty."""
+        for _ in range(_MOST_RACES):
+            try:
+                self._make_folder(folder)
+                return act()
+            except FileNotFoundError:
+                with self._lock:
+                    self._folders.clear()
+        raise TransientStoreError("the folder is removed as fast as it is made", where=folder)
+
+    def _make_folder(self, folder: str) -> None:
+        """Make `folder` and those above it; each one's own name becomes durable."""
+        with self._lock:
+            if folder in self._folders:
+                return
+        if folder == self._root:
+            self._make_root()
+        else:
+            self._make_folder(os.path.dirname(folder))
+            self._refuse_outside(folder)
+            with suppress(FileExistsError):
+                self._system.mkdir(folder)
+            # Also when it was there: whoever made it may not have come to its fsync yet.
+            self._system.fsync_folder(os.path.dirname(folder))
+        with self._lock:
+            self._folders.add(folder)
+
+    def _make_root(self) -> None:
+        missing = []
+        path = self._root
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                self._system.mkdir(path)
+            self._system.fsync_folder(os.path.dirname(path))
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Begin a large object: preallocated, written in parallel blocks, O_DIRECT where it can."""
+        path = self._path(key)
+        made: list[LocalWriter] = []
+        with writing(path, size):
+            self._in_folder(os.path.dirname(path), lambda: made.append(self._writer(path, size)))
+        return made[0]
+
+    def _writer(self, path: str, size: int) -> LocalWriter:
+        return LocalWriter(
+            path,
+            size,
+            system=self._system,
+            pool=self._executor(),
+            threads=self.capabilities.parallel,
+            block_bytes=self.capabilities.block_bytes,
+            stall_s=self._settings.stall_s,
+            buffered_devices=self._buffered_devices,
+            direct=self._settings.direct,
+        )
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.capabilities.parallel, "ckptd-write")
+            return self._pool
+
+    # -- removing ------------------------------------------------------------------------------
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, then folders that became empty; durable on return."""
+        paths = [self._path(k) for k in keys]
+        touched: set[str] = set()
+        for path in paths:
+            self._refuse_outside(os.path.dirname(path))
+            with writing(path), suppress(FileNotFoundError, NotADirectoryError):
+                self._system.unlink(path)
+                touched.add(os.path.dirname(path))
+        for folder in sorted(touched, key=len, reverse=True):
+            self._settle(folder)
+
+    def _settle(self, folder: str) -> None:
+        """Remove `folder` and those above it while they are empty; make the removal durable."""
+        with writing(folder):
+            while folder != self._root:
+                try:
+                    self._system.rmdir(folder)
+                except FileNotFoundError:
+                    pass
+                except OSError:
+                    break  # not empty: the usual case
+                with self._lock:
+                    self._folders.discard(folder)
+                folder = os.path.dirname(folder)
+            with suppress(FileNotFoundError):
+                self._system.fsync_folder(folder)
+
+    def sync(self, prefix: str) -> None:
+        """Fsync the folder, every folder below it, and the one above it."""
+        check_prefix(prefix)
+        top = os.path.join(self._root, prefix).rstrip("/")
+        self._refuse_outside(top)
+        with writing(top):
+            folders = [folder for folder, _, _ in os.walk(top, onerror=_raise)]
+            if top != self._root:
+                folders.append(os.path.dirname(top))
+            for folder in folders:
+                with suppress(FileNotFoundError):  # removed meanwhile, with all its names
+                    self._system.fsync_folder(folder)
+
+    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+        """Remove temporary files of interrupted puts, and folders that hold nothing else."""
+        check_prefix(prefix)
+        top = os.path.join(self._root, prefix).rstrip("/") or "/"
+        self._refuse_outside(top)
+        limit = time.time() - older_than_s
+        removed = []
+        for folder, folders, names in os.walk(top, topdown=False, onerror=_raise):
+            old = [os.path.join(folder, n) for n in names if n.startswith(_TEMPORARY)]
+            old = [path for path in old if _older(path, limit)]
+            for path in old:
+                with writing(path), suppress(FileNotFoundError):
+                    self._system.unlink(path)
+            if old or not (folders or names):
+                self._settle(folder)
+            removed += [os.path.relpath(path, self._root) for path in old]
+        return sorted(removed)
+
+    def close(self) -> None:
+        """End the writing threads. Idempotent."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _non_defaults(options: msgspec.Struct) -> dict[str, Any]:
+    default = msgspec.to_builtins(type(options)())
+    return {k: v for k, v in msgspec.to_builtins(options).items() if v != default[k]}
+
+
+def _is_linked(temporary: str, path: str) -> bool:
+    try:
+        ours = os.lstat(temporary)
+        if ours.st_nlink > 1:
+            return True
+        return os.path.samestat(ours, os.lstat(path))
+    except OSError:
+        return False
+
+
+def _raise(error: OSError) -> None:
+    """Let os.walk fail on a folder it cannot read, instead of leaving it out."""
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
+
+
+def _older(path: str, limit: float) -> bool:
+    try:
+        return os.lstat(path).st_mtime <= limit
+    except OSError:
+        return False
+
+
+def _read_all(fd: int, offset: int, buffer: memoryview, path: str) -> None:
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            check_end(path, offset + len(buffer), offset + done)
+        done += count

@@ -1,0 +1,242 @@
+"""The system calls of `LocalStore`, behind one seam, and what their errors mean.
+
+Everything that changes a folder goes through one `Os` object. A fault campaign puts a `WatchedOs`
+in its place and strikes between any two steps; a test subclasses it to lose a reply as NFS does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError
+
+__all__ = ["O_DIRECT", "Os", "WatchedOs", "explain", "reading", "write_all", "writing"]
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+_O_CLOEXEC = os.O_CLOEXEC
+
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+_HEALS = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECONNRESET,
+    errno.EINTR,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOENT,  # while writing: another process removed the folder as it was empty
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+_NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+
+
+class Os:
+    """The calls that change a folder. Every one takes the path, for errors and campaigns."""
+
+    def open(self, path: str, flags: int) -> int:
+        """Open with ``O_CLOEXEC`` and the permissions that the umask leaves."""
+        return os.open(path, flags | _O_CLOEXEC, 0o666)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int, path: str) -> int:
+        """Write some of `data`; returns how many bytes."""
+        return os.pwrite(fd, data, offset)
+
+    def fallocate(self, fd: int, size: int, path: str) -> None:
+        """Reserve blocks, where the file system can; ENOSPC shows before a byte is written."""
+        _fallocate(fd, size)
+
+    def fsync(self, fd: int, path: str) -> None:
+        """Make a file durable."""
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int, path: str) -> None:
+        """Make the bytes and the size of a file durable."""
+        _fdatasync(fd)
+
+    def fsync_folder(self, path: str) -> None:
+        """Make the names in a folder durable; file systems without that notion are let pass."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_FSYNC:
+                raise
+        finally:
+            os.close(fd)
+
+    def link(self, path: str, target: str) -> None:
+        """Give the file `path` a second name, which must be free."""
+        os.link(path, target, follow_symlinks=False)
+
+    def replace(self, path: str, target: str) -> None:
+        """Rename, replacing what is there."""
+        os.replace(path, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name."""
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        """Make a folder; group and setgid follow the parent, as the kernel does it."""
+        os.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+
+def write_all(system: Os, fd: int, data: memoryview, path: str) -> None:
+    """Write all of `data` from the start of the file."""
+    done = 0
+    while done < len(data):
+        count = system.pwrite(fd, data[done:], done, path)
+        if count == 0:
+            raise OSError(errno.EIO, "the file system takes no bytes")
+        done += count
+
+
+class WatchedOs(Os):
+    """Calls ``hook(point, path)`` before each call; points are ``os.link`` and so on."""
+
+    def __init__(self, inner: Os, hook: Callable[[str, str], None]) -> None:
+        self._inner = inner
+        self._hook = hook
+
+    def open(self, path: str, flags: int) -> int:
+        """Report, then do."""
+        self._hook("os.open", path)
+        return self._inner.open(path, flags)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int, path: str) -> int:
+        """Report, then do."""
+        self._hook("os.pwrite", path)
+        return self._inner.pwrite(fd, data, offset, path)
+
+    def fallocate(self, fd: int, size: int, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.fallocate", path)
+        self._inner.fallocate(fd, size, path)
+
+    def fsync(self, fd: int, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.fsync", path)
+        self._inner.fsync(fd, path)
+
+    def fdatasync(self, fd: int, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.fdatasync", path)
+        self._inner.fdatasync(fd, path)
+
+    def fsync_folder(self, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.fsync-folder", path)
+        self._inner.fsync_folder(path)
+
+    def link(self, path: str, target: str) -> None:
+        """Report, then do."""
+        self._hook("os.link", target)
+        self._inner.link(path, target)
+
+    def replace(self, path: str, target: str) -> None:
+        """Report, then do."""
+        self._hook("os.replace", target)
+        self._inner.replace(path, target)
+
+    def unlink(self, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.unlink", path)
+        self._inner.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.mkdir", path)
+        self._inner.mkdir(path)
+
+    def rmdir(self, path: str) -> None:
+        """Report, then do."""
+        self._hook("os.rmdir", path)
+        self._inner.rmdir(path)
+
+
+_libc_fallocate: Any = None
+
+
+def _fallocate(fd: int, size: int) -> None:
+    """Call fallocate(2) itself: where it is missing, glibc's posix_fallocate writes each block."""
+    global _libc_fallocate
+    if sys.platform != "linux" or size == 0:
+        return
+    if _libc_fallocate is None:
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        _libc_fallocate = call
+    if _libc_fallocate(fd, 0, 0, size) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM):
+            raise OSError(code, os.strerror(code))
+
+
+def _fdatasync(fd: int) -> None:
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(fd)
+    else:
+        os.fsync(fd)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turn an ``OSError`` of a read into an error of the store contract."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _GONE:
+            raise NotFoundError("no such object", where=path) from error
+        raise explain(error, path, "reading failed", None) from error
+
+
+@contextmanager
+def writing(path: str, size: int | None = None) -> Iterator[None]:
+    """Turn an ``OSError`` of a write of `size` bytes into an error of the store contract."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _IN_THE_WAY:
+            message = "an object or a folder of that name is in the way"
+            raise StoreError(message, where=path, found=error.strerror) from error
+        raise explain(error, path, "writing failed", size) from error
+
+
+def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdError:
+    """Return the contract's error for `error`, met at `path` while writing `size` bytes."""
+    found = f"{errno.errorcode.get(error.errno or 0, '?')}: {error.strerror or error}"
+    if error.errno in _FULL:
+        return StoreError(
+            "no space left",
+            kind="no-space",
+            where=path,
+            wanted=None if size is None else f"{size} bytes",
+            found=f"{found}; {_free(path)}",
+            hint="free space or raise the quota; `ckptd gc` removes what no kept step needs",
+        )
+    if error.errno in _DENIED:
+        return StoreError(f"{what}: not permitted", kind="permission", where=path, found=found)
+    kind = TransientStoreError if error.errno in _HEALS else StoreError
+    return kind(what, where=path, found=found)
+
+
+def _free(path: str) -> str:
+    """Say how much the file system of `path` has left for us; quotas are not in that number."""
+    try:
+        stat = os.statvfs(os.path.dirname(path))
+    except OSError:
+        return "free space unknown"
+    return f"{stat.f_bavail * stat.f_frsize} bytes free"
