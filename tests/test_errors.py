@@ -1,0 +1,123 @@
+"""The error tree, and docs/reference/errors.md in step with it and with every kind in the code."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd import errors
+from ckptd.errors import CkptdError, ConflictError, CorruptError
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/reference/errors.md").read_text()
+CLASSES = {name: getattr(errors, name) for name in errors.__all__}
+
+
+def rows(section: str) -> list[list[str]]:
+    """Cells of the table rows below a heading, without the backticks."""
+    text = re.split(rf"^## {section}$", PAGE, flags=re.MULTILINE)[1].split("\n## ")[0]
+    lines = re.findall(r"^\| (`.*) \|$", text, flags=re.MULTILINE)
+    return [[cell.strip().replace("`", "") for cell in line.split(" | ")] for line in lines]
+
+
+def documented() -> set[tuple[str, str]]:
+    """(class, kind) pairs of the page; a row may name several classes."""
+    return {(name, r[0]) for r in rows("Kinds") for name in r[1].split(", ")}
+
+
+def raised() -> Iterator[tuple[str, str, str]]:
+    """(class, kind, where) of every error with a kind of its own that the code builds."""
+    for path in sorted((ROOT / "ckptd").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else ""
+            for word in node.keywords:
+                if word.arg == "kind" and name in CLASSES:
+                    for part in ast.walk(word.value):
+                        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                            yield name, part.value, f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def strings_in_code() -> set[str]:
+    return {
+        node.value
+        for path in (ROOT / "ckptd").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def test_the_page_lists_every_class_as_it_is() -> None:
+    found = {r[0]: (r[1], r[2], int(r[3])) for r in rows("Classes")}
+    assert found == {
+        name: (cls.__bases__[0].__name__, cls.default_kind, cls.exit_code)
+        for name, cls in CLASSES.items()
+    }
+
+
+def test_every_kind_in_the_code_is_on_the_page() -> None:
+    pairs = documented() | {(name, cls.default_kind) for name, cls in CLASSES.items()}
+    missing = [f"{w}: {c} {k}" for c, k, w in raised() if (c, k) not in pairs]
+    assert not missing, "add to docs/reference/errors.md:\n" + "\n".join(missing)
+
+
+def test_every_kind_on_the_page_is_in_the_code() -> None:
+    gone = {kind for _, kind in documented()} - strings_in_code()
+    assert not gone, "on the page of errors, and nowhere in the code"
+
+
+def test_the_page_is_sound() -> None:
+    kinds = [r[0] for r in rows("Kinds")]
+    assert len(kinds) == len(set(kinds))
+    assert not {name for name, _ in documented()} - set(CLASSES)
+    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", kind) for kind in kinds)
+
+
+def test_the_tree_in_the_module_is_the_tree() -> None:
+    names = re.findall(r"\b([A-Z]\w+Error)\b", (errors.__doc__ or "").split("Each error")[0])
+    assert sorted(set(names)) == sorted(CLASSES)
+
+
+def test_kinds_by_default_differ() -> None:
+    kinds = [cls.default_kind for cls in CLASSES.values()]
+    assert len(kinds) == len(set(kinds))
+
+
+def sample(cls: type[CkptdError]) -> CkptdError:
+    return cls("it broke", kind="of-test", where="w", wanted=3, found=(4, 5), hint="try again")
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_an_error_survives_pickle_and_plain_data(name: str) -> None:
+    error = sample(CLASSES[name])
+    for copy in (pickle.loads(pickle.dumps(error)), CkptdError.from_dict(error.to_dict())):
+        assert type(copy) is CLASSES[name]
+        assert copy.to_dict() == error.to_dict()
+        assert str(copy) == str(error)
+
+
+def test_the_text_says_where_wanted_found_and_hint() -> None:
+    assert str(sample(CorruptError)).splitlines() == [
+        "it broke",
+        "  where:  w",
+        "  wanted: 3",
+        "  found:  (4, 5)",
+        "  hint:   try again",
+    ]
+    assert str(ConflictError("taken")) == "taken"
+
+
+def test_an_error_of_a_newer_version_becomes_the_base_class() -> None:
+    error = CkptdError.from_dict({"class": "FutureError", "message": "m", "kind": "new"})
+    assert (type(error), error.message, error.kind) == (CkptdError, "m", "new")
+
+
+def test_zero_and_empty_are_shown() -> None:
+    error = CorruptError("short", wanted=1, found=0)
+    assert "found:  0" in str(error)

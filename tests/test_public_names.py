@@ -1,0 +1,94 @@
+"""The public names are a promise, and torch is not part of what they cost."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import ckptd
+
+NAMES = [
+    "Checkpointer",
+    "CkptdError",
+    "ConflictError",
+    "CorruptError",
+    "DeadlineError",
+    "Every",
+    "Keep",
+    "LoadReport",
+    "MismatchError",
+    "NotFoundError",
+    "PerRank",
+    "RefusedError",
+    "Rng",
+    "SaveError",
+    "SaveHandle",
+    "StoreError",
+    "TransientStoreError",
+    "UsageError",
+    "WorkerError",
+    "__version__",
+]
+
+FROM_TRAIN = ["Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]
+
+TORCH_FREE = [
+    "ckptd",
+    "ckptd.cli.main",
+    "ckptd.engine",
+    "ckptd.errors",
+    "ckptd.format",
+    "ckptd.layout",
+    "ckptd.readers",
+    "ckptd.store",
+    "ckptd.testing",
+    "ckptd.types",
+]
+
+
+def test_public_names() -> None:
+    assert ckptd.__all__ == NAMES
+    assert dir(ckptd) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(ckptd, name) is not None
+
+
+@pytest.mark.parametrize("name", FROM_TRAIN)
+def test_names_that_need_torch_are_those_of_train(name: str) -> None:
+    assert getattr(ckptd, name) is getattr(importlib.import_module("ckptd.train"), name)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Chekpointer'"):
+        _ = ckptd.Chekpointer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_import_without_torch(module: str) -> None:
+    heavy = python(
+        f"import sys, {module}; print({{'torch', 's3fs', 'matplotlib'}} & {{*sys.modules}})"
+    )
+    assert heavy.stdout.strip() == "set()"
+
+
+def test_without_torch_the_missing_extra_is_named() -> None:
+    # None in sys.modules is how Python itself says that a module cannot be imported.
+    done = python("import sys; sys.modules['torch'] = None; import ckptd; ckptd.Checkpointer")
+    assert "pip install 'ckptd[train]'" in done.stderr
+
+
+def test_version_from_the_command_line() -> None:
+    done = python("from ckptd.cli.main import main; main(['--version'])")
+    assert (done.returncode, done.stdout.strip()) == (0, ckptd.__version__)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )

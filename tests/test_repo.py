@@ -1,0 +1,272 @@
+"""Habits of this repository that no other tool checks."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+
+# In pieces, so that this file passes its own test.
+MACHINE_PATHS = re.compile(
+    r"(?<![\w.}$])/(?:" + "|".join(["work", "root", "home/" + r"\w+"]) + ")/"
+)
+MARKS = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@cache
+def files() -> tuple[Path, ...]:
+    """All text files that people write."""
+    tops = ["ckptd", "plugins", "tests", "bench", "docs", "scripts", ".ci"]
+    found = [p for top in tops for p in (ROOT / top).rglob("*")]
+    found += [p for p in ROOT.iterdir() if p.suffix in {".md", ".toml", ".txt", ".yaml", ".cfg"}]
+    text = {".py", ".md", ".toml", ".txt", ".yaml", ".sh", ".json", ".js", ".html", ".css", ""}
+    return tuple(
+        sorted(
+            p
+            for p in found
+            if p.is_file()
+            and p.suffix in text
+            and "__pycache__" not in p.parts
+            # Recorded data: fixtures of old versions, results of campaigns.
+            and "compat" not in p.parts
+        )
+    )
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def python_files(*tops: str) -> list[Path]:
+    return [
+        p
+        for p in files()
+        if p.suffix == ".py" and (not tops or p.relative_to(ROOT).parts[0] in tops)
+    ]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions(path: Path) -> Iterator[Function]:
+    return (n for n in ast.walk(tree(path)) if isinstance(n, Function))
+
+
+def test_files_are_found() -> None:
+    assert len(python_files("ckptd")) > 10
+    assert ROOT / "scripts/test" in files()
+
+
+def test_file_length() -> None:
+    long = {shown(p): n for p in python_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not long, f"above {MAX_FILE_LINES} lines"
+
+
+def test_function_length() -> None:
+    long = {
+        f"{shown(p)}:{f.lineno} {f.name}": n
+        for p in python_files()
+        for f in functions(p)
+        if (n := (f.end_lineno or f.lineno) - f.lineno + 1) > MAX_FUNCTION_LINES
+    }
+    assert not long, f"above {MAX_FUNCTION_LINES} lines"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"), [(MACHINE_PATHS, "a path of one machine"), (MARKS, "unfinished work")]
+)
+def test_words_that_do_not_belong(pattern: re.Pattern[str], what: str) -> None:
+    found = [
+        f"{shown(p)}:{number}: {line.strip()[:100]}"
+        for p in files()
+        for number, line in enumerate(p.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, what
+
+
+def test_future_annotations() -> None:
+    without = [
+        shown(p)
+        for p in python_files()
+        if any(not isinstance(n, ast.Expr) for n in tree(p).body)
+        and "from __future__ import annotations" not in p.read_text()
+    ]
+    assert not without
+
+
+# --- public functions: documented, and their return type said ---------------------------------
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def test_public_functions_say_what_they_return() -> None:
+    without = [
+        f"{shown(p)}:{f.lineno} {f.name}"
+        for p in python_files("ckptd", "plugins")
+        for f in functions(p)
+        if f.returns is None
+    ]
+    assert not without
+
+
+def test_public_names_are_documented() -> None:
+    documented = documented_methods()
+    without = []
+    for path in python_files("ckptd", "plugins"):
+        for owner, node in public_definitions(tree(path)):
+            inherited = owner is not None and inherits(owner, node.name, documented)
+            if not ast.get_docstring(node) and not inherited:
+                without.append(f"{shown(path)}:{node.lineno} {node.name}")
+    assert not without
+
+
+def public_definitions(
+    module: ast.Module,
+) -> Iterator[tuple[ast.ClassDef | None, Function | ast.ClassDef]]:
+    """Public functions and classes of a module, and the public methods of the latter."""
+    for node in module.body:
+        if isinstance(node, Function | ast.ClassDef) and is_public(node.name):
+            yield None, node
+        if isinstance(node, ast.ClassDef) and is_public(node.name):
+            for inner in node.body:
+                if isinstance(inner, Function) and is_public(inner.name) and not is_setter(inner):
+                    yield node, inner
+
+
+def is_setter(function: Function) -> bool:
+    """A property is documented at its getter, an overloaded function at its implementation."""
+    decorators = {ast.unparse(d).rsplit(".", 1)[-1] for d in function.decorator_list}
+    return bool(decorators & {"setter", "deleter", "overload"})
+
+
+def bases(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(b).split("[")[0].rsplit(".", 1)[-1] for b in node.bases]
+
+
+@cache
+def documented_methods() -> dict[str, tuple[list[str], frozenset[str]]]:
+    """Class name -> its bases, and the methods that have a docstring there."""
+    classes: dict[str, tuple[list[str], frozenset[str]]] = {}
+    for path in python_files("ckptd", "plugins"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                methods = (n for n in node.body if isinstance(n, Function))
+                names = frozenset(m.name for m in methods if ast.get_docstring(m))
+                classes[node.name] = (bases(node), names)
+    return classes
+
+
+def inherits(
+    owner: ast.ClassDef, method: str, classes: dict[str, tuple[list[str], frozenset[str]]]
+) -> bool:
+    """Whether a class of ours above `owner` documents the method that this one overrides."""
+    todo = bases(owner)
+    while todo:
+        above, names = classes.get(todo.pop(), ([], frozenset()))
+        if method in names:
+            return True
+        todo += above
+    return False
+
+
+# --- packaging ---------------------------------------------------------------------------------
+
+
+def test_every_package_has_its_place_in_the_import_rules() -> None:
+    rules = configparser.ConfigParser()
+    rules.read(ROOT / ".importlinter")
+    layers = re.findall(r"ckptd\.(\w+)", rules["importlinter:contract:layers"]["layers"])
+    testing = re.findall(r"ckptd\.(\w+)", rules["importlinter:contract:testing"]["source_modules"])
+    modules = {p.stem for p in (ROOT / "ckptd").iterdir() if p.is_dir() or p.suffix == ".py"} - {
+        "__init__",
+        "__pycache__",
+        "testing",
+    }
+    assert modules <= set(layers)
+    assert modules <= set(testing)
+
+
+def test_every_plugin_is_packaged() -> None:
+    plugins = {f"plugins/{p.parent.name}" for p in (ROOT / "plugins").glob("*/__init__.py")}
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert set(packages) == {"ckptd"} | plugins
+    assert all(re.fullmatch(r"plugins/ckptd_\w+", p) for p in plugins)
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
+    pins = {}
+    for line in (x for x in lines if not x.startswith("#")):
+        pin = re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line)
+        assert pin, f"not an exact pin: {line}"
+        pins[canonicalize_name(pin[1])] = pin[2]
+    project = PROJECT["project"]
+    wanted = itertools.chain(
+        project["dependencies"],
+        *project["optional-dependencies"].values(),
+        PROJECT["build-system"]["requires"],
+    )
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "ckptd":
+            version = pins.get(canonicalize_name(requirement.name))
+            assert version, f"constraints.txt has no pin for {requirement}"
+            assert requirement.specifier.contains(version), f"{requirement} excludes {version}"
+
+
+def test_the_scripts_know_every_extra() -> None:
+    text = (ROOT / "scripts/install").read_text()
+    for extra in PROJECT["project"]["optional-dependencies"]:
+        assert re.search(rf"^ +.*\b{extra}\b.*\)", text, flags=re.MULTILINE), extra
+
+
+# --- documentation -----------------------------------------------------------------------------
+
+
+def test_links_between_pages_resolve() -> None:
+    broken = []
+    for page in (p for p in files() if p.suffix == ".md"):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path = target.split("#")[0]
+            if path and "://" not in target and not (page.parent / path).exists():
+                broken.append(f"{shown(page)}: {target}")
+    assert not broken
+
+
+def test_change_notes_are_named_as_the_generator_wants() -> None:
+    kinds = "|".join(t["directory"] for t in PROJECT["tool"]["towncrier"]["type"])
+    name = re.compile(rf"(\d+|\+[\w-]+)\.({kinds})(\.\d+)?\.md")
+    odd = [
+        p.name
+        for p in (ROOT / "docs/changes").iterdir()
+        if p.name not in {"README.md", "CHANGELOG.md"} and not name.fullmatch(p.name)
+    ]
+    assert not odd
+
+
+def test_design_notes_are_numbered_and_listed() -> None:
+    folder = ROOT / "docs/design"
+    notes = sorted(p.name for p in folder.glob("[0-9]*.md"))
+    assert [int(n[:3]) for n in notes] == list(range(1, len(notes) + 1))
+    index = (folder / "README.md").read_text()
+    assert [n for n in notes if f"({n})" not in index] == []
