@@ -1,0 +1,212 @@
+"""Messages between a trainer and the process that writes for it, and what ranks report.
+
+Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ckptd.engine.policy import Keep
+from ckptd.engine.structure import SavePlan
+from ckptd.errors import CorruptError
+from ckptd.format.manifest import ObjectEntry
+from ckptd.format.names import CommitName, data_folder
+from ckptd.store import StoreSpec
+
+__all__ = [
+    "Abort",
+    "Blob",
+    "Committed",
+    "Extra",
+    "Failed",
+    "Hello",
+    "Part",
+    "Progress",
+    "Ready",
+    "Request",
+    "Response",
+    "Save",
+    "Segment",
+    "SetPlan",
+    "Stop",
+    "Warned",
+    "Written",
+]
+
+
+class Extra(msgspec.Struct, frozen=True):
+    """A chunk whose size only its rank knows: an encoded object.
+
+    `on_change` is the declared behaviour of a per-rank value; empty for a replicated object that
+    is too large for the manifest.
+    """
+
+    name: str
+    nbytes: int
+    on_change: str = ""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message: where to write, and who is asking."""
+
+    store: StoreSpec
+    rank: int
+    world: int
+
+
+class Segment(msgspec.Struct, frozen=True, tag=True):
+    """A new staging buffer of `nbytes` bytes; its descriptor travels beside this message."""
+
+    nbytes: int
+
+
+class SetPlan(msgspec.Struct, frozen=True, tag=True):
+    """The plan that later saves name by digest."""
+
+    plan: SavePlan
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """What a part refers to by digest, written once however many ranks agree on it."""
+
+    digest: str
+    body: bytes
+    leader: bool
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write one attempt. Staging has begun when this is sent; a counter in the buffer tells how far.
+
+    Attributes
+    ----------
+    replicas
+        ``(group, digest)``: sampled digests of what this rank holds in common with others; ranks
+        that name one group must agree on its digest.
+    timeout_s
+        From the last byte written to the commit.
+    """
+
+    job: int
+    step: int
+    generation: int
+    attempt: str
+    plan: str
+    extra: tuple[Extra, ...]
+    objects: tuple[ObjectEntry, ...]
+    replicas: tuple[tuple[str, str], ...]
+    blobs: tuple[Blob, ...]
+    metadata: dict[str, Any]
+    keep: Keep | None
+    timeout_s: float
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint that this would become."""
+        return CommitName(self.step, self.generation)
+
+    @property
+    def folder(self) -> str:
+        """Data folder of this attempt."""
+        return data_folder(self.name, self.attempt)
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Give job up: another rank failed."""
+
+    job: int
+    reason: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Finish what is staged, then end."""
+
+
+Request = Hello | Segment | SetPlan | Save | Abort | Stop
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The worker has opened its store."""
+
+    pid: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of a job that are written."""
+
+    job: int
+    done: int
+    total: int
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """This rank's bytes are durable and reported; the staging buffer is free."""
+
+    job: int
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint exists."""
+
+    job: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The save failed; `error` is `CkptdError.to_dict`."""
+
+    job: int
+    error: dict[str, str | None]
+
+
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """Something after the commit went wrong (retention); the checkpoint is fine."""
+
+    job: int
+    error: dict[str, str | None]
+
+
+Response = Ready | Progress | Written | Committed | Failed | Warned
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank reports of an attempt; kept below ``parts/`` until the commit.
+
+    Attributes
+    ----------
+    data_start, data_bytes, index
+        As in `ckptd.format.manifest.FileEntry`.
+    objects
+        Replicated objects; only from the lowest rank of each group of alike ranks.
+    slots, values
+        Witness slots this rank could see (uint32) and their values (8 bytes each).
+    error
+        Why this rank failed, instead of all the rest.
+    """
+
+    rank: int
+    plan: str
+    data_start: int = 0
+    data_bytes: int = 0
+    index: str = ""
+    extra: tuple[Extra, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    replicas: tuple[tuple[str, str], ...] = ()
+    slots: bytes = b""
+    values: bytes = b""
+    error: dict[str, str | None] | None = None
+
+    def encode(self) -> bytes:
+        """Return msgpack."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(raw: bytes, where: str) -> Part:
+        """Invert `encode`; anything else is a `CorruptError`."""
+        try:
+            return msgspec.msgpack.decode(raw, type=Part)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CorruptError(
+                "not a part", kind="bad-record", where=where, found=str(error)[:200]
+            ) from None

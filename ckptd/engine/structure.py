@@ -1,0 +1,311 @@
+"""What the ranks of a job hold, as data, and who writes which piece of it.
+
+Every rank describes its own state; ranks with the same description form a *group* (data-parallel
+and tensor-parallel ranks describe meshes, so they are alike; pipeline stages differ). From all
+distinct descriptions each rank computes the same `SavePlan`: no rank plans for others, nothing
+is gathered but one digest a rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.errors import UsageError
+from ckptd.format.digest import digest_hex
+from ckptd.format.filemap import FileMap
+from ckptd.format.manifest import GridEntry, MeshEntry, Runs3, TensorEntry
+from ckptd.layout.grid import Axis, Grid, whole
+from ckptd.layout.owners import Owners
+from ckptd.layout.sharding import Placement, nested, owner_array, sharded_grid
+from ckptd.types import dtype_of
+
+__all__ = ["Group", "LocalTensor", "SavePlan", "Structure", "build_plan"]
+
+SPLIT_BYTES = 4 << 20
+"""Replicated tensors below this size are written by one rank whole."""
+
+
+class LocalTensor(msgspec.Struct, frozen=True):
+    """One tensor as a rank sees it.
+
+    Attributes
+    ----------
+    mesh
+        Number of its mesh in `Structure.meshes`; -1 for a plain tensor, which every rank of the
+        group holds whole.
+    placements
+        One per mesh dimension, see `ckptd.layout.sharding`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    mesh: int = -1
+    placements: tuple[Any, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """A rank's description of its state; equal on all ranks that hold alike things.
+
+    `objects` names the replicated objects; their values change from save to save and are not
+    part of the structure.
+    """
+
+    meshes: tuple[MeshEntry, ...]
+    tensors: tuple[LocalTensor, ...]
+    objects: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return canonical JSON."""
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def decode(raw: bytes) -> Structure:
+        """Invert `encode`; msgspec errors when `raw` is something else."""
+        return msgspec.json.decode(raw, type=Structure)
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The ranks that share one structure, rising."""
+
+    structure: Structure
+    ranks: tuple[int, ...]
+
+
+class SavePlan(msgspec.Struct, frozen=True, dict=True):
+    """The tables of the coming manifest, identical on every rank; file number is rank.
+
+    Attributes
+    ----------
+    leaders
+        Lowest rank of each group of alike ranks: it reports the group's objects.
+    homes
+        For each replicated object the rank that stores it when it is too large for the manifest.
+    digest
+        Names the plan: a rank that reports another one has a different idea of the state.
+    """
+
+    world: int
+    grids: tuple[GridEntry, ...]
+    owners: tuple[Runs3, ...]
+    tensors: tuple[TensorEntry, ...]
+    meshes: tuple[MeshEntry, ...]
+    leaders: tuple[int, ...] = (0,)
+    homes: dict[str, int] = {}
+    digest: str = ""
+
+    @cached_property
+    def filemap(self) -> FileMap:
+        """The byte ranges that follow from the tables."""
+        return FileMap(
+            self.tensors, [g.grid() for g in self.grids], [Owners(r) for r in self.owners]
+        )
+
+    def stamped(self) -> SavePlan:
+        """Return the plan with its digest."""
+        bare = msgspec.structs.replace(self, digest="")
+        return msgspec.structs.replace(bare, digest=digest_hex(msgspec.json.encode(bare)))
+
+
+def _as_placement(raw: Any) -> Placement:
+    """JSON turns tuples into lists; the geometry wants tuples back."""
+    return raw if isinstance(raw, str) else tuple(raw)  # type: ignore[return-value]
+
+
+class _Tables:
+    """Grids and owner maps under construction, each stored once."""
+
+    def __init__(self) -> None:
+        self.grids: dict[Grid, int] = {}
+        self.owners: dict[Runs3, int] = {}
+
+    def grid(self, grid: Grid) -> int:
+        return self.grids.setdefault(grid, len(self.grids))
+
+    def owner(self, files: np.ndarray[Any, Any]) -> tuple[int, int]:
+        """Return ``(map number, base)``; maps that differ by a constant are one map."""
+        base = int(files.min())
+        runs = Owners.from_array(files - base).runs
+        return self.owners.setdefault(runs, len(self.owners)), base
+
+
+class _Balance:
+    """Deterministic longest-processing-time assignment of pieces to ranks."""
+
+    def __init__(self, world: int) -> None:
+        self.load = [0] * world
+        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+
+    def least(self, candidates: tuple[int, ...], nbytes: int) -> int:
+        """Give a piece to the least loaded candidate and return it."""
+        heap = self._heaps.get(candidates)
+        if heap is None:
+            heap = self._heaps[candidates] = [(self.load[r], r) for r in candidates]
+            heapq.heapify(heap)
+        # Loads grow through other groups as well: refresh stale tops before using one.
+        while heap[0][0] != self.load[heap[0][1]]:
+            heapq.heapreplace(heap, (self.load[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        self.load[rank] += nbytes
+        heapq.heapreplace(heap, (self.load[rank], rank))
+        return rank
+
+
+def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
+    """Decide who writes what, from every distinct structure of the job.
+
+    A pure function: all ranks call it with the same arguments and get the same plan. Replicated
+    tensors are spread over their holders by bytes, large ones cut along their first dimension,
+    so that no rank writes what it holds in common with others more than its share.
+
+    Raises
+    ------
+    UsageError
+        kind ``structure``: ranks disagree on dtype or shape of a tensor.
+    """
+    merged = _merge(groups)
+    tables, balance = _Tables(), _Balance(world)
+    entries: dict[str, TensorEntry] = {}
+    plain: list[tuple[LocalTensor, tuple[int, ...]]] = []
+    replicas: dict[tuple[int, ...], list[int]] = {}
+    for name, (tensor, mesh, ranks) in merged.items():
+        if mesh is None:
+            plain.append((tensor, ranks))
+        else:
+            entries[name] = _sharded_entry(tensor, mesh, tables, balance, replicas)
+    # Big pieces first: that is what makes the greedy assignment a good one.
+    share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
+    pieces: dict[str, list[tuple[int, int, int]]] = {}
+    for tensor, ranks in plain:
+        rows = _cut_rows(tensor, len(ranks), share)
+        pieces[tensor.name] = [(n, len(ranks), i) for i, n in enumerate(rows.sizes())]
+        entries[tensor.name] = _bare(tensor, tables.grid(_row_grid(tensor, rows)))
+    owners = _assign(plain, pieces, balance)
+    for name, files in owners.items():
+        number, base = tables.owner(files)
+        entries[name] = msgspec.structs.replace(entries[name], owners=number, base=base)
+    meshes = {m: None for g in groups for m in g.structure.meshes}
+    homes: dict[str, int] = {}
+    for group in groups:
+        for name in group.structure.objects:
+            homes[name] = min(homes.get(name, group.ranks[0]), group.ranks[0])
+    return SavePlan(
+        world=world,
+        grids=tuple(GridEntry.of(g) for g in tables.grids),
+        owners=tuple(tables.owners),
+        tensors=tuple(entries[name] for name in merged),
+        meshes=tuple(meshes)[:64],
+        leaders=tuple(g.ranks[0] for g in groups),
+        homes=homes,
+    ).stamped()
+
+
+def _nbytes(tensor: LocalTensor) -> int:
+    return math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
+
+
+def _bare(tensor: LocalTensor, grid: int) -> TensorEntry:
+    return TensorEntry(tensor.name, tensor.dtype, tensor.shape, grid, 0, 0, tensor.aliases)
+
+
+def _merge(
+    groups: Sequence[Group],
+) -> dict[str, tuple[LocalTensor, MeshEntry | None, tuple[int, ...]]]:
+    """Join the groups' tensors by name, in order of first appearance."""
+    merged: dict[str, tuple[LocalTensor, MeshEntry | None, tuple[int, ...]]] = {}
+    for group in groups:
+        for tensor in group.structure.tensors:
+            mesh = group.structure.meshes[tensor.mesh] if tensor.mesh >= 0 else None
+            seen = merged.get(tensor.name)
+            if seen is None:
+                merged[tensor.name] = (tensor, mesh, group.ranks)
+                continue
+            if (seen[0].dtype, seen[0].shape) != (tensor.dtype, tensor.shape):
+                raise UsageError(
+                    "ranks disagree on a tensor",
+                    kind="structure",
+                    where=tensor.name,
+                    wanted=f"{seen[0].dtype}{list(seen[0].shape)} as on rank {seen[2][0]}",
+                    found=f"{tensor.dtype}{list(tensor.shape)} on rank {group.ranks[0]}",
+                    hint="declare values that differ per rank with ckptd.PerRank, or give tensors "
+                    "of different stages different names",
+                )
+            if seen[1] is None and mesh is None:
+                merged[tensor.name] = (seen[0], None, tuple(sorted({*seen[2], *group.ranks})))
+    return merged
+
+
+def _sharded_entry(
+    tensor: LocalTensor,
+    mesh: MeshEntry,
+    tables: _Tables,
+    balance: _Balance,
+    replicas: dict[tuple[int, ...], list[int]],
+) -> TensorEntry:
+    placements = tuple(_as_placement(p) for p in tensor.placements)
+    placements = nested(mesh.shape, placements) or placements
+    grid = sharded_grid(tensor.shape, mesh.shape, placements).grid
+    ranks = mesh_array(mesh)
+    free = tuple(i for i, p in enumerate(placements) if p == "replicate" and mesh.shape[i] > 1)
+    coordinate = [0] * len(mesh.shape)
+    if free:
+        # Copies of one shard lie on the replicated dimensions; the copy that has written least
+        # so far writes this tensor.
+        sizes = [mesh.shape[i] for i in free]
+        written = replicas.setdefault((*mesh.shape, -1, *free), [0] * math.prod(sizes))
+        pick = min(range(len(written)), key=written.__getitem__)
+        written[pick] += max(1, _nbytes(tensor))
+        for axis, value in zip(free, np.unravel_index(pick, sizes), strict=True):
+            coordinate[axis] = int(value)
+    files = owner_array(tensor.shape, mesh.shape, placements, ranks, coordinate)
+    number, base = tables.owner(files)
+    entry = _bare(tensor, tables.grid(grid))
+    each = _nbytes(tensor) // len(files)
+    if len(files) <= 64:
+        for rank in files:
+            balance.load[int(rank)] += each
+    return msgspec.structs.replace(entry, owners=number, base=base)
+
+
+def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the ranks of a mesh in its shape."""
+    return Owners(mesh.ranks).array().reshape(mesh.shape)
+
+
+def _cut_rows(tensor: LocalTensor, holders: int, share: int) -> Axis:
+    rows = tensor.shape[0] if tensor.shape else 1
+    parts = min(holders, rows, -(-_nbytes(tensor) // share)) if tensor.shape else 1
+    if parts <= 1 or 0 in tensor.shape:
+        return Axis(((rows, 1),))
+    small, extra = divmod(rows, parts)
+    return Axis.from_sizes([small + 1] * extra + [small] * (parts - extra))
+
+
+def _row_grid(tensor: LocalTensor, rows: Axis) -> Grid:
+    if not tensor.shape:
+        return whole(())
+    return Grid((rows, *(Axis(((n, 1),)) for n in tensor.shape[1:])))
+
+
+def _assign(
+    plain: Sequence[tuple[LocalTensor, tuple[int, ...]]],
+    pieces: dict[str, list[tuple[int, int, int]]],
+    balance: _Balance,
+) -> dict[str, np.ndarray[Any, Any]]:
+    todo = []
+    for order, (tensor, ranks) in enumerate(plain):
+        row_bytes = _nbytes(tensor) // max(1, tensor.shape[0] if tensor.shape else 1)
+        todo += [(-n * row_bytes, order, i, ranks) for n, _, i in pieces[tensor.name]]
+    owners = {t.name: np.zeros(len(pieces[t.name]), dtype=np.int64) for t, _ in plain}
+    key: Callable[[tuple[int, int, int, tuple[int, ...]]], Any] = lambda x: x[:3]  # noqa: E731
+    for negative, order, index, ranks in sorted(todo, key=key):
+        owners[plain[order][0].name][index] = balance.least(ranks, -negative)
+    return owners
