@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import Manifest, TensorEntry
-from ckptd.format.names import chunk_name
+from ckptd.format.names import chunk_name, ranked_chunk_name
 from ckptd.layout.grid import Grid, Piece
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.types import DType, dtype_of
@@ -52,11 +52,22 @@ class FileMap:
     ----------
     tensors, grids, owners
         The tables of a manifest, checked already by `ckptd.format.invariants`.
+    ranked
+        Numbers of the tensors that hold per-rank objects: their chunks are named by rank.
+    ranks
+        Rank of each file; file number is rank when left out.
     """
 
     def __init__(
-        self, tensors: Sequence[TensorEntry], grids: Sequence[Grid], owners: Sequence[Owners]
+        self,
+        tensors: Sequence[TensorEntry],
+        grids: Sequence[Grid],
+        owners: Sequence[Owners],
+        ranked: frozenset[int] = frozenset(),
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        self.ranked = ranked
+        self._ranks = ranks
         self.tensors = tensors
         self.grids = grids
         self.owners = owners
@@ -76,8 +87,16 @@ class FileMap:
     @staticmethod
     def of(manifest: Manifest, where: str) -> FileMap:
         """Build the map of a manifest; a broken table is a `CorruptError`."""
+        per_rank = {o.tensor for o in manifest.objects if o.per_rank}
+        ranked = frozenset(i for i, t in enumerate(manifest.tensors) if t.name in per_rank)
         try:
-            return FileMap(manifest.tensors, manifest.grid_table(), manifest.owner_table())
+            return FileMap(
+                manifest.tensors,
+                manifest.grid_table(),
+                manifest.owner_table(),
+                ranked,
+                [f.rank for f in manifest.files],
+            )
         except (ValueError, OverflowError) as error:
             raise CorruptError(
                 "manifest breaks a rule", kind="bad-manifest", where=where, found=str(error)[:300]
@@ -145,13 +164,16 @@ class FileMap:
     def header_entries(self, file: int) -> list[tuple[str, DType, tuple[int, ...]]]:
         """Return what `ckptd.format.container.build_header` needs for `file`."""
         return [
-            (
-                chunk_name(self.tensors[c.tensor].name, c.piece, self.tensors[c.tensor].shape),
-                self.dtypes[c.tensor],
-                c.piece.shape,
-            )
+            (self.chunk_name(file, c), self.dtypes[c.tensor], c.piece.shape)
             for c in self.chunks(file)
         ]
+
+    def chunk_name(self, file: int, chunk: ChunkRef) -> str:
+        """Return the name of a chunk in the header of its file."""
+        tensor = self.tensors[chunk.tensor]
+        if chunk.tensor in self.ranked:
+            return ranked_chunk_name(tensor.name, self._ranks[file] if self._ranks else file)
+        return chunk_name(tensor.name, chunk.piece, tensor.shape)
 
     @cached_property
     def total_bytes(self) -> int:

@@ -103,8 +103,9 @@ class TensorEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 class ObjectEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One object: a replicated value inline, or encoded bytes in the uint8 tensor `tensor`.
 
-    `per_rank` is the declared behaviour when the world changes; cell ``i`` of the tensor is then
-    rank ``i``'s value. `kind` is ``value``, or ``groups`` for optimizer groups.
+    `per_rank` is the declared behaviour when the world changes; each cell of the tensor is then
+    one rank's value, and the rank is that of the file that holds the cell. `kind` is ``value``,
+    or ``groups`` for optimizer groups.
     """
 
     name: str

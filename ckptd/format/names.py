@@ -29,7 +29,9 @@ __all__ = [
     "parse_generation_name",
     "part_key",
     "pin_key",
+    "ranked_chunk_name",
     "unescape_key",
+    "whole_name",
 ]
 
 MAX_STEP = 10**12 - 1
@@ -187,6 +189,11 @@ def _escape_fqn(name: str) -> str:
     return "%5F" + text[1:] if text == "__metadata__" else text
 
 
+def whole_name(tensor: str) -> str:
+    """Name of a chunk that is a whole tensor: the tensor's own, escaped where it would mislead."""
+    return _escape_fqn(tensor)
+
+
 def chunk_name(tensor: str, piece: Piece, shape: tuple[int, ...]) -> str:
     """Name of a chunk inside its safetensors file (spec 4.1).
 
@@ -200,14 +207,28 @@ def chunk_name(tensor: str, piece: Piece, shape: tuple[int, ...]) -> str:
     return f"{base}@{offset}" if piece.flat is None else f"{base}@{offset}:{piece.flat[0]}"
 
 
+def ranked_chunk_name(tensor: str, rank: int) -> str:
+    """Name of the chunk that holds `rank`'s value of a per-rank object: ``name@r3``.
+
+    A rank names its chunk before it knows how long the other ranks' values are, so the offset
+    cannot be part of the name.
+    """
+    return f"{_escape_fqn(tensor)}@r{rank}"
+
+
 def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None]:
-    """Return ``(tensor, offset or None, flat start or None)``; invert `chunk_name`."""
+    """Return ``(tensor, offset or None, flat start or None)``; invert `chunk_name`.
+
+    For `ranked_chunk_name` the offset is ``(rank,)`` and the flat start is -1.
+    """
     base, at, rest = name.partition("@")
     tensor = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), base)
     if not at:
         return tensor, None, None
     offset, colon, start = rest.partition(":")
     try:
+        if rest.startswith("r"):
+            return tensor, (int(rest[1:]),), -1
         numbers = tuple(int(x) for x in offset.split(",")) if offset else ()
         return tensor, numbers, int(start) if colon else None
     except ValueError:
