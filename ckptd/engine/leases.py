@@ -1,0 +1,142 @@
+"""Leases: a reader at work on a checkpoint, so that nobody deletes it under the reader's hands.
+
+A reader creates the lease first and looks for the commit second; gc deletes the commit first and
+looks for leases second. Whatever the order of events, one of the two sees the other: either the
+reader is told that the checkpoint is gone, or gc puts the commit back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ckptd.errors import ConflictError, NotFoundError
+from ckptd.format.names import LEASES, CommitName, lease_key
+from ckptd.format.records import Commit, Lease, decode_record, encode_record
+from ckptd.store.base import Store
+
+if TYPE_CHECKING:
+    from ckptd.engine.catalogue import Catalogue
+
+__all__ = ["Hold", "expired", "hold", "hold_latest", "leases"]
+
+LEASE_S = 3600.0
+"""How long a lease lasts unless it is renewed, in seconds."""
+SLACK_S = 300.0
+"""How far the clocks of two machines may be apart, in seconds."""
+MAX_TRIES = 16
+
+
+@dataclass(slots=True)
+class Hold:
+    """A lease in force. Leaving the ``with`` block releases it.
+
+    Attributes
+    ----------
+    commit
+        Record of the checkpoint that is held.
+    lease_id
+        Name of the lease.
+    """
+
+    catalogue: Catalogue
+    commit: Commit
+    lease_id: str
+    holder: str
+    seconds: float
+
+    def renew(self) -> None:
+        """Begin the lease's time anew.
+
+        Raises
+        ------
+        NotFoundError
+            Kind ``no-commit``: it had run out, and the checkpoint was deleted.
+        """
+        _write(self.catalogue.store, self.commit.name, self.lease_id, self.holder, self.seconds)
+        self.catalogue.commit(self.commit.name)
+
+    def release(self) -> None:
+        """End the lease. Idempotent."""
+        self.catalogue.store.delete([lease_key(self.lease_id)])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def hold(
+    catalogue: Catalogue, name: CommitName, *, seconds: float = LEASE_S, holder: str = ""
+) -> Hold:
+    """Keep a checkpoint, and every folder it refers to, from being deleted for `seconds`.
+
+    Raises
+    ------
+    NotFoundError
+        Kind ``no-commit``: there is no such checkpoint, or it was deleted at this very moment.
+    """
+    lease_id = uuid.uuid4().hex
+    holder = f"{holder or 'reader'} {socket.gethostname()}:{os.getpid()}"
+    _write(catalogue.store, name, lease_id, holder, seconds)
+    try:
+        commit = catalogue.commit(name)
+    except BaseException:
+        catalogue.store.delete([lease_key(lease_id)])
+        raise
+    return Hold(catalogue, commit, lease_id, holder, seconds)
+
+
+def hold_latest(catalogue: Catalogue, *, seconds: float = LEASE_S, holder: str = "") -> Hold | None:
+    """Hold the newest checkpoint that counts; None when there is none.
+
+    Retention may delete it between finding and holding, because a newer one came: then that one
+    is taken.
+    """
+    for _ in range(MAX_TRIES):
+        name = catalogue.latest()
+        if name is None:
+            return None
+        try:
+            return hold(catalogue, name, seconds=seconds, holder=holder)
+        except NotFoundError:
+            continue
+    raise ConflictError(
+        "checkpoints are replaced faster than one can be held",
+        kind="busy",
+        where=catalogue.store.url,
+    )
+
+
+def _write(store: Store, name: CommitName, lease_id: str, holder: str, seconds: float) -> None:
+    record = Lease(name.step, name.generation, expires=time.time() + seconds, holder=holder)
+    store.put(lease_key(lease_id), encode_record(record))
+
+
+def leases(catalogue: Catalogue) -> dict[str, Lease]:
+    """Return all leases by key, those that ran out included."""
+    out: dict[str, Lease] = {}
+    for name in catalogue.store.children(LEASES):
+        key = LEASES + name
+        if name.endswith(".json"):
+            try:
+                out[key] = decode_record(catalogue.store.get(key), Lease, catalogue.where(key))
+            except NotFoundError:
+                continue  # released since the listing
+    return out
+
+
+def expired(lease: Lease, now: float) -> bool:
+    """Tell whether a lease ran out, by any clock that is at most `SLACK_S` off."""
+    return lease.expires + SLACK_S < now
