@@ -76,7 +76,11 @@ def test_files_are_found() -> None:
 
 
 def test_file_length() -> None:
-    long = {shown(p): n for p in python_files() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
+    long = {
+        shown(p): n
+        for p in python_files()
+        if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
+    }
     assert not long, f"above {MAX_FILE_LINES} lines"
 
 

@@ -1,0 +1,76 @@
+"""What an install gives: ckptd, the plugins under their own names, and the command."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import ckptd
+
+ROOT = Path(__file__).parents[1]
+BUILD = "import sys, hatchling.build as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a copy of what is packaged, with one plugin more."""
+    copy = tmp_path / "tree"
+    copy.mkdir()
+    for name in ("ckptd", "plugins"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    plugin = copy / "plugins/ckptd_example"
+    plugin.mkdir()
+    (plugin / "__init__.py").write_text("GREETING = 'from a plugin'\n")
+    project = copy / "pyproject.toml"
+    before = project.read_text()
+    after = before.replace('packages = ["ckptd"', 'packages = ["plugins/ckptd_example", "ckptd"')
+    assert after != before
+    project.write_text(after)
+    return copy
+
+
+def build(hook: str, tree: Path, into: Path) -> Path:
+    into.mkdir()
+    command = [sys.executable, "-c", BUILD, hook, str(into)]
+    done = subprocess.run(
+        command, cwd=tree, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return into / done.stdout.split()[-1]
+
+
+def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -> None:
+    wheel = zipfile.ZipFile(build("build_wheel", tree, tmp_path / "out"))
+    names = wheel.namelist()
+    info = f"ckptd-{ckptd.__version__}.dist-info"
+    assert {n.split("/")[0] for n in names} == {"ckptd", "ckptd_example", info}
+    assert "ckptd/py.typed" in names
+    assert f"{info}/licenses/LICENSE" in names
+    assert "ckptd = ckptd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
+
+    site = tmp_path / "site"
+    wheel.extractall(site)
+    code = "import ckptd_example, ckptd; print(ckptd_example.GREETING, ckptd.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == f"from a plugin {site / 'ckptd/__init__.py'}"
+
+
+def test_an_editable_install_points_at_both_folders(tree: Path, tmp_path: Path) -> None:
+    wheel = zipfile.ZipFile(build("build_editable", tree, tmp_path / "out"))
+    (pth,) = (n for n in wheel.namelist() if n.endswith(".pth"))
+    assert wheel.read(pth).decode().split() == [str(tree), str(tree / "plugins")]
