@@ -1,0 +1,122 @@
+"""A root: the folder with ``ckptd.json`` in it, and how a record is created exactly once."""
+
+from __future__ import annotations
+
+import uuid
+
+from ckptd.engine.clock import stamp
+from ckptd.errors import ConflictError, NotFoundError, RefusedError, StoreError
+from ckptd.format.names import COMMITS, GENERATIONS, ROOT_MARKER
+from ckptd.format.records import RootMarker, decode_record, encode_record
+from ckptd.store.base import Store
+
+__all__ = ["Root"]
+
+
+class Root:
+    """The folder that a store shows.
+
+    Parameters
+    ----------
+    store
+        Where the root is, or will be.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def where(self, key: str) -> str:
+        """Return the full name of an object of this root, for messages."""
+        return f"{self.store.url.rstrip('/')}/{key}"
+
+    def create_or_open(self) -> RootMarker:
+        """Make this folder a root unless it is one; durable on return.
+
+        Raises
+        ------
+        RefusedError
+            Kind ``no-marker``: commits or generations lie here without ``ckptd.json``. Kind
+            ``no-create-only``.
+        CorruptError
+            Kind ``version``: a newer ckptd made this root.
+        """
+        try:
+            return self._marker()
+        except NotFoundError:
+            self._refuse_headless()
+        marker = RootMarker(root_id=uuid.uuid4().hex, created=stamp())
+        self._create(ROOT_MARKER, encode_record(marker))
+        return self._marker()
+
+    def open(self) -> RootMarker:
+        """Return the marker of an existing root; creates nothing.
+
+        Raises
+        ------
+        NotFoundError
+            Kind ``no-root``: nothing is here. Kind ``not-a-root``: other things are.
+        CorruptError
+            Kind ``version``: a newer ckptd made this root.
+        """
+        try:
+            return self._marker()
+        except NotFoundError:
+            names = self.store.children("")
+        if not names:
+            raise NotFoundError(
+                "nothing is stored here",
+                kind="no-root",
+                where=self.store.url,
+                wanted=ROOT_MARKER,
+                hint="check the path; the first save creates the root",
+            )
+        raise NotFoundError(
+            "not a checkpoint root of ckptd",
+            kind="not-a-root",
+            where=self.store.url,
+            wanted=ROOT_MARKER,
+            found=", ".join(names[:6]) + (" ..." if len(names) > 6 else ""),
+            hint=f"name the folder that holds {ROOT_MARKER}",
+        )
+
+    def _marker(self) -> RootMarker:
+        raw = self.store.get(ROOT_MARKER)
+        return decode_record(raw, RootMarker, self.where(ROOT_MARKER))
+
+    def _refuse_headless(self) -> None:
+        """A root that lost its marker is not ours to continue: its version is unknown."""
+        for folder in (COMMITS, GENERATIONS):
+            if self.store.children(folder):
+                raise RefusedError(
+                    f"this folder has {folder} but no {ROOT_MARKER}",
+                    kind="no-marker",
+                    where=self.store.url,
+                    hint=f"give another folder, or put {ROOT_MARKER} back",
+                )
+
+    def _create(self, key: str, raw: bytes) -> bool:
+        """Create an object and tell whether it is ours, also where the reply was lost."""
+        if not self.store.capabilities.create_only:
+            raise RefusedError(
+                "this store cannot decide who creates an object first",
+                kind="no-create-only",
+                where=self.store.url,
+                hint=f"ckptd doctor {self.store.url}",
+            )
+        try:
+            self.store.put(key, raw, create_only=True)
+        except ConflictError:
+            return self.store.get(key) == raw
+        except StoreError:
+            # The reply may be lost and the object there: saying "failed" would make the caller
+            # write the same checkpoint again and lose against itself.
+            if self._holds(key, raw):
+                return True
+            raise
+        return True
+
+    def _holds(self, key: str, raw: bytes) -> bool:
+        try:
+            return self.store.get(key) == raw
+        except (NotFoundError, StoreError):
+            return False
