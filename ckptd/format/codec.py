@@ -189,9 +189,7 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
         "tuple": lambda: tuple(_decode(x, where, depth + 1) for x in v),
         "set": lambda: {_decode(x, where, depth + 1) for x in v},
         "frozenset": lambda: frozenset(_decode(x, where, depth + 1) for x in v),
-        "dict": lambda: {
-            _decode(k, where, depth + 1): _decode(x, where, depth + 1) for k, x in v
-        },
+        "dict": lambda: {_decode(k, where, depth + 1): _decode(x, where, depth + 1) for k, x in v},
         "bytes": lambda: base64.b64decode(v, validate=True),
         "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
         "int": lambda: int(v, 16),

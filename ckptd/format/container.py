@@ -110,7 +110,9 @@ def header_bytes(prefix: bytes, where: str, file_bytes: int) -> int:
     return 8 + length
 
 
-def parse_header(raw: bytes, where: str, data_bytes: int) -> tuple[dict[str, Chunk], dict[str, str]]:
+def parse_header(
+    raw: bytes, where: str, data_bytes: int
+) -> tuple[dict[str, Chunk], dict[str, str]]:
     """Parse a whole header (prefix included) and check it against the data section's length.
 
     Returns

@@ -7,6 +7,7 @@ it range-readable: half a chunk is verified with at most two extra blocks.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +16,22 @@ import xxhash
 
 from ckptd.errors import CorruptError
 
-__all__ = ["BLOCK_BYTES", "DIGEST_BYTES", "DigestIndex", "block_count", "digest", "digest_hex"]
+__all__ = [
+    "BLOCK_BYTES",
+    "DIGEST_BYTES",
+    "DigestIndex",
+    "block_count",
+    "digest",
+    "digest_hex",
+    "is_digest",
+]
 
 BLOCK_BYTES = 1 << 20
 DIGEST_BYTES = 16
 _MAGIC = b"CKPTDIG1"
 _HEADER = struct.Struct("<8sIIQQ")
 MAX_CHUNKS = 1 << 24
+_HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -32,6 +42,11 @@ def digest(data: bytes | memoryview) -> bytes:
 def digest_hex(data: bytes | memoryview) -> str:
     """XXH3-128 of `data` as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def is_digest(text: str) -> bool:
+    """Tell whether `text` has the form that `digest_hex` gives."""
+    return _HEX.fullmatch(text) is not None
 
 
 def block_count(data_bytes: int) -> int:

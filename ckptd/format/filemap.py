@@ -18,11 +18,21 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import Manifest, TensorEntry
 from ckptd.format.names import chunk_name, ranked_chunk_name
-from ckptd.layout.grid import Grid, Piece
+from ckptd.layout.grid import Axis, Grid, Piece
 from ckptd.layout.owners import ABSENT, Owners
+from ckptd.layout.templates import Templates
 from ckptd.types import DType, dtype_of
 
-__all__ = ["ChunkRef", "FileMap"]
+__all__ = ["ChunkRef", "FileMap", "is_home", "piece_numels"]
+
+I64 = NDArray[np.int64]
+_Group = tuple[int, int, int, int]
+"""Grid, owners, base, item size: what tensors that weigh the same in every file have in common."""
+
+_CACHE = 1 << 23
+"""Numbers kept by each cache of a map: 64 MiB."""
+
+_FEW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +55,35 @@ class ChunkRef:
     end: int
 
 
+def is_home(path: str, folder: str) -> bool:
+    """Tell whether the data file at `path` lies in a manifest's own data `folder` (ends in "/").
+
+    `FileMap` derives the offsets in home files only. A file of an older folder also holds chunks
+    that this manifest does not refer to, so offsets there come from the file's own header, by
+    chunk name (spec 4.4).
+    """
+    return path.startswith(folder)
+
+
+def piece_numels(grid: Grid) -> I64:
+    """Return the number of elements of every piece: as many values as there are pieces."""
+    if not grid.flat:
+        numels = np.ones(1, dtype=np.int64)
+        for axis in grid.axes:
+            numels = np.multiply.outer(numels, _sizes(axis)).ravel()
+        return numels
+    if len(grid.flat) == 1:
+        return np.tile(_sizes(grid.flat[0]), grid.ncells)
+    return np.concatenate([_sizes(axis) for axis in grid.flat])
+
+
+def _sizes(axis: Axis) -> I64:
+    runs = np.array(axis.runs, dtype=np.int64)
+    return np.repeat(runs[:, 0], runs[:, 1])
+
+
 class FileMap:
-    """Maps pieces to byte ranges of files, and back.
+    """Maps pieces to byte ranges of home files, and back. Threads may share it.
 
     Parameters
     ----------
@@ -72,7 +109,7 @@ class FileMap:
         self.grids = grids
         self.owners = owners
         self.dtypes: list[DType] = [dtype_of(t.dtype, t.name) for t in tensors]
-        groups: dict[tuple[int, int, int, int], int] = {}
+        groups: dict[_Group, int] = {}
         group_of = [
             groups.setdefault((t.grid, t.owners, t.base, d.itemsize), len(groups))
             for t, d in zip(tensors, self.dtypes, strict=True)
@@ -80,9 +117,12 @@ class FileMap:
         self._groups = list(groups)
         self._group_of = np.array(group_of, dtype=np.int64)
         itemsizes = np.array([d.itemsize for d in self.dtypes], dtype=np.int64)
-        self.order: NDArray[np.int64] = np.argsort(-itemsizes, kind="stable")
+        self.order: I64 = np.argsort(-itemsizes, kind="stable")
         """Tensor numbers in canonical order."""
-        self._starts: dict[int, NDArray[np.int64]] = {}
+        self._starts: Templates[int, I64] = Templates(_CACHE)
+        self._held: Templates[tuple[int, int], tuple[I64, I64]] = Templates(_CACHE)
+        self._numels: Templates[int, I64] = Templates(_CACHE)
+        self._runs: Templates[int, I64] = Templates(_CACHE)
 
     @staticmethod
     def of(manifest: Manifest, where: str) -> FileMap:
@@ -111,52 +151,115 @@ class FileMap:
         t = self.tensors[tensor]
         return self.owners[t.owners].owner(piece, t.base)
 
-    def starts(self, file: int) -> NDArray[np.int64]:
-        """Offset of each tensor's first byte in `file`, by tensor number; one more entry: the end."""
-        if file not in self._starts:
+    def numels(self, grid: int) -> I64:
+        """Return `piece_numels` of grid number `grid`; do not write to it."""
+        found = self._numels.get(grid)
+        if found is None:
+            found = piece_numels(self.grids[grid])
+            self._numels.put(grid, found, weight=len(found))
+        return found
+
+    def starts(self, file: int) -> I64:
+        """Offset of each tensor's first byte in `file`, by tensor number; one more entry: the end.
+
+        Do not write to it.
+        """
+        found = self._starts.get(file)
+        if found is None:
             weights = np.zeros(len(self._groups) or 1, dtype=np.int64)
-            for i, (grid, owners, base, itemsize) in enumerate(self._groups):
-                pieces = self.owners[owners].pieces_of(file, base)
-                weights[i] = itemsize * sum(self.grids[grid].piece(p).numel for p in pieces)
+            for i, (_, _, _, itemsize) in enumerate(self._groups):
+                weights[i] = itemsize * int(self._pieces(i, file)[1][-1])
             ordered = weights[self._group_of[self.order]]
             ends = np.cumsum(ordered)
-            starts = np.empty(len(self.tensors) + 1, dtype=np.int64)
-            starts[self.order] = ends - ordered
-            starts[-1] = ends[-1] if len(ends) else 0
-            if len(self._starts) > 4096:
-                self._starts.clear()
-            self._starts[file] = starts
-        return self._starts[file]
+            found = np.empty(len(self.tensors) + 1, dtype=np.int64)
+            found[self.order] = ends - ordered
+            found[-1] = ends[-1] if len(ends) else 0
+            self._starts.put(file, found, weight=len(found))
+        return found
+
+    def _pieces(self, group: int, file: int) -> tuple[I64, I64]:
+        """Pieces of a group that `file` holds, and the elements before each; one more: all."""
+        found = self._held.get((group, file))
+        if found is None:
+            grid, owners, base, _ = self._groups[group]
+            pieces = self._pieces_of(owners, file - base)
+            if len(pieces) <= _FEW:
+                numels = np.array([self.grids[grid].piece(int(p)).numel for p in pieces], np.int64)
+            else:
+                numels = self.numels(grid)[pieces]
+            found = pieces, np.concatenate(([0], np.cumsum(numels))).astype(np.int64)
+            self._held.put((group, file), found, weight=1 + len(pieces))
+        return found
+
+    def _pieces_of(self, owners: int, file: int) -> I64:
+        """Do what `Owners.pieces_of` does, without a step of Python for each run or piece."""
+        runs = self.owners[owners].runs
+        if len(runs) == 1 and runs[0][1] == 0:
+            return np.arange(runs[0][2] if runs[0][0] == file else 0, dtype=np.int64)
+        if len(runs) <= _FEW and all(step for _, step, _ in runs):
+            return np.fromiter(self.owners[owners].pieces_of(file), dtype=np.int64)
+        table = self._runs.get(owners)
+        if table is None:
+            columns = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+            table = np.concatenate((columns, [np.cumsum(columns[2]) - columns[2]]))
+            self._runs.put(owners, table, weight=table.size)
+        first, step, count, start = table
+        same = (step == 0) & (first == file) & (first != ABSENT)
+        away = file - first
+        at = np.where(step == 0, -1, away // np.where(step == 0, 1, step))
+        one = (at >= 0) & (at < count) & (at * step == away) & (file >= 0)
+        hits = np.flatnonzero(same | one)
+        parts = [
+            np.arange(start[i], start[i] + count[i]) if same[i] else start[i : i + 1] + at[i]
+            for i in hits
+        ]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def data_bytes(self, file: int) -> int:
         """Length of the data section of `file`, as the manifest's tables imply it."""
         return int(self.starts(file)[-1])
 
+    def all_data_bytes(self, nfiles: int) -> I64:
+        """Return `data_bytes` of each of the `nfiles` files, in work that grows with the pieces."""
+        total = np.zeros(nfiles, dtype=np.int64)
+        tensors = np.bincount(self._group_of, minlength=len(self._groups))
+        known, files = -1, np.empty(0, dtype=np.int64)
+        for i in sorted(range(len(self._groups)), key=lambda i: self._groups[i][1::-1]):
+            grid, owners, base, itemsize = self._groups[i]
+            if owners != known:
+                known, files = owners, self.owners[owners].array()
+            held = files != ABSENT
+            weight = int(tensors[i]) * itemsize
+            np.add.at(total, files[held] + base, self.numels(grid)[held] * weight)
+        return total
+
+    def nchunks(self, file: int) -> int:
+        """Number of chunks of `file`."""
+        tensors = np.bincount(self._group_of, minlength=len(self._groups))
+        return sum(
+            int(n) * len(self._pieces(i, file)[0])
+            for i, n in zip(range(len(self._groups)), tensors, strict=False)
+        )
+
     def locate(self, tensor: int, piece: int) -> tuple[int, int, int]:
         """Return ``(file, start, end)`` of a piece; the file is `ABSENT` when nobody holds it."""
-        t = self.tensors[tensor]
-        grid, owners = self.grids[t.grid], self.owners[t.owners]
-        file = owners.owner(piece, t.base)
+        file = self.owner(tensor, piece)
         if file == ABSENT:
             return ABSENT, 0, 0
-        start = int(self.starts(file)[tensor])
-        itemsize = self.dtypes[tensor].itemsize
-        for p in owners.pieces_of(file, t.base):
-            numel = grid.piece(p).numel
-            if p == piece:
-                return file, start, start + numel * itemsize
-            start += numel * itemsize
-        raise AssertionError("owner map is inconsistent")
+        pieces, before = self._pieces(int(self._group_of[tensor]), file)
+        at = int(pieces.searchsorted(piece))
+        start, itemsize = int(self.starts(file)[tensor]), self.dtypes[tensor].itemsize
+        return file, start + int(before[at]) * itemsize, start + int(before[at + 1]) * itemsize
 
     def chunks(self, file: int) -> list[ChunkRef]:
         """Return every chunk of `file`, in file order."""
         out: list[ChunkRef] = []
         position = 0
         for tensor in map(int, self.order):
-            t = self.tensors[tensor]
-            for p in self.owners[t.owners].pieces_of(file, t.base):
-                piece = self.grids[t.grid].piece(p)
-                end = position + piece.numel * self.dtypes[tensor].itemsize
+            grid, itemsize = self.grid_of(tensor), self.dtypes[tensor].itemsize
+            for p in self._pieces(int(self._group_of[tensor]), file)[0]:
+                piece = grid.piece(int(p))
+                end = position + piece.numel * itemsize
                 out.append(ChunkRef(tensor, piece, position, end))
                 position = end
         return out

@@ -14,6 +14,7 @@ import zstandard
 
 from ckptd.errors import CorruptError
 from ckptd.format.container import unique_keys
+from ckptd.format.names import CommitName, data_folder
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import Owners
 
@@ -73,7 +74,7 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A grid: per dimension the runs ``[cell size, count]``; `flat` likewise (none, one, or one a cell)."""
+    """Runs ``[cell size, count]`` per dimension; `flat` likewise: none, one, or one a cell."""
 
     axes: tuple[Runs2, ...]
     flat: tuple[Runs2, ...] = ()
@@ -149,6 +150,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     requires: tuple[str, ...] = ()
     format: str = msgspec.field(default="")
     version: int = 0
+
+    @property
+    def folder(self) -> str:
+        """The manifest's own data folder; ends in "/". Only for a checked step and generation."""
+        return data_folder(CommitName(self.step, self.generation), self.attempt)
 
     def grid_table(self) -> list[Grid]:
         """Return the grids as objects; raises ValueError when one breaks a rule."""

@@ -48,9 +48,14 @@ LEASES = "leases/"
 PARTS = "parts/"
 WITNESS = "witness"
 
-_COMMIT = re.compile(r"(\d{12})-g(\d{8})\.json")
-_GENERATION = re.compile(r"(\d{8})\.json")
-_FOLDER = re.compile(r"(\d{12})-g(\d{8})-([a-z0-9]{1,32})/?")
+# [0-9] and not \d, which takes the digits of every script.
+_COMMIT = re.compile(r"([0-9]{12})-g([0-9]{8})\.json")
+_GENERATION = re.compile(r"([0-9]{8})\.json")
+_ATTEMPT = re.compile(r"[a-z0-9]{1,32}")
+_FOLDER = re.compile(r"([0-9]{12})-g([0-9]{8})-([a-z0-9]{1,32})/?")
+_DATA_PATH = re.compile(
+    r"data/[0-9]{12}-g[0-9]{8}-[a-z0-9]{1,32}/[A-Za-z0-9._=+@,%-]{1,200}\.safetensors"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,7 +76,7 @@ class CommitName:
 
 def check_step(step: int) -> int:
     """Return `step` when it can be named; raise `UsageError` otherwise."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MAX_STEP:
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise UsageError(
             "not a step", kind="bad-step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step)
         )
@@ -134,6 +139,25 @@ def parse_data_folder(name: str) -> tuple[CommitName, str] | None:
     """Parse the last segment of a data folder into checkpoint and attempt, or return None."""
     m = _FOLDER.fullmatch(name)
     return (CommitName(int(m[1]), int(m[2])), m[3]) if m else None
+
+
+def is_attempt(attempt: str) -> bool:
+    """Tell whether `attempt` may be part of a data folder's name."""
+    return _ATTEMPT.fullmatch(attempt) is not None
+
+
+def is_data_folder(folder: str) -> bool:
+    """Tell whether `folder` is the key of a data folder, with its "/"."""
+    return (
+        folder.startswith(DATA)
+        and folder.endswith("/")
+        and (parse_data_folder(folder[len(DATA) :]) is not None)
+    )
+
+
+def is_data_path(path: str) -> bool:
+    """Tell whether `path` may be a data file of a manifest: directly in a data folder."""
+    return _DATA_PATH.fullmatch(path) is not None
 
 
 # --- values inside a state -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The small create-only records of a root (spec section 2): marker, generation, commit, lease, pin."""
+"""The small create-only records of a root (spec section 2)."""
 
 from __future__ import annotations
 
