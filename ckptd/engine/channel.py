@@ -1,0 +1,138 @@
+"""Channels: how a trainer and its writing process talk.
+
+`SocketChannel` frames msgpack messages over a private Unix socket pair and can pass one file
+descriptor beside a message. `QueueChannel` is the same within one process, for stores that no
+other process can see.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import time
+from typing import Any, Protocol
+
+import msgspec
+
+from ckptd.errors import WorkerError
+
+__all__ = ["Channel", "QueueChannel", "SocketChannel", "queue_pair"]
+
+_HEAD = struct.Struct("<IB")
+MAX_MESSAGE_BYTES = 1 << 30
+
+
+class Channel(Protocol):
+    """One end. `send` is called by one thread at a time, `receive` by one other."""
+
+    def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
+        """Deliver a message, with a descriptor beside it; `WorkerError` when the peer is gone."""
+
+    def receive(self, timeout_s: float) -> tuple[Any, int | None] | None:
+        """Return ``(message, descriptor or None)``, or None after `timeout_s`.
+
+        Raises
+        ------
+        EOFError
+            The peer is gone and everything it sent has been received.
+        """
+
+    def close(self) -> None:
+        """Close this end. Idempotent."""
+
+
+class SocketChannel:
+    """A channel over a connected Unix stream socket; `kind` is the union of what may arrive."""
+
+    def __init__(self, sock: socket.socket, kind: Any) -> None:
+        # Two objects, because a timeout belongs to the object and two threads use it at once.
+        self._sock = sock
+        self._out = sock.dup()
+        self._out.settimeout(60.0)
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
+        """See `Channel`."""
+        body = msgspec.msgpack.encode(message)
+        frame = _HEAD.pack(len(body), fd is not None) + body
+        try:
+            if fd is not None:
+                sent = socket.send_fds(self._out, [frame], [fd])
+                frame = frame[sent:]
+            self._out.sendall(frame)
+        except OSError as error:
+            raise WorkerError("the other process is gone", found=str(error)) from error
+
+    def receive(self, timeout_s: float) -> tuple[Any, int | None] | None:
+        """See `Channel`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            if (message := self._pop()) is not None:
+                return message
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            try:
+                self._sock.settimeout(left)
+                data, fds, _, _ = socket.recv_fds(self._sock, 1 << 18, 4)
+            except TimeoutError:
+                return None
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            self._fds += fds
+            if not data:
+                raise EOFError("peer closed the channel")
+            self._buffer += data
+
+    def _pop(self) -> tuple[Any, int | None] | None:
+        if len(self._buffer) < _HEAD.size:
+            return None
+        length, with_fd = _HEAD.unpack_from(self._buffer)
+        if length > MAX_MESSAGE_BYTES:
+            raise EOFError("message too large")
+        if len(self._buffer) < _HEAD.size + length:
+            return None
+        body = bytes(self._buffer[_HEAD.size : _HEAD.size + length])
+        del self._buffer[: _HEAD.size + length]
+        return self._decoder.decode(body), (self._fds.pop(0) if with_fd else None)
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._out.close()
+        self._sock.close()
+
+
+class QueueChannel:
+    """One end of a channel inside a process."""
+
+    def __init__(self, inbox: queue.SimpleQueue[Any], outbox: queue.SimpleQueue[Any]) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+
+    def send(self, message: msgspec.Struct, fd: int | None = None) -> None:
+        """See `Channel`."""
+        self._outbox.put((message, fd))
+
+    def receive(self, timeout_s: float) -> tuple[Any, int | None] | None:
+        """See `Channel`."""
+        try:
+            item: tuple[Any, int | None] | None = self._inbox.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+        if item is None:
+            raise EOFError("peer closed the channel")
+        return item
+
+    def close(self) -> None:
+        """See `Channel`."""
+        self._outbox.put(None)
+
+
+def queue_pair() -> tuple[QueueChannel, QueueChannel]:
+    """Return the two ends of a channel inside this process."""
+    a: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    b: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    return QueueChannel(a, b), QueueChannel(b, a)

@@ -1,0 +1,318 @@
+"""The trainer's side of the writing process: start it, feed it, hear from it, notice its death."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ckptd.engine.board import Board
+from ckptd.engine.channel import Channel, SocketChannel, queue_pair
+from ckptd.engine.handle import SaveHandle
+from ckptd.engine.job import (
+    Abort,
+    Committed,
+    Failed,
+    Hello,
+    Progress,
+    Ready,
+    Response,
+    Save,
+    Segment,
+    SetPlan,
+    Stop,
+    Warned,
+    Written,
+)
+from ckptd.engine.staging import Staging
+from ckptd.engine.structure import SavePlan
+from ckptd.engine.worker import Worker
+from ckptd.errors import CkptdError, SaveError, WorkerError
+from ckptd.store import StoreSpec
+from ckptd.store.base import Store
+
+__all__ = ["WriterClient"]
+
+_log = logging.getLogger("ckptd")
+_BUSY_POLL_S = 0.01
+_IDLE_POLL_S = 0.25
+START_S = 60.0
+
+
+@dataclass
+class _Job:
+    handle: SaveHandle
+    outcome_key: str
+    deadline: float = field(default=float("inf"))
+    written: bool = False
+    aborted: bool = False
+
+
+class WriterClient:
+    """Starts a `Worker` and talks to it.
+
+    Rank 0's worker commits. Its client publishes the outcome on the board; the other ranks'
+    clients read it there, and post a failure of their own, so that nobody waits for a rank that
+    gave up.
+
+    Parameters
+    ----------
+    spec
+        The store that the worker opens.
+    board
+        Used only by this client's monitor thread.
+    store
+        Given for stores that no other process can see: the worker is then a thread.
+    """
+
+    def __init__(self, spec: StoreSpec, board: Board, store: Store | None = None) -> None:
+        self._board = board
+        self._jobs: dict[int, _Job] = {}
+        self._lock = threading.Lock()
+        self._free = threading.Condition(self._lock)
+        self._draining: int | None = None
+        self._dead: WorkerError | None = None
+        self._closing = False
+        self._plan = ""
+        self._counter = 0
+        self.staging: Staging | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel = self._start_thread(store) if store else self._start_process()
+        self._channel.send(Hello(spec, board.rank, board.world))
+        self._ready = threading.Event()
+        self._monitor = threading.Thread(target=self._watch, name="ckptd-monitor", daemon=True)
+        self._monitor.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._process.pid if self._process else os.getpid()
+
+    @property
+    def dead(self) -> WorkerError | None:
+        """Why the worker is no more, or None."""
+        return self._dead
+
+    def _start_process(self) -> Channel:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "ckptd.engine.worker", str(theirs.fileno())]
+        # A session of its own: a Ctrl-C or a launcher's signal to the trainer's group must not
+        # end the writing of what the trainer handed over.
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        return SocketChannel(ours, Response)
+
+    def _start_thread(self, store: Store) -> Channel:
+        ours, theirs = queue_pair()
+        worker = Worker(theirs, store)
+        threading.Thread(target=worker.run, name="ckptd-worker", daemon=True).start()
+        return ours
+
+    # -- the trainer's thread --------------------------------------------------------------------
+
+    def acquire(self, nbytes: int, timeout_s: float) -> Staging:
+        """Wait until the staging buffer is free and return it, at least `nbytes` large.
+
+        Raises
+        ------
+        SaveError
+            The previous save did not leave the buffer within `timeout_s`, or the worker died.
+        """
+        with self._free:
+            free = self._free.wait_for(lambda: self._draining is None or self._dead, timeout_s)
+            if self._dead is not None:
+                raise self._dead
+            if not free:
+                raise SaveError(
+                    "the previous save still occupies the staging buffer",
+                    kind="busy",
+                    wanted=f"free within {timeout_s:.0f} s",
+                    hint="save less often, or give the store more bandwidth",
+                )
+        if self.staging is None or self.staging.nbytes < nbytes:
+            if self.staging is not None:
+                self.staging.close()
+            self.staging = Staging(nbytes)
+            fd = os.dup(self.staging.fd) if self._process is None else self.staging.fd
+            self._channel.send(Segment(nbytes), fd)
+        self.staging.staged = 0
+        return self.staging
+
+    def begin(self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str) -> None:
+        """Hand a save over; the worker starts writing while the caller still copies."""
+        if self._plan != plan.digest:
+            self._channel.send(SetPlan(plan))
+            self._plan = plan.digest
+        with self._lock:
+            self._draining = save.job
+            deadline = time.monotonic() + 2 * save.timeout_s
+            self._jobs[save.job] = _Job(handle, outcome_key, deadline)
+        self._channel.send(save)
+
+    def next_job(self) -> int:
+        """Return a fresh job number."""
+        self._counter += 1
+        return self._counter
+
+    def abandon(self, job: int, reason: str) -> None:
+        """The caller cannot finish staging: end the job everywhere."""
+        self._channel.send(Abort(job, reason))
+        self._fail(job, SaveError(reason, kind="aborted"))
+
+    def close(self, timeout_s: float) -> None:
+        """Let the worker finish what is staged, and end it. Idempotent; never raises."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            self._channel.send(Stop())
+        except CkptdError:
+            pass  # it is gone already
+        self._monitor.join(timeout_s)
+        if self._process is not None:
+            try:
+                self._process.wait(max(0.1, timeout_s))
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._channel.close()
+        if self.staging is not None:
+            self.staging.close()
+            self.staging = None
+
+    # -- the monitor thread ----------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        pause = _IDLE_POLL_S
+        start = time.monotonic()
+        while True:
+            try:
+                item = self._channel.receive(pause)
+            except (EOFError, msgspec.MsgspecError) as error:
+                self._worker_gone(str(error))
+                return
+            if item is not None:
+                self._hear(item[0])
+            elif not self._ready.is_set() and time.monotonic() - start > START_S:
+                self._worker_gone(f"did not start within {START_S:.0f} s")
+                return
+            pause = self._look_around(pause if item is None else _BUSY_POLL_S)
+
+    def _hear(self, message: Response) -> None:
+        if isinstance(message, Ready):
+            self._ready.set()
+            return
+        job = self._jobs.get(message.job)
+        if isinstance(message, Failed):
+            error = CkptdError.from_dict(message.error)
+            if message.job < 0:
+                self._worker_gone(error.message, error)
+            else:
+                self._fail(message.job, error)
+        elif job is None:
+            return
+        elif isinstance(message, Progress):
+            job.handle._advance("writing", message.done)
+        elif isinstance(message, Written):
+            job.written = True
+            job.handle._advance("committing")
+            self._release(message.job)
+        elif isinstance(message, Committed):
+            self._finish(message.job)
+        elif isinstance(message, Warned):
+            _log.warning("after step %d: %s", job.handle.step, message.error.get("message"))
+
+    def _look_around(self, pause: float) -> float:
+        """Ask the board about jobs that wait for other ranks; return the next pause."""
+        busy = False
+        now = time.monotonic()
+        for number, job in list(self._jobs.items()):
+            if job.handle.done:
+                continue
+            busy = True
+            if self._board.world > 1:
+                self._ask_board(number, job)
+            if now > job.deadline:
+                error = SaveError("the save did not finish in time", kind="deadline")
+                self._fail(number, error)
+        return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
+
+    def _ask_board(self, number: int, job: _Job) -> None:
+        try:
+            if self._board.rank == 0:
+                raw = self._board.peek(job.outcome_key + "/failed")
+                if raw is not None and not job.aborted:
+                    job.aborted = True
+                    self._channel.send(Abort(number, raw.decode()))
+            elif (raw := self._board.peek(job.outcome_key)) is not None:
+                outcome = msgspec.json.decode(raw, type=dict[str, str | None])
+                if outcome:
+                    self._fail(number, CkptdError.from_dict(outcome))
+                else:
+                    self._finish(number)
+        except CkptdError as error:
+            if job.written or self._board.rank != 0:
+                self._fail(number, error)
+
+    def _finish(self, number: int) -> None:
+        job = self._jobs[number]
+        self._tell(job, {})
+        job.handle._advance("durable", job.handle.progress.total_bytes)
+        self._forget_old()
+
+    def _fail(self, number: int, error: CkptdError) -> None:
+        job = self._jobs.get(number)
+        self._release(number)
+        if job is not None and not job.handle.done:
+            self._tell(job, error.to_dict())
+            job.handle._fail(error)
+
+    def _tell(self, job: _Job, outcome: dict[str, str | None]) -> None:
+        if self._board.world == 1 or (self._board.rank != 0 and not outcome):
+            return
+        try:
+            if self._board.rank == 0:
+                self._board.set(job.outcome_key, msgspec.json.encode(outcome))
+            else:
+                text = f"rank {self._board.rank} failed: {outcome.get('message')}"
+                self._board.set(job.outcome_key + "/failed", text.encode())
+        except CkptdError as error:
+            _log.warning("the other ranks were not told: %s", error.message)
+
+    def _release(self, number: int) -> None:
+        with self._free:
+            if self._draining == number:
+                self._draining = None
+                self._free.notify_all()
+
+    def _forget_old(self) -> None:
+        done = [n for n, j in self._jobs.items() if j.handle.done]
+        for number in done[:-8]:
+            del self._jobs[number]
+
+    def _worker_gone(self, found: str, cause: CkptdError | None = None) -> None:
+        code = self._process.poll() if self._process else None
+        error = WorkerError(
+            cause.message if cause else "the writing process died",
+            kind=cause.kind if cause else None,
+            where=cause.where if cause else f"process {self.pid}",
+            found=f"exit status {code}; {found}" if code is not None else found,
+            hint=cause.hint if cause else "see its messages on stderr; the next save starts a new one",
+        )
+        with self._free:
+            self._dead = error
+            self._free.notify_all()
+        for number in list(self._jobs):
+            self._fail(number, error)

@@ -1,0 +1,230 @@
+"""Committing an attempt without collectives (spec section 9).
+
+Every rank reports its part below ``parts/``. Whoever commits (rank 0, or any survivor) waits for
+all parts, checks them against each other, writes the witness and the manifest, and creates the
+commit record, which is the one moment at which the checkpoint begins to exist. Two committers do
+no harm: both make the same bytes, and the record is create-only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+
+import numpy as np
+
+from ckptd.engine.assemble import assemble, check_plans, differing_groups
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.job import Part, Save
+from ckptd.engine.structure import SavePlan
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError
+from ckptd.format.digest import digest_hex
+from ckptd.format.invariants import check_files, check_manifest
+from ckptd.format.manifest import Manifest, WitnessEntry, encode_manifest
+from ckptd.format.names import PARTS, WITNESS, part_key
+from ckptd.format.records import Commit
+from ckptd.format.witness import SAMPLE, Witness, WitnessPlan
+from ckptd.store.base import Store
+
+__all__ = ["blob_key", "commit_attempt", "gather_parts", "witness_plan"]
+
+_FIRST_POLL_S = 0.002
+_LONGEST_POLL_S = 0.5
+
+
+def blob_key(folder: str, digest: str) -> str:
+    """Key of a body that several parts refer to by its digest."""
+    return f"{folder}{PARTS}b-{digest}"
+
+
+def commit_attempt(
+    catalogue: Catalogue,
+    plan: SavePlan,
+    save: Save,
+    stop: Callable[[], str | None],
+    timeout_s: float,
+) -> Commit:
+    """Wait for every rank's part, check them, and make the checkpoint exist.
+
+    Returns once the commit record is durable. The parts are removed afterwards.
+
+    Parameters
+    ----------
+    stop
+        Asked while waiting; a text ends the wait as a `SaveError`.
+    timeout_s
+        For the missing parts, in seconds.
+
+    Raises
+    ------
+    SaveError
+        A rank failed, or ranks disagree (kinds ``structure``, ``replicas-differ``).
+    DeadlineError
+        kind ``parts``: names the ranks that did not report.
+    ConflictError
+        kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``:
+        a newer generation runs; what this one writes is not on its line.
+    """
+    store = catalogue.store
+    parts = gather_parts(store, save.folder, plan.world, stop, timeout_s)
+    check_plans(parts, plan)
+    _check_replicas(store, save.folder, parts)
+    witness = _write_witness(store, save.folder, plan, parts)
+    manifest = assemble(plan, parts, save, witness)
+    name, raw = encode_manifest(manifest)
+    check_files(manifest, check_manifest(manifest, save.folder + name, len(raw)))
+    store.put(save.folder + name, raw)
+    store.sync(save.folder)
+    commit = _record(save, manifest, name, raw)
+    catalogue.publish(commit)
+    store.delete([info.key for info in store.list(save.folder + PARTS)])
+    return commit
+
+
+def _record(save: Save, manifest: Manifest, name: str, raw: bytes) -> Commit:
+    folders = {f.path.rpartition("/")[0] + "/" for f in manifest.files if f.data_start}
+    return Commit(
+        step=save.step,
+        generation=save.generation,
+        attempt=save.attempt,
+        folder=save.folder,
+        folders=tuple(sorted(folders | {save.folder})),
+        manifest=name,
+        manifest_digest=digest_hex(raw),
+        manifest_bytes=len(raw),
+        write_id=uuid.uuid4().hex,
+        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        world_size=manifest.world_size,
+        data_bytes=sum(f.data_bytes for f in manifest.files),
+        metadata=save.metadata,
+    )
+
+
+def gather_parts(
+    store: Store, folder: str, world: int, stop: Callable[[], str | None], timeout_s: float
+) -> list[Part]:
+    """Wait for the part of every rank and return them by rank.
+
+    On stores whose listing is consistent one listing finds all new parts; elsewhere the missing
+    ones are asked for by name.
+    """
+    found: dict[int, Part] = {}
+    end = time.monotonic() + timeout_s
+    pause = _FIRST_POLL_S
+    with ThreadPoolExecutor(store.capabilities.parallel) as pool:
+        while len(found) < world:
+            before = len(found)
+            for part in pool.map(lambda r: _peek(store, folder, r), _new(store, folder, world, found)):
+                if part is not None:
+                    _raise_failed(part)
+                    found[part.rank] = part
+            if len(found) == world:
+                break
+            reason = stop()
+            if reason is not None:
+                raise SaveError(reason, kind="aborted", where=folder)
+            if time.monotonic() > end:
+                raise _missing(folder, world, found, timeout_s)
+            pause = _FIRST_POLL_S if len(found) > before else min(pause * 1.5, _LONGEST_POLL_S)
+            time.sleep(pause)
+    return [found[r] for r in range(world)]
+
+
+def _new(store: Store, folder: str, world: int, found: dict[int, Part]) -> Iterable[int]:
+    if not store.capabilities.consistent_list:
+        return [r for r in range(world) if r not in found]
+    names = store.children(folder + PARTS)
+    ranks = (int(n[1:]) for n in names if n[:1] == "r" and n[1:].isdecimal())
+    return [r for r in ranks if r < world and r not in found]
+
+
+def _peek(store: Store, folder: str, rank: int) -> Part | None:
+    key = part_key(folder, rank)
+    try:
+        part = Part.decode(store.get(key), key)
+    except NotFoundError:
+        return None
+    if part.rank != rank:
+        raise SaveError("a part names another rank", kind="structure", where=key, found=part.rank)
+    return part
+
+
+def _raise_failed(part: Part) -> None:
+    if part.error is None:
+        return
+    cause = CkptdError.from_dict(part.error)
+    raise SaveError(
+        f"rank {part.rank} failed: {cause.message}",
+        kind=cause.kind,
+        where=cause.where,
+        wanted=cause.wanted,
+        found=cause.found,
+        hint=cause.hint,
+    )
+
+
+def _missing(folder: str, world: int, found: dict[int, Part], timeout_s: float) -> DeadlineError:
+    missing = [r for r in range(world) if r not in found]
+    return DeadlineError(
+        "ranks did not write their part in time",
+        kind="parts",
+        where=folder,
+        wanted=f"{world} parts within {timeout_s:.0f} s",
+        found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
+        hint="see why those ranks are slow or dead; the previous checkpoint is untouched",
+    )
+
+
+def _check_replicas(store: Store, folder: str, parts: list[Part]) -> None:
+    """Raise naming what differs between ranks that should agree."""
+    for by_digest in differing_groups(parts).values():
+        tables = []
+        for digest in list(by_digest)[:8]:
+            try:
+                tables.append((by_digest[digest], json.loads(store.get(blob_key(folder, digest)))))
+            except (NotFoundError, ValueError):
+                tables.append((by_digest[digest], {}))
+        ranks, first = tables[0]
+        for others, table in tables[1:]:
+            names = sorted(k for k in first | table if first.get(k) != table.get(k))
+            raise SaveError(
+                "replicas differ between ranks",
+                kind="replicas-differ",
+                where=", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
+                wanted=f"what ranks {ranks[:8]} hold",
+                found=f"other values on ranks {others[:8]} ({len(names)} names differ)",
+                hint="values that differ on purpose are declared with ckptd.PerRank(value, "
+                "on_change=...); otherwise the ranks have drifted apart",
+            )
+
+
+def witness_plan(plan: SavePlan) -> WitnessPlan:
+    """Return where the witness looks; every rank and every reader computes the same."""
+    return WitnessPlan(
+        [
+            (t.name, t.shape, d.itemsize, True)
+            for t, d in zip(plan.tensors, plan.filemap.dtypes, strict=True)
+        ]
+    )
+
+
+def _write_witness(
+    store: Store, folder: str, plan: SavePlan, parts: list[Part]
+) -> WitnessEntry | None:
+    where = witness_plan(plan)
+    if not where.total:
+        return None
+    witness = Witness.empty(where)
+    for part in parts:
+        slots = np.frombuffer(part.slots, dtype="<u4").astype(np.int64)
+        rows = np.frombuffer(part.values, dtype=np.uint8)
+        if len(rows) != 8 * len(slots) or (len(slots) and int(slots.max()) >= where.total):
+            raise SaveError("a part's witness is malformed", kind="structure", found=part.rank)
+        witness.put(slots, rows.reshape(-1, 8))
+    raw = witness.encode()
+    store.put(folder + WITNESS, raw)
+    return WitnessEntry(SAMPLE, digest_hex(raw))

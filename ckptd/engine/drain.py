@@ -1,0 +1,170 @@
+"""One attempt of one rank, from staging buffer to part; and, for the committer, to the commit.
+
+This is the code that runs outside the trainer. It holds no torch and no loop: `ckptd.engine.worker`
+brings the loop, the process and the channel.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.commit import blob_key, commit_attempt, witness_plan
+from ckptd.engine.filewriter import FileResult, write_file
+from ckptd.engine.job import Part, Save
+from ckptd.engine.staging import Staging
+from ckptd.engine.structure import SavePlan
+from ckptd.errors import CkptdError, SaveError, StoreError
+from ckptd.format.container import build_header
+from ckptd.format.filemap import ChunkRef
+from ckptd.format.names import file_key, part_key, ranked_chunk_name, whole_name
+from ckptd.format.witness import gather
+from ckptd.layout.region import piece_regions
+from ckptd.store.base import Store
+from ckptd.types import DTYPES
+
+__all__ = ["RankPlan", "drain", "finish"]
+
+
+class RankPlan:
+    """What one rank writes under a plan: chunks, header entries, witness slots; computed once."""
+
+    def __init__(self, plan: SavePlan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.chunks: Sequence[ChunkRef] = plan.filemap.chunks(rank)
+        self.entries = plan.filemap.header_entries(rank)
+        self.data_bytes = self.chunks[-1].end if self.chunks else 0
+        self._witness: list[tuple[int, int, int, Any, Any]] | None = None
+
+    def witness(self, data: memoryview) -> tuple[bytes, bytes]:
+        """Return the slots this rank sees and their values, for a complete data section."""
+        if self._witness is None:
+            self._witness = self._select()
+        buffer = np.frombuffer(data, dtype=np.uint8)
+        slots: list[NDArray[np.uint32]] = []
+        values: list[NDArray[np.uint8]] = []
+        for itemsize, start, end, where, elements in self._witness:
+            slots.append(where)
+            values.append(gather(buffer[start:end], itemsize, elements))
+        if not slots:
+            return b"", b""
+        return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
+
+    def _select(self) -> list[tuple[int, int, int, Any, Any]]:
+        witness = witness_plan(self.plan)
+        out = []
+        for chunk in self.chunks:
+            slots, elements = witness.select(chunk.tensor, piece_regions(chunk.piece))
+            if len(slots):
+                itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
+                out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))
+        return out
+
+
+def drain(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    staging: Staging | None,
+    alive: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Write this rank's bytes and report its part; both are durable on return.
+
+    A failure is reported as a part as well, when the store still takes it, so that the committer
+    learns of it at once and not by a deadline.
+
+    Raises
+    ------
+    SaveError, StoreError
+        What went wrong.
+    """
+    try:
+        _put_blobs(store, save, leaders=True)
+        result = _write(store, rank_plan, save, staging, alive, progress)
+        slots, values = rank_plan.witness(staging.data) if staging is not None else (b"", b"")
+        _put_blobs(store, save, leaders=False)
+        part = Part(
+            rank=rank_plan.rank,
+            plan=save.plan,
+            data_start=result.data_start,
+            data_bytes=result.data_bytes,
+            index=result.index,
+            extra=save.extra,
+            objects=save.objects,
+            replicas=save.replicas,
+            slots=slots,
+            values=values,
+        )
+    except CkptdError as error:
+        failed = Part(rank=rank_plan.rank, plan=save.plan, error=error.to_dict())
+        try:
+            store.put(part_key(save.folder, rank_plan.rank), failed.encode())
+        except StoreError:
+            pass  # the caller hears the first error, which is the cause of this one
+        raise
+    store.put(part_key(save.folder, rank_plan.rank), part.encode())
+
+
+def _put_blobs(store: Store, save: Save, *, leaders: bool) -> None:
+    for blob in save.blobs:
+        key = blob_key(save.folder, blob.digest)
+        if blob.leader == leaders and (leaders or not store.exists(key)):
+            store.put(key, blob.body)
+
+
+def _write(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    staging: Staging | None,
+    alive: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> FileResult:
+    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
+    if not rank_plan.entries and not save.extra:
+        return FileResult(0, 0, "")
+    if staging is None or staging.nbytes < total:
+        raise SaveError("staging buffer is too small", kind="internal", wanted=total)
+    entries = list(rank_plan.entries)
+    for e in save.extra:
+        name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
+        entries.append((name, DTYPES["uint8"], (e.nbytes,)))
+    metadata = {
+        "format": "pt",
+        "ckptd": f"step {save.step} generation {save.generation} rank {rank_plan.rank}",
+    }
+    header, data_bytes = build_header(entries, metadata)
+    ends = [c.end for c in rank_plan.chunks]
+    for e in save.extra:
+        ends.append((ends[-1] if ends else 0) + e.nbytes)
+    limit = time.monotonic() + save.timeout_s
+    key = file_key(save.folder, rank_plan.rank)
+    result = write_file(
+        store,
+        key,
+        header,
+        staging.data[:data_bytes],
+        ends,
+        lambda upto: staging.wait(upto, alive, max(1.0, limit - time.monotonic())),
+        lambda done: progress(done, data_bytes),
+    )
+    store.sync(save.folder)
+    return result
+
+
+def finish(
+    catalogue: Catalogue,
+    plan: SavePlan,
+    save: Save,
+    stop: Callable[[], str | None],
+    timeout_s: float,
+) -> None:
+    """Commit the attempt; a checkpoint that this very attempt committed already is success."""
+    commit_attempt(catalogue, plan, save, stop, timeout_s)

@@ -1,0 +1,134 @@
+"""The caller's view of one save."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ckptd.errors import CkptdError, DeadlineError
+
+__all__ = ["SaveHandle", "SaveProgress"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveProgress:
+    """How far this rank's part of a save is.
+
+    Attributes
+    ----------
+    phase
+        ``staging``, ``writing``, ``committing``, ``durable`` or ``failed``.
+    done_bytes, total_bytes
+        Bytes written, and to write, by this rank.
+    """
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+
+
+class SaveHandle:
+    """One save on its way from memory to a commit. Thread-safe.
+
+    `staged` and `durable` wait and raise what failed. Nobody has to wait: a failure is also
+    raised by the next call on the checkpointer.
+
+    Attributes
+    ----------
+    step
+        The step being saved.
+    generation, attempt
+        Which life of the job writes it, and which try of that life.
+    """
+
+    def __init__(self, step: int, generation: int, attempt: str, total_bytes: int) -> None:
+        self.step = step
+        self.generation = generation
+        self.attempt = attempt
+        self._total = total_bytes
+        self._done = 0
+        self._phase = "staging"
+        self._error: CkptdError | None = None
+        self._error_seen = False
+        self._changed = threading.Condition()
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle step {self.step} {self._phase}>"
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far this rank's part is."""
+        with self._changed:
+            return SaveProgress(self._phase, self._done, self._total)
+
+    @property
+    def error(self) -> CkptdError | None:
+        """What failed, or None."""
+        with self._changed:
+            self._error_seen = self._error_seen or self._error is not None
+            return self._error
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, well or badly."""
+        with self._changed:
+            return self._phase in ("durable", "failed")
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Return when the state may change: every byte of it has been copied.
+
+        Parameters
+        ----------
+        timeout
+            Seconds; None waits as long as the save itself may take.
+
+        Raises
+        ------
+        DeadlineError
+            `timeout` passed.
+        CkptdError
+            What failed.
+        """
+        self._wait(("writing", "committing", "durable"), timeout)
+
+    def durable(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint exists: committed, and every byte on the store. See `staged`."""
+        self._wait(("durable",), timeout)
+
+    def _wait(self, phases: tuple[str, ...], timeout: float | None) -> None:
+        with self._changed:
+            wanted = (*phases, "failed")
+            if not self._changed.wait_for(lambda: self._phase in wanted, timeout):
+                raise DeadlineError(
+                    f"step {self.step} is still {self._phase}",
+                    kind="timeout",
+                    wanted=f"{phases[-1]} within {timeout} s",
+                    found=f"{self._done} of {self._total} bytes written",
+                )
+            if self._error is not None:
+                self._error_seen = True
+                raise self._error
+
+    # What follows is for the checkpointer.
+
+    def _advance(self, phase: str, done: int | None = None) -> None:
+        with self._changed:
+            if self._phase in ("durable", "failed"):
+                return
+            self._phase = phase
+            self._done = self._done if done is None else done
+            self._changed.notify_all()
+
+    def _fail(self, error: CkptdError) -> None:
+        with self._changed:
+            if self._phase in ("durable", "failed"):
+                return
+            self._phase, self._error = "failed", error
+            self._changed.notify_all()
+
+    def _take_unseen_error(self) -> CkptdError | None:
+        with self._changed:
+            if self._error is None or self._error_seen:
+                return None
+            self._error_seen = True
+            return self._error

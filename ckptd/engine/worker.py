@@ -1,0 +1,206 @@
+"""The process that writes: one a rank, without torch, started by the checkpointer.
+
+It lives outside the trainer's session, so a signal to the trainer's group does not end it, and it
+outlives the trainer: what was staged completely when the trainer died is still written and, if
+every other rank's part arrives, committed. It ends when nothing is left to do and the channel is
+closed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.channel import Channel, SocketChannel
+from ckptd.engine.commit import commit_attempt
+from ckptd.engine.drain import RankPlan, drain
+from ckptd.engine.job import (
+    Abort,
+    Committed,
+    Failed,
+    Hello,
+    Progress,
+    Ready,
+    Request,
+    Save,
+    Segment,
+    SetPlan,
+    Stop,
+    Warned,
+    Written,
+)
+from ckptd.engine.retention import apply_retention
+from ckptd.engine.staging import Staging
+from ckptd.errors import CkptdError, WorkerError
+from ckptd.store.base import Store
+
+__all__ = ["Worker", "main"]
+
+ORPHAN_COMMIT_S = 60.0
+"""How long a worker without a trainer waits for the other ranks' parts, in seconds."""
+
+
+class Worker:
+    """Serves one channel. Jobs run one after the other; commits wait in a thread of their own.
+
+    Parameters
+    ----------
+    channel
+        The worker's end.
+    store
+        Used instead of the one that `Hello` describes (in-process stores).
+    """
+
+    def __init__(self, channel: Channel, store: Store | None = None) -> None:
+        self._channel = channel
+        self._given_store = store
+        self._staging: Staging | None = None
+        self._plan: RankPlan | None = None
+        self._aborted: dict[int, str] = {}
+        self._orphan = threading.Event()
+        self._send_lock = threading.Lock()
+        self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
+
+    def run(self) -> None:
+        """Serve until the channel closes or `Stop` comes, then finish what is staged."""
+        try:
+            hello, _ = self._channel.receive(60.0) or (None, None)
+            if not isinstance(hello, Hello):
+                return
+            self._hello = hello
+            self._store = self._given_store or hello.store.open()
+            self._catalogue = Catalogue(self._store)
+            self._send(Ready(os.getpid()))
+            while self._serve_one():
+                pass
+        except CkptdError as error:
+            self._send(Failed(-1, error.to_dict()))
+        except EOFError:
+            pass
+        finally:
+            self._finish()
+
+    def _serve_one(self) -> bool:
+        item = self._channel.receive(3600.0)
+        if item is None:
+            return True
+        message, fd = item
+        if isinstance(message, Segment) and fd is not None:
+            self._drains.submit(self._swap_staging, Staging(message.nbytes, fd))
+        elif isinstance(message, SetPlan):
+            self._plan = RankPlan(message.plan, self._hello.rank)
+        elif isinstance(message, Abort):
+            self._aborted[message.job] = message.reason
+        elif isinstance(message, Save) and self._plan is not None:
+            self._drains.submit(self._drain, message, self._plan)
+        return not isinstance(message, Stop)
+
+    def _finish(self) -> None:
+        self._orphan.set()
+        self._drains.shutdown(wait=True)
+        self._commits.shutdown(wait=True)
+        if self._staging is not None:
+            self._staging.close()
+        if self._given_store is None and hasattr(self, "_store"):
+            self._store.close()
+        self._channel.close()
+
+    def _swap_staging(self, staging: Staging) -> None:
+        old, self._staging = self._staging, staging
+        if old is not None:
+            old.close()
+
+    def _filling(self, job: int) -> bool:
+        """Tell whether the trainer can still be filling the staging buffer for `job`."""
+        return not self._orphan.is_set() and job not in self._aborted
+
+    def _drain(self, save: Save, plan: RankPlan) -> None:
+        last = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last > 0.1 or done == total:
+                last = now
+                self._send(Progress(save.job, done, total))
+
+        try:
+            filling = lambda: self._filling(save.job)  # noqa: E731
+            drain(self._store, plan, save, self._staging, filling, progress)
+        except CkptdError as error:
+            self._send(Failed(save.job, error.to_dict()))
+            return
+        except Exception as error:  # a bug must reach the handle, not vanish with the thread
+            self._send(Failed(save.job, _as_worker_error(error)))
+            return
+        self._send(Written(save.job))
+        if self._hello.rank == 0 or self._orphan.is_set():
+            self._commits.submit(self._commit, save, plan)
+        else:
+            self._commits.submit(self._commit_if_orphaned, save, plan)
+
+    def _commit_if_orphaned(self, save: Save, plan: RankPlan) -> None:
+        """Any survivor may commit, but only rank 0 does while its job lives."""
+        if self._orphan.is_set():
+            self._commit(save, plan)
+
+    def _commit(self, save: Save, plan: RankPlan) -> None:
+        orphaned_at: float | None = None
+
+        def stop() -> str | None:
+            nonlocal orphaned_at
+            if save.job in self._aborted:
+                return self._aborted[save.job]
+            if self._orphan.is_set():
+                orphaned_at = orphaned_at or time.monotonic()
+                if time.monotonic() - orphaned_at > ORPHAN_COMMIT_S:
+                    return "the trainers are gone and not every rank's part arrived"
+            return None
+
+        try:
+            commit_attempt(self._catalogue, plan.plan, save, stop, save.timeout_s)
+        except CkptdError as error:
+            self._send(Failed(save.job, error.to_dict()))
+            return
+        except Exception as error:
+            self._send(Failed(save.job, _as_worker_error(error)))
+            return
+        self._send(Committed(save.job))
+        if save.keep is not None:
+            try:
+                apply_retention(self._catalogue, save.keep)
+            except CkptdError as error:
+                self._send(Warned(save.job, error.to_dict()))
+
+    def _send(self, message: Ready | Progress | Written | Committed | Failed | Warned) -> None:
+        """Tell the trainer, if it still lives."""
+        with self._send_lock:
+            try:
+                self._channel.send(message)
+            except WorkerError:
+                self._orphan.set()
+
+
+def _as_worker_error(error: Exception) -> dict[str, str | None]:
+    import traceback
+
+    where = "".join(traceback.format_exception(error)[-3:])
+    return WorkerError(
+        "the writing process failed unexpectedly", kind="internal", where=where, found=repr(error)
+    ).to_dict()
+
+
+def main() -> None:
+    """Entry point of the process: the channel is the socket whose number is the only argument."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    Worker(SocketChannel(sock, Request)).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The board of a distributed job: the store that `init_process_group` already made."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ckptd.engine.board import Board, LocalBoard
+from ckptd.errors import CkptdError, DeadlineError, UsageError
+from ckptd.format.digest import digest_hex
+
+__all__ = ["JobBoard", "board_of", "global_ranks"]
+
+_FIRST_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.05
+_boards_made: dict[str, int] = {}
+
+
+class JobBoard:
+    """A board over torch's own store, with every key below one prefix.
+
+    The connection is a clone of the job's: a wait in one thread does not hold up another.
+
+    Parameters
+    ----------
+    store
+        A ``torch.distributed.Store``.
+    rank, world
+        Position in, and size of, the process group that the board belongs to.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self.rank = rank
+        self.world = world
+
+    def clone(self) -> JobBoard:
+        """Return the same board on a connection of its own, for another thread."""
+        return JobBoard(_clone(self._store), self.rank, self.world, self._prefix)
+
+    def set(self, key: str, value: bytes) -> None:
+        """See `ckptd.engine.board.Board`."""
+        self._call(self._store.set, self._prefix + key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See `ckptd.engine.board.Board`."""
+        end = time.monotonic() + timeout_s
+        pause = _FIRST_POLL_S
+        while (value := self.peek(key)) is None:
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    "nobody published a value in time",
+                    kind="board",
+                    where=key,
+                    wanted=f"within {timeout_s:.0f} s",
+                    hint="every rank must make the same ckptd calls in the same order",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+        return value
+
+    def peek(self, key: str) -> bytes | None:
+        """See `ckptd.engine.board.Board`."""
+        if not self._call(self._store.check, [self._prefix + key]):
+            return None
+        value: bytes = self._call(self._store.get, self._prefix + key)
+        return value
+
+    def delete(self, key: str) -> None:
+        """See `ckptd.engine.board.Board`."""
+        self._call(self._store.delete_key, self._prefix + key)
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except (RuntimeError, dist.DistError) as error:
+            raise CkptdError(
+                "the job's store is gone",
+                kind="board",
+                found=str(error).splitlines()[0][:200],
+                hint="rank 0 or the launcher has ended; see their logs",
+            ) from error
+
+
+def _clone(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (RuntimeError, AttributeError):
+        return store  # stores without connections (FileStore, HashStore) need no second one
+
+
+def global_ranks(process_group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a group by group rank; ``(0,)`` without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise UsageError(
+                "a process group was given, but torch.distributed is not initialised",
+                kind="no-process-group",
+                hint="call torch.distributed.init_process_group first",
+            )
+        return (0,)
+    return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
+def board_of(process_group: Any, timeout_s: float) -> Board:
+    """Return a board for the ranks of a process group; the default group when None.
+
+    Every rank of the group calls this equally often: the count keeps boards apart.
+    """
+    ranks = global_ranks(process_group)
+    if len(ranks) == 1:
+        return LocalBoard()
+    own = digest_hex(repr(ranks).encode())[:12]
+    _boards_made[own] = _boards_made.get(own, 0) + 1
+    store = dist.distributed_c10d._get_default_store()
+    store = _clone(store)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    rank = ranks.index(dist.get_rank())
+    return JobBoard(store, rank, len(ranks), f"ckptd/{own}/{_boards_made[own]}/")
