@@ -101,6 +101,10 @@ class Owners:
     def _first_pieces(self) -> NDArray[np.int64]:
         return np.concatenate(([0], np.cumsum([c for _, _, c in self.runs]))).astype(np.int64)
 
+    @cached_property
+    def _table(self) -> NDArray[np.int64]:
+        return np.array(self.runs, dtype=np.int64).reshape(-1, 3)
+
     def owner(self, piece: int, base: int = 0) -> int:
         """Return the file number of `piece`, or `ABSENT`.
 
@@ -132,8 +136,7 @@ class Owners:
         if int(pieces.min()) < 0 or int(pieces.max()) >= self.npieces:
             raise IndexError(f"pieces {pieces.min()} to {pieces.max()} of {self.npieces}")
         run = np.searchsorted(self._first_pieces, pieces, side="right") - 1
-        table = np.array(self.runs, dtype=np.int64)
-        first, step = table[run, 0], table[run, 1]
+        first, step = self._table[run, 0], self._table[run, 1]
         files = first + step * (pieces - self._first_pieces[run]) + base
         return np.where(first == ABSENT, ABSENT, files)
 

@@ -143,21 +143,29 @@ def local_regions(
     Raises
     ------
     ValueError
-        As in `local_shape`, or there is not one stride per dimension.
+        As in `local_shape`, or there is not one stride per dimension, or it is negative.
     """
-    cuts = _cuts(shape, mesh_shape, placements)
     where = _coordinate(coordinate, mesh_shape)
+    return list(_local_regions(shape, mesh_shape, placements, where, strides))
+
+
+@lru_cache(maxsize=1024)
+def _local_regions(
+    shape: Shape, mesh_shape: Shape, placements: Placements, where: Shape, strides: Shape | None
+) -> tuple[Region, ...]:
+    """Return the regions of one rank; a model asks again and again for the same few."""
+    cuts = _cuts(shape, mesh_shape, placements)
     if strides is None:
         strides = strides_of(tuple(c.length(where) for c in cuts))
-    if len(strides) != len(shape):
-        raise ValueError(f"strides {strides} for a tensor of {len(shape)} dimensions")
+    if len(strides) != len(shape) or any(s < 0 for s in strides):
+        raise ValueError(f"strides {strides} for a tensor of shape {shape}")
     regions = []
     for segments in product(*(c.segments(where) for c in cuts)):
         box = Box(tuple(s.start for s in segments), tuple(s.size for s in segments))
         start = sum(s.local * stride for s, stride in zip(segments, strides, strict=True))
         if box.numel:
             regions.append(Region(box, start, strides))
-    return regions
+    return tuple(regions)
 
 
 def owner_array(
