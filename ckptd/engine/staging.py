@@ -85,9 +85,9 @@ class Staging:
         """Release the mapping and the descriptor; views of `data` must be gone. Idempotent."""
         if self.fd < 0:
             return
-        self.data.release()
-        del self._counter
         try:
+            self.data.release()
+            del self._counter
             self._map.close()
         except BufferError:  # an exported view still lives: the mapping goes when it does
             pass

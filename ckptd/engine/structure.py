@@ -180,7 +180,7 @@ def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
         if mesh is None:
             plain.append((tensor, ranks))
         else:
-            entries[name] = _sharded_entry(tensor, mesh, tables, balance, replicas)
+            entries[name] = _sharded_entry(tensor, mesh, ranks, tables, balance, replicas)
     # Big pieces first: that is what makes the greedy assignment a good one.
     share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
     pieces: dict[str, list[tuple[int, int, int]]] = {}
@@ -238,14 +238,15 @@ def _merge(
                     hint="declare values that differ per rank with ckptd.PerRank, or give tensors "
                     "of different stages different names",
                 )
-            if seen[1] is None and mesh is None:
-                merged[tensor.name] = (seen[0], None, tuple(sorted({*seen[2], *group.ranks})))
+            if seen[1] == mesh and seen[0].placements == tensor.placements:
+                merged[tensor.name] = (seen[0], mesh, tuple(sorted({*seen[2], *group.ranks})))
     return merged
 
 
 def _sharded_entry(
     tensor: LocalTensor,
     mesh: MeshEntry,
+    holders: tuple[int, ...],
     tables: _Tables,
     balance: _Balance,
     replicas: dict[tuple[int, ...], list[int]],
@@ -255,17 +256,27 @@ def _sharded_entry(
     grid = sharded_grid(tensor.shape, mesh.shape, placements).grid
     ranks = mesh_array(mesh)
     free = tuple(i for i, p in enumerate(placements) if p == "replicate" and mesh.shape[i] > 1)
-    coordinate = [0] * len(mesh.shape)
-    if free:
-        # Copies of one shard lie on the replicated dimensions; the copy that has written least
-        # so far writes this tensor.
-        sizes = [mesh.shape[i] for i in free]
-        written = replicas.setdefault((*mesh.shape, -1, *free), [0] * math.prod(sizes))
-        pick = min(range(len(written)), key=written.__getitem__)
-        written[pick] += max(1, _nbytes(tensor))
-        for axis, value in zip(free, np.unravel_index(pick, sizes), strict=True):
+    sizes = [mesh.shape[i] for i in free]
+    # Copies of one shard lie on the replicated dimensions; the copy that has written least so
+    # far writes this tensor. Not every coordinate is a copy: a mesh may have a pipeline
+    # dimension, and the tensor only one stage.
+    written = replicas.setdefault((*mesh.shape, -1, *free), [0] * math.prod(sizes))
+    for pick in sorted(range(len(written)), key=written.__getitem__):
+        coordinate = [0] * len(mesh.shape)
+        for axis, value in zip(free, np.unravel_index(pick, sizes) if free else (), strict=True):
             coordinate[axis] = int(value)
-    files = owner_array(tensor.shape, mesh.shape, placements, ranks, coordinate)
+        files = owner_array(tensor.shape, mesh.shape, placements, ranks, coordinate)
+        if len(holders) == ranks.size or set(files.tolist()) <= set(holders):
+            written[pick] += max(1, _nbytes(tensor))
+            break
+    else:
+        raise UsageError(
+            "no set of ranks holds this tensor whole",
+            kind="structure",
+            where=tensor.name,
+            wanted=f"every shard on the mesh {mesh.names} {list(mesh.shape)}",
+            found=f"the tensor on ranks {list(holders[:16])} only",
+        )
     number, base = tables.owner(files)
     entry = _bare(tensor, tables.grid(grid))
     each = _nbytes(tensor) // len(files)

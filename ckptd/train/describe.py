@@ -49,8 +49,7 @@ class Describer:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._group_rank = {r: i for i, r in enumerate(ranks)}
-        self._me = ranks
-        self._meshes: dict[int, tuple[Any, MeshEntry, tuple[int, ...]]] = {}
+        self._meshes: dict[int, tuple[Any, Any, MeshEntry, tuple[int, ...]]] = {}
 
     def structure(self, leaves: Mapping[str, TensorLeaf], objects: Sequence[str]) -> Structure:
         """Return this rank's structure.
@@ -151,9 +150,8 @@ class Describer:
                 Owners.from_array(ranks).runs,
             )
             # The mesh itself is kept, so that its id is not given to another one.
-            self._meshes[id(mesh)] = (root, entry, axes)
-            self._meshes.setdefault(-id(mesh), (mesh, entry, axes))
-        return self._meshes[id(mesh)]
+            self._meshes[id(mesh)] = (mesh, root, entry, axes)
+        return self._meshes[id(mesh)][1:]
 
 
 def _root(mesh: Any) -> Any:

@@ -1,0 +1,76 @@
+"""Agreeing on a save plan: exchanged only when the structure of the state changes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ckptd.engine.structure import Group, SavePlan, Structure, build_plan
+from ckptd.format.digest import digest_hex
+from ckptd.train.agree import Agreement
+
+__all__ = ["Planner"]
+
+
+class Planner:
+    """Keeps the plan of the last structure.
+
+    A rank whose structure did not change goes on with the plan it has and asks nobody. When the
+    structure changes on every rank at one save (an optimizer's first step, say), all of them take
+    part in one exchange: a digest a rank to rank 0, and the distinct structures to everybody.
+    When it changes on some ranks only, those wait for the others in vain and say so.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._known = ""
+        self._plan: SavePlan | None = None
+        self.group = 0
+        """Number of this rank's group of alike ranks."""
+
+    def forget(self) -> None:
+        """Plan afresh at the next save: ranks turned out to disagree."""
+        self._known = ""
+
+    def plan(self, structure: Structure) -> SavePlan:
+        """Return the plan for this structure, the same on every rank.
+
+        Raises
+        ------
+        DeadlineError
+            Some ranks did not take part: their structure did not change.
+        UsageError
+            Ranks disagree on the shape or dtype of a tensor.
+        """
+        raw = structure.encode()
+        own = digest_hex(raw)
+        if self._plan is not None and own == self._known:
+            return self._plan
+        board = self._agreement.board
+        if board.world == 1:
+            groups = [Group(structure, (0,))]
+        else:
+            groups = self._exchange(own, raw)
+        self._plan = build_plan(groups, board.world)
+        self._known = own
+        self.group = next(i for i, g in enumerate(groups) if board.rank in g.ranks)
+        return self._plan
+
+    def _exchange(self, own: str, raw: bytes) -> list[Group]:
+        board = self._agreement.board
+
+        def tabulate(digests: list[bytes]) -> bytes:
+            ranks: dict[str, list[int]] = {}
+            for rank, digest in enumerate(digests):
+                ranks.setdefault(digest.decode(), []).append(rank)
+            return msgspec.json.encode(ranks)
+
+        table = self._agreement.all_reports("structure", own.encode(), tabulate)
+        by_digest = msgspec.json.decode(table, type=dict[str, tuple[int, ...]])
+        # Only the first rank of each group publishes its structure, under its digest.
+        if by_digest[own][0] == board.rank:
+            board.set(f"structure/{own}", raw)
+        groups = []
+        for digest, ranks in by_digest.items():
+            body = raw if digest == own else board.get(f"structure/{digest}", 600.0)
+            groups.append(Group(Structure.decode(body), ranks))
+        return groups
