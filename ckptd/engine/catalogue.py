@@ -11,6 +11,7 @@ import uuid
 
 from ckptd.engine.clock import stamp
 from ckptd.engine.index import MAX_TRIES, Index
+from ckptd.engine.leases import hold
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError
 from ckptd.format.names import (
     COMMITS,
@@ -129,8 +130,6 @@ class Catalogue(Index):
         CorruptError
             Its manifest is gone or damaged.
         """
-        from ckptd.engine.leases import hold
-
         # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
         with hold(self, self.find(step, all, generation), holder="rollback") as held:
             self.manifest_of(held.commit)
@@ -194,6 +193,7 @@ class Catalogue(Index):
                 )
         self.store.sync(COMMITS)
         self._known.add(commit.name)
+        self._withdraw_hollow(commit)
         self.check_not_superseded(commit.generation)
 
     def _check_publishable(self, commit: Commit) -> None:
@@ -208,25 +208,29 @@ class Catalogue(Index):
                 wanted=f"a step after {parent.step}",
                 hint="roll back to an earlier step first",
             )
+        manifest = commit.folder + commit.manifest
+        if self.size(manifest) != commit.manifest_bytes:
+            raise self._missing(commit, manifest)
         for folder in commit.folders:
-            own = folder == commit.folder
-            there = (
-                self._size(folder + commit.manifest) == commit.manifest_bytes
-                if own
-                else bool(self.store.children(folder))
-            )
-            if not there:
-                raise CorruptError(
-                    f"{commit.name} refers to something that is not there",
-                    kind="missing-file",
-                    where=self.where(folder + (commit.manifest if own else "")),
-                )
+            if not self.store.children(folder):
+                raise self._missing(commit, folder)
 
-    def _size(self, key: str) -> int | None:
-        try:
-            return self.store.stat(key).size
-        except NotFoundError:
-            return None
+    def _withdraw_hollow(self, commit: Commit) -> None:
+        """Take the record back when gc took the attempt for a leftover at this very moment.
+
+        gc deletes the manifest, then looks for the record: one of the two sees the other.
+        """
+        if self.size(commit.folder + commit.manifest) is None:
+            self.store.delete([commit_key(commit.name)])
+            raise self._missing(commit, commit.folder + commit.manifest)
+
+    def _missing(self, commit: Commit, key: str) -> CorruptError:
+        return CorruptError(
+            f"{commit.name} refers to something that is not there",
+            kind="missing-file",
+            where=self.where(key),
+            hint="ckptd gc removes attempts of older generations, and those that took too long",
+        )
 
     # -- pins ----------------------------------------------------------------------------------
 

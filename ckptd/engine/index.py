@@ -69,7 +69,8 @@ class Index(Root):
             self._generations[number] = record
         return self._generations[number]
 
-    def _ancestor(self, number: int) -> Generation:
+    def ancestor(self, number: int) -> Generation:
+        """Return the record of a generation that another names as parent: it must be there."""
         try:
             return self.generation(number)
         except NotFoundError:
@@ -95,12 +96,12 @@ class Index(Root):
     def line(self) -> list[CommitName]:
         """Return the commits that count, oldest first."""
         newest, names = self.survey()
-        return line(newest, names, self._ancestor) if newest else []
+        return line(newest, names, self.ancestor) if newest else []
 
     def latest(self) -> CommitName | None:
         """Return the newest commit that counts, or None. Reads no record beyond what it needs."""
         newest, names = self.survey()
-        return newest_on_line(newest, names, self._ancestor) if newest else None
+        return newest_on_line(newest, names, self.ancestor) if newest else None
 
     def survey(self) -> tuple[int, list[CommitName]]:
         """Return the newest generation and all commits, as they were at one moment.
@@ -147,7 +148,7 @@ class Index(Root):
         """
         check_step(step)
         newest, names = self.survey()
-        counted = line(newest, names, self._ancestor) if newest else []
+        counted = line(newest, names, self.ancestor) if newest else []
         for candidates in (counted, names[::-1] if all else []):
             for name in candidates:
                 if name.step == step and generation in (None, name.generation):
@@ -279,6 +280,13 @@ class Index(Root):
                 found=f"step {said[0]} of generation {said[1]}, attempt {said[2]}",
             )
         return manifest
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes, None when it is not there."""
+        try:
+            return self.store.stat(key).size
+        except NotFoundError:
+            return None
 
     def pins(self) -> set[CommitName]:
         """Return the commits that are never to be deleted; a listing only."""

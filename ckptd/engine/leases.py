@@ -13,15 +13,13 @@ import time
 import uuid
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from ckptd.engine.index import Index
 from ckptd.errors import ConflictError, NotFoundError
 from ckptd.format.names import LEASES, CommitName, lease_key
 from ckptd.format.records import Commit, Lease, decode_record, encode_record
 from ckptd.store.base import Store
-
-if TYPE_CHECKING:
-    from ckptd.engine.catalogue import Catalogue
 
 __all__ = ["Hold", "expired", "hold", "hold_latest", "leases"]
 
@@ -44,7 +42,7 @@ class Hold:
         Name of the lease.
     """
 
-    catalogue: Catalogue
+    index: Index
     commit: Commit
     lease_id: str
     holder: str
@@ -58,12 +56,12 @@ class Hold:
         NotFoundError
             Kind ``no-commit``: it had run out, and the checkpoint was deleted.
         """
-        _write(self.catalogue.store, self.commit.name, self.lease_id, self.holder, self.seconds)
-        self.catalogue.commit(self.commit.name)
+        _write(self.index.store, self.commit.name, self.lease_id, self.holder, self.seconds)
+        self.index.commit(self.commit.name)
 
     def release(self) -> None:
         """End the lease. Idempotent."""
-        self.catalogue.store.delete([lease_key(self.lease_id)])
+        self.index.store.delete([lease_key(self.lease_id)])
 
     def __enter__(self) -> Self:
         return self
@@ -77,9 +75,7 @@ class Hold:
         self.release()
 
 
-def hold(
-    catalogue: Catalogue, name: CommitName, *, seconds: float = LEASE_S, holder: str = ""
-) -> Hold:
+def hold(index: Index, name: CommitName, *, seconds: float = LEASE_S, holder: str = "") -> Hold:
     """Keep a checkpoint, and every folder it refers to, from being deleted for `seconds`.
 
     Raises
@@ -89,33 +85,33 @@ def hold(
     """
     lease_id = uuid.uuid4().hex
     holder = f"{holder or 'reader'} {socket.gethostname()}:{os.getpid()}"
-    _write(catalogue.store, name, lease_id, holder, seconds)
+    _write(index.store, name, lease_id, holder, seconds)
     try:
-        commit = catalogue.commit(name)
+        commit = index.commit(name)
     except BaseException:
-        catalogue.store.delete([lease_key(lease_id)])
+        index.store.delete([lease_key(lease_id)])
         raise
-    return Hold(catalogue, commit, lease_id, holder, seconds)
+    return Hold(index, commit, lease_id, holder, seconds)
 
 
-def hold_latest(catalogue: Catalogue, *, seconds: float = LEASE_S, holder: str = "") -> Hold | None:
+def hold_latest(index: Index, *, seconds: float = LEASE_S, holder: str = "") -> Hold | None:
     """Hold the newest checkpoint that counts; None when there is none.
 
     Retention may delete it between finding and holding, because a newer one came: then that one
     is taken.
     """
     for _ in range(MAX_TRIES):
-        name = catalogue.latest()
+        name = index.latest()
         if name is None:
             return None
         try:
-            return hold(catalogue, name, seconds=seconds, holder=holder)
+            return hold(index, name, seconds=seconds, holder=holder)
         except NotFoundError:
             continue
     raise ConflictError(
         "checkpoints are replaced faster than one can be held",
         kind="busy",
-        where=catalogue.store.url,
+        where=index.store.url,
     )
 
 
@@ -124,14 +120,14 @@ def _write(store: Store, name: CommitName, lease_id: str, holder: str, seconds: 
     store.put(lease_key(lease_id), encode_record(record))
 
 
-def leases(catalogue: Catalogue) -> dict[str, Lease]:
+def leases(index: Index) -> dict[str, Lease]:
     """Return all leases by key, those that ran out included."""
     out: dict[str, Lease] = {}
-    for name in catalogue.store.children(LEASES):
+    for name in index.store.children(LEASES):
         key = LEASES + name
         if name.endswith(".json"):
             try:
-                out[key] = decode_record(catalogue.store.get(key), Lease, catalogue.where(key))
+                out[key] = decode_record(index.store.get(key), Lease, index.where(key))
             except NotFoundError:
                 continue  # released since the listing
     return out

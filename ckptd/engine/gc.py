@@ -1,0 +1,428 @@
+"""Deleting what no checkpoint needs: a plan that can be read first, and its execution.
+
+Order is what makes it safe to die anywhere: a commit record goes first, so that a checkpoint is
+whole or absent; its data goes when no commit refers to it; what is left over is found again by
+the next plan. Before and after each irreversible step the guards are looked at once more, because
+readers and writers on other machines do not wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.leases import expired, leases
+from ckptd.engine.policy import Keep
+from ckptd.engine.retention import ABANDONED_S, Inventory, decide, guarded, take
+from ckptd.errors import ConflictError, NotFoundError
+from ckptd.format.names import (
+    COMMITS,
+    DATA,
+    GENERATIONS,
+    LEASES,
+    PARTS,
+    PINS,
+    CommitName,
+    commit_key,
+    parse_commit_name,
+    parse_data_folder,
+    pin_key,
+)
+from ckptd.store.base import Store
+
+__all__ = ["GcItem", "GcKept", "GcPlan", "GcReport", "plan_gc", "retain", "run_gc"]
+
+LEFTOVER_S = 86_400.0
+"""Age at which an attempt of the live generation counts as given up, in seconds."""
+MANIFEST = "manifest."
+
+Kind = Literal["commit", "data", "leftover", "parts", "pin", "lease"]
+
+
+class GcItem(msgspec.Struct, frozen=True):
+    """One thing to delete.
+
+    Attributes
+    ----------
+    kind
+        ``commit``: a commit record. ``data``: the folder of such a commit. ``leftover``: the
+        folder of an attempt that never committed. ``parts``: reports of a committed attempt.
+        ``pin``, ``lease``: one that protects nothing any more.
+    key
+        Object, or folder ending in "/".
+    reason
+        Why, for people.
+    nbytes, objects
+        What it frees.
+    modified
+        When anything in it was last written (seconds since 1970).
+    """
+
+    kind: Kind
+    key: str
+    reason: str
+    nbytes: int = 0
+    objects: int = 1
+    modified: float = 0.0
+
+    @property
+    def name(self) -> CommitName | None:
+        """The checkpoint it belongs or belonged to."""
+        if self.kind in ("data", "leftover", "parts"):
+            parsed = parse_data_folder(self.key.split("/")[1])
+            return parsed[0] if parsed else None
+        return parse_commit_name(self.key.rpartition("/")[2])
+
+
+class GcKept(msgspec.Struct, frozen=True):
+    """A checkpoint that stays, and why."""
+
+    step: int
+    generation: int
+    reasons: tuple[str, ...]
+
+
+class GcPlan(msgspec.Struct, frozen=True):
+    """What `run_gc` would delete, in its order; plain data.
+
+    Attributes
+    ----------
+    newest
+        The newest generation at planning: a plan of another one is not run.
+    items
+        What goes.
+    kept
+        Checkpoints that stay, abandoned ones included.
+    notes
+        What somebody should look at, such as a newest checkpoint that lost files.
+    sweep_s
+        Also remove what interrupted store calls left, at this age in seconds; None: do not look.
+    """
+
+    newest: int
+    items: tuple[GcItem, ...] = ()
+    kept: tuple[GcKept, ...] = ()
+    notes: tuple[str, ...] = ()
+    sweep_s: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it would free."""
+        return sum(i.nbytes for i in self.items)
+
+
+class GcReport(msgspec.Struct, frozen=True):
+    """What `run_gc` did.
+
+    Attributes
+    ----------
+    deleted
+        Items that are gone.
+    skipped
+        Items that stayed because something changed since the plan: the item, and why.
+    swept
+        Names of what interrupted store calls had left.
+    """
+
+    deleted: tuple[GcItem, ...] = ()
+    skipped: tuple[tuple[GcItem, str], ...] = ()
+    swept: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were freed."""
+        return sum(i.nbytes for i in self.deleted)
+
+
+# -- planning --------------------------------------------------------------------------------------
+
+
+def plan_gc(
+    catalogue: Catalogue,
+    keep: Keep | int | None = None,
+    *,
+    now: float | None = None,
+    abandoned_s: float = ABANDONED_S,
+    leftover_s: float = LEFTOVER_S,
+    leftovers: bool = True,
+    whole: CommitName | None = None,
+) -> GcPlan:
+    """Return what may be deleted; changes nothing.
+
+    Parameters
+    ----------
+    keep
+        Rule for the line; None keeps all of it.
+    now
+        Seconds since 1970; default: the clock.
+    abandoned_s
+        How long commits beside the line are kept, in seconds since they left it.
+    leftover_s
+        Age at which an uncommitted attempt of the newest generation counts as given up, in
+        seconds. Those of older generations go at once: nothing can come of them.
+    leftovers
+        Also look for leftovers, parts, pins and leases. Without, only for checkpoints and their
+        data, which costs a few listings: what to do after each save.
+    whole
+        A commit that the caller knows to be complete (it just made it).
+
+    Raises
+    ------
+    CorruptError
+        A record cannot be read, so that nobody knows what it refers to: nothing is planned.
+    """
+    now = time.time() if now is None else now
+    inventory = take(catalogue, now, whole)
+    chosen = decide(inventory, Keep.of(keep), now, abandoned_s)
+    dropped = chosen.dropped
+    items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
+    if dropped or leftovers:
+        items += _folders(catalogue, inventory, set(dropped), now - leftover_s, leftovers)
+    if leftovers:
+        items += _parts(catalogue, inventory, set(chosen.kept))
+        items += _markers(catalogue, inventory, now)
+    return GcPlan(
+        newest=inventory.newest,
+        items=tuple(items),
+        kept=tuple(GcKept(n.step, n.generation, r) for n, r in chosen.kept.items()),
+        notes=tuple(f"{n} is not complete: {what}" for n, what in inventory.broken.items()),
+        sweep_s=leftover_s if leftovers else None,
+    )
+
+
+def _folders(
+    catalogue: Catalogue, inventory: Inventory, dropped: set[CommitName], old: float, all: bool
+) -> Iterator[GcItem]:
+    records = inventory.records
+    used = {f for n, r in records.items() if n not in dropped for f in r.folders}
+    freed = {f for n in dropped for f in records[n].folders}
+    for child in catalogue.store.children(DATA):
+        folder = DATA + child
+        parsed = parse_data_folder(child)
+        if parsed is None or not child.endswith("/") or folder in used:
+            continue
+        if folder not in freed and (not all or parsed[0] in inventory.guards):
+            continue
+        item = _weigh(catalogue.store, "data" if folder in freed else "leftover", folder)
+        reason = (
+            "no checkpoint refers to it"
+            if folder in freed
+            else _why_left(parsed[0], item.modified, inventory, old)
+        )
+        if reason and item.objects:
+            yield msgspec.structs.replace(item, reason=reason)
+
+
+def _why_left(name: CommitName, modified: float, inventory: Inventory, old: float) -> str | None:
+    """Say why an attempt without commit is given up; None: it may be in flight."""
+    if name.generation < inventory.newest:
+        return f"never committed, and generation {name.generation} is over"
+    if name in inventory.records:
+        return "another attempt committed this step"
+    return "never committed, and nothing was written for long" if modified < old else None
+
+
+def _weigh(store: Store, kind: Kind, folder: str) -> GcItem:
+    found = list(store.list(folder))
+    return GcItem(
+        kind,
+        folder,
+        "",
+        nbytes=sum(o.size for o in found),
+        objects=len(found),
+        modified=max((o.modified for o in found), default=0.0),
+    )
+
+
+def _parts(
+    catalogue: Catalogue, inventory: Inventory, kept: Iterable[CommitName]
+) -> Iterator[GcItem]:
+    for name in sorted(kept):
+        folder = inventory.records[name].folder
+        if PARTS in catalogue.store.children(folder):
+            item = _weigh(catalogue.store, "parts", folder + PARTS)
+            yield msgspec.structs.replace(item, reason="the attempt is committed")
+
+
+def _markers(catalogue: Catalogue, inventory: Inventory, now: float) -> Iterator[GcItem]:
+    for name in sorted(catalogue.pins()):
+        if name not in inventory.records:
+            yield GcItem("pin", pin_key(name), "what it pinned is gone")
+    for key, lease in leases(catalogue).items():
+        if expired(lease, now):
+            yield GcItem("lease", key, f"ran out ({lease.holder or 'a reader'})")
+
+
+# -- running ---------------------------------------------------------------------------------------
+
+
+def run_gc(store: Store, plan: GcPlan) -> GcReport:
+    """Delete what the plan says and still may be deleted; durable on return.
+
+    May be killed anywhere and run again, by this plan or another. Two at a time do no harm.
+
+    Raises
+    ------
+    ConflictError
+        Kind ``stale-plan``: a generation was claimed since the plan; no checkpoint was deleted.
+    """
+    return _Run(store, plan).run()
+
+
+def retain(
+    catalogue: Catalogue,
+    keep: Keep | int | None,
+    *,
+    whole: CommitName | None = None,
+    leftovers: bool = False,
+) -> GcReport:
+    """Plan and run at once: what a job does after a commit (`whole` is that commit)."""
+    plan = plan_gc(catalogue, keep, whole=whole, leftovers=leftovers)
+    return run_gc(catalogue.store, plan) if plan.items or leftovers else GcReport()
+
+
+class _Run:
+    """One execution of a plan. Reads with a fresh catalogue, trusting nothing that is cached."""
+
+    def __init__(self, store: Store, plan: GcPlan) -> None:
+        self.store = store
+        self.plan = plan
+        self.catalogue = Catalogue(store)
+        self.deleted: list[GcItem] = []
+        self.skipped: list[tuple[GcItem, str]] = []
+
+    def run(self) -> GcReport:
+        self._check_current()
+        self._commits([i for i in self.plan.items if i.kind == "commit"])
+        for item in self.plan.items:
+            match item.kind:
+                case "data" | "leftover":
+                    self._settle(item, self._folder(item))
+                case "parts":
+                    self._delete([o.key for o in self.store.list(item.key)])
+                    self._settle(item, None)
+                case "pin" | "lease":
+                    self._settle(item, self._marker(item))
+        return GcReport(tuple(self.deleted), tuple(self.skipped), tuple(self._sweep()))
+
+    def _settle(self, item: GcItem, why_not: str | None) -> None:
+        if why_not is None:
+            self.deleted.append(item)
+        else:
+            self.skipped.append((item, why_not))
+
+    def _delete(self, keys: list[str]) -> None:
+        if keys:
+            self.store.delete(keys)
+
+    def _check_current(self) -> None:
+        newest = self.catalogue.newest_generation()
+        if newest != self.plan.newest:
+            raise ConflictError(
+                "the plan is out of date: a generation was claimed since",
+                kind="stale-plan",
+                where=self.store.url,
+                wanted=f"generation {self.plan.newest}",
+                found=f"generation {newest}",
+                hint="plan again",
+            )
+
+    # -- commit records
+
+    def _commits(self, items: list[GcItem]) -> None:
+        if not items:
+            return
+        latest = self.catalogue.latest()
+        raw: dict[CommitName, tuple[GcItem, bytes]] = {}
+        guards = guarded(self.catalogue, time.time())
+        for item in items:
+            name = item.name
+            if name is None or name == latest or name in guards:
+                why = guards.get(name, ("the newest",)) if name else ("not a commit",)
+                self._settle(item, "; ".join(why))
+                continue
+            try:
+                raw[name] = (item, self.store.get(item.key))
+            except NotFoundError:
+                self._settle(item, None)  # an earlier run of this plan was here
+        self._delete([item.key for item, _ in raw.values()])
+        self.store.sync(COMMITS)
+        self._restore_guarded(raw)
+
+    def _restore_guarded(self, raw: dict[CommitName, tuple[GcItem, bytes]]) -> None:
+        """Put back what somebody began to rely on before the record went.
+
+        Readers create a lease (or pin) first and look for the record second, see `leases`; a
+        rollback holds a lease until its generation is claimed.
+        """
+        guards = guarded(self.catalogue, time.time())
+        stale = self.catalogue.newest_generation() != self.plan.newest
+        for name, (item, record) in raw.items():
+            why = guards.get(name, ("a generation was claimed",) if stale else ())
+            if why:
+                self._put_back(item.key, record)
+            self._settle(item, "; ".join(why) or None)
+        if stale:
+            self._check_current()
+
+    def _put_back(self, key: str, raw: bytes) -> None:
+        try:
+            self.store.put(key, raw, create_only=True)
+        except ConflictError:
+            return  # somebody else did
+
+    # -- data
+
+    def _folder(self, item: GcItem) -> str | None:
+        """Delete a data folder unless something refers to it by now; say why not."""
+        why = self._still_used(item)
+        if why is not None:
+            return why
+        found = list(self.store.list(item.key))
+        if item.kind == "leftover" and any(o.modified > item.modified for o in found):
+            return "written to since the plan"
+        manifests = [o.key for o in found if o.key.startswith(item.key + MANIFEST)]
+        raw = {k: self.store.get(k) for k in manifests}
+        self._delete(manifests)
+        # A committer creates the record, then looks for the manifest; see Catalogue.publish.
+        why = self._still_used(item)
+        if why is not None:
+            for key, data in raw.items():
+                self.store.put(key, data)
+            return why
+        self._delete([o.key for o in found if o.key not in raw])
+        return None
+
+    def _still_used(self, item: GcItem) -> str | None:
+        names = set(self.catalogue.commits())
+        if item.name is not None:
+            names.add(item.name)  # a listing that lags may hide it: ask by name
+        for name, record in self.catalogue.records(names).items():
+            if item.key in record.folders:
+                return f"{name} refers to it"
+        if item.name in guarded(self.catalogue, time.time()):
+            return "pinned or leased"
+        return None
+
+    # -- the rest
+
+    def _marker(self, item: GcItem) -> str | None:
+        name = item.name
+        if item.kind == "pin" and name is not None and self.store.exists(commit_key(name)):
+            return f"{name} exists"
+        if item.kind == "lease":
+            lease = leases(self.catalogue).get(item.key)
+            if lease is not None and not expired(lease, time.time()):
+                return "renewed"
+        self._delete([item.key])
+        return None
+
+    def _sweep(self) -> list[str]:
+        if self.plan.sweep_s is None:
+            return []
+        folders = (COMMITS, GENERATIONS, DATA, PINS, LEASES)
+        return [n for f in folders for n in self.store.sweep(f, older_than_s=self.plan.sweep_s)]
