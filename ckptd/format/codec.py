@@ -9,21 +9,24 @@ to register it. Decoding runs no code that was not registered.
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
 import enum
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ckptd.errors import CorruptError, UsageError
+from ckptd.errors import CkptdError, CorruptError, UsageError
+from ckptd.format.container import unique_keys
 from ckptd.types import DTYPES, dtype_of
 
 __all__ = ["decode", "encode", "register"]
 
 MAX_DEPTH = 64
+MAX_DIMS = 32
+"""What numpy before 2.0 can hold."""
 _PLAIN = (bool, int, float, str, type(None))
 _by_type: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _by_tag: dict[str, Callable[[Any], Any]] = {}
@@ -57,8 +60,7 @@ def register(
         if issubclass(cls, enum.Enum):
             encode, decode = (lambda v: v.name), (lambda raw: cls[raw])
         elif dataclasses.is_dataclass(cls):
-            encode = _dataclass_fields
-            decode = lambda raw: cls(**raw)  # noqa: E731
+            encode, decode = _dataclass_fields, partial(_make_dataclass, cls)
         else:
             raise UsageError(
                 f"{name} is neither an enum nor a dataclass",
@@ -75,6 +77,15 @@ def register(
 
 def _dataclass_fields(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def _make_dataclass(cls: type, raw: dict[str, Any]) -> Any:
+    """Make an instance; fields that ``__init__`` does not take are set afterwards."""
+    late = {f.name for f in dataclasses.fields(cls) if not f.init}
+    value = cls(**{k: v for k, v in raw.items() if k not in late})
+    for name in late & raw.keys():
+        object.__setattr__(value, name, raw[name])
+    return value
 
 
 def encode(value: Any, where: str = "value") -> Any:
@@ -112,11 +123,23 @@ def _encode_plain(value: Any) -> Any:
         return {"$": "float", "v": repr(value)}
     if type(value) is int and not -(1 << 63) <= value < 1 << 64:
         return {"$": "int", "v": hex(value)}
+    if type(value) is str and not _is_text(value):
+        raw = value.encode("utf-8", "surrogatepass")
+        return {"$": "str", "v": base64.b64encode(raw).decode()}
     return value
 
 
+def _is_text(value: str) -> bool:
+    """Lone surrogates, as in undecodable file names, are no JSON."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
-    if all(type(k) is str for k in value) and "$" not in value:
+    if all(type(k) is str and _is_text(k) for k in value) and "$" not in value:
         return {k: _encode(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     pairs = [
         [_encode(k, where, depth + 1), _encode(v, f"{where}.{k}", depth + 1)]
@@ -134,7 +157,7 @@ def _encode_bytes_and_numbers(value: Any, where: str) -> Any:
         name = value.dtype.name
         if name not in DTYPES:
             raise _unsavable(value, where, f"numpy dtype {value.dtype}")
-        raw = np.ascontiguousarray(value).tobytes()
+        raw = np.asarray(value, dtype=value.dtype.newbyteorder("<")).tobytes()
         tag = "array" if isinstance(value, np.ndarray) else "scalar"
         text = base64.b64encode(raw).decode()
         return {"$": tag, "dtype": name, "shape": list(np.shape(value)), "v": text}
@@ -177,7 +200,7 @@ def _decode(raw: Any, where: str, depth: int) -> Any:
         return {k: _decode(v, where, depth + 1) for k, v in raw.items()}
     try:
         return _decode_tagged(raw, where, depth)
-    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CorruptError(
             "object does not decode", kind="bad-object", where=where, found=repr(error)[:200]
         ) from None
@@ -189,7 +212,10 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
         "tuple": lambda: tuple(_decode(x, where, depth + 1) for x in v),
         "set": lambda: {_decode(x, where, depth + 1) for x in v},
         "frozenset": lambda: frozenset(_decode(x, where, depth + 1) for x in v),
-        "dict": lambda: {_decode(k, where, depth + 1): _decode(x, where, depth + 1) for k, x in v},
+        "dict": lambda: unique_keys(
+            [(_decode(k, where, depth + 1), _decode(x, where, depth + 1)) for k, x in v]
+        ),
+        "str": lambda: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
         "bytes": lambda: base64.b64decode(v, validate=True),
         "float": lambda: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
         "int": lambda: int(v, 16),
@@ -204,8 +230,10 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
 def _decode_array(raw: dict[str, Any], where: str) -> np.ndarray[Any, Any]:
     dtype = dtype_of(raw["dtype"], where)
     data = base64.b64decode(raw["v"], validate=True)
-    shape = tuple(int(n) for n in raw["shape"])
-    if any(n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(data):
+    shape = tuple(raw["shape"])
+    if len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("not a shape")
+    if math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError("array length and shape disagree")
     return np.frombuffer(data, dtype=dtype.numpy).reshape(shape).copy()
 
@@ -220,4 +248,10 @@ def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
             found=name,
             hint="import the module that defines it and call ckptd.register(cls) before load",
         )
-    return function(_decode(v, where, depth + 1))
+    value = _decode(v, where, depth + 1)
+    try:
+        return function(value)
+    except CkptdError:
+        raise
+    except Exception as error:  # noqa: BLE001 - somebody else's code, given data from a file
+        raise ValueError(f"{name} was not made: {error!r}") from None

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +19,9 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.types import DTYPES, DType
 
 __all__ = ["ALIGNMENT", "Chunk", "build_header", "header_bytes", "parse_header"]
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -128,10 +132,10 @@ def parse_header(
         Duplicate names, unknown dtypes, negative sizes, gaps, overlaps, or a wrong total.
     """
     try:
-        document = json.loads(raw[8:], object_pairs_hook=unique_keys)
+        document = json.loads(str(raw[8:], "utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise _bad(where, f"header is not JSON: {error}") from None
-    if not isinstance(document, dict):
+        raise _bad(where, f"header is not JSON: {str(error)[:200]}") from None
+    if not isinstance(document, dict) or raw[8:9] != b"{":
         raise _bad(where, "header is not a JSON object")
     metadata = document.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -156,7 +160,7 @@ def parse_header(
     return {c.name: c for c in chunks}, metadata
 
 
-def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[K, V]]) -> dict[K, V]:
     """Refuse duplicate keys, which readers of one file could otherwise resolve differently."""
     table = dict(pairs)
     if len(table) != len(pairs):

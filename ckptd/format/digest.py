@@ -102,20 +102,19 @@ class DigestIndex:
         Raises
         ------
         CorruptError
-            Wrong magic, block size or length.
+            kind ``bad-index``: wrong magic, block size or length.
         """
         if len(raw) < _HEADER.size:
-            raise CorruptError("digest index too short", where=where, found=f"{len(raw)} bytes")
+            raise _bad("digest index too short", where, f"{_HEADER.size} bytes", len(raw))
         magic, block_bytes, flags, data_bytes, nchunks = _HEADER.unpack_from(raw)
         if magic != _MAGIC or block_bytes != BLOCK_BYTES or flags != 0:
-            raise CorruptError("not a digest index of format 1", where=where)
+            raise _bad("not a digest index of format 1", where, _MAGIC, magic)
         blocks_end = _HEADER.size + block_count(data_bytes) * DIGEST_BYTES
         wanted = blocks_end + nchunks * DIGEST_BYTES
         if nchunks > MAX_CHUNKS or len(raw) != wanted:
-            raise CorruptError(
-                "digest index has the wrong length",
-                where=where,
-                wanted=f"{wanted} bytes",
-                found=f"{len(raw)} bytes",
-            )
+            raise _bad("digest index has the wrong length", where, f"{wanted} bytes", len(raw))
         return DigestIndex(data_bytes, raw[_HEADER.size : blocks_end], raw[blocks_end:])
+
+
+def _bad(what: str, where: str, wanted: object, found: object) -> CorruptError:
+    return CorruptError(what, kind="bad-index", where=where, wanted=wanted, found=found)

@@ -7,6 +7,7 @@ the manifest grows with tensors plus files and never with their product.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ __all__ = [
     "decode_json",
     "decode_manifest",
     "encode_manifest",
+    "json_bytes",
 ]
 
 T = TypeVar("T")
@@ -42,8 +44,9 @@ SUPPORTED: frozenset[str] = frozenset()
 
 COMPRESS_ABOVE_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 30
-MAX_RATIO = 200
-"""Largest honest compression of a manifest; more is a decompression bomb."""
+MAX_RATIO = 64
+"""Largest compression of a manifest; one that shrinks more is stored as it is, so that a file that
+does is a decompression bomb."""
 
 Runs2 = tuple[tuple[int, int], ...]
 Runs3 = tuple[tuple[int, int, int], ...]
@@ -171,7 +174,26 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
     raw = msgspec.json.encode(stamped)
     if len(raw) <= COMPRESS_ABOVE_BYTES:
         return "manifest.json", msgspec.json.format(raw, indent=1) if len(raw) < 1 << 18 else raw
-    return "manifest.json.zst", zstandard.ZstdCompressor(level=3).compress(raw)
+    packed = zstandard.ZstdCompressor(level=3).compress(raw)
+    if len(raw) > _justified(len(packed)):
+        return "manifest.json", raw
+    return "manifest.json.zst", packed
+
+
+def _justified(stored: int) -> int:
+    """Return how much a compressed manifest of `stored` bytes may become."""
+    return min(MAX_MANIFEST_BYTES, stored * MAX_RATIO + (1 << 16))
+
+
+def json_bytes(raw: bytes, where: str) -> int:
+    """Return the uncompressed length of a manifest, which bounds what it may speak of.
+
+    Raises
+    ------
+    CorruptError
+        Not zstd although `where` ends in ``.zst``.
+    """
+    return _content_size(raw, where) if where.endswith(".zst") else len(raw)
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
@@ -194,9 +216,14 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 def decode_json(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object, refusing duplicate keys, NaN and runaway nesting."""
+    """Parse a JSON object in UTF-8, refusing duplicate keys, NaN, infinity and runaway nesting."""
     try:
-        document = json.loads(raw, object_pairs_hook=unique_keys, parse_constant=_no_constant)
+        document = json.loads(
+            str(raw, "utf-8"),
+            object_pairs_hook=unique_keys,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
     except (ValueError, RecursionError) as error:
         raise CorruptError(
             "not JSON", kind="bad-json", where=where, found=str(error)[:200]
@@ -220,6 +247,13 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is no number")
+    return value
+
+
 def _check_version(document: dict[str, Any], where: str) -> None:
     version = document.get("version")
     if document.get("format") != FORMAT or type(version) is not int or version < 1:
@@ -241,17 +275,25 @@ def _check_version(document: dict[str, Any], where: str) -> None:
         )
 
 
-def _decompress(raw: bytes, where: str) -> bytes:
-    limit = min(MAX_MANIFEST_BYTES, len(raw) * MAX_RATIO + (1 << 16))
+def _content_size(raw: bytes, where: str) -> int:
     try:
-        params = zstandard.get_frame_parameters(raw)
-        unknown = params.content_size == zstandard.CONTENTSIZE_UNKNOWN
-        if unknown or params.content_size > limit:
-            raise CorruptError("manifest decompresses to too much", kind="limits", where=where)
+        size = zstandard.get_frame_parameters(raw).content_size
+    except zstandard.ZstdError as error:
+        raise _not_zstd(where, error) from None
+    if size == zstandard.CONTENTSIZE_UNKNOWN or size > _justified(len(raw)):
+        raise CorruptError("manifest decompresses to too much", kind="limits", where=where)
+    return size
+
+
+def _decompress(raw: bytes, where: str) -> bytes:
+    size = _content_size(raw, where)
+    try:
         return zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(
-            raw, max_output_size=params.content_size
+            raw, max_output_size=size, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
-        raise CorruptError(
-            "not zstd", kind="bad-record", where=where, found=str(error)[:200]
-        ) from None
+        raise _not_zstd(where, error) from None
+
+
+def _not_zstd(where: str, error: Exception) -> CorruptError:
+    return CorruptError("not zstd", kind="bad-record", where=where, found=str(error)[:200])

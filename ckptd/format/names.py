@@ -6,6 +6,7 @@ Spec sections 2 (root), 4.1 (chunk names) and 6 (canonical names).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.errors import CorruptError, UsageError
@@ -18,6 +19,7 @@ __all__ = [
     "commit_key",
     "data_folder",
     "digests_key",
+    "escape_fqn",
     "escape_key",
     "file_key",
     "generation_key",
@@ -30,6 +32,7 @@ __all__ = [
     "part_key",
     "pin_key",
     "ranked_chunk_name",
+    "unescape_fqn",
     "unescape_key",
     "whole_name",
 ]
@@ -163,7 +166,9 @@ def is_data_path(path: str) -> bool:
 # --- values inside a state -----------------------------------------------------------------------
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_ESCAPED = re.compile(r"%([0-9A-F]{2})")
+_ESCAPED = re.compile(r"(?:%[0-9A-F]{2})+")
+_CHUNK_PLACE = re.compile(r"r([0-9]+)|((?:[0-9]+(?:,[0-9]+)*)?)(?::([0-9]+))?")
+_INTEGER = re.compile(r"-?[0-9]+")
 
 
 def canonical_fqn(fqn: str) -> str:
@@ -175,29 +180,88 @@ def canonical_fqn(fqn: str) -> str:
     return ".".join(s for s in fqn.split(".") if s not in _WRAPPERS)
 
 
+def escape_fqn(fqn: str) -> str:
+    """Return the name of a state dict's key: dots stay, and `unescape_fqn` gives it back.
+
+    Escaped are "%", "/" and what is not printable, so that any key makes a legal name.
+    """
+    return "".join(_quote(c) if c in "%/" or not c.isprintable() else c for c in fqn)
+
+
+def unescape_fqn(name: str) -> str:
+    """Invert `escape_fqn`.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-name``: `escape_fqn` never gives this.
+    """
+    return _unescaped(name, escape_fqn)
+
+
 def escape_key(key: str | int) -> str:
     """Return one segment for a dict key or list index; `unescape_key` gives it back.
 
-    Strings of digits have their first digit escaped, so that ``{"0": ...}`` and ``{0: ...}``
-    stay apart.
+    Strings that look like an integer have their first character escaped, so that ``{"0": ...}``
+    and ``{0: ...}`` stay apart.
+
+    Raises
+    ------
+    UsageError
+        kind ``unsavable``: the key is neither a string nor an integer.
     """
-    if isinstance(key, int):
+    if type(key) is int:
         return str(key)
+    if not isinstance(key, str):
+        raise UsageError(
+            "a key of this type cannot be part of a name",
+            kind="unsavable",
+            wanted="str or int",
+            found=repr(key)[:80],
+        )
     if key == "":
         return "%"
-    text = key.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
-    if text.lstrip("-").isdecimal():
-        text = f"%{ord(text[0]):02X}{text[1:]}"
-    return text
+    if _INTEGER.fullmatch(key):
+        return _quote(key[0]) + key[1:]
+    return escape_fqn(key).replace(".", "%2E")
 
 
 def unescape_key(segment: str) -> str | int:
-    """Invert `escape_key`."""
+    """Invert `escape_key`.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-name``: `escape_key` never gives this.
+    """
     if segment == "%":
         return ""
-    if segment.lstrip("-").isdecimal():
+    if _INTEGER.fullmatch(segment) and str(int(segment)) == segment:
         return int(segment)
-    return _ESCAPED.sub(lambda m: chr(int(m[1], 16)), segment)
+    return _unescaped(segment, escape_key)
+
+
+def _quote(character: str) -> str:
+    raw = character.encode("utf-8", "surrogatepass")
+    return "".join(f"%{byte:02X}" for byte in raw)
+
+
+def _unquote(text: str) -> str:
+    """Undo `_quote` wherever it was applied; UnicodeDecodeError when that makes no text."""
+    return _ESCAPED.sub(
+        lambda m: bytes.fromhex(m[0].replace("%", "")).decode("utf-8", "surrogatepass"), text
+    )
+
+
+def _unescaped(text: str, escape: Callable[[str], str]) -> str:
+    """Undo `escape`; one name for one key, so what is escaped otherwise is refused."""
+    try:
+        found = _unquote(text)
+    except UnicodeDecodeError:
+        found = ""
+    if not found or escape(found) != text:
+        raise CorruptError("not an escaped name", kind="bad-name", where=text[:200])
+    return found
 
 
 def join(*segments: str) -> str:
@@ -244,19 +308,26 @@ def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None
     """Return ``(tensor, offset or None, flat start or None)``; invert `chunk_name`.
 
     For `ranked_chunk_name` the offset is ``(rank,)`` and the flat start is -1.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-name``: this is no chunk's name.
     """
     base, at, rest = name.partition("@")
-    tensor = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), base)
-    if not at:
-        return tensor, None, None
-    offset, colon, start = rest.partition(":")
+    m = _CHUNK_PLACE.fullmatch(rest)
     try:
-        if rest.startswith("r"):
-            return tensor, (int(rest[1:]),), -1
-        numbers = tuple(int(x) for x in offset.split(",")) if offset else ()
-        return tensor, numbers, int(start) if colon else None
+        tensor = _unquote(base)
+        if not at:
+            return tensor, None, None
+        if m is not None and m[1]:
+            return tensor, (int(m[1]),), -1
+        if m is not None:
+            offset = tuple(map(int, m[2].split(","))) if m[2] else ()
+            return tensor, offset, int(m[3]) if m[3] else None
     except ValueError:
-        raise CorruptError("not a chunk name", kind="bad-name", where=name[:200]) from None
+        pass
+    raise CorruptError("not a chunk name", kind="bad-name", where=name[:200])
 
 
 def check_name(name: str, where: str) -> str:

@@ -7,8 +7,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.errors import CorruptError
-from ckptd.format.manifest import convert, decode_json
-from ckptd.format.names import MAX_GENERATION, MAX_STEP, CommitName
+from ckptd.format.manifest import MAX_MANIFEST_BYTES, convert, decode_json
+from ckptd.format.names import (
+    MAX_GENERATION,
+    MAX_RANK,
+    MAX_STEP,
+    CommitName,
+    data_folder,
+    is_attempt,
+    is_data_folder,
+)
 
 __all__ = [
     "Commit",
@@ -23,6 +31,8 @@ __all__ = [
 
 RECORD_VERSION = 1
 MAX_RECORD_BYTES = 1 << 20
+MAX_EXPIRES = float(1 << 40)
+MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
 
 R = TypeVar("R", "RootMarker", "Generation", "Commit", "Lease", "Pin")
 
@@ -155,5 +165,24 @@ def _check_numbers(record: object, where: str) -> None:
     good = 0 <= step <= MAX_STEP and 0 <= generation <= MAX_GENERATION
     if parent is not None:
         good = good and 0 <= parent.step <= MAX_STEP and 0 <= parent.generation < generation
+    good = good and 0 <= getattr(record, "world_size", 0) <= MAX_RANK + 1
+    if isinstance(record, Commit):
+        good = good and _is_commit(record)
+    if isinstance(record, Lease):
+        good = good and 0 <= record.expires <= MAX_EXPIRES
     if not good:
-        raise CorruptError("step or generation out of range", kind="bad-record", where=where)
+        raise CorruptError("record breaks a rule", kind="bad-record", where=where)
+
+
+def _is_commit(record: Commit) -> bool:
+    """Tell whether a commit refers to nothing but data folders of the root, its own among them."""
+    return (
+        is_attempt(record.attempt)
+        and record.folder == data_folder(record.name, record.attempt)
+        and record.folder in record.folders
+        and len(set(record.folders)) == len(record.folders)
+        and all(map(is_data_folder, record.folders))
+        and record.manifest in MANIFEST_NAMES
+        and 0 < record.manifest_bytes <= MAX_MANIFEST_BYTES
+        and 0 <= record.data_bytes < 1 << 62
+    )
