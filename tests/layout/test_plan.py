@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,6 +92,20 @@ def test_rows_to_columns_touches_each_piece_once() -> None:
         assert total == [n] * n
         counts.append(sum(total))
     assert counts == [64, 256, 1024]  # n target pieces that each touch n source pieces
+
+
+def test_memory_grows_with_the_pieces() -> None:
+    """Four times the pieces, about four times the memory; pairs of boxes would be sixteen."""
+    peaks = []
+    for n in (1000, 4000):
+        grid = Grid((Axis(((3, n),)), even_axis(64, 1)))
+        tracemalloc.start()
+        copies = plan_once(grid, [box_region(Box((1, 0), (3 * n - 2, 64)))])
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(copies) == sum(len(c.blocks) for c in copies) == n
+    assert peaks[1] < 8 * peaks[0]
+    assert peaks[1] < 4000 * 1500
 
 
 def test_a_rank_plans_its_own_pieces_only(monkeypatch: pytest.MonkeyPatch) -> None:
