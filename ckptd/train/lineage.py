@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ckptd.engine.catalogue import Catalogue
@@ -73,6 +74,15 @@ class Lineage:
         world = self._agreement.board.world
         claimed = self._catalogue.claim(parent, world, reason)
         return claimed.generation, None if parent is None else parent.step
+
+    def on_catalogue(self, function: Callable[[Catalogue], Any]) -> None:
+        """Run `function` on rank 0's catalogue; an error is raised on every rank."""
+
+        def run() -> None:
+            self._catalogue.open()
+            function(self._catalogue)
+
+        self._agreement.on_rank_zero("catalogue", run)
 
     def next_attempt(self, step: int) -> str:
         """Return the attempt's name; every rank counts alike.

@@ -1,0 +1,344 @@
+"""The checkpointer: what a training loop holds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.client import WriterClient
+from ckptd.engine.handle import SaveHandle
+from ckptd.engine.policy import Every, Keep
+from ckptd.errors import CkptdError, UsageError
+from ckptd.format.names import CommitName, check_step
+from ckptd.store import StoreSpec
+from ckptd.store.spec import RetrySpec, ThrottleSpec, WrapperSpec
+from ckptd.train.agree import Agreement
+from ckptd.train.board import JobBoard, board_of, global_ranks
+from ckptd.train.cadence import Cadence
+from ckptd.train.lineage import Lineage
+from ckptd.train.loader import Loader, LoadReport
+from ckptd.train.saver import Saver
+
+__all__ = ["Checkpointer"]
+
+_log = logging.getLogger("ckptd")
+
+
+class Checkpointer:
+    """Saves and loads a training state at one root.
+
+    Every rank of the process group makes one, with the same arguments, and makes the same calls
+    in the same order. Without ``torch.distributed`` it serves a job of one rank.
+
+    Parameters
+    ----------
+    url
+        The root: a path, ``s3://bucket/prefix``, ``memory://name``, or any fsspec URL.
+    every
+        When a save is due; an int means steps. `save` returns None when it is not. None: always.
+    keep
+        What to keep; an int means the newest so many. None keeps everything.
+    process_group
+        The ranks that share the state; the default group when None. Jobs that are several (actor,
+        critic, rollout) make one checkpointer a group.
+    fresh_line
+        Begin a new line at an existing root instead of continuing the newest one. What is there
+        stays, beside the line.
+    timeout_s
+        For one save, from the call to the commit, and for ranks to wait for one another, seconds.
+    throttle
+        Upper bound of the bytes a second that each rank writes; None is no bound.
+    store_options
+        For the store: endpoint, keys, region.
+
+    Examples
+    --------
+    >>> with ckptd.Checkpointer("ckpts", every=100, keep=3) as ck:
+    ...     start = ck.load(state) if ck.latest() is not None else 0
+    ...     for step in range(start + 1, 1001):
+    ...         train_one_step()
+    ...         ck.save(step, state)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every: int | Every | None = None,
+        keep: int | Keep | None = None,
+        process_group: Any = None,
+        fresh_line: bool = False,
+        timeout_s: float = 1800.0,
+        throttle: float | None = None,
+        store_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        wrappers: tuple[WrapperSpec, ...] = (RetrySpec(),)
+        if throttle is not None:
+            wrappers = (*wrappers, ThrottleSpec(write_bytes_per_s=throttle))
+        self._spec = StoreSpec(str(url), dict(store_options or {}), wrappers)
+        self._store = self._spec.open()
+        self._keep = Keep.of(keep) if keep is not None else None
+        self._board = board_of(process_group, timeout_s)
+        self._timeout_s = timeout_s
+        agreement = Agreement(self._board, timeout_s)
+        self._cadence = Cadence(Every.of(every) if every is not None else None, self._board)
+        catalogue = Catalogue(self._store)
+        self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
+        ranks = global_ranks(process_group)
+        self._saver = Saver(agreement, ranks, timeout_s)
+        self._loader = Loader(catalogue, agreement, ranks, timeout_s)
+        self._client: WriterClient | None = None
+        self._handles: list[SaveHandle] = []
+        self._poisoned: CkptdError | None = None
+        self._closed = False
+        # Starting the writing process now hides its start-up behind the first training steps.
+        self._start_client()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> SaveHandle | None:
+        """Save `state` as `step`, if it is due.
+
+        Returns once every byte is copied: the state may change at once. Writing and committing go
+        on in another process. Waits while the previous save still drains.
+
+        Parameters
+        ----------
+        step
+            Completed steps; later than the last one saved or loaded.
+        state
+            Any nesting of dicts and lists of tensors, DTensors, modules, optimizers, schedulers,
+            loaders, `ckptd.PerRank`, `ckptd.Rng` and plain values.
+        metadata
+            JSON values kept in the commit record: metrics for ``keep``, tags. Rank 0's count.
+        force
+            Save even if `every` says that nothing is due (on every rank alike).
+
+        Returns
+        -------
+        SaveHandle or None
+            None when nothing was due.
+
+        Raises
+        ------
+        CkptdError
+            This save cannot begin; or an earlier one failed and nobody has looked yet.
+        """
+        check_step(step)
+        self._check_open()
+        self._raise_unseen()
+        if not self._cadence.due(step, self._lineage.last_step) and not force:
+            return None
+        self._lineage.claim_for_save(step)
+        attempt = self._lineage.next_attempt(step)
+        handle = self._saver.save(
+            self._start_client(),
+            state,
+            step=step,
+            generation=self._lineage.generation,
+            attempt=attempt,
+            metadata=dict(metadata or {}),
+            keep=self._keep,
+        )
+        self._lineage.last_step = step
+        self._cadence.saved()
+        self._handles = [h for h in self._handles if not h.done or h._take_unseen_error()]
+        self._handles.append(handle)
+        return handle
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """Return the newest step of the line, or None when there is none; the same on every rank."""
+        self._check_open()
+        name = self._lineage.newest()
+        return None if name is None else name.step
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        only: str | Iterable[str] | Callable[[str], bool] | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        weights_only: bool = False,
+        device: Any = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> int:
+        """Load a checkpoint into `state`, in place, from any layout to any layout.
+
+        Tensors are filled by copy, plain values are replaced in their containers, optimizers that
+        have not stepped get their state, modules on the meta device get memory. Every digest is
+        verified on every rank before anything is written. Afterwards this job continues from that
+        checkpoint: a new generation is claimed, and later commits of others leave the line.
+
+        Parameters
+        ----------
+        step
+            Which step; None takes the newest, and falls back to older ones where it is corrupt.
+        strict
+            False: what is missing on either side is reported, and the rest is loaded.
+        only
+            Names to load (shell patterns, or a function of the name); the rest of `state` stays.
+        rename
+            Live name to saved name: a table or a function.
+        weights_only
+            Load parameters and buffers of modules, nothing else.
+        device
+            Where modules on the meta device get their memory.
+        progress
+            Called with bytes done and bytes in all.
+
+        Returns
+        -------
+        int
+            The step. `last_load` tells the rest.
+
+        Raises
+        ------
+        NotFoundError
+            There is no checkpoint, or not this one.
+        MismatchError
+            Names, shapes or dtypes differ: one error lists all of them.
+        CorruptError
+            Verification failed; `state` is untouched unless the error says otherwise.
+        """
+        self._check_open()
+        self.wait()
+        try:
+            report = self._loader.load(
+                state,
+                step,
+                strict=strict,
+                only=only,
+                rename=rename,
+                weights_only=weights_only,
+                device=device,
+                progress=progress,
+            )
+        except CkptdError as error:
+            if getattr(error, "poisoned", False):
+                self._poisoned = error
+            raise
+        self._poisoned = None
+        self._lineage.claim_for_load(CommitName(report.step, report.generation))
+        self._cadence.saved()
+        self._last_load = report
+        return report.step
+
+    @property
+    def last_load(self) -> LoadReport | None:
+        """What the last successful `load` did."""
+        return getattr(self, "_last_load", None)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The claimed generation; 0 before the first save or load."""
+        return self._lineage.generation
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the writing process (this process for in-process stores)."""
+        return self._client.pid if self._client else None
+
+    def pin(self, step: int, reason: str = "") -> None:
+        """Keep a checkpoint for ever; rank 0 does it."""
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.pin(c.find(step), reason))
+
+    def unpin(self, step: int) -> None:
+        """Undo `pin`."""
+        self._check_open()
+        self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when every save so far is durable.
+
+        Raises
+        ------
+        DeadlineError
+            `timeout` seconds passed.
+        CkptdError
+            The first save that failed, unless somebody has seen it already.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        first: CkptdError | None = None
+        for handle in self._handles:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            seen = handle._error_seen
+            try:
+                handle.durable(left)
+            except CkptdError as error:
+                if not handle.done:
+                    raise
+                first = first or (None if seen else error)
+        self._handles = []
+        if first is not None:
+            raise first
+
+    def close(self) -> None:
+        """Wait for every save, end the writing process, raise what failed unseen. Idempotent."""
+        if self._closed:
+            return
+        try:
+            self.wait(self._timeout_s)
+        finally:
+            self._closed = True
+            if self._client is not None:
+                self._client.close(self._timeout_s)
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CkptdError as second:
+            # The body's own error is the one to see; this one must not be lost either.
+            error.add_note(f"besides, a save failed: {second.message}")
+
+    def _start_client(self) -> WriterClient:
+        if self._client is not None and self._client.dead is None:
+            return self._client
+        if self._client is not None:
+            self._client.close(1.0)
+        in_process = None if self._store.capabilities.shared else self._store
+        board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
+        self._client = WriterClient(self._spec, board, in_process)
+        return self._client
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this checkpointer is closed", kind="closed")
+
+    def _raise_unseen(self) -> None:
+        if self._poisoned is not None:
+            error, self._poisoned = self._poisoned, None
+            raise error
+        for handle in self._handles:
+            if (failed := handle._take_unseen_error()) is not None:
+                self._saver.forget_plan()
+                raise failed

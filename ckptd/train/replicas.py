@@ -1,0 +1,108 @@
+"""Sampled digests of what ranks hold in common, so that drifting replicas are found at the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor, Replicate
+
+from ckptd.engine.job import Blob
+from ckptd.format.digest import digest_hex
+from ckptd.train.dtypes import as_bytes
+from ckptd.train.leaves import ObjectLeaf, TensorLeaf
+
+__all__ = ["replica_digests", "sample_digest"]
+
+WHOLE_BYTES = 4096
+WINDOWS = 32
+WINDOW_BYTES = 64
+# A mesh of 16,384 ranks is looked at once, not once a tensor; the mesh is kept so that its id
+# stays its own.
+_names: dict[tuple[int, tuple[Any, ...]], tuple[Any, str]] = {}
+
+
+def sample_digest(tensor: torch.Tensor) -> str:
+    """XXH3-64 of a tensor's bytes when it is small, else of 32 windows of 64 bytes spread over it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local.detach()
+    if local.numel() * local.element_size() > WHOLE_BYTES and not local.is_contiguous():
+        local = local.reshape(-1)
+    if local.device.type != "cpu" or not local.is_contiguous() or local.is_conj() or local.is_neg():
+        local = local.to("cpu").contiguous().resolve_conj().resolve_neg()
+    raw = as_bytes(local)
+    if raw.nbytes <= WHOLE_BYTES:
+        return xxhash.xxh3_64_hexdigest(memoryview(raw))
+    state = xxhash.xxh3_64()
+    for i in range(WINDOWS):
+        start = (raw.nbytes - WINDOW_BYTES) * i // (WINDOWS - 1)
+        state.update(memoryview(raw[start : start + WINDOW_BYTES]))
+    return state.hexdigest()
+
+
+def replica_digests(
+    tensors: Mapping[str, TensorLeaf],
+    objects: Mapping[str, ObjectLeaf],
+    structure: str,
+    leader: bool,
+) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
+    """Digest what this rank holds in common with others.
+
+    Parameters
+    ----------
+    structure
+        Digest of the rank's structure: ranks with the same one compare with each other.
+    leader
+        Whether this is the first of those ranks.
+
+    Returns
+    -------
+    replicas
+        ``(group, digest)`` pairs for the part.
+    blobs
+        The tables behind the digests, by which the committer names what differs.
+    """
+    common = {name: digest_hex(msgspec.json.encode(leaf.raw))[:16] for name, leaf in objects.items()}
+    sharded: dict[str, dict[str, str]] = {}
+    for name, leaf in tensors.items():
+        tensor = leaf.tensor
+        if not isinstance(tensor, DTensor):
+            common[name] = sample_digest(tensor)
+        elif any(isinstance(p, Replicate) for p in tensor.placements) and tensor.device_mesh.size() > 1:
+            group = _holders(tensor)
+            sharded.setdefault(group, {})[name] = sample_digest(tensor)
+    tables = {f"all:{structure}": common}
+    tables |= {f"{group}:{structure}": table for group, table in sharded.items()}
+    replicas, blobs = [], []
+    for group, table in tables.items():
+        body = msgspec.json.encode(table)
+        digest = digest_hex(body)
+        replicas.append((group, digest))
+        blobs.append(Blob(digest, body, leader))
+    return tuple(replicas), tuple(blobs)
+
+
+def _holders(tensor: DTensor) -> str:
+    """Name the set of ranks that hold the same shard: the coordinates on the sharding dimensions.
+
+    Ranks that differ only on replicated dimensions give the same name. The mesh's ranks on those
+    coordinates are part of it, because two slices of a larger mesh hold different things.
+    """
+    mesh = tensor.device_mesh
+    known = (id(mesh), tensor.placements)
+    if known in _names and _names[known][0] is mesh:
+        return _names[known][1]
+    coordinate = mesh.get_coordinate() or []
+    ranks = mesh.mesh
+    fixed = []
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            fixed.append((axis, coordinate[axis]))
+    for axis, where in reversed(fixed):
+        ranks = ranks.select(axis, where)
+    name = f"mesh:{digest_hex(repr((fixed, ranks.flatten().tolist())).encode())[:16]}"
+    _names[known] = (mesh, name)
+    return name

@@ -1,0 +1,178 @@
+"""From a live state to a save under way: flatten, agree, stage, hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.engine.client import WriterClient
+from ckptd.engine.handle import SaveHandle
+from ckptd.engine.job import Extra, Save
+from ckptd.engine.policy import Keep
+from ckptd.engine.staging import Staging
+from ckptd.engine.structure import SavePlan
+from ckptd.errors import CkptdError
+from ckptd.format.digest import digest_hex
+from ckptd.format.manifest import ObjectEntry
+from ckptd.train.agree import Agreement
+from ckptd.train.copying import CopyStep, copy_all, copy_steps
+from ckptd.train.describe import Describer
+from ckptd.train.flatten import flatten
+from ckptd.train.leaves import Leaves
+from ckptd.train.planning import Planner
+from ckptd.train.replicas import replica_digests
+
+__all__ = ["Saver"]
+
+INLINE_OBJECT_BYTES = 16 << 10
+"""Replicated objects up to this size stand in the manifest; larger ones get a chunk."""
+
+
+class Saver:
+    """Turns states into saves for one checkpointer.
+
+    Parameters
+    ----------
+    ranks
+        Global ranks of the process group by group rank.
+    """
+
+    def __init__(self, agreement: Agreement, ranks: Sequence[int], timeout_s: float) -> None:
+        self._board = agreement.board
+        self._planner = Planner(agreement)
+        self._describer = Describer(ranks)
+        self._timeout_s = timeout_s
+        self._steps: list[CopyStep] = []
+        self._steps_of = ""
+
+    def forget_plan(self) -> None:
+        """Plan afresh at the next save."""
+        self._planner.forget()
+
+    def save(
+        self,
+        client: WriterClient,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        generation: int,
+        attempt: str,
+        metadata: dict[str, Any],
+        keep: Keep | None,
+    ) -> SaveHandle:
+        """Copy the state into the staging buffer and have it written.
+
+        On return every byte is copied and the state may change.
+
+        Raises
+        ------
+        CkptdError
+            The state cannot be saved, ranks disagree, or the previous save does not end. The
+            other ranks' saves of this attempt then fail too, and say why.
+        """
+        job = client.next_job()
+        handle = SaveHandle(step, generation, attempt, 0)
+        key = f"save/{generation}/{step}/{attempt}"
+        try:
+            leaves = flatten(state)
+            structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+            plan = self._planner.plan(structure)
+            extras, bodies = self._extras(leaves, plan)
+            own = digest_hex(structure.encode())
+            leader = self._board.rank in plan.leaders
+            alone = self._board.world == 1
+            replicas, blobs = (
+                ((), ()) if alone else replica_digests(leaves.tensors, leaves.objects, own, leader)
+            )
+            save = Save(
+                job=job,
+                step=step,
+                generation=generation,
+                attempt=attempt,
+                plan=plan.digest,
+                extra=extras,
+                objects=self._objects(leaves, plan) if leader else (),
+                replicas=replicas,
+                blobs=blobs,
+                metadata=metadata if self._board.rank == 0 else {},
+                keep=keep,
+                timeout_s=self._timeout_s,
+            )
+            self._stage(client, save, plan, leaves, bodies, handle, key)
+        except CkptdError as error:
+            self._planner.forget()
+            self._tell_others(key, error)
+            raise
+        return handle
+
+    def _tell_others(self, key: str, error: CkptdError) -> None:
+        if self._board.world > 1:
+            text = f"rank {self._board.rank} failed: {error.message}"
+            self._board.set(f"{key}/failed", text.encode())
+            if self._board.rank == 0:
+                self._board.set(key, msgspec.json.encode(error.to_dict()))
+
+    def _stage(
+        self,
+        client: WriterClient,
+        save: Save,
+        plan: SavePlan,
+        leaves: Leaves,
+        bodies: list[bytes],
+        handle: SaveHandle,
+        key: str,
+    ) -> None:
+        if self._steps_of != plan.digest:
+            self._steps = copy_steps(plan, self._board.rank, leaves.tensors, self._describer)
+            self._steps_of = plan.digest
+        tensor_bytes = plan.filemap.data_bytes(self._board.rank)
+        total = tensor_bytes + sum(map(len, bodies))
+        handle._total = total
+        staging = client.acquire(total, self._timeout_s)
+        client.begin(save, plan, handle, key)
+        try:
+            copy_all(self._steps, leaves.tensors, staging)
+            _append(staging, tensor_bytes, bodies)
+        except BaseException as error:
+            client.abandon(save.job, f"copying the state failed: {error!r}"[:500])
+            raise
+        handle._advance("writing", 0)
+
+    def _extras(self, leaves: Leaves, plan: SavePlan) -> tuple[tuple[Extra, ...], list[bytes]]:
+        """Encode what gets a chunk of private size: per-rank values, then large objects."""
+        extras, bodies = [], []
+        for name in sorted(leaves.per_rank):
+            leaf = leaves.per_rank[name]
+            bodies.append(msgspec.json.encode(leaf.raw))
+            extras.append(Extra(name, len(bodies[-1]), leaf.on_change))
+        for name in sorted(leaves.objects):
+            if plan.homes.get(name) == self._board.rank and self._is_large(leaves, name):
+                bodies.append(msgspec.json.encode(leaves.objects[name].raw))
+                extras.append(Extra(name, len(bodies[-1])))
+        return tuple(extras), bodies
+
+    @staticmethod
+    def _is_large(leaves: Leaves, name: str) -> bool:
+        leaf = leaves.objects[name]
+        if leaf.kind == "groups" or isinstance(leaf.raw, int | float | bool | type(None)):
+            return False
+        return len(msgspec.json.encode(leaf.raw)) > INLINE_OBJECT_BYTES
+
+    def _objects(self, leaves: Leaves, plan: SavePlan) -> tuple[ObjectEntry, ...]:
+        return tuple(
+            ObjectEntry(name, leaf.raw, kind=leaf.kind)
+            for name, leaf in leaves.objects.items()
+            if not self._is_large(leaves, name)
+        )
+
+
+def _append(staging: Staging, start: int, bodies: list[bytes]) -> None:
+    target = np.frombuffer(staging.data, dtype=np.uint8)
+    for body in bodies:
+        target[start : start + len(body)] = np.frombuffer(body, dtype=np.uint8)
+        start += len(body)
+    del target
+    staging.staged = start
