@@ -172,7 +172,7 @@ class Catalogue(Index):
         ConflictError
             Kind ``superseded``: a newer generation was claimed, before or meanwhile; in the second
             case the commit exists, and counts only if that generation continues from it. Kind
-            ``exists``: another attempt committed this step in this generation; names it.
+            ``committed``: another attempt committed this step in this generation; names it.
         RefusedError
             Kind ``behind``: the step is not later than the one the generation began from.
         CorruptError
@@ -186,7 +186,7 @@ class Catalogue(Index):
             if won.write_id != commit.write_id and not same:
                 raise ConflictError(
                     f"{commit.name} was committed by another writer",
-                    kind="exists",
+                    kind="committed",
                     where=self.where(key),
                     wanted=f"attempt {commit.attempt}, write id {commit.write_id}",
                     found=f"attempt {won.attempt}, write id {won.write_id}, at {won.created}",

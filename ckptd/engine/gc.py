@@ -17,7 +17,7 @@ import msgspec
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import expired, leases
 from ckptd.engine.policy import Keep
-from ckptd.engine.retention import ABANDONED_S, Inventory, decide, guarded, take
+from ckptd.engine.inventory import ABANDONED_S, Inventory, decide, guarded, take
 from ckptd.errors import ConflictError, NotFoundError
 from ckptd.format.names import (
     COMMITS,
@@ -34,7 +34,7 @@ from ckptd.format.names import (
 )
 from ckptd.store.base import Store
 
-__all__ = ["GcItem", "GcKept", "GcPlan", "GcReport", "plan_gc", "retain", "run_gc"]
+__all__ = ["GcItem", "GcKept", "GcPlan", "GcReport", "plan_gc", "run_gc"]
 
 LEFTOVER_S = 86_400.0
 """Age at which an attempt of the live generation counts as given up, in seconds."""
@@ -148,7 +148,7 @@ def plan_gc(
     now: float | None = None,
     abandoned_s: float = ABANDONED_S,
     leftover_s: float = LEFTOVER_S,
-    leftovers: bool = True,
+    thorough: bool = True,
     whole: CommitName | None = None,
 ) -> GcPlan:
     """Return what may be deleted; changes nothing.
@@ -164,9 +164,9 @@ def plan_gc(
     leftover_s
         Age at which an uncommitted attempt of the newest generation counts as given up, in
         seconds. Those of older generations go at once: nothing can come of them.
-    leftovers
-        Also look for leftovers, parts, pins and leases. Without, only for checkpoints and their
-        data, which costs a few listings: what to do after each save.
+    thorough
+        Also look into every checkpoint for parts, and for what interrupted store calls left.
+        Without, the plan costs a few listings: what to do after each save.
     whole
         A commit that the caller knows to be complete (it just made it).
 
@@ -180,41 +180,38 @@ def plan_gc(
     chosen = decide(inventory, Keep.of(keep), now, abandoned_s)
     dropped = chosen.dropped
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
-    if dropped or leftovers:
-        items += _folders(catalogue, inventory, set(dropped), now - leftover_s, leftovers)
-    if leftovers:
+    items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
+    if thorough:
         items += _parts(catalogue, inventory, set(chosen.kept))
-        items += _markers(catalogue, inventory, now)
+    items += _markers(catalogue, inventory, now)
     return GcPlan(
         newest=inventory.newest,
         items=tuple(items),
         kept=tuple(GcKept(n.step, n.generation, r) for n, r in chosen.kept.items()),
         notes=tuple(f"{n} is not complete: {what}" for n, what in inventory.broken.items()),
-        sweep_s=leftover_s if leftovers else None,
+        sweep_s=leftover_s if thorough else None,
     )
 
 
 def _folders(
-    catalogue: Catalogue, inventory: Inventory, dropped: set[CommitName], old: float, all: bool
+    store: Store, inventory: Inventory, dropped: set[CommitName], old: float
 ) -> Iterator[GcItem]:
     records = inventory.records
     used = {f for n, r in records.items() if n not in dropped for f in r.folders}
-    freed = {f for n in dropped for f in records[n].folders}
-    for child in catalogue.store.children(DATA):
+    freed = {f for n in dropped for f in records[n].folders} - used
+    for child in store.children(DATA):
         folder = DATA + child
         parsed = parse_data_folder(child)
         if parsed is None or not child.endswith("/") or folder in used:
             continue
-        if folder not in freed and (not all or parsed[0] in inventory.guards):
-            continue
-        item = _weigh(catalogue.store, "data" if folder in freed else "leftover", folder)
-        reason = (
-            "no checkpoint refers to it"
-            if folder in freed
-            else _why_left(parsed[0], item.modified, inventory, old)
-        )
-        if reason and item.objects:
-            yield msgspec.structs.replace(item, reason=reason)
+        if folder in freed:
+            item = _weigh(store, "data", folder)
+            yield msgspec.structs.replace(item, reason="no checkpoint refers to it")
+        elif parsed[0] not in inventory.guards:
+            item = _weigh(store, "leftover", folder)
+            reason = _why_left(parsed[0], item.modified, inventory, old)
+            if reason is not None:
+                yield msgspec.structs.replace(item, reason=reason)
 
 
 def _why_left(name: CommitName, modified: float, inventory: Inventory, old: float) -> str | None:
@@ -271,18 +268,6 @@ def run_gc(store: Store, plan: GcPlan) -> GcReport:
         Kind ``stale-plan``: a generation was claimed since the plan; no checkpoint was deleted.
     """
     return _Run(store, plan).run()
-
-
-def retain(
-    catalogue: Catalogue,
-    keep: Keep | int | None,
-    *,
-    whole: CommitName | None = None,
-    leftovers: bool = False,
-) -> GcReport:
-    """Plan and run at once: what a job does after a commit (`whole` is that commit)."""
-    plan = plan_gc(catalogue, keep, whole=whole, leftovers=leftovers)
-    return run_gc(catalogue.store, plan) if plan.items or leftovers else GcReport()
 
 
 class _Run:
