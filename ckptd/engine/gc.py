@@ -15,9 +15,9 @@ from typing import Literal
 import msgspec
 
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.inventory import ABANDONED_S, Inventory, decide, guarded, take
 from ckptd.engine.leases import expired, leases
 from ckptd.engine.policy import Keep
-from ckptd.engine.inventory import ABANDONED_S, Inventory, decide, guarded, take
 from ckptd.errors import ConflictError, NotFoundError
 from ckptd.format.names import (
     COMMITS,
@@ -210,7 +210,7 @@ def _folders(
         elif parsed[0] not in inventory.guards:
             item = _weigh(store, "leftover", folder)
             reason = _why_left(parsed[0], item.modified, inventory, old)
-            if reason is not None:
+            if reason is not None and item.objects:
                 yield msgspec.structs.replace(item, reason=reason)
 
 

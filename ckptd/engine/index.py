@@ -24,7 +24,7 @@ from ckptd.format.names import (
     parse_data_folder,
     parse_generation_name,
 )
-from ckptd.format.records import Commit, Generation, decode_record
+from ckptd.format.records import Commit, Generation
 from ckptd.store.base import Store
 
 __all__ = ["Index"]
@@ -63,7 +63,7 @@ class Index(Root):
         """Return a generation's record; `NotFoundError` when it was never claimed."""
         if number not in self._generations:
             key = generation_key(number)
-            record = decode_record(self.store.get(key), Generation, self.where(key))
+            record = self.read(key, Generation)
             if record.generation != number:
                 raise self._misnamed(key, f"generation {record.generation}")
             self._generations[number] = record
@@ -184,7 +184,7 @@ class Index(Root):
         """
         key = commit_key(name)
         try:
-            raw = self.store.get(key)
+            record = self.read(key, Commit)
         except NotFoundError:
             raise NotFoundError(
                 f"{name} is not committed",
@@ -192,7 +192,6 @@ class Index(Root):
                 where=self.where(key),
                 hint=f"ckptd ls {self.store.url} --all",
             ) from None
-        record = decode_record(raw, Commit, self.where(key))
         self._check_commit(record, name)
         self._known.add(name)
         return record
@@ -280,13 +279,6 @@ class Index(Root):
                 found=f"step {said[0]} of generation {said[1]}, attempt {said[2]}",
             )
         return manifest
-
-    def size(self, key: str) -> int | None:
-        """Return the size of an object in bytes, None when it is not there."""
-        try:
-            return self.store.stat(key).size
-        except NotFoundError:
-            return None
 
     def pins(self) -> set[CommitName]:
         """Return the commits that are never to be deleted; a listing only."""

@@ -18,7 +18,7 @@ from typing import Self
 from ckptd.engine.index import Index
 from ckptd.errors import ConflictError, NotFoundError
 from ckptd.format.names import LEASES, CommitName, lease_key
-from ckptd.format.records import Commit, Lease, decode_record, encode_record
+from ckptd.format.records import Commit, Lease, encode_record
 from ckptd.store.base import Store
 
 __all__ = ["Hold", "expired", "hold", "hold_latest", "leases"]
@@ -127,7 +127,7 @@ def leases(index: Index) -> dict[str, Lease]:
         key = LEASES + name
         if name.endswith(".json"):
             try:
-                out[key] = decode_record(index.store.get(key), Lease, index.where(key))
+                out[key] = index.read(key, Lease)
             except NotFoundError:
                 continue  # released since the listing
     return out

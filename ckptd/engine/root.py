@@ -5,9 +5,9 @@ from __future__ import annotations
 import uuid
 
 from ckptd.engine.clock import stamp
-from ckptd.errors import ConflictError, NotFoundError, RefusedError, StoreError
+from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
 from ckptd.format.names import COMMITS, GENERATIONS, ROOT_MARKER
-from ckptd.format.records import RootMarker, decode_record, encode_record
+from ckptd.format.records import MAX_RECORD_BYTES, R, RootMarker, decode_record, encode_record
 from ckptd.store.base import Store
 
 __all__ = ["Root"]
@@ -28,6 +28,27 @@ class Root:
     def where(self, key: str) -> str:
         """Return the full name of an object of this root, for messages."""
         return f"{self.store.url.rstrip('/')}/{key}"
+
+    def read(self, key: str, kind: type[R]) -> R:
+        """Return a record; what claims to be one and is huge is not even fetched.
+
+        Raises
+        ------
+        NotFoundError
+            There is no such object.
+        CorruptError
+            It is not such a record; names it.
+        """
+        if self.store.stat(key).size > MAX_RECORD_BYTES:
+            raise CorruptError("record too large", kind="limits", where=self.where(key))
+        return decode_record(self.store.get(key), kind, self.where(key))
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes, None when it is not there."""
+        try:
+            return self.store.stat(key).size
+        except NotFoundError:
+            return None
 
     def create_or_open(self) -> RootMarker:
         """Make this folder a root unless it is one; durable on return.
@@ -80,8 +101,7 @@ class Root:
         )
 
     def _marker(self) -> RootMarker:
-        raw = self.store.get(ROOT_MARKER)
-        return decode_record(raw, RootMarker, self.where(ROOT_MARKER))
+        return self.read(ROOT_MARKER, RootMarker)
 
     def _refuse_headless(self) -> None:
         """A root that lost its marker is not ours to continue: its version is unknown."""

@@ -146,15 +146,19 @@ def decode_record(raw: bytes, kind: type[R], where: str) -> R:
     """
     if len(raw) > MAX_RECORD_BYTES:
         raise CorruptError("record too large", kind="limits", where=where)
-    record = convert(decode_json(raw, where), kind, where)
-    if record.version > RECORD_VERSION:
+    document = decode_json(raw, where)
+    # First, because a newer version may have other fields.
+    version = document.get("version")
+    if type(version) is int and version > RECORD_VERSION:
         raise CorruptError(
             "written by a newer ckptd",
             kind="version",
             where=where,
-            found=f"version {record.version}",
+            wanted=f"version {RECORD_VERSION}",
+            found=f"version {version}",
             hint="pip install --upgrade ckptd",
         )
+    record = convert(document, kind, where)
     _check_numbers(record, where)
     return record
 
