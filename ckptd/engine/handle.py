@@ -126,6 +126,10 @@ class SaveHandle:
             self._phase, self._error = "failed", error
             self._changed.notify_all()
 
+    @property
+    def _looked_at(self) -> bool:
+        return self._error is None or self._error_seen
+
     def _take_unseen_error(self) -> CkptdError | None:
         with self._changed:
             if self._error is None or self._error_seen:

@@ -153,7 +153,7 @@ class Checkpointer:
         )
         self._lineage.last_step = step
         self._cadence.saved()
-        self._handles = [h for h in self._handles if not h.done or h._take_unseen_error()]
+        self._handles = [h for h in self._handles if not (h.done and h._looked_at)]
         self._handles.append(handle)
         return handle
 
@@ -336,8 +336,7 @@ class Checkpointer:
 
     def _raise_unseen(self) -> None:
         if self._poisoned is not None:
-            error, self._poisoned = self._poisoned, None
-            raise error
+            raise self._poisoned
         for handle in self._handles:
             if (failed := handle._take_unseen_error()) is not None:
                 self._saver.forget_plan()

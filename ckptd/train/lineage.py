@@ -90,13 +90,14 @@ class Lineage:
         Raises
         ------
         RefusedError
-            kind ``behind``: `step` is not later than the last one of this generation.
+            kind ``behind``: `step` is earlier than the last one of this generation. The same step
+            may be tried again: if it was committed after all, the handle says so.
         """
-        if self.last_step is not None and step <= self.last_step:
+        if self.last_step is not None and step < self.last_step:
             raise RefusedError(
-                f"step {step} is not later than the last one",
+                f"step {step} is earlier than the last one",
                 kind="behind",
-                wanted=f"a step after {self.last_step}",
+                wanted=f"a step from {self.last_step} on",
                 found=step,
                 hint="to go back, load() the older step first",
             )
