@@ -1,0 +1,86 @@
+"""torch dtypes and the format's names for them; tensors as raw bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ckptd.errors import UsageError
+from ckptd.types import DTYPES, dtype_of
+
+__all__ = ["as_bytes", "dtype_name", "torch_dtype"]
+
+
+def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
+    """Return the format's name of a torch dtype.
+
+    Raises
+    ------
+    UsageError
+        kind ``dtype``: the format has no such type (quantized and sub-byte integer types).
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UsageError(
+            "a tensor of this dtype cannot be saved",
+            kind="dtype",
+            where=where,
+            wanted=f"one of {', '.join(DTYPES)}",
+            found=name,
+            hint="save the tensor that it was made from, or view it as uint8",
+        )
+    return name
+
+
+def torch_dtype(name: str, where: str | None = None) -> torch.dtype:
+    """Return the torch dtype called `name` in a manifest.
+
+    Raises
+    ------
+    CorruptError
+        The format has no such name.
+    UsageError
+        kind ``dtype``: the installed torch lacks the type.
+    """
+    dtype = getattr(torch, dtype_of(name, where).name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(
+            "this PyTorch lacks a dtype of the checkpoint",
+            kind="dtype",
+            where=where,
+            wanted=name,
+            found=f"torch {torch.__version__}",
+            hint="pip install --upgrade torch",
+        )
+    return dtype
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Return the bytes of a contiguous CPU tensor of any dtype, as a flat view of its memory.
+
+    Parameters
+    ----------
+    tensor
+        Not a DTensor; 0-d and zero-sized tensors are fine.
+
+    Returns
+    -------
+    numpy.ndarray
+        uint8, shape ``(numel * itemsize,)``. No copy: writing to it writes to the tensor.
+
+    Raises
+    ------
+    UsageError
+        kind ``not-bytes``: not on the CPU, not contiguous, or a lazily conjugated or negated view.
+    """
+    plain = tensor.detach()
+    lazy = plain.is_conj() or plain.is_neg()
+    if plain.device.type != "cpu" or not plain.is_contiguous() or lazy:
+        raise UsageError(
+            "the memory of this tensor is not its bytes",
+            kind="not-bytes",
+            wanted="a contiguous CPU tensor",
+            found=f"{plain.device}, strides {plain.stride()}{', lazy view' if lazy else ''}",
+        )
+    raw: np.ndarray[tuple[int], np.dtype[np.uint8]] = plain.reshape(-1).view(torch.uint8).numpy()
+    return raw

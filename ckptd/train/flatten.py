@@ -1,0 +1,139 @@
+"""`flatten`: a live training state as named leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckptd.errors import UsageError
+from ckptd.train.arrays import add_array
+from ckptd.train.leaves import Leaves
+from ckptd.train.modules import add_module
+from ckptd.train.objects import replace_in_place
+from ckptd.train.optimizers import Owners, add_optimizer
+from ckptd.train.perrank import PerRank, can_reseed
+from ckptd.train.rng import Rng
+from ckptd.train.sink import Sink
+from ckptd.train.values import add_value
+from ckptd.train.walk import Site, is_stateful, walk
+
+__all__ = ["collect", "flatten"]
+
+
+def flatten(state: Mapping[str, Any]) -> Leaves:
+    """Return the leaves of `state` for a save.
+
+    Tensors are the live memory, detached; values are encoded, and so copied, before this
+    returns. Modules, optimizers and random streams stay as they are.
+
+    Parameters
+    ----------
+    state
+        Any nesting of dicts and lists that holds tensors, DTensors, numpy arrays, modules,
+        optimizers, objects with ``state_dict`` and ``load_state_dict``, ``torch.Generator``,
+        `Rng`, `PerRank` and plain values.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be saved as it is; kinds ``bad-state``, ``bad-name``, ``duplicate-name``,
+        ``cycle``, ``unsavable``, ``dtype``, ``unowned-parameter``, ``optimizer-ids``,
+        ``optimizer-state``, ``optimizer-container``, ``module-state``, ``fsdp1``.
+    """
+    sink = Sink()
+    collect(sink, walk(state))
+    return sink.leaves
+
+
+@torch.no_grad()
+def collect(sink: Sink, sites: list[Site]) -> None:
+    """Add the leaves of all sites to `sink`."""
+    owners = Owners(sites)
+    for site in sites:
+        _add(sink, site, owners)
+
+
+def _add(sink: Sink, site: Site, owners: Owners) -> None:
+    place, value = site.place, site.value
+    if isinstance(value, PerRank):
+        _add_per_rank(sink, site, value)
+    elif isinstance(value, Rng | torch.Generator):
+        _add_per_rank(sink, site, PerRank(value, on_change="reseed"))
+    elif isinstance(value, nn.Module):
+        add_module(sink, place, value)
+    elif isinstance(value, torch.optim.Optimizer):
+        add_optimizer(sink, place, value, owners)
+    elif isinstance(value, torch.Tensor):
+        sink.add_tensor(place, value, "tensor", site.put)
+    elif isinstance(value, np.ndarray):
+        add_array(sink, place, value, site.put)
+    elif is_stateful(value):
+        add_value(sink, place, value.state_dict(), partial(_load_state_dict, value, place.name))
+    else:
+        add_value(sink, place, value, site.put)
+
+
+def _load_state_dict(live: Any, name: str, saved: Any) -> None:
+    try:
+        live.load_state_dict(saved)
+    except Exception as error:
+        error.add_note(f"while {type(live).__name__}.load_state_dict() was given {name}")
+        raise
+
+
+def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
+    place, value = site.place, declared.value
+    if isinstance(value, nn.Module | torch.optim.Optimizer | PerRank):
+        raise UsageError(
+            "modules and optimizers are not per-rank values",
+            kind="per-rank",
+            where=place.name,
+            found=f"PerRank of {type(value).__name__} at {place.path}",
+            hint="put it into the state as it is; shards are found from its DTensors",
+        )
+    name = place.name
+    if isinstance(value, torch.Generator):
+        content, put = value.get_state(), partial(_set_generator, value)
+    elif is_stateful(value):
+        content, put = value.state_dict(), partial(_load_state_dict, value, name)
+    else:
+        content, put = value, partial(_set_value, declared)
+    sink.add_per_rank(
+        place,
+        content,
+        put,
+        on_change=declared.on_change,
+        reduce=declared.reduce,
+        reseed=partial(_reseed, declared) if can_reseed(value) else None,
+        random=isinstance(value, Rng | torch.Generator),
+    )
+
+
+def _set_generator(live: torch.Generator, saved: torch.Tensor) -> None:
+    live.set_state(saved)
+
+
+def _set_value(declared: PerRank, saved: Any) -> None:
+    live = declared.value
+    if replace_in_place(live, saved):
+        return
+    same = isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor)
+    if same and live.shape == saved.shape and live.dtype == saved.dtype:
+        live.detach().copy_(saved)
+    else:
+        declared.value = saved
+
+
+def _reseed(declared: PerRank, seed: int) -> None:
+    value = declared.value
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, int):
+        declared.value = seed
+    else:
+        value.reseed(seed)

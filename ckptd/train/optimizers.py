@@ -1,0 +1,288 @@
+"""Optimizers: state by parameter name, groups as sets of names with hyperparameters.
+
+The integers by which `Optimizer.state_dict()` knows parameters never reach the format: they
+depend on the order of groups, and on which parameters a rank happens to hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptd.errors import MismatchError, UsageError
+from ckptd.format.names import escape_key
+from ckptd.train.dtypes import torch_dtype
+from ckptd.train.leaves import Place, SavedNames
+from ckptd.train.meta import target_device
+from ckptd.train.modules import module_tensors, reshard
+from ckptd.train.sink import Sink
+from ckptd.train.values import add_value
+from ckptd.train.walk import Site
+
+__all__ = ["Owners", "add_optimizer"]
+
+_NOT_HYPER = ("params", "param_names")
+
+
+class Owners:
+    """Who of the state owns a parameter, and what it is called there.
+
+    A parameter's name in an optimizer is its FQN in the one module of the state that owns all
+    parameters of that optimizer; where there is no such module, the FQN with the module's name
+    before it. Tensors that stand in the state by themselves own themselves.
+    """
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._by_owner: dict[str, dict[int, str]] = {}
+        self._full: dict[int, str] = {}
+        for site in sites:
+            self._note(site)
+
+    def _note(self, site: Site) -> None:
+        name = site.place.name
+        if isinstance(site.value, nn.Module):
+            reshard(site.value)
+            own = self._by_owner.setdefault(name, {})
+            for entry in module_tensors(site.value, site.place):
+                own.setdefault(id(entry.tensor), entry.fqn)
+                self._full.setdefault(id(entry.tensor), f"{name}.{entry.fqn}")
+        else:
+            for at, tensor in _tensors_in(name, site.value):
+                self._full.setdefault(id(tensor), at)
+
+    def names(self, optimizer: Optimizer, place: Place) -> dict[int, str]:
+        """Return the parameters' names by ``id(parameter)``.
+
+        Raises
+        ------
+        UsageError
+            kind ``unowned-parameter``: the state has no module that owns it.
+        """
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        for own in self._by_owner.values():
+            if all(i in own for i in ids):
+                return {i: own[i] for i in ids}
+        if missing := sum(i not in self._full for i in ids):
+            raise UsageError(
+                "an optimizer holds parameters that no module of the state owns",
+                kind="unowned-parameter",
+                where=place.name,
+                found=f"{missing} of {len(ids)} parameters, in {place.path}",
+                hint="put the module into the same state; build the optimizer after fully_shard, "
+                "parallelize_module and .to(), which replace parameters",
+            )
+        return {i: self._full[i] for i in ids}
+
+
+def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners) -> None:
+    """Add the leaves of `optimizer`: ``<place>.<fqn>.<state>`` and ``<place>.groups``.
+
+    In a load, state that the checkpoint has and the optimizer has not (it has not stepped) is
+    made and becomes pending; state that the checkpoint knows to be absent is removed likewise.
+
+    Raises
+    ------
+    UsageError
+        An unowned parameter, a state that belongs to no parameter, a container of optimizers.
+    """
+    _check_optimizer(optimizer, place)
+    names = owners.names(optimizer, place)
+    at = place.child("groups", ".param_groups")
+    put = partial(_put_groups, optimizer, names)
+
+    def check(value: Any) -> None:
+        _match_groups(optimizer, names, at.name, value)
+
+    sink.add_object(at, _groups(optimizer, names), put, kind="groups", check=check)
+    saved = _saved_state(sink.saved, place.name, set(names.values()))
+    known = sink.saved is not None and at.name in sink.saved.objects
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            fqn = names[id(parameter)]
+            entries = saved.get(fqn, {})
+            if known and not entries:
+                sink.leaves.pending.append(partial(optimizer.state.pop, parameter, None))
+                continue
+            param = _Parameter(
+                sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter
+            )
+            live = optimizer.state.get(parameter) or {}
+            for key in (*live, *(k for k in entries if k not in live)):
+                param.add(key, entries.get(key))
+
+
+class _Parameter:
+    """Adds the optimizer state of one parameter."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        place: Place,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+    ) -> None:
+        self._sink = sink
+        self._place = place
+        self._optimizer = optimizer
+        self._group = group
+        self._parameter = parameter
+
+    def add(self, key: str, saved: str | None) -> None:
+        """Add the state called `key`; `saved` tells what the checkpoint has (tensor, object)."""
+        place = self._place.child(escape_key(key), f"[{key!r}]")
+        live = (self._optimizer.state.get(self._parameter) or {}).get(key)
+        if saved == "object" or (saved is None and not isinstance(live, torch.Tensor)):
+            add_value(self._sink, place, live, partial(self._put, key), kind="optim")
+        elif isinstance(live, torch.Tensor):
+            self._sink.add_tensor(place, live, "optim", partial(self._put, key))
+        else:
+            new = self._make(key, place.name)
+            self._sink.add_tensor(place, new, "optim")
+            self._sink.leaves.pending.append(partial(self._put, key, new))
+
+    def _put(self, key: str, value: Any) -> None:
+        self._optimizer.state[self._parameter][key] = value
+
+    def _make(self, key: str, name: str) -> torch.Tensor:
+        """Return a tensor as the optimizer would have made it in its first step."""
+        entry = self._sink.saved.tensor(name) if self._sink.saved else None
+        if entry is None:
+            raise MismatchError("no such optimizer state in the checkpoint", where=name)
+        dtype, shape = torch_dtype(entry[0], name), entry[1]
+        like = self._parameter.detach()
+        device = target_device(like, self._sink.device)
+        if key == "step":
+            # torch keeps step counters on the host, unless the kernels read them.
+            on_device = self._group.get("capturable") or self._group.get("fused")
+            return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")
+        if shape == tuple(like.shape):
+            return torch.empty_like(like, dtype=dtype, device=device)
+        if shape == ():
+            return torch.zeros((), dtype=dtype, device=device)
+        return torch.empty_like(like.new_zeros(shape, dtype=dtype), device=device)
+
+
+def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _tensors_in(f"{name}.{i}", item)
+
+
+def _check_optimizer(optimizer: Optimizer, place: Place) -> None:
+    inner = getattr(optimizer, "optimizers", None)
+    if isinstance(inner, list | tuple | dict) and inner:
+        raise UsageError(
+            "a container of optimizers has no state of its own",
+            kind="optimizer-container",
+            where=place.name,
+            found=type(optimizer).__name__,
+            hint='put its optimizers into the state: {"optim": container.optimizers, ...}',
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    loose = [k for k in optimizer.state if id(k) not in held and optimizer.state[k]]
+    if loose:
+        raise UsageError(
+            "an optimizer has state that belongs to none of its parameters",
+            kind="optimizer-state",
+            where=place.name,
+            found=f"{len(loose)} entries, the first for {_short(loose[0])}",
+            hint="state must be keyed by parameters of the optimizer's groups",
+        )
+
+
+def _short(key: Any) -> str:
+    return f"a tensor {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)[:80]
+
+
+def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[str, dict[str, str]]:
+    """Return what the checkpoint has, by FQN and state name: ``tensor`` or ``object``."""
+    out: dict[str, dict[str, str]] = {}
+    if saved is None:
+        return out
+    prefix = name + "."
+    found = [(n, "tensor") for n in saved.tensors_below(name)]
+    found += [(n, "object") for n in saved.objects if n.startswith(prefix)]
+    for full, what in found:
+        fqn, _, key = full[len(prefix) :].rpartition(".")
+        if fqn in fqns:
+            out.setdefault(fqn, {})[key] = what
+    return out
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def _groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "params": sorted(names[id(p)] for p in group["params"]),
+            **{k: v for k, v in group.items() if k not in _NOT_HYPER},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _match_groups(
+    optimizer: Optimizer, names: dict[int, str], where: str, saved: Any
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pair live groups with saved ones by their sets of parameters."""
+    live = [
+        (tuple(sorted(names[id(p)] for p in group["params"])), group)
+        for group in optimizer.param_groups
+    ]
+    try:
+        left = [(tuple(sorted(group["params"])), group) for group in saved]
+    except (KeyError, TypeError) as error:
+        raise MismatchError(
+            "not optimizer groups", kind="groups", where=where, found=repr(error)
+        ) from error
+    wanted, found = Counter(k for k, _ in live), Counter(k for k, _ in left)
+    if wanted != found:
+        raise MismatchError(
+            "the optimizer's groups and the checkpoint's hold different parameters",
+            kind="groups",
+            where=where,
+            wanted=_listing((wanted - found).elements(), "only in the live optimizer"),
+            found=_listing((found - wanted).elements(), "only in the checkpoint"),
+            hint="build the groups as they were when the checkpoint was saved",
+        )
+    pairs = []
+    for key, group in live:
+        i = next(i for i, (k, _) in enumerate(left) if k == key)
+        pairs.append((group, left.pop(i)[1]))
+    return pairs
+
+
+def _listing(groups: Iterable[tuple[str, ...]], where: str) -> str:
+    shown = [
+        f"{{{', '.join(g[:6])}{f', ... {len(g)} in all' if len(g) > 6 else ''}}}" for g in groups
+    ]
+    return f"{len(shown)} groups {where}: {'; '.join(shown[:8])}"
+
+
+def _put_groups(optimizer: Optimizer, names: dict[int, str], saved: Any) -> None:
+    for live, group in _match_groups(optimizer, names, "groups", saved):
+        for key, value in group.items():
+            if key not in _NOT_HYPER:
+                live[key] = _fit(live.get(key), value)
+
+
+def _fit(live: Any, new: Any) -> Any:
+    """Return `new` in the form of `live`: a tensor hyperparameter keeps its identity."""
+    if isinstance(live, torch.Tensor):
+        # A captured graph, or a scheduler, may hold this very tensor.
+        return live.copy_(torch.as_tensor(new, dtype=live.dtype))
+    if isinstance(live, list | tuple) and isinstance(new, list | tuple) and len(live) == len(new):
+        return type(new)(_fit(a, b) for a, b in zip(live, new, strict=True))
+    if isinstance(new, torch.Tensor) and live is not None and new.ndim == 0:
+        return new.item()
+    return new

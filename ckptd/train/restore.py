@@ -1,0 +1,126 @@
+"""Restoring: leaves for a load, and the values put back into the state.
+
+The order of a load: `prepare` the leaves, compare them with the checkpoint, fill
+``leaf.tensor`` of each tensor, `apply_objects`. Until then the state is unchanged but for the
+tensors that were filled: made tensors are not attached yet, meta tensors still are meta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptd.errors import MismatchError
+from ckptd.train.flatten import collect
+from ckptd.train.leaves import Leaves, SavedNames
+from ckptd.train.meta import check_buffers, materialise
+from ckptd.train.perrank import Dropped, Reseed
+from ckptd.train.sink import Sink
+from ckptd.train.walk import walk
+
+__all__ = ["apply_objects", "prepare"]
+
+
+def prepare(
+    state: Mapping[str, Any], saved: SavedNames, device: torch.device | str | None = None
+) -> Leaves:
+    """Return the leaves of `state` for a load; changes nothing.
+
+    Optimizer state that was saved and is not there yet, tensors of objects that were saved and
+    are not there yet, and memory for tensors on the meta device are made: they are the `tensor`
+    of their leaves, and become part of the state in `apply_objects`.
+
+    Parameters
+    ----------
+    state
+        As for `ckptd.train.flatten.flatten`.
+    saved
+        What this load is going to read.
+    device
+        Where tensors on the meta device get their memory; see `ckptd.train.meta.target_device`.
+
+    Raises
+    ------
+    UsageError
+        As `flatten`; also kinds ``meta`` and ``meta-buffer``.
+    """
+    target = None if device is None else torch.device(device)
+    sink = Sink(saved, target)
+    sites = walk(state, saved)
+    modules = [(s.place, s.value) for s in sites if isinstance(s.value, nn.Module)]
+    for place, module in modules:
+        check_buffers(module, place.name)
+    collect(sink, sites)
+    materialise(sink.leaves, saved, [m for _, m in modules], target)
+    return sink.leaves
+
+
+@torch.no_grad()
+def apply_objects(
+    leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any] | None = None
+) -> None:
+    """Put everything into the state that is not the content of a tensor.
+
+    Parameters
+    ----------
+    leaves
+        What `prepare` returned, with the tensors filled.
+    values
+        Decoded values by object name. Objects that are not named keep their live value.
+    per_rank
+        By name: the decoded value of this rank, or what `PerRankLeaf.choose` gave.
+
+    Raises
+    ------
+    MismatchError
+        A value has no leaf or does not fit; nothing was changed.
+    Exception
+        What an object's ``load_state_dict`` or ``set_extra_state`` raised, with its name as a
+        note; then the state is partly loaded.
+    """
+    chosen = per_rank or {}
+    _check(leaves, values, chosen)
+    for change in leaves.pending:
+        change()
+    leaves.pending.clear()
+    for leaf in leaves.tensors.values():
+        if leaf.assign is not None:
+            leaf.assign(leaf.tensor)
+    # Groups first: a scheduler's load_state_dict may look at its optimizer.
+    for name in sorted(values, key=lambda n: leaves.objects[n].kind != "groups"):
+        leaves.objects[name].put(values[name])
+    # Random streams last: what came before may have drawn from them.
+    for name in sorted(chosen, key=lambda n: leaves.per_rank[n].random):
+        _put_per_rank(leaves, name, chosen[name])
+
+
+def _check(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+    unknown = [n for n in values if n not in leaves.objects]
+    unknown += [n for n in per_rank if n not in leaves.per_rank]
+    if unknown:
+        raise MismatchError(
+            "values without a place in the state",
+            found=", ".join(unknown[:16])
+            + (f", ... {len(unknown)} in all" if unknown[16:] else ""),
+        )
+    for name, value in values.items():
+        check = leaves.objects[name].check
+        if check is not None:
+            check(value)
+    for name, value in per_rank.items():
+        if isinstance(value, Reseed) and leaves.per_rank[name].reseed is None:
+            raise MismatchError("a value cannot be reseeded", kind="per-rank", where=name)
+
+
+def _put_per_rank(leaves: Leaves, name: str, value: Any) -> None:
+    leaf = leaves.per_rank[name]
+    if isinstance(value, Dropped):
+        return
+    if isinstance(value, Reseed):
+        if leaf.reseed is not None:
+            leaf.reseed(value.seed)
+        return
+    leaf.put(value)
