@@ -1,0 +1,10 @@
+"""What a training loop imports: torch lives here and nowhere below."""
+
+from ckptd.engine.handle import SaveHandle
+from ckptd.engine.policy import Every, Keep
+from ckptd.train.checkpointer import Checkpointer
+from ckptd.train.loader import LoadReport
+from ckptd.train.perrank import PerRank
+from ckptd.train.rng import Rng
+
+__all__ = ["Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]

@@ -11,11 +11,10 @@ from typing import Any, Self
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
+from ckptd.engine.opening import root_spec
 from ckptd.engine.policy import Every, Keep
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.names import CommitName, check_step
-from ckptd.store import StoreSpec
-from ckptd.store.spec import RetrySpec, ThrottleSpec, WrapperSpec
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence
@@ -76,10 +75,7 @@ class Checkpointer:
         throttle: float | None = None,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
-        wrappers: tuple[WrapperSpec, ...] = (RetrySpec(),)
-        if throttle is not None:
-            wrappers = (*wrappers, ThrottleSpec(write_bytes_per_s=throttle))
-        self._spec = StoreSpec(str(url), dict(store_options or {}), wrappers)
+        self._spec = root_spec(url, store_options, throttle)
         self._store = self._spec.open()
         self._keep = Keep.of(keep) if keep is not None else None
         self._board = board_of(process_group, timeout_s)

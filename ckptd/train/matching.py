@@ -118,7 +118,11 @@ def match(
         if not wanted(name):
             continue
         source = next(
-            (s for s in map(to_saved, (name, *leaf.aliases)) if s in saved.tensors or s in saved.aliases),
+            (
+                s
+                for s in map(to_saved, (name, *leaf.aliases))
+                if s in saved.tensors or s in saved.aliases
+            ),
             None,
         )
         if source is None:
@@ -151,7 +155,10 @@ def _match_objects(
     to_saved: Callable[[str], str],
     used: set[str],
 ) -> None:
-    tables = ((leaves.objects, saved.objects, found.objects), (leaves.per_rank, saved.per_rank, found.per_rank))
+    tables = (
+        (leaves.objects, saved.objects, found.objects),
+        (leaves.per_rank, saved.per_rank, found.per_rank),
+    )
     for live, there, out in tables:
         for name in live:
             if not wanted(name):

@@ -21,7 +21,7 @@ from ckptd.train.perrank import Dropped, Reseed
 from ckptd.train.sink import Sink
 from ckptd.train.walk import walk
 
-__all__ = ["apply_objects", "prepare"]
+__all__ = ["apply_objects", "check_objects", "prepare"]
 
 
 def prepare(
@@ -82,7 +82,7 @@ def apply_objects(
         note; then the state is partly loaded.
     """
     chosen = per_rank or {}
-    _check(leaves, values, chosen)
+    check_objects(leaves, values, chosen)
     for change in leaves.pending:
         change()
     leaves.pending.clear()
@@ -97,7 +97,10 @@ def apply_objects(
         _put_per_rank(leaves, name, chosen[name])
 
 
-def _check(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
+def check_objects(
+    leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]
+) -> None:
+    """Raise `MismatchError` when `apply_objects` would; changes nothing."""
     unknown = [n for n in values if n not in leaves.objects]
     unknown += [n for n in per_rank if n not in leaves.per_rank]
     if unknown:

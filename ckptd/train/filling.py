@@ -1,0 +1,51 @@
+"""Live tensors as buffers that a read can fill."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ckptd.engine.wants import Want
+from ckptd.train.describe import Describer
+from ckptd.train.dtypes import as_bytes
+
+__all__ = ["Filling"]
+
+
+class Filling:
+    """Collects what a load fills.
+
+    A contiguous tensor on the CPU is filled where it lies. Others (on an accelerator, strided,
+    lazily conjugated) get a buffer, and `finish` copies it over.
+
+    Attributes
+    ----------
+    wants
+        For `ckptd.engine.wants.read_plan`.
+    """
+
+    def __init__(self, describer: Describer) -> None:
+        self._describer = describer
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.wants: list[Want] = []
+
+    def add(self, name: str, tensor: torch.Tensor, number: int) -> None:
+        """Ask for what this rank holds of `tensor`, from tensor `number` of the manifest."""
+        held = self._describer.held(name, tensor)
+        local = held.local.detach()
+        if not local.numel():
+            return
+        buffer = local
+        lazy = local.is_conj() or local.is_neg()
+        if local.device.type != "cpu" or not local.is_contiguous() or lazy:
+            buffer = torch.empty(local.shape, dtype=local.dtype)
+            self._later.append((local, buffer))
+        target: np.ndarray[tuple[int], np.dtype[np.uint8]] = as_bytes(buffer)
+        self.wants.append(Want(number, held.regions, target))
+
+    def finish(self) -> None:
+        """Copy the buffers into their tensors; the state is complete on return."""
+        with torch.no_grad():
+            for local, buffer in self._later:
+                local.copy_(buffer)
+        self._later.clear()

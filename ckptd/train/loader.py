@@ -1,0 +1,297 @@
+"""Loading: from a checkpoint of any layout into the live state of this job."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.hostgroup import HostGroup
+from ckptd.engine.leases import hold
+from ckptd.engine.read import ReadReport, execute
+from ckptd.engine.wants import Want, read_plan
+from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.format import codec
+from ckptd.format.filemap import FileMap
+from ckptd.format.invariants import check_manifest
+from ckptd.format.manifest import Manifest
+from ckptd.format.names import CommitName
+from ckptd.layout.region import box_region
+from ckptd.train.agree import Agreement
+from ckptd.train.describe import Describer
+from ckptd.train.filling import Filling
+from ckptd.train.hosts import host_members
+from ckptd.train.matching import Matching, Saved, match, saved_names, selector
+from ckptd.train.restore import apply_objects, check_objects, prepare
+from ckptd.train.witnessing import check_witness
+from ckptd.types import Box
+
+__all__ = ["LoadReport", "Loader"]
+
+_log = logging.getLogger("ckptd")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did.
+
+    Attributes
+    ----------
+    step, generation
+        The checkpoint.
+    missing
+        Live names that the checkpoint has not; only with ``strict=False``.
+    unexpected
+        Names in the checkpoint that the live state has not.
+    skipped
+        Newer steps that were corrupt, each with the reason.
+    read
+        Bytes and seconds of this rank.
+    """
+
+    step: int
+    generation: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[tuple[int, str], ...]
+    read: ReadReport
+
+
+@dataclass(frozen=True)
+class _Options:
+    strict: bool
+    wanted: Callable[[str], bool]
+    to_saved: Callable[[str], str]
+    weights_only: bool
+    device: Any
+    progress: Callable[[int, int], None] | None
+
+
+class Loader:
+    """Loads checkpoints for one checkpointer."""
+
+    def __init__(
+        self, catalogue: Catalogue, agreement: Agreement, ranks: Sequence[int], timeout_s: float
+    ) -> None:
+        self._catalogue = catalogue
+        self._agreement = agreement
+        self._describer = Describer(ranks)
+        self._timeout_s = timeout_s
+        self._host: tuple[int, ...] | None = None
+        self._loads = 0
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        *,
+        strict: bool,
+        only: str | Iterable[str] | Callable[[str], bool] | None,
+        rename: Mapping[str, str] | Callable[[str], str] | None,
+        weights_only: bool,
+        device: Any,
+        progress: Callable[[int, int], None] | None,
+    ) -> LoadReport:
+        """See `ckptd.train.checkpointer.Checkpointer.load`."""
+        options = _Options(
+            strict, selector(only), _renamer(rename), weights_only, device, progress
+        )
+        skipped: list[tuple[int, str]] = []
+        for name in self._candidates(step):
+            try:
+                matching, read = self._load_one(state, name, options)
+            except CorruptError as error:
+                if step is not None or getattr(error, "poisoned", False):
+                    raise
+                _log.warning("step %d is corrupt, trying an older one: %s", name.step, error)
+                skipped.append((name.step, error.message))
+                last = error
+                continue
+            return LoadReport(
+                name.step,
+                name.generation,
+                tuple(matching.missing),
+                tuple(matching.unexpected),
+                tuple(skipped),
+                read,
+            )
+        raise last
+
+    def _candidates(self, step: int | None) -> list[CommitName]:
+        """Return the commits to try, newest first, the same on every rank."""
+
+        def find() -> list[tuple[int, int]]:
+            self._catalogue.open()
+            names = self._catalogue.line()[::-1] if step is None else [self._catalogue.find(step)]
+            return [(n.step, n.generation) for n in names]
+
+        found = self._agreement.on_rank_zero("candidates", find)
+        if not found:
+            raise NotFoundError(
+                "there is no checkpoint on the line",
+                kind="no-commit",
+                where=self._catalogue.store.url,
+                hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
+            )
+        return [CommitName(*n) for n in found]
+
+    def _load_one(
+        self, state: Mapping[str, Any], name: CommitName, options: _Options
+    ) -> tuple[Matching, ReadReport]:
+        lease = self._agreement.on_rank_zero("lease", lambda: self._lease(name))
+        try:
+            return self._load_held(state, name, options)
+        finally:
+            if lease is not None and self._agreement.board.rank == 0 and self._held is not None:
+                self._held.release()
+                self._held = None
+
+    _held: Any = None
+
+    def _lease(self, name: CommitName) -> str:
+        self._held = hold(self._catalogue, name, holder="load")
+        return str(self._held.lease_id)
+
+    def _load_held(
+        self, state: Mapping[str, Any], name: CommitName, options: _Options
+    ) -> tuple[Matching, ReadReport]:
+        error: CkptdError | None = None
+        try:
+            manifest, filemap = self._manifest(name)
+            saved = Saved.of(manifest)
+            matching, leaves, plan, filling = self._plan(state, saved, filemap, options)
+            objects, per_rank = self._objects(manifest, filemap, matching, leaves)
+            check_objects(leaves, objects, per_rank)
+        except CkptdError as caught:
+            error = caught
+        # A rank that fails here must not leave the others waiting inside the read.
+        self._agree_on_error(error)
+        host = self._host_group()
+        read = execute(
+            plan,
+            self._catalogue.store,
+            host=host,
+            agree=self._agree_on_error,
+            progress=options.progress,
+        )
+        filling.finish()
+        check_witness(self._catalogue, manifest, filling.wants)
+        apply_objects(leaves, objects, per_rank)
+        return matching, read
+
+    def _plan(
+        self, state: Mapping[str, Any], saved: Saved, filemap: FileMap, options: _Options
+    ) -> tuple[Matching, Any, Any, Filling]:
+        names = saved_names(saved, {}, options.wanted)
+        leaves = prepare(state, names, device=options.device)
+        wanted = options.wanted
+        if options.weights_only:
+            weights = {n for n, leaf in leaves.tensors.items() if leaf.kind in ("param", "buffer")}
+            wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
+        matching = match(leaves, saved, wanted, options.to_saved, strict=options.strict)
+        filling = Filling(self._describer)
+        for name, number in matching.tensors.items():
+            filling.add(name, leaves.tensors[name].tensor, number)
+        plan = read_plan(
+            saved.manifest,
+            filemap,
+            filling.wants,
+            store=self._catalogue.store,
+            allow_absent=not options.strict,
+        )
+        return matching, leaves, plan, filling
+
+    def _manifest(self, name: CommitName) -> tuple[Manifest, FileMap]:
+        commit = self._catalogue.commit(name)
+        manifest = self._catalogue.manifest_of(commit)
+        where = commit.folder + commit.manifest
+        return manifest, check_manifest(manifest, where, commit.manifest_bytes)
+
+    def _agree_on_error(self, error: CkptdError | None) -> None:
+        """Raise on every rank when any rank brings an error."""
+        own = msgspec.json.encode(error.to_dict() if error else None)
+
+        def first(reports: list[bytes]) -> bytes:
+            return next((r for r in reports if r != b"null"), b"null")
+
+        raw = self._agreement.all_reports("errors", own, first)
+        if error is not None:
+            raise error
+        if raw != b"null":
+            raise CkptdError.from_dict(msgspec.json.decode(raw))
+
+    def _host_group(self) -> HostGroup | None:
+        board = self._agreement.board
+        if board.world == 1:
+            return None
+        if self._host is None:
+            self._host = host_members(self._agreement)
+        self._loads += 1
+        if len(self._host) == 1:
+            return None
+        return HostGroup(board, f"read/{self._loads}", board.rank, self._host)
+
+    def _objects(
+        self, manifest: Manifest, filemap: FileMap, matching: Matching, leaves: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        values: dict[str, Any] = {}
+        for name, number in matching.objects.items():
+            entry = manifest.objects[number]
+            raw = entry.value
+            if entry.tensor:
+                raw = self._read_encoded(manifest, filemap, entry.tensor, None)
+            values[name] = codec.decode(raw, name)
+        board = self._agreement.board
+        chosen: dict[str, Any] = {}
+        for name, number in matching.per_rank.items():
+            tensor = manifest.objects[number].tensor
+            read = lambda r, t=tensor, n=name: codec.decode(  # noqa: E731
+                self._read_encoded(manifest, filemap, t, r), n
+            )
+            chosen[name] = leaves.per_rank[name].choose(
+                read, saved_world=manifest.world_size, rank=board.rank, world=board.world
+            )
+        return values, chosen
+
+    def _read_encoded(
+        self, manifest: Manifest, filemap: FileMap, tensor: str, rank: int | None
+    ) -> Any:
+        """Read and parse an encoded object: one rank's cell, or the whole tensor."""
+        number = next(i for i, t in enumerate(manifest.tensors) if t.name == tensor)
+        entry = manifest.tensors[number]
+        grid = filemap.grid_of(number)
+        box = Box((0,), entry.shape)
+        if rank is not None:
+            files = filemap.owners[entry.owners].array(entry.base)
+            cells = [i for i, f in enumerate(files) if manifest.files[f].rank == rank]
+            if not cells:
+                raise NotFoundError(
+                    f"rank {rank} saved no value", kind="no-value", where=tensor
+                )
+            box = grid.piece(cells[0]).box
+        target = np.empty(box.numel, dtype=np.uint8)
+        plan = read_plan(
+            manifest, filemap, [Want(number, (box_region(box),), target)], store=self._catalogue.store
+        )
+        execute(plan, self._catalogue.store)
+        try:
+            return msgspec.json.decode(target.tobytes())
+        except msgspec.DecodeError as error:
+            raise CorruptError(
+                "an encoded object is not JSON", kind="bad-object", where=tensor, found=str(error)
+            ) from None
+
+
+def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    return lambda name: rename.get(name, name)
+
+

@@ -1,0 +1,62 @@
+"""Checking the witness of a checkpoint against what a load has just filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.wants import Want
+from ckptd.errors import CorruptError, NotFoundError
+from ckptd.format.digest import digest_hex
+from ckptd.format.manifest import Manifest
+from ckptd.format.names import WITNESS, CommitName, data_folder
+from ckptd.format.witness import SAMPLE, Witness, WitnessPlan, gather
+from ckptd.types import dtype_of
+
+__all__ = ["check_witness"]
+
+
+def check_witness(catalogue: Catalogue, manifest: Manifest, wants: Sequence[Want]) -> None:
+    """Compare the filled buffers with the witness, at no extra read of data.
+
+    Digests prove that the bytes are those that were written; the witness proves that they came
+    to the right place: a wrong layout of the right shape passes every digest.
+
+    Raises
+    ------
+    CorruptError
+        kind ``witness``: names the tensors; the live state is wrong (`poisoned`). Kinds
+        ``missing-file`` and ``digest`` for the witness file itself.
+    """
+    if manifest.witness is None or manifest.witness.kind != SAMPLE:
+        return
+    folder = data_folder(CommitName(manifest.step, manifest.generation), manifest.attempt)
+    key = folder + WITNESS
+    try:
+        raw = catalogue.store.get(key)
+    except NotFoundError:
+        raise CorruptError("the witness is missing", kind="missing-file", where=key) from None
+    if digest_hex(raw) != manifest.witness.digest:
+        raise CorruptError("the witness is not what was written", kind="digest", where=key)
+    plan = WitnessPlan.of(manifest)
+    witness = Witness.decode(raw, key, plan)
+    wrong: list[str] = []
+    for want in wants:
+        entry = manifest.tensors[want.tensor]
+        slots, elements = plan.select(want.tensor, want.regions)
+        itemsize = dtype_of(entry.dtype).itemsize
+        found = gather(want.target.view(np.uint8), itemsize, elements)
+        good = (found == witness.values[slots]).all(axis=1) | (witness.present[slots] == 0)
+        if not good.all():
+            wrong.append(f"{entry.name} ({int((~good).sum())} of {len(slots)} values)")
+    if wrong:
+        error = CorruptError(
+            "values arrived at the wrong places",
+            kind="witness",
+            where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
+            hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
+        )
+        error.poisoned = True  # type: ignore[attr-defined]
+        raise error
