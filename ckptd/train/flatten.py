@@ -14,7 +14,7 @@ from ckptd.errors import UsageError
 from ckptd.train.arrays import add_array
 from ckptd.train.leaves import Leaves
 from ckptd.train.modules import add_module
-from ckptd.train.objects import replace_in_place
+from ckptd.train.objects import call_with, replace_in_place
 from ckptd.train.optimizers import Owners, add_optimizer
 from ckptd.train.perrank import PerRank, can_reseed
 from ckptd.train.rng import Rng
@@ -50,7 +50,6 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
     return sink.leaves
 
 
-@torch.no_grad()
 def collect(sink: Sink, sites: list[Site]) -> None:
     """Add the leaves of all sites to `sink`."""
     owners = Owners(sites)
@@ -73,17 +72,10 @@ def _add(sink: Sink, site: Site, owners: Owners) -> None:
     elif isinstance(value, np.ndarray):
         add_array(sink, place, value, site.put)
     elif is_stateful(value):
-        add_value(sink, place, value.state_dict(), partial(_load_state_dict, value, place.name))
+        put = partial(call_with, value.load_state_dict, place.name)
+        add_value(sink, place, value.state_dict(), put)
     else:
         add_value(sink, place, value, site.put)
-
-
-def _load_state_dict(live: Any, name: str, saved: Any) -> None:
-    try:
-        live.load_state_dict(saved)
-    except Exception as error:
-        error.add_note(f"while {type(live).__name__}.load_state_dict() was given {name}")
-        raise
 
 
 def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
@@ -96,26 +88,21 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
             found=f"PerRank of {type(value).__name__} at {place.path}",
             hint="put it into the state as it is; shards are found from its DTensors",
         )
-    name = place.name
     if isinstance(value, torch.Generator):
-        content, put = value.get_state(), partial(_set_generator, value)
+        read, put = value.get_state, partial(call_with, value.set_state, place.name)
     elif is_stateful(value):
-        content, put = value.state_dict(), partial(_load_state_dict, value, name)
+        read, put = value.state_dict, partial(call_with, value.load_state_dict, place.name)
     else:
-        content, put = value, partial(_set_value, declared)
+        read, put = lambda: value, partial(_set_value, declared)
     sink.add_per_rank(
         place,
-        content,
+        read,
         put,
         on_change=declared.on_change,
         reduce=declared.reduce,
         reseed=partial(_reseed, declared) if can_reseed(value) else None,
         random=isinstance(value, Rng | torch.Generator),
     )
-
-
-def _set_generator(live: torch.Generator, saved: torch.Tensor) -> None:
-    live.set_state(saved)
 
 
 def _set_value(declared: PerRank, saved: Any) -> None:

@@ -105,6 +105,7 @@ def _swap(leaf: TensorLeaf, new: torch.Tensor) -> None:
         ) from error
 
 
+@torch.no_grad()
 def _reset(module: nn.Module) -> None:
     """Tell FSDP2 that the memory of its sharded parameters is another now."""
     for inner in module.modules():

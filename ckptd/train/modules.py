@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptd.errors import UsageError
+from ckptd.format.names import escape_fqn
 from ckptd.train.leaves import Place, TensorKind
+from ckptd.train.objects import call_with
 from ckptd.train.sink import Sink
 
 __all__ = ["ModuleTensor", "add_module", "module_tensors", "reshard"]
@@ -61,10 +63,12 @@ def module_tensors(module: nn.Module, place: Place) -> Iterator[ModuleTensor]:
         _check_module(inner, prefix, place)
         for key, parameter in inner._parameters.items():
             if parameter is not None:
-                yield ModuleTensor(prefix + key, "param", parameter, inner._parameters, key)
+                fqn = escape_fqn(prefix + key)
+                yield ModuleTensor(fqn, "param", parameter, inner._parameters, key)
         for key, buffer in inner._buffers.items():
             if buffer is not None and key not in inner._non_persistent_buffers_set:
-                yield ModuleTensor(prefix + key, "buffer", buffer, inner._buffers, key)
+                fqn = escape_fqn(prefix + key)
+                yield ModuleTensor(fqn, "buffer", buffer, inner._buffers, key)
 
 
 def add_module(sink: Sink, place: Place, module: nn.Module) -> None:
@@ -76,8 +80,8 @@ def add_module(sink: Sink, place: Place, module: nn.Module) -> None:
         sink.add_tensor(at, entry.tensor, entry.kind, assign)
     for prefix, inner in _named_modules(module, "", place):
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
-            fqn = prefix + _EXTRA
-            put: Callable[[Any], None] = inner.set_extra_state
+            fqn = escape_fqn(prefix) + _EXTRA
+            put = partial(call_with, inner.set_extra_state, place.child(fqn, "").name)
             value = inner.get_extra_state() if sink.saved is None else None
             sink.add_object(place.child(fqn, f".{fqn}"), value, put)
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptd.errors import CorruptError, UsageError
+from ckptd.errors import CkptdError, CorruptError, UsageError
 from ckptd.format import codec
 from ckptd.train.dtypes import as_bytes, dtype_name, torch_dtype
 
-__all__ = ["MAX_INLINE_BYTES", "TensorRef", "map_refs", "replace_in_place"]
+__all__ = ["MAX_INLINE_BYTES", "TensorRef", "call_with", "map_refs", "refs", "replace_in_place"]
 
 MAX_INLINE_BYTES = 16 << 20
 """Largest tensor inside a value of a type of its own or inside a per-rank value."""
@@ -65,6 +65,27 @@ def replace_in_place(live: Any, new: Any) -> bool:
         live[:] = new
         return True
     return False
+
+
+def call_with(function: Callable[[Any], object], name: str, value: Any) -> None:
+    """Give a loaded value to an object's own function.
+
+    Raises
+    ------
+    UsageError
+        kind ``load-state-dict``: the function raised; what it raised is the cause.
+    """
+    try:
+        function(value)
+    except CkptdError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            "an object did not take its saved state",
+            kind="load-state-dict",
+            where=name,
+            found=f"{getattr(function, '__qualname__', function)} raised {error!r}"[:500],
+        ) from error
 
 
 def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:

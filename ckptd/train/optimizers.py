@@ -269,6 +269,7 @@ def _listing(groups: Iterable[tuple[str, ...]], where: str) -> str:
     return f"{len(shown)} groups {where}: {'; '.join(shown[:8])}"
 
 
+@torch.no_grad()
 def _put_groups(optimizer: Optimizer, names: dict[int, str], saved: Any) -> None:
     for live, group in _match_groups(optimizer, names, "groups", saved):
         for key, value in group.items():

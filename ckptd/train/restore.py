@@ -15,7 +15,7 @@ from torch import nn
 
 from ckptd.errors import MismatchError
 from ckptd.train.flatten import collect
-from ckptd.train.leaves import Leaves, SavedNames
+from ckptd.train.leaves import Leaves, PerRankLeaf, SavedNames
 from ckptd.train.meta import check_buffers, materialise
 from ckptd.train.perrank import Dropped, Reseed
 from ckptd.train.sink import Sink
@@ -58,7 +58,6 @@ def prepare(
     return sink.leaves
 
 
-@torch.no_grad()
 def apply_objects(
     leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any] | None = None
 ) -> None:
@@ -77,29 +76,29 @@ def apply_objects(
     ------
     MismatchError
         A value has no leaf or does not fit; nothing was changed.
-    Exception
-        What an object's ``load_state_dict`` or ``set_extra_state`` raised, with its name as a
-        note; then the state is partly loaded.
+    UsageError
+        kind ``load-state-dict``: an object's ``load_state_dict`` or ``set_extra_state`` raised;
+        kind ``meta``: a meta tensor could not be replaced. The state is then partly loaded.
     """
     chosen = per_rank or {}
     check_objects(leaves, values, chosen)
     for change in leaves.pending:
         change()
     leaves.pending.clear()
-    for leaf in leaves.tensors.values():
-        if leaf.assign is not None:
-            leaf.assign(leaf.tensor)
+    for tensor in leaves.tensors.values():
+        if tensor.assign is not None:
+            tensor.assign(tensor.tensor)
     # Groups first: a scheduler's load_state_dict may look at its optimizer.
-    for name in sorted(values, key=lambda n: leaves.objects[n].kind != "groups"):
-        leaves.objects[name].put(values[name])
+    objects = [leaf for name, leaf in leaves.objects.items() if name in values]
+    for leaf in sorted(objects, key=lambda o: o.kind != "groups"):
+        leaf.put(values[leaf.name])
     # Random streams last: what came before may have drawn from them.
-    for name in sorted(chosen, key=lambda n: leaves.per_rank[n].random):
-        _put_per_rank(leaves, name, chosen[name])
+    own = [leaf for name, leaf in leaves.per_rank.items() if name in chosen]
+    for value in sorted(own, key=lambda v: v.random):
+        _put_per_rank(value, chosen[value.name])
 
 
-def check_objects(
-    leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]
-) -> None:
+def check_objects(leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any]) -> None:
     """Raise `MismatchError` when `apply_objects` would; changes nothing."""
     unknown = [n for n in values if n not in leaves.objects]
     unknown += [n for n in per_rank if n not in leaves.per_rank]
@@ -118,12 +117,9 @@ def check_objects(
             raise MismatchError("a value cannot be reseeded", kind="per-rank", where=name)
 
 
-def _put_per_rank(leaves: Leaves, name: str, value: Any) -> None:
-    leaf = leaves.per_rank[name]
-    if isinstance(value, Dropped):
-        return
+def _put_per_rank(leaf: PerRankLeaf, value: Any) -> None:
     if isinstance(value, Reseed):
         if leaf.reseed is not None:
             leaf.reseed(value.seed)
-        return
-    leaf.put(value)
+    elif not isinstance(value, Dropped):
+        leaf.put(value)

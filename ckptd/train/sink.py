@@ -107,7 +107,7 @@ class Sink:
     def add_per_rank(
         self,
         place: Place,
-        value: Any,
+        read: Callable[[], Any],
         put: Callable[[Any], None],
         *,
         on_change: OnChange,
@@ -115,9 +115,12 @@ class Sink:
         reseed: Callable[[int], None] | None = None,
         random: bool = False,
     ) -> PerRankLeaf:
-        """Add a per-rank value. Raises `UsageError` when it cannot be encoded or named."""
+        """Add a per-rank value; `read` gives it.
+
+        Raises `UsageError` when it cannot be encoded or named.
+        """
         self._claim(place)
-        raw = encode(value, place.name) if self.saved is None else None
+        raw = encode(read(), place.name) if self.saved is None else None
         leaf = PerRankLeaf(
             place.name, raw, place.section, place.path, on_change, reduce, put, reseed, random
         )

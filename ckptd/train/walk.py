@@ -17,7 +17,7 @@ from torch import nn
 
 from ckptd.errors import UsageError
 from ckptd.format import codec
-from ckptd.format.names import canonical_fqn, escape_key, unescape_key
+from ckptd.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
 from ckptd.train.leaves import Place, SavedNames
 from ckptd.train.objects import replace_in_place
 from ckptd.train.perrank import PerRank
@@ -208,7 +208,7 @@ class _Walker:
 
 def fqn_segment(key: str) -> str:
     """Return the name of a state dict's key: its dots stay."""
-    return canonical_fqn(key) or escape_key(key)
+    return escape_fqn(canonical_fqn(key)) or escape_key(key)
 
 
 def _is_plain(value: Any) -> bool:
