@@ -22,6 +22,7 @@ __all__ = [
     "Leaves",
     "ObjectKind",
     "ObjectLeaf",
+    "Pending",
     "PerRankLeaf",
     "Place",
     "SavedNames",
@@ -154,19 +155,27 @@ class PerRankLeaf:
         return choose(self.name, self.on_change, self.reduce, read, saved_world, rank, world)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A change that waits for its leaf: made when the leaf called `name` was loaded."""
+
+    name: str
+    change: Callable[[], None]
+
+
 @dataclass(slots=True)
 class Leaves:
     """A state, flattened: three dicts by name, in order of traversal.
 
     `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
-    into the state; `apply_objects` makes them.
+    into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
     """
 
     tensors: dict[str, TensorLeaf] = field(default_factory=dict)
     objects: dict[str, ObjectLeaf] = field(default_factory=dict)
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    pending: list[Callable[[], None]] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
 
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ckptd.errors import UsageError
-from ckptd.train.leaves import Leaves, SavedNames, TensorLeaf
+from ckptd.train.leaves import Leaves, Pending, SavedNames, TensorLeaf
 
 __all__ = ["check_buffers", "materialise", "target_device"]
 
@@ -49,13 +50,19 @@ def materialise(
     UsageError
         kind ``meta``: somebody holds a weak reference to the tensor, which forbids the swap.
     """
+    held = {
+        id(parameter.sharded_param): parameter
+        for module in modules
+        for inner in module.modules()
+        for parameter in _fsdp_parameters(inner)
+    }
     swaps = []
     for leaf in leaves.tensors.values():
         names = (leaf.name, *leaf.aliases)
         if leaf.origin.is_meta and any(saved.tensor(n) is not None for n in names):
-            swaps.append(partial(_swap, leaf, _make(leaf, device)))
-    if swaps:
-        leaves.pending[:0] = [*swaps, *(partial(_reset, m) for m in modules)]
+            change = partial(_swap, leaf, _make(leaf, device), held.get(id(leaf.origin)))
+            swaps.append(Pending(leaf.name, change))
+    leaves.pending[:0] = swaps
 
 
 def check_buffers(module: nn.Module, where: str) -> None:
@@ -92,7 +99,7 @@ def _make(leaf: TensorLeaf, device: torch.device | None) -> torch.Tensor:
     return new
 
 
-def _swap(leaf: TensorLeaf, new: torch.Tensor) -> None:
+def _swap(leaf: TensorLeaf, new: torch.Tensor, held: Any) -> None:
     try:
         torch.utils.swap_tensors(leaf.origin, new)
     except RuntimeError as error:
@@ -104,14 +111,16 @@ def _swap(leaf: TensorLeaf, new: torch.Tensor) -> None:
             hint="drop graphs and views of it, or call module.to_empty(device=...) before the load",
         ) from error
 
+    if held is not None:
+        # FSDP2 keeps the local memory by itself, and padded.
+        with torch.no_grad():
+            held.reset_sharded_param()
 
-@torch.no_grad()
-def _reset(module: nn.Module) -> None:
-    """Tell FSDP2 that the memory of its sharded parameters is another now."""
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            state = inner._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in groups if groups is not None else [state._fsdp_param_group]:
-                for parameter in group.fsdp_params if group is not None else []:
-                    parameter.reset_sharded_param()
+
+def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    if isinstance(module, FSDPModule):
+        state = module._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)
+        groups = several if several is not None else [state._fsdp_param_group]
+        for group in groups:
+            yield from group.fsdp_params if group is not None else ()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format.names import escape_key
 from ckptd.train.dtypes import torch_dtype
-from ckptd.train.leaves import Place, SavedNames
+from ckptd.train.leaves import Pending, Place, SavedNames
 from ckptd.train.meta import target_device
 from ckptd.train.modules import module_tensors, reshard
 from ckptd.train.sink import Sink
@@ -107,7 +107,8 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
             fqn = names[id(parameter)]
             entries = saved.get(fqn, {})
             if known and not entries:
-                sink.leaves.pending.append(partial(optimizer.state.pop, parameter, None))
+                forget = partial(optimizer.state.pop, parameter, None)
+                sink.leaves.pending.append(Pending(at.name, forget))
                 continue
             param = _Parameter(
                 sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter
@@ -145,7 +146,7 @@ class _Parameter:
         else:
             new = self._make(key, place.name)
             self._sink.add_tensor(place, new, "optim")
-            self._sink.leaves.pending.append(partial(self._put, key, new))
+            self._sink.leaves.pending.append(Pending(place.name, partial(self._put, key, new)))
 
     def _put(self, key: str, value: Any) -> None:
         self._optimizer.state[self._parameter][key] = value

@@ -7,7 +7,7 @@ tensors that were filled: made tensors are not attached yet, meta tensors still 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def prepare(
 
 
 def apply_objects(
-    leaves: Leaves, values: Mapping[str, Any], per_rank: Mapping[str, Any] | None = None
+    leaves: Leaves,
+    values: Mapping[str, Any],
+    per_rank: Mapping[str, Any] | None = None,
+    *,
+    tensors: Collection[str] | None = None,
 ) -> None:
     """Put everything into the state that is not the content of a tensor.
 
@@ -71,6 +75,9 @@ def apply_objects(
         Decoded values by object name. Objects that are not named keep their live value.
     per_rank
         By name: the decoded value of this rank, or what `PerRankLeaf.choose` gave.
+    tensors
+        Names of the leaves that were filled; None when all were. Memory that was made for others
+        does not enter the state: an optimizer must not find moments that nobody wrote.
 
     Raises
     ------
@@ -82,11 +89,13 @@ def apply_objects(
     """
     chosen = per_rank or {}
     check_objects(leaves, values, chosen)
-    for change in leaves.pending:
-        change()
+    filled = leaves.tensors.keys() if tensors is None else set(tensors)
+    for pending in leaves.pending:
+        if pending.name in filled or pending.name in values:
+            pending.change()
     leaves.pending.clear()
     for tensor in leaves.tensors.values():
-        if tensor.assign is not None:
+        if tensor.assign is not None and tensor.name in filled:
             tensor.assign(tensor.tensor)
     # Groups first: a scheduler's load_state_dict may look at its optimizer.
     objects = [leaf for name, leaf in leaves.objects.items() if name in values]
