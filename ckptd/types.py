@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +40,14 @@ class DType:
     numpy_name: str
 
     @cached_property
-    def numpy(self) -> np.dtype:  # type: ignore[type-arg]
+    def numpy(self) -> np.dtype[Any]:
         """The numpy type; imports ml_dtypes only for types that numpy lacks."""
         if hasattr(np, self.numpy_name):
             return np.dtype(self.numpy_name)
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, self.numpy_name))
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.numpy_name))
+        return dtype
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a safetensors header states for a chunk of logical `shape`."""
@@ -102,7 +104,7 @@ def dtype_of(name: str, where: str | None = None) -> DType:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned box of a tensor: `offset` and `shape`, one entry per dimension, in elements."""
+    """An axis-aligned box of a tensor: `offset` and `shape` per dimension, in elements."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

@@ -45,7 +45,7 @@ class LocalBoard:
         self.rank = rank
         self.world = world
         self._values: dict[str, bytes] = peers._values if peers else {}
-        self._changed = peers._changed if peers else threading.Condition()
+        self._changed: threading.Condition = peers._changed if peers else threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
         """See `Board`."""

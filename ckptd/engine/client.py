@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -176,10 +177,8 @@ class WriterClient:
         if self._closing:
             return
         self._closing = True
-        try:
+        with contextlib.suppress(CkptdError):  # it may be gone already
             self._channel.send(Stop())
-        except CkptdError:
-            pass  # it is gone already
         self._monitor.join(timeout_s)
         if self._process is not None:
             try:
@@ -309,7 +308,9 @@ class WriterClient:
             kind=cause.kind if cause else None,
             where=cause.where if cause else f"process {self.pid}",
             found=f"exit status {code}; {found}" if code is not None else found,
-            hint=cause.hint if cause else "see its messages on stderr; the next save starts a new one",
+            hint=cause.hint
+            if cause
+            else "see its messages on stderr; the next save starts another",
         )
         with self._free:
             self._dead = error

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import numpy as np
 
@@ -97,7 +97,7 @@ def _record(save: Save, manifest: Manifest, name: str, raw: bytes) -> Commit:
         manifest_digest=digest_hex(raw),
         manifest_bytes=len(raw),
         write_id=uuid.uuid4().hex,
-        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         world_size=manifest.world_size,
         data_bytes=sum(f.data_bytes for f in manifest.files),
         metadata=save.metadata,
@@ -118,7 +118,8 @@ def gather_parts(
     with ThreadPoolExecutor(store.capabilities.parallel) as pool:
         while len(found) < world:
             before = len(found)
-            for part in pool.map(lambda r: _peek(store, folder, r), _new(store, folder, world, found)):
+            ranks = _new(store, folder, world, found)
+            for part in pool.map(lambda r: _peek(store, folder, r), ranks):
                 if part is not None:
                     _raise_failed(part)
                     found[part.rank] = part

@@ -6,6 +6,7 @@ brings the loop, the process and the channel.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.commit import blob_key, commit_attempt, witness_plan
+from ckptd.engine.commit import blob_key, witness_plan
 from ckptd.engine.filewriter import FileResult, write_file
 from ckptd.engine.job import Part, Save
 from ckptd.engine.staging import Staging
@@ -28,7 +28,7 @@ from ckptd.layout.region import piece_regions
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
-__all__ = ["RankPlan", "drain", "finish"]
+__all__ = ["RankPlan", "drain"]
 
 
 class RankPlan:
@@ -104,10 +104,8 @@ def drain(
         )
     except CkptdError as error:
         failed = Part(rank=rank_plan.rank, plan=save.plan, error=error.to_dict())
-        try:
+        with contextlib.suppress(StoreError):  # the caller hears the first error, the cause
             store.put(part_key(save.folder, rank_plan.rank), failed.encode())
-        except StoreError:
-            pass  # the caller hears the first error, which is the cause of this one
         raise
     store.put(part_key(save.folder, rank_plan.rank), part.encode())
 
@@ -157,14 +155,3 @@ def _write(
     )
     store.sync(save.folder)
     return result
-
-
-def finish(
-    catalogue: Catalogue,
-    plan: SavePlan,
-    save: Save,
-    stop: Callable[[], str | None],
-    timeout_s: float,
-) -> None:
-    """Commit the attempt; a checkpoint that this very attempt committed already is success."""
-    commit_attempt(catalogue, plan, save, stop, timeout_s)

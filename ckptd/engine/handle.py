@@ -92,7 +92,7 @@ class SaveHandle:
         self._wait(("writing", "committing", "durable"), timeout)
 
     def durable(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint exists: committed, and every byte on the store. See `staged`."""
+        """Return when the checkpoint exists, every byte of it on the store. See `staged`."""
         self._wait(("durable",), timeout)
 
     def _wait(self, phases: tuple[str, ...], timeout: float | None) -> None:

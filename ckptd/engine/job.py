@@ -78,7 +78,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write one attempt. Staging has begun when this is sent; a counter in the buffer tells how far.
+    """Write one attempt; a counter in the staging buffer tells how far the copying is.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """This rank's bytes are durable and reported; the staging buffer is free."""
+    """The rank's bytes are durable and reported; the staging buffer is free."""
 
     job: int
 

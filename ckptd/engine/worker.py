@@ -136,7 +136,7 @@ class Worker:
         except CkptdError as error:
             self._send(Failed(save.job, error.to_dict()))
             return
-        except Exception as error:  # a bug must reach the handle, not vanish with the thread
+        except Exception as error:  # noqa: BLE001 - a bug must reach the handle, not vanish
             self._send(Failed(save.job, _as_worker_error(error)))
             return
         self._send(Written(save.job))
@@ -168,7 +168,7 @@ class Worker:
         except CkptdError as error:
             self._send(Failed(save.job, error.to_dict()))
             return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             self._send(Failed(save.job, _as_worker_error(error)))
             return
         self._send(Committed(save.job))

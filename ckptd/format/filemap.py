@@ -194,6 +194,8 @@ class FileMap:
     def _pieces_of(self, owners: int, file: int) -> I64:
         """Do what `Owners.pieces_of` does, without a step of Python for each run or piece."""
         runs = self.owners[owners].runs
+        if file < 0:  # `base` above the file: or an absent piece would pass for one of file -1
+            return np.empty(0, dtype=np.int64)
         if len(runs) == 1 and runs[0][1] == 0:
             return np.arange(runs[0][2] if runs[0][0] == file else 0, dtype=np.int64)
         if len(runs) <= _FEW and all(step for _, step, _ in runs):
@@ -204,10 +206,10 @@ class FileMap:
             table = np.concatenate((columns, [np.cumsum(columns[2]) - columns[2]]))
             self._runs.put(owners, table, weight=table.size)
         first, step, count, start = table
-        same = (step == 0) & (first == file) & (first != ABSENT)
+        same = (step == 0) & (first == file)
         away = file - first
         at = np.where(step == 0, -1, away // np.where(step == 0, 1, step))
-        one = (at >= 0) & (at < count) & (at * step == away) & (file >= 0)
+        one = (at >= 0) & (at < count) & (at * step == away)
         hits = np.flatnonzero(same | one)
         parts = [
             np.arange(start[i], start[i] + count[i]) if same[i] else start[i : i + 1] + at[i]

@@ -260,7 +260,7 @@ def _check_version(document: dict[str, Any], where: str) -> None:
         raise CorruptError("not a ckptd manifest", kind="bad-record", where=where)
     requires = document.get("requires", [])
     unknown = (
-        sorted(str(r)[:80] for r in requires if r not in SUPPORTED)
+        sorted(str(r)[:80] for r in requires if not isinstance(r, str) or r not in SUPPORTED)
         if isinstance(requires, list)
         else ["?"]
     )

@@ -318,11 +318,11 @@ def parse_chunk_name(name: str) -> tuple[str, tuple[int, ...] | None, int | None
     m = _CHUNK_PLACE.fullmatch(rest)
     try:
         tensor = _unquote(base)
-        if not at:
+        if tensor and not at:
             return tensor, None, None
-        if m is not None and m[1]:
+        if tensor and m is not None and m[1]:
             return tensor, (int(m[1]),), -1
-        if m is not None:
+        if tensor and at and m is not None:
             offset = tuple(map(int, m[2].split(","))) if m[2] else ()
             return tensor, offset, int(m[3]) if m[3] else None
     except ValueError:

@@ -55,9 +55,7 @@ class Agreement:
             raise error or CkptdError.from_dict(outcome["error"])
         return outcome["value"]
 
-    def all_reports(
-        self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes]
-    ) -> bytes:
+    def all_reports(self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring every rank's value to rank 0, which turns the list into one value for all.
 
         Raises

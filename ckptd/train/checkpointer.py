@@ -156,7 +156,7 @@ class Checkpointer:
     # -- loading ---------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """Return the newest step of the line, or None when there is none; the same on every rank."""
+        """Return the newest step of the line, or None; the same on every rank."""
         self._check_open()
         name = self._lineage.newest()
         return None if name is None else name.step
@@ -225,7 +225,7 @@ class Checkpointer:
                 progress=progress,
             )
         except CkptdError as error:
-            if getattr(error, "poisoned", False):
+            if error.poisoned:
                 self._poisoned = error
             raise
         self._poisoned = None

@@ -95,4 +95,3 @@ def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8
         return
     view = torch.from_numpy(target).view(source.dtype).view(source.shape)
     view.copy_(source)
-

@@ -1,4 +1,4 @@
-"""This job's place in the root's history: which generation it is, and what it continues from."""
+"""A job's place in the root's history: which generation it is, and what it continues from."""
 
 from __future__ import annotations
 

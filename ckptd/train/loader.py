@@ -11,10 +11,8 @@ import msgspec
 import numpy as np
 
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.hostgroup import HostGroup
 from ckptd.engine.leases import hold
-from ckptd.engine.read import ReadReport, execute
-from ckptd.engine.wants import Want, read_plan
+from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
@@ -98,15 +96,13 @@ class Loader:
         progress: Callable[[int, int], None] | None,
     ) -> LoadReport:
         """See `ckptd.train.checkpointer.Checkpointer.load`."""
-        options = _Options(
-            strict, selector(only), _renamer(rename), weights_only, device, progress
-        )
+        options = _Options(strict, selector(only), _renamer(rename), weights_only, device, progress)
         skipped: list[tuple[int, str]] = []
         for name in self._candidates(step):
             try:
                 matching, read = self._load_one(state, name, options)
             except CorruptError as error:
-                if step is not None or getattr(error, "poisoned", False):
+                if step is not None or error.poisoned:
                     raise
                 _log.warning("step %d is corrupt, trying an older one: %s", name.step, error)
                 skipped.append((name.step, error.message))
@@ -171,13 +167,8 @@ class Loader:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.
         self._agree_on_error(error)
-        host = self._host_group()
         read = execute(
-            plan,
-            self._catalogue.store,
-            host=host,
-            agree=self._agree_on_error,
-            progress=options.progress,
+            plan, self._catalogue.store, host=self._host_group(), progress=options.progress
         )
         filling.finish()
         check_witness(self._catalogue, manifest, filling.wants)
@@ -187,7 +178,7 @@ class Loader:
     def _plan(
         self, state: Mapping[str, Any], saved: Saved, filemap: FileMap, options: _Options
     ) -> tuple[Matching, Any, Any, Filling]:
-        names = saved_names(saved, {}, options.wanted)
+        names = saved_names(saved, lambda name: name, options.wanted)
         leaves = prepare(state, names, device=options.device)
         wanted = options.wanted
         if options.weights_only:
@@ -232,9 +223,10 @@ class Loader:
         if self._host is None:
             self._host = host_members(self._agreement)
         self._loads += 1
-        if len(self._host) == 1:
-            return None
-        return HostGroup(board, f"read/{self._loads}", board.rank, self._host)
+        members = self._host
+        if members != tuple(range(members[0], members[-1] + 1)):
+            members = (board.rank,)  # ranks dealt out over hosts in turn: each reads for itself
+        return HostGroup(board, f"read/{self._loads}", members.index(board.rank), len(members))
 
     def _objects(
         self, manifest: Manifest, filemap: FileMap, matching: Matching, leaves: Any
@@ -270,13 +262,14 @@ class Loader:
             files = filemap.owners[entry.owners].array(entry.base)
             cells = [i for i, f in enumerate(files) if manifest.files[f].rank == rank]
             if not cells:
-                raise NotFoundError(
-                    f"rank {rank} saved no value", kind="no-value", where=tensor
-                )
+                raise NotFoundError(f"rank {rank} saved no value", kind="no-value", where=tensor)
             box = grid.piece(cells[0]).box
         target = np.empty(box.numel, dtype=np.uint8)
         plan = read_plan(
-            manifest, filemap, [Want(number, (box_region(box),), target)], store=self._catalogue.store
+            manifest,
+            filemap,
+            [Want(number, (box_region(box),), target)],
+            store=self._catalogue.store,
         )
         execute(plan, self._catalogue.store)
         try:
@@ -293,5 +286,3 @@ def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callabl
     if callable(rename):
         return rename
     return lambda name: rename.get(name, name)
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ckptd.errors import MismatchError
@@ -75,10 +75,9 @@ def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callab
 
 
 def saved_names(
-    saved: Saved, to_live: Mapping[str, str], wanted: Callable[[str], bool]
+    saved: Saved, live: Callable[[str], str], wanted: Callable[[str], bool]
 ) -> SavedNames:
     """Return the manifest's contents in live names, as `ckptd.train.restore.prepare` wants them."""
-    live = lambda name: to_live.get(name, name)  # noqa: E731
     table = saved.manifest.tensors
     return SavedNames(
         tensors={

@@ -1,8 +1,8 @@
-"""Sampled digests of what ranks hold in common, so that drifting replicas are found at the commit."""
+"""Sampled digests of what ranks hold in common: drifting replicas are found at the commit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ _names: dict[tuple[int, tuple[Any, ...]], tuple[Any, str]] = {}
 
 
 def sample_digest(tensor: torch.Tensor) -> str:
-    """XXH3-64 of a tensor's bytes when it is small, else of 32 windows of 64 bytes spread over it."""
+    """XXH3-64 of a small tensor's bytes, of 32 windows of 64 bytes spread over a large one."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     local = local.detach()
     if local.numel() * local.element_size() > WHOLE_BYTES and not local.is_contiguous():
@@ -35,11 +35,11 @@ def sample_digest(tensor: torch.Tensor) -> str:
         local = local.to("cpu").contiguous().resolve_conj().resolve_neg()
     raw = as_bytes(local)
     if raw.nbytes <= WHOLE_BYTES:
-        return xxhash.xxh3_64_hexdigest(memoryview(raw))
+        return xxhash.xxh3_64_hexdigest(raw.data)
     state = xxhash.xxh3_64()
     for i in range(WINDOWS):
         start = (raw.nbytes - WINDOW_BYTES) * i // (WINDOWS - 1)
-        state.update(memoryview(raw[start : start + WINDOW_BYTES]))
+        state.update(raw[start : start + WINDOW_BYTES].data)
     return state.hexdigest()
 
 
@@ -65,13 +65,18 @@ def replica_digests(
     blobs
         The tables behind the digests, by which the committer names what differs.
     """
-    common = {name: digest_hex(msgspec.json.encode(leaf.raw))[:16] for name, leaf in objects.items()}
+    common = {
+        name: digest_hex(msgspec.json.encode(leaf.raw))[:16] for name, leaf in objects.items()
+    }
     sharded: dict[str, dict[str, str]] = {}
     for name, leaf in tensors.items():
         tensor = leaf.tensor
         if not isinstance(tensor, DTensor):
             common[name] = sample_digest(tensor)
-        elif any(isinstance(p, Replicate) for p in tensor.placements) and tensor.device_mesh.size() > 1:
+        elif (
+            any(isinstance(p, Replicate) for p in tensor.placements)
+            and tensor.device_mesh.size() > 1
+        ):
             group = _holders(tensor)
             sharded.setdefault(group, {})[name] = sample_digest(tensor)
     tables = {f"all:{structure}": common}
@@ -95,7 +100,7 @@ def _holders(tensor: DTensor) -> str:
     known = (id(mesh), tensor.placements)
     if known in _names and _names[known][0] is mesh:
         return _names[known][1]
-    coordinate = mesh.get_coordinate() or []
+    coordinate: Sequence[int] = mesh.get_coordinate() or ()
     ranks = mesh.mesh
     fixed = []
     for axis, placement in enumerate(tensor.placements):

@@ -58,5 +58,5 @@ def check_witness(catalogue: Catalogue, manifest: Manifest, wants: Sequence[Want
             where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
             hint="the layout that wrote the checkpoint, or the plan, is wrong; please report this",
         )
-        error.poisoned = True  # type: ignore[attr-defined]
+        error.poisoned = True
         raise error

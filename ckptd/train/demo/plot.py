@@ -1,0 +1,97 @@
+"""The picture: losses of all lives over the uninterrupted run's, and the gap between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckptd.train.demo.judge import GAP_LIMIT, gaps
+from ckptd.train.demo.spec import StepRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Curve", "draw"]
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+_SMALLEST_GAP = 1e-9  # what the logarithmic axis shows for two equal losses
+
+
+class Curve(NamedTuple):
+    """Losses of one life; `kept` is its last step that later lives built on."""
+
+    label: str
+    rows: Sequence[StepRow]
+    kept: int
+
+
+def draw(path: Path, reference: Sequence[StepRow], curves: Sequence[Curve], killed: int) -> None:
+    """Write the picture as PNG.
+
+    Parameters
+    ----------
+    killed
+        Step whose save the kill interrupted.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    above.plot(
+        [row.step for row in reference],
+        [row.loss for row in reference],
+        color="0.75",
+        linewidth=5,
+        label="never interrupted",
+    )
+    for curve, colour in zip(curves, _COLOURS, strict=False):
+        _draw_curve(above, below, curve, colour, reference)
+    _mark(above, below, curves, killed)
+    above.set_ylabel("loss (nats a byte)")
+    above.legend(loc="upper right")
+    above.set_title("Saved, killed and resumed on other layouts, against a run never interrupted")
+    below.axhline(GAP_LIMIT, color="0.4", linestyle="--", linewidth=1)
+    below.annotate(f"limit {GAP_LIMIT:g}", (1, GAP_LIMIT), va="bottom", fontsize=8, color="0.3")
+    below.set_yscale("log")
+    below.set_ylim(_SMALLEST_GAP / 2, GAP_LIMIT * 5)
+    below.set_ylabel("relative gap")
+    below.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+
+
+def _draw_curve(
+    above: Axes, below: Axes, curve: Curve, colour: str, reference: Sequence[StepRow]
+) -> None:
+    kept = [row for row in curve.rows if row.step <= curve.kept]
+    lost = [row for row in curve.rows if row.step >= curve.kept]
+    above.plot([r.step for r in kept], [r.loss for r in kept], color=colour, label=curve.label)
+    if len(lost) > 1:
+        above.plot(
+            [r.step for r in lost], [r.loss for r in lost], color=colour, linestyle=":", linewidth=2
+        )
+    found = gaps(curve.rows, reference)
+    heights = [max(gap, _SMALLEST_GAP) for gap in found.values()]
+    below.plot(list(found), heights, color=colour, marker=".", markersize=4, linewidth=1)
+
+
+def _mark(above: Axes, below: Axes, curves: Sequence[Curve], killed: int) -> None:
+    marks = [(killed, "killed in this save", "black", "-")]
+    marks += [
+        (before.kept, f"{after.label} resumes", colour, "--")
+        for before, after, colour in zip(curves, curves[1:], _COLOURS[1:], strict=False)
+    ]
+    for number, (step, text, colour, style) in enumerate(marks):
+        for axes in (above, below):
+            axes.axvline(step, color=colour, linestyle=style, linewidth=1)
+        above.annotate(
+            text,
+            (step, 0.03 + 0.07 * number),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=colour,
+        )

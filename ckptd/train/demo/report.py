@@ -1,0 +1,114 @@
+"""The demo's result as plain data; the command line shows it, ``--json`` prints it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ckptd.train.demo.crash import Kill
+
+__all__ = ["Check", "Event", "LifeReport", "Report"]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Something that has to hold."""
+
+    what: str
+    ok: bool
+
+
+class LifeReport(msgspec.Struct, frozen=True):
+    """One life of the job, between restarts.
+
+    Attributes
+    ----------
+    name, ranks, layout
+        Which one, on how many ranks, cut how.
+    first_step, last_step
+        Steps trained, both included.
+    saves
+        Steps committed in this life.
+    end
+        How it ended.
+    resumed_from, expected_from
+        Step of the state it loaded, and of the newest commit before it began; None at the start of
+        training.
+    gap, gap_steps
+        Largest relative difference of the loss from the uninterrupted run's, over the first
+        `gap_steps` steps of this life; None when a step is missing.
+    ids_equal
+        Every step saw the samples that the uninterrupted run saw at that step.
+    state_exact, tensors, nbytes
+        Whether the loaded state is bit for bit the saved one: `tensors` tensors of `nbytes` bytes,
+        gathered whole; None at the start of training. `differing` names what is not.
+    seconds
+        From the start of the processes to their end.
+    """
+
+    name: str
+    ranks: int
+    layout: str
+    first_step: int
+    last_step: int
+    saves: list[int]
+    end: str
+    resumed_from: int | None
+    expected_from: int | None
+    gap: float | None
+    gap_steps: int
+    ids_equal: bool
+    state_exact: bool | None
+    tensors: int
+    nbytes: int
+    differing: list[str]
+    seconds: float
+
+    @property
+    def resumed_as_expected(self) -> bool:
+        """Whether training went on from the newest commit, with the step after it."""
+        return self.resumed_from == self.expected_from and self.first_step == (
+            (self.expected_from or 0) + 1
+        )
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The result of the demo.
+
+    Attributes
+    ----------
+    ok
+        All `checks` hold.
+    checkpoints
+        The root that the job saved to.
+    plot
+        The picture of the losses; None when it could not be drawn, and `plot_note` says why.
+    parameters
+        Of the model.
+    text
+        Digest of the text trained on.
+    reference
+        The uninterrupted run: its ranks, layout and seconds.
+    """
+
+    ok: bool
+    folder: str
+    checkpoints: str
+    plot: str | None
+    plot_note: str
+    seconds: float
+    parameters: int
+    text: str
+    reference: LifeReport
+    lives: list[LifeReport]
+    kill: Kill
+    checks: list[Check]
+    next: list[str]
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line that the demo prints: something happened, the result, or an error."""
+
+    say: str = ""
+    seconds: float = 0.0
+    report: Report | None = None
+    error: dict[str, str | None] | None = None
+    notes: list[str] = []
