@@ -54,14 +54,8 @@ class CkptdError(Exception):
         The two sides of a failed check, as text.
     hint
         The next command or call to try.
-
-    Attributes
-    ----------
-    poisoned
-        A failed load has written a part of the live state already: it must not be used.
     """
 
-    poisoned: bool = False
     default_kind: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
     poisoned: bool = False

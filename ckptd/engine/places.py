@@ -1,0 +1,194 @@
+"""Where each piece lies: file and offset, also for files that an older checkpoint wrote.
+
+Offsets in a checkpoint's own files follow from its manifest. A file of an older checkpoint holds
+more than what is referred to here, so there the safetensors header tells, by chunk name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from ckptd.errors import CorruptError, NotFoundError, UsageError
+from ckptd.format.container import MAX_HEADER_BYTES, Chunk, header_bytes, parse_header
+from ckptd.format.filemap import ChunkRef, FileMap, is_home
+from ckptd.format.manifest import FileEntry, Manifest
+from ckptd.format.names import parse_chunk_name
+from ckptd.layout.owners import ABSENT
+from ckptd.store.base import Store
+from ckptd.types import ByteRange
+
+__all__ = ["Places", "check_size", "missing_file", "read_header"]
+
+
+class Places:
+    """Finds pieces in files; safe to share between threads.
+
+    Parameters
+    ----------
+    manifest, filemap
+        The checkpoint.
+    store
+        Its root: asked for headers of older checkpoints' files and for nothing else. May be left
+        out for a checkpoint that refers to none.
+    """
+
+    def __init__(self, manifest: Manifest, filemap: FileMap, store: Store | None = None) -> None:
+        self.manifest = manifest
+        self.filemap = filemap
+        self._store = store
+        self._headers: dict[int, dict[str, Chunk]] = {}
+        self._lock = threading.Lock()
+
+    def is_own(self, file: int) -> bool:
+        """Whether this checkpoint wrote `file` itself."""
+        return is_home(self.manifest.files[file].path, self.manifest.folder)
+
+    def of(self, tensor: int, pieces: Iterable[int]) -> list[tuple[int, int]]:
+        """Return ``(file, first byte in its data section)`` of each piece; `ABSENT` for no file.
+
+        Raises
+        ------
+        CorruptError
+            The file's header does not hold the chunk, or manifest and file disagree.
+        """
+        wanted = np.fromiter(pieces, dtype=np.int64)
+        entry = self.filemap.tensors[tensor]
+        owners = self.filemap.owners[entry.owners]
+        files = owners.owners_of(wanted, entry.base).tolist()
+        return [
+            (f, self._start(tensor, p, f) if f != ABSENT else 0)
+            for p, f in zip(wanted.tolist(), files, strict=True)
+        ]
+
+    def _start(self, tensor: int, piece: int, file: int) -> int:
+        if not 0 <= file < len(self.manifest.files):
+            raise CorruptError(
+                "an owner map names a file that does not exist",
+                kind="bad-manifest",
+                where=self.filemap.tensors[tensor].name,
+                found=f"file {file} of {len(self.manifest.files)}",
+            )
+        if not self.is_own(file):
+            return self._chunk(tensor, piece, file).start
+        entry = self.manifest.files[file]
+        if self.filemap.data_bytes(file) != entry.data_bytes:
+            raise CorruptError(
+                "the manifest's tables and its file size disagree",
+                kind="bad-manifest",
+                where=entry.path,
+                wanted=f"{self.filemap.data_bytes(file)} bytes",
+                found=f"{entry.data_bytes} bytes",
+            )
+        return self.filemap.locate(tensor, piece)[1]
+
+    def _chunk(self, tensor: int, piece: int, file: int) -> Chunk:
+        dtype, cut = self.filemap.dtypes[tensor], self.filemap.grid_of(tensor).piece(piece)
+        name = self.filemap.chunk_name(file, ChunkRef(tensor, cut, 0, 0))
+        chunk = self.header(file).get(name)
+        wanted = (dtype.stored_code, dtype.stored_shape(cut.shape))
+        if chunk is None or (chunk.code, chunk.shape) != wanted:
+            raise CorruptError(
+                "a file of an older checkpoint does not hold the chunk referred to",
+                kind="missing-chunk",
+                where=f"chunk {name} of {self.manifest.files[file].path}",
+                wanted=f"{wanted[0]} {wanted[1]}",
+                found="nothing" if chunk is None else f"{chunk.code} {chunk.shape}",
+            )
+        return chunk
+
+    def header(self, file: int) -> Mapping[str, Chunk]:
+        """Return the chunks of `file` by name, from its header (read once)."""
+        with self._lock:
+            found = self._headers.get(file)
+        if found is None:
+            entry = self.manifest.files[file]
+            if self._store is None:
+                raise UsageError("a store is needed to read a header", where=entry.path)
+            found = read_header(self._store, entry)[0]
+            with self._lock:
+                self._headers[file] = found
+        return found
+
+    def chunks_at(self, file: int, start: int, end: int) -> list[tuple[str, str]]:
+        """Return ``(tensor, chunk name)`` of what lies in bytes ``[start, end)``, for errors."""
+        if not self.is_own(file):
+            found = [c for c in self.header(file).values() if c.start < end and start < c.end]
+            return [(parse_chunk_name(c.name)[0], c.name) for c in found]
+        return [
+            (self.filemap.tensors[c.tensor].name, self.filemap.chunk_name(file, c))
+            for c in self.filemap.chunks(file)
+            if c.start < end and start < c.end
+        ]
+
+
+def missing_file(path: str, rank: int, what: str = "data file") -> CorruptError:
+    """Return the error for a file that the manifest names and the store does not have."""
+    return CorruptError(
+        f"a {what} of the checkpoint is missing",
+        kind="missing-file",
+        where=f"{path}, written by rank {rank}",
+        hint="ckptd verify lists everything that is bad; load an older step or another tier",
+    )
+
+
+def check_size(store: Store, entry: FileEntry) -> None:
+    """Compare a data file's size with the manifest before anything is allocated for it.
+
+    Raises
+    ------
+    CorruptError
+        kind ``missing-file``, ``truncated``, or ``bad-size`` for a file that is too long.
+    """
+    try:
+        found = store.stat(entry.path).size
+    except NotFoundError:
+        raise missing_file(entry.path, entry.rank) from None
+    wanted = entry.data_start + entry.data_bytes
+    if found != wanted:
+        raise CorruptError(
+            "a data file has the wrong size",
+            kind="truncated" if found < wanted else "bad-size",
+            where=f"{entry.path}, written by rank {entry.rank}",
+            wanted=f"{wanted} bytes",
+            found=f"{found} bytes",
+        )
+
+
+def read_header(store: Store, entry: FileEntry) -> tuple[dict[str, Chunk], dict[str, str]]:
+    """Read and check the header of a data file.
+
+    Returns
+    -------
+    chunks, metadata
+        See `ckptd.format.container.parse_header`.
+
+    Raises
+    ------
+    CorruptError
+        Missing or truncated file, impossible or broken header.
+    """
+    check_size(store, entry)
+    if not 8 < entry.data_start <= MAX_HEADER_BYTES + 8:
+        raise CorruptError(
+            "impossible header length in the manifest",
+            kind="bad-manifest",
+            where=entry.path,
+            found=entry.data_start,
+        )
+    try:
+        raw = store.get(entry.path, ByteRange(0, entry.data_start))
+    except NotFoundError:
+        raise missing_file(entry.path, entry.rank) from None
+    length = header_bytes(raw[:8], entry.path, entry.data_start + entry.data_bytes)
+    if length != entry.data_start:
+        raise CorruptError(
+            "the header's length is not what the manifest says",
+            kind="bad-header",
+            where=entry.path,
+            wanted=entry.data_start,
+            found=length,
+        )
+    return parse_header(raw, entry.path, entry.data_bytes)

@@ -1,0 +1,329 @@
+"""Reading a checkpoint into live state: verify everything first, then write.
+
+`execute` runs in two passes. Pass 1 brings every digest block that is needed and compares it with
+the digest index; ranks that share a host bring each block once. Then all ranks of the job agree
+that all is well, and only then pass 2 touches live buffers. When the bytes do not fit the budget
+the passes alternate in waves; a failure after the first written wave leaves the state half
+written, and the error says so (`poisoned`).
+
+Between the passes a local file's bytes stay in the page cache. Should the kernel drop some, they
+are read again, unverified: committed files never change, and a lease keeps them from deletion.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.engine.agree import agree as agree_on_board
+from ckptd.engine.blocks import Runs
+from ckptd.engine.copying import copy_from_buffer, copy_from_files
+from ckptd.engine.fetch import Fetcher
+from ckptd.engine.hostbuffer import HostBuffer
+from ckptd.engine.hostgroup import HostGroup
+from ckptd.engine.localfiles import LocalFiles
+from ckptd.engine.memory import available_bytes
+from ckptd.engine.pool import cores
+from ckptd.engine.sharing import Schedule, Wave, make_schedule
+from ckptd.engine.wants import Move, ReadPlan, Want, read_plan
+from ckptd.errors import CkptdError, StoreError
+from ckptd.format.digest import BLOCK_BYTES
+from ckptd.store.base import Store
+
+__all__ = ["HostGroup", "ReadPlan", "ReadReport", "Want", "execute", "read_plan"]
+
+Agree = Callable[[str, "CkptdError | None"], None]
+
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What one rank's read did.
+
+    Attributes
+    ----------
+    bytes_needed
+        Bytes that this rank's buffers take from the checkpoint.
+    bytes_fetched
+        Bytes that this rank brought from the store in pass 1, for itself and its host.
+    bytes_copied
+        Bytes written to live buffers.
+    files
+        Data files that this rank's buffers come from.
+    waves
+        1, or more when the budget did not allow all at once.
+    fetch_s, copy_s
+        Seconds in pass 1 (waiting for other ranks included) and in pass 2.
+    """
+
+    bytes_needed: int
+    bytes_fetched: int
+    bytes_copied: int
+    files: int
+    waves: int
+    fetch_s: float
+    copy_s: float
+
+
+def execute(
+    plan: ReadPlan,
+    store: Store,
+    *,
+    host: HostGroup | None = None,
+    agree: Callable[[CkptdError | None], None] | None = None,
+    budget_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    verify: bool = True,
+    threads: int | None = None,
+    stall_s: float = 300.0,
+) -> ReadReport:
+    """Fill the buffers of a plan. Every rank of the job makes this call, also with nothing to read.
+
+    Parameters
+    ----------
+    plan
+        See `read_plan`.
+    store
+        The checkpoint's root.
+    host
+        The ranks of this host, on the board of the job; None for a job of one rank. A rank that
+        is alone on its host is a group of one.
+    agree
+        Raises on every rank when any rank brings an error; called once before the first write
+        and once at the end. Left out, `ckptd.engine.agree.agree` does it over the group's board.
+    budget_bytes
+        Bytes of the checkpoint that are held at a time on this host: in memory for stores without
+        local files, in the page cache for others. None takes a quarter, or half, of what is
+        available. At least 4 MiB are used.
+    progress
+        Called with ``(bytes done, bytes total)`` of this rank, both passes counted, from threads,
+        one call at a time.
+    verify
+        Compare digests. Without, only sizes are checked.
+    threads
+        Concurrent reads and copies; chosen from cores and store when left out.
+    stall_s
+        Longest time in seconds without progress of this rank's reads.
+
+    Raises
+    ------
+    CorruptError
+        kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``. With
+        ``poisoned`` False no buffer of any rank was touched; with True some were.
+    StoreError, TransientStoreError, DeadlineError
+        Likewise, `poisoned` included. When one rank fails all ranks raise.
+    """
+    group = host or HostGroup.alone()
+
+    def on_board(stage: str, error: CkptdError | None) -> None:
+        key = f"{group.key}/{stage}"
+        agree_on_board(group.board, key, error, pulse=group.pulse, stall_s=group.stall_s)
+
+    def by_caller(_stage: str, error: CkptdError | None) -> None:
+        if agree is not None:
+            agree(error)
+
+    run = _Run(plan, store, group, threads, stall_s)
+    return run.go(budget_bytes, progress, verify, by_caller if agree else on_board)
+
+
+class _Run:
+    def __init__(
+        self, plan: ReadPlan, store: Store, group: HostGroup, threads: int | None, stall_s: float
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._group = group
+        self._local = store.capabilities.local_files
+        self._copiers = threads or _share_of(cores(), group.local_world)
+        parallel = cores() if self._local else store.capabilities.parallel
+        self._readers = threads or _share_of(parallel, group.local_world)
+        self._stall_s = stall_s
+        self._buffer: HostBuffer | None = None
+        self._schedule = Schedule([], BLOCK_BYTES, 0)
+        self._fetched = self._copied = 0
+        self._fetch_s = self._copy_s = 0.0
+
+    def go(
+        self,
+        budget_bytes: int | None,
+        progress: Callable[[int, int], None] | None,
+        verify: bool,
+        agree: Agree,
+    ) -> ReadReport:
+        self._verify = verify
+        self._count = _Counter(progress, self._group.pulse.beat)
+        agree("verified", self._guard(lambda: self._until_first_write(budget_bytes)))
+        error = self._guard(self._write)
+        try:
+            agree("written", error)
+        except CkptdError as failure:
+            failure.poisoned = True
+            raise
+        # Only now has every rank read what this one posted; after a failure posts stay, since
+        # some rank may still have to learn of it.
+        self._group.close()
+        return self._report()
+
+    def _guard(self, step: Callable[[], None]) -> CkptdError | None:
+        """Do a step; whoever waits for this rank learns of a failure at once."""
+        try:
+            step()
+        except CkptdError as error:
+            self._group.pulse.give_up(error)
+            return error
+        except BaseException as error:
+            crash = CkptdError("a rank crashed while reading", kind="crashed", found=repr(error))
+            self._group.pulse.give_up(crash)
+            raise
+        return None
+
+    def _until_first_write(self, budget_bytes: int | None) -> None:
+        begin = time.monotonic()
+        self._prepare(budget_bytes)
+        mine = self._schedule.mine
+        # Files first, those of later waves too: what is missing is found before a byte is read.
+        self._fetcher = Fetcher(
+            self._store,
+            self._plan.places,
+            self._plan.line,
+            threads=self._readers,
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        self._fetcher.check_files(self._plan.line.files_of(mine))
+        self._count.total = self._plan.line.byte_count(mine) + self._plan.bytes_needed
+        if self._schedule.waves:
+            self._fetch(self._schedule.waves[0])
+        self._fetch_s += time.monotonic() - begin
+
+    def _prepare(self, budget_bytes: int | None) -> None:
+        """Agree with the host on who brings what when, and get the buffer for it."""
+        group, line = self._group, self._plan.line
+        if budget_bytes is None:
+            budget_bytes = available_bytes() // (2 if self._local else 4)
+        needs, budget_bytes = group.needs(self._plan.needed, budget_bytes)
+        gap = 0 if self._local else 1
+        blocks = budget_bytes // BLOCK_BYTES
+        self._schedule = make_schedule(line, needs, group.local_rank, budget_blocks=blocks, gap=gap)
+        if not self._local and self._schedule.most_blocks:
+            memory = None
+            if group.local_world > 1:
+                shared = group.share_memory(self._schedule.most_blocks * BLOCK_BYTES)
+                memory = shared.array if shared else None
+            if memory is None:
+                memory = self._go_alone(needs[group.local_rank], blocks, gap)
+            self._buffer = HostBuffer(line, memory)
+        self._parts = self._plan.parts(self._schedule.span_bytes)
+
+    def _go_alone(self, runs: Runs, blocks: int, gap: int) -> NDArray[np.uint8]:
+        """Read for this rank only: nobody else is there, or memory cannot be shared."""
+        self._schedule = make_schedule(
+            self._plan.line, [runs], 0, budget_blocks=blocks // self._group.local_world, gap=gap
+        )
+        size = self._schedule.most_blocks * BLOCK_BYTES
+        try:
+            return np.empty(size, dtype=np.uint8)
+        except MemoryError:
+            raise StoreError(
+                "no memory for the read buffer",
+                kind="no-space",
+                wanted=f"{size} bytes",
+                hint="give a smaller budget_bytes",
+            ) from None
+
+    def _fetch(self, wave: Wave) -> None:
+        if self._buffer is not None:
+            self._buffer.lay_out(wave.layout)
+        elif not self._verify:
+            return
+        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched)
+
+    def _on_fetched(self, n: int) -> None:
+        with self._count.lock:
+            self._fetched += n
+        self._count.add(n)
+
+    def _on_copied(self, n: int) -> None:
+        with self._count.lock:
+            self._copied += n
+        self._count.add(n)
+
+    def _write(self) -> None:
+        for number, wave in enumerate(self._schedule.waves):
+            begin = time.monotonic()
+            if number:
+                self._group.barrier(f"free{number}")
+                self._fetch(wave)
+                self._group.barrier(f"full{number}")
+            between = time.monotonic()
+            self._copy(self._moves(wave))
+            self._fetch_s += between - begin
+            self._copy_s += time.monotonic() - between
+
+    def _moves(self, wave: Wave) -> list[Move]:
+        lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()
+        return self._parts.moves[lo:hi]
+
+    def _copy(self, moves: list[Move]) -> None:
+        if self._buffer is not None:
+            copy_from_buffer(
+                moves,
+                self._buffer,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+            )
+            return
+        with LocalFiles(self._store, self._plan.manifest.files) as files:
+            copy_from_files(
+                moves,
+                files,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+            )
+
+    def _report(self) -> ReadReport:
+        return ReadReport(
+            bytes_needed=self._plan.bytes_needed,
+            bytes_fetched=self._fetched,
+            bytes_copied=self._copied,
+            files=len(self._plan.files),
+            waves=len(self._schedule.waves),
+            fetch_s=self._fetch_s,
+            copy_s=self._copy_s,
+        )
+
+
+class _Counter:
+    """Adds up progress of all threads and passes it on."""
+
+    def __init__(
+        self, progress: Callable[[int, int], None] | None, beat: Callable[[], None]
+    ) -> None:
+        self.lock = threading.Lock()
+        self.total = 0
+        self._done = 0
+        self._progress = progress
+        self._beat = beat
+
+    def add(self, n: int) -> None:
+        self._beat()
+        with self.lock:
+            self._done += n
+            if self._progress is not None:
+                self._progress(self._done, self.total)
+
+
+def _share_of(parallel: int, ranks: int) -> int:
+    """Threads of one of several ranks: two at least when it is alone, so that reads overlap."""
+    if ranks == 1:
+        return max(2, min(_MOST_THREADS, parallel))
+    return max(1, min(_MOST_THREADS, parallel // ranks))
