@@ -15,6 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.import_plugin("tests.reporting")
     # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
     faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
     # The short suite draws the same examples each time, so that CI fails for the change and not
