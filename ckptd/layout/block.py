@@ -78,8 +78,6 @@ class Block:
         for stride, n in sorted(zip(self.source_strides, self.shape, strict=True)):
             if not dims and stride == run:
                 run *= n
-            elif dims and stride == dims[-1][0] * dims[-1][1]:
-                dims[-1] = (dims[-1][0] * n, dims[-1][1])
             else:
                 dims.append((n, stride))
         return dims[::-1], run

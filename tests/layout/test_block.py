@@ -62,6 +62,13 @@ def test_a_transposed_target_still_reads_whole_rows() -> None:
     assert list(block.source_runs(4)) == [(0, 96)]
 
 
+def test_a_transposed_source_is_read_front_to_back() -> None:
+    assert list(Block((2, 3), 0, (1, 2), 0, (3, 1)).source_runs(4)) == [(0, 24)]
+    assert list(Block((2, 3), 0, (2, 5), 0, (3, 1)).source_runs(1)) == [
+        (at, 1) for at in (0, 2, 5, 7, 10, 12)
+    ]
+
+
 def test_a_narrow_column_is_one_run_a_row() -> None:
     block = intersect(box_region(Box((0, 0), (3, 10))), box_region(Box((0, 4), (3, 2))))
     assert block is not None

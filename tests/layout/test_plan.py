@@ -136,6 +136,17 @@ def test_a_column_of_a_cell_in_tiny_parts_visits_only_the_parts_it_meets(
     assert len(visited) == 3
 
 
+@given(st.data())
+def test_the_walk_along_a_flat_cut_lands_in_the_box(data: st.DataObject) -> None:
+    shape = data.draw(strategies.shapes().filter(lambda s: 0 not in s))
+    box = data.draw(strategies.boxes(shape).filter(lambda b: b.numel > 0))
+    inside = set(brute.elements(box.offset, box.shape))
+    cell = brute.elements((0,) * len(shape), shape)
+    for at in range(len(cell) + 1):
+        wanted = next((i for i in range(at, len(cell)) if cell[i] in inside), None)
+        assert planner._next_element(box, shape, at) == wanted
+
+
 def _count_cells(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     looked: list[int] = []
     real = Axis.cell

@@ -68,6 +68,14 @@ def test_two_boxes_in_one_buffer_overlap_or_do_not(data: st.DataObject) -> None:
             check(whole(shape), targets)
 
 
+def test_a_region_that_runs_over_the_end_of_a_row_is_not_taken_for_disjoint() -> None:
+    long = Region(Box((0, 0), (1, 6)), 0, (4, 1))
+    next_row = Region(Box((1, 0), (1, 2)), 4, (4, 1))
+    for refuse in (prove, check):
+        with pytest.raises(UsageError):
+            refuse(whole((2, 6)), [long, next_row])
+
+
 def test_other_strides_that_interleave_are_said_to_be_unproved() -> None:
     even = Region(Box((0,), (4,)), 0, (2,))
     odd = Region(Box((4,), (2,)), 1, (4,))

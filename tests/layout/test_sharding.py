@@ -175,6 +175,16 @@ def test_nested_cuts_are_chunks_of_chunks(data: st.DataObject) -> None:
         assert got == wanted
 
 
+def test_holders_of_nested_cuts_are_in_mesh_order() -> None:
+    """7 rows, 2 tensor and 3 data ranks: tensor rank 1 has rows 4 to 6, one for each data rank."""
+    case: Case = ((7,), (3, 2), (("ordered", 0, 1), ("ordered", 0, 0)))
+    grid, (holder,) = sharded_grid(*case)
+    assert list(grid.axes[0].sizes()) == [2, 2, 1, 1, 1]
+    assert holder.mesh_axes == (0, 1)
+    assert holder.coordinates.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 1]]
+    assert owner_array(*case, np.arange(6).reshape(3, 2)).tolist() == [0, 2, 1, 3, 5]
+
+
 def test_nested_follows_the_split_factors() -> None:
     """The three-way example of torch's own ``_dtensor_spec``, and what has no order."""
     strided: tuple[Placement, ...] = (("strided", 0, 2), ("strided", 0, 2), ("shard", 0))
