@@ -8,14 +8,14 @@ below the root, every number fits int64, and arrays of pieces are in proportion 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from ckptd.errors import CkptdError, CorruptError
-from ckptd.format.container import ALIGNMENT, MAX_HEADER_BYTES
+from ckptd.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk
 from ckptd.format.digest import MAX_CHUNKS, DigestIndex, is_digest
 from ckptd.format.filemap import FileMap, is_home
 from ckptd.format.manifest import FileEntry, GridEntry, Manifest, MeshEntry
@@ -36,6 +36,7 @@ __all__ = [
     "Absence",
     "check_coverage",
     "check_files",
+    "check_header",
     "check_index",
     "check_manifest",
 ]
@@ -45,8 +46,8 @@ MAX_BYTES = 1 << 62
 MAX_METADATA_BYTES = 1 << 18
 MAX_LAY_CHARS = 1 << 20
 FREE_PIECES = 1 << 20
-PIECES_PER_BYTE = 16
-MAX_PIECES = 1 << 27
+PIECES_PER_BYTE = 64
+MAX_PIECES = 1 << 26
 PER_RANK = frozenset({"", "error", "drop", "reseed", "reduce"})
 OBJECT_KINDS = frozenset({"value", "groups"})
 
@@ -61,7 +62,7 @@ def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileM
     where
         Names it in errors.
     manifest_bytes
-        Its length, uncompressed: bounds the number of pieces (spec 3.6).
+        Its length as stored: bounds the number of pieces (spec 3.6).
 
     Raises
     ------
@@ -197,17 +198,11 @@ def _check_tensors(manifest: Manifest, filemap: FileMap, where: str) -> None:
 
 def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_bytes: int) -> None:
     """Bound the pieces of all distinct (grid, owners, base): what tables of pieces may hold."""
-    limit = FREE_PIECES + PIECES_PER_BYTE * manifest_bytes
+    limit = min(MAX_PIECES, FREE_PIECES + PIECES_PER_BYTE * manifest_bytes)
     distinct = {(t.grid, t.owners, t.base) for t in manifest.tensors}
-    counts = [filemap.grids[grid].npieces for grid, _, _ in distinct]
-    if sum(counts) > limit or max(counts, default=0) > MAX_PIECES:
-        raise _bad(
-            "limits",
-            "more pieces than a manifest of this length justifies",
-            where,
-            min(limit, MAX_PIECES),
-            sum(counts),
-        )
+    total = sum(filemap.grids[grid].npieces for grid, _, _ in distinct)
+    if total > limit:
+        raise _bad("limits", "more pieces than its length justifies", where, limit, total)
 
 
 def _check_objects(manifest: Manifest, grids: Sequence[Grid], where: str) -> None:
@@ -334,6 +329,38 @@ def _absent_runs(owners: Owners) -> tuple[tuple[int, int], ...]:
             out.append((start, count))
         start += count
     return tuple(out)
+
+
+def check_header(
+    filemap: FileMap, file: int, header: Mapping[str, Chunk], where: str | None = None
+) -> None:
+    """Check that the header of a home file says what follows from the manifest.
+
+    Parameters
+    ----------
+    filemap
+        The map of the manifest.
+    file
+        Number of the file.
+    header
+        Its chunks by name, as `ckptd.format.container.parse_header` gives them.
+    where
+        Names the file in errors.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-header``: names the first chunk that is missing, or is not where it must be.
+    """
+    wanted = filemap.header_entries(file)
+    for chunk, (name, dtype, shape) in zip(filemap.chunks(file), wanted, strict=True):
+        place = Chunk(name, dtype.stored_code, dtype.stored_shape(shape), chunk.start, chunk.end)
+        if header.get(name) != place:
+            raise _bad(
+                "bad-header", "not the manifest's chunk", where or "", place, header.get(name)
+            )
+    if len(header) != len(wanted):
+        raise _bad("bad-header", "other chunks", where or "", len(wanted), len(header))
 
 
 def check_index(

@@ -32,7 +32,6 @@ __all__ = [
     "decode_json",
     "decode_manifest",
     "encode_manifest",
-    "json_bytes",
 ]
 
 T = TypeVar("T")
@@ -183,17 +182,6 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
 def _justified(stored: int) -> int:
     """Return how much a compressed manifest of `stored` bytes may become."""
     return min(MAX_MANIFEST_BYTES, stored * MAX_RATIO + (1 << 16))
-
-
-def json_bytes(raw: bytes, where: str) -> int:
-    """Return the uncompressed length of a manifest, which bounds what it may speak of.
-
-    Raises
-    ------
-    CorruptError
-        Not zstd although `where` ends in ``.zst``.
-    """
-    return _content_size(raw, where) if where.endswith(".zst") else len(raw)
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:

@@ -20,7 +20,6 @@ from ckptd.format.manifest import (
     decode_json,
     decode_manifest,
     encode_manifest,
-    json_bytes,
 )
 from tests.format.strategies import Sample, manifests
 
@@ -53,7 +52,6 @@ def test_round_trip(sample: Sample) -> None:
     name, raw = encode_manifest(sample.manifest)
     back = decode_manifest(raw, name)
     assert name == "manifest.json"
-    assert json_bytes(raw, name) == len(raw)
     assert back == msgspec.structs.replace(sample.manifest, format="ckptd", version=1)
     assert encode_manifest(back) == (name, raw)
 
@@ -68,7 +66,7 @@ def test_a_large_manifest_is_compressed() -> None:
     manifest = large()
     name, raw = encode_manifest(manifest)
     assert name == "manifest.json.zst"
-    assert len(raw) * 8 < json_bytes(raw, name)
+    assert len(raw) * 8 < len(msgspec.json.encode(manifest))
     assert decode_manifest(raw, name).tensors == manifest.tensors
     assert encode_manifest(manifest) == (name, raw)
 
