@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -355,10 +356,8 @@ class _Run:
             self._check_current()
 
     def _put_back(self, key: str, raw: bytes) -> None:
-        try:
+        with suppress(ConflictError):  # somebody else did
             self.store.put(key, raw, create_only=True)
-        except ConflictError:
-            return  # somebody else did
 
     # -- data
 
@@ -370,9 +369,11 @@ class _Run:
         found = list(self.store.list(item.key))
         if item.kind == "leftover" and any(o.modified > item.modified for o in found):
             return "written to since the plan"
-        manifests = [o.key for o in found if o.key.startswith(item.key + MANIFEST)]
-        raw = {k: self.store.get(k) for k in manifests}
-        self._delete(manifests)
+        raw: dict[str, bytes] = {}
+        for key in [o.key for o in found if o.key.startswith(item.key + MANIFEST)]:
+            with suppress(NotFoundError):  # another gc is at it
+                raw[key] = self.store.get(key)
+        self._delete(list(raw))
         # A committer creates the record, then looks for the manifest; see Catalogue.publish.
         why = self._still_used(item)
         if why is not None:
