@@ -45,6 +45,8 @@ _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
 _IDLE_POLL_S = 0.25
 START_S = 60.0
+GRACE_S = 30.0
+"""The worker keeps deadlines and explains them; this is for one that no longer answers."""
 
 
 @dataclass
@@ -110,6 +112,7 @@ class WriterClient:
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
@@ -158,7 +161,7 @@ class WriterClient:
             self._plan = plan.digest
         with self._lock:
             self._draining = save.job
-            deadline = time.monotonic() + 2 * save.timeout_s
+            deadline = time.monotonic() + 2 * save.timeout_s + GRACE_S
             self._jobs[save.job] = _Job(handle, outcome_key, deadline)
         self._channel.send(save)
 
@@ -168,9 +171,13 @@ class WriterClient:
         return self._counter
 
     def abandon(self, job: int, reason: str) -> None:
-        """The caller cannot finish staging: end the job everywhere."""
+        """The caller cannot finish staging: end the job everywhere.
+
+        The buffer stays taken until the worker has let go of it: bytes of the next save must
+        never be written under this one's name.
+        """
         self._channel.send(Abort(job, reason))
-        self._fail(job, SaveError(reason, kind="aborted"))
+        self._fail(job, SaveError(reason, kind="aborted"), release=False)
 
     def close(self, timeout_s: float) -> None:
         """Let the worker finish what is staged, and end it. Idempotent; never raises."""
@@ -245,7 +252,7 @@ class WriterClient:
                 self._ask_board(number, job)
             if now > job.deadline:
                 error = SaveError("the save did not finish in time", kind="deadline")
-                self._fail(number, error)
+                self._fail(number, error, release=job.written)
         return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
 
     def _ask_board(self, number: int, job: _Job) -> None:
@@ -271,9 +278,10 @@ class WriterClient:
         job.handle._advance("durable", job.handle.progress.total_bytes)
         self._forget_old()
 
-    def _fail(self, number: int, error: CkptdError) -> None:
+    def _fail(self, number: int, error: CkptdError, *, release: bool = True) -> None:
         job = self._jobs.get(number)
-        self._release(number)
+        if release:
+            self._release(number)
         if job is not None and not job.handle.done:
             self._tell(job, error.to_dict())
             job.handle._fail(error)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ckptd.engine.commit import blob_key, witness_plan
 from ckptd.engine.filewriter import FileResult, write_file
 from ckptd.engine.job import Part, Save
-from ckptd.engine.staging import Staging
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError, SaveError, StoreError
 from ckptd.format.container import build_header
@@ -71,11 +70,20 @@ def drain(
     store: Store,
     rank_plan: RankPlan,
     save: Save,
-    staging: Staging | None,
-    alive: Callable[[], bool],
+    data: memoryview,
+    wait: Callable[[int, float], None],
     progress: Callable[[int, int], None],
 ) -> None:
     """Write this rank's bytes and report its part; both are durable on return.
+
+    Parameters
+    ----------
+    data
+        The staging buffer, at least as long as what this rank writes.
+    wait
+        ``wait(nbytes, timeout_s)`` returns when that many bytes are staged, or raises.
+    progress
+        Called with bytes written and bytes in all.
 
     A failure is reported as a part as well, when the store still takes it, so that the committer
     learns of it at once and not by a deadline.
@@ -87,8 +95,8 @@ def drain(
     """
     try:
         _put_blobs(store, save, leaders=True)
-        result = _write(store, rank_plan, save, staging, alive, progress)
-        slots, values = rank_plan.witness(staging.data) if staging is not None else (b"", b"")
+        result = _write(store, rank_plan, save, data, wait, progress)
+        slots, values = rank_plan.witness(data)
         _put_blobs(store, save, leaders=False)
         part = Part(
             rank=rank_plan.rank,
@@ -121,14 +129,14 @@ def _write(
     store: Store,
     rank_plan: RankPlan,
     save: Save,
-    staging: Staging | None,
-    alive: Callable[[], bool],
+    data: memoryview,
+    wait: Callable[[int, float], None],
     progress: Callable[[int, int], None],
 ) -> FileResult:
     total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
     if not rank_plan.entries and not save.extra:
         return FileResult(0, 0, "")
-    if staging is None or staging.nbytes < total:
+    if len(data) < total:
         raise SaveError("staging buffer is too small", kind="internal", wanted=total)
     entries = list(rank_plan.entries)
     for e in save.extra:
@@ -148,9 +156,9 @@ def _write(
         store,
         key,
         header,
-        staging.data[:data_bytes],
+        data[:data_bytes],
         ends,
-        lambda upto: staging.wait(upto, alive, max(1.0, limit - time.monotonic())),
+        lambda upto: wait(upto, max(1.0, limit - time.monotonic())),
         lambda done: progress(done, data_bytes),
     )
     store.sync(save.folder)

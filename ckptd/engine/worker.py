@@ -36,7 +36,7 @@ from ckptd.engine.job import (
 )
 from ckptd.engine.retention import apply_retention
 from ckptd.engine.staging import Staging
-from ckptd.errors import CkptdError, WorkerError
+from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store.base import Store
 
 __all__ = ["Worker", "main"]
@@ -116,9 +116,21 @@ class Worker:
         if old is not None:
             old.close()
 
-    def _filling(self, job: int) -> bool:
-        """Tell whether the trainer can still be filling the staging buffer for `job`."""
-        return not self._orphan.is_set() and job not in self._aborted
+    def _wait_staged(self, save: Save, upto: int, timeout_s: float) -> None:
+        """Return when the staging buffer holds the first `upto` bytes of this very save."""
+
+        def filling() -> bool:
+            self._raise_aborted(save)
+            return not self._orphan.is_set()
+
+        self._raise_aborted(save)
+        if self._staging is not None:
+            self._staging.wait(upto, filling, timeout_s)
+        self._raise_aborted(save)
+
+    def _raise_aborted(self, save: Save) -> None:
+        if save.job in self._aborted:
+            raise SaveError(self._aborted[save.job], kind="aborted", where=save.folder)
 
     def _drain(self, save: Save, plan: RankPlan) -> None:
         last = 0.0
@@ -131,8 +143,14 @@ class Worker:
                 self._send(Progress(save.job, done, total))
 
         try:
-            filling = lambda: self._filling(save.job)  # noqa: E731
-            drain(self._store, plan, save, self._staging, filling, progress)
+            drain(
+                self._store,
+                plan,
+                save,
+                self._staging.data if self._staging else memoryview(b""),
+                lambda upto, timeout_s: self._wait_staged(save, upto, timeout_s),
+                progress,
+            )
         except CkptdError as error:
             self._send(Failed(save.job, error.to_dict()))
             return
