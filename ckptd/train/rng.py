@@ -44,17 +44,24 @@ class Rng:
             `state` was not made by `state_dict`.
         """
         try:
+            torch_state = _bytes_tensor(state["torch"])
             name, keys, position, has_gauss, gauss = state["numpy"]
+            numpy_state = (name, keys, position, has_gauss, gauss)
             version, words, python_gauss = state["python"]
-            torch.set_rng_state(_bytes_tensor(state["torch"]))
-            np.random.set_state((name, keys, position, has_gauss, gauss))
-            random.setstate((version, tuple(int(w) for w in words), python_gauss))
-            if "cuda" in state and torch.cuda.is_available():
-                torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            python_state = (version, tuple(int(w) for w in words), python_gauss)
+            # Streams of their own try the states first, so that an error changes nothing.
+            torch.Generator().set_state(torch_state)
+            np.random.RandomState().set_state(numpy_state)
+            random.Random().setstate(python_state)
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptError(
                 "not the state of random streams", kind="bad-object", found=repr(error)[:200]
             ) from error
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
 
     def reseed(self, seed: int) -> None:
         """Start all streams anew from `seed`, an int in ``[0, 2**63)``."""

@@ -7,6 +7,7 @@ may differ between what was saved and what is live.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -147,7 +148,9 @@ class _Walker:
     ) -> Iterator[Site]:
         refuse_optimizer_ids(value, place)
         replace = partial(_put_container, value, put)
-        if not all(type(k) in (str, int) for k in value):
+        if isinstance(value, Counter):
+            yield Site(place, value, replace)
+        elif not all(type(k) in (str, int) for k in value):
             if self._holds_live(value, place.path):
                 raise UsageError(
                     "a key cannot be a name in a checkpoint",
@@ -160,6 +163,7 @@ class _Walker:
         elif adopted := self._saved_below(place, value):
             yield from _adopt(place, value, adopted)
         elif not value or (self._saved_as_one(place) and _is_plain(value)):
+            # Where it is empty there is no leaf below that could tell that it exists.
             yield Site(place, value, replace)
         else:
             names = fqn_segment if is_state_dict(value) else escape_key
