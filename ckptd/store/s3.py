@@ -1,0 +1,303 @@
+"""`S3Store`: objects in a bucket, on AWS and look-alikes.
+
+A commit rests on one thing only: one small, single-part PUT with ``If-None-Match: *``, and reading
+the object back when the answer is a failure or got lost. Never on multipart conditions (Ceph
+ignores them), compare-and-swap, ETags, rename or the order of a listing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+
+from ckptd.errors import ConflictError, NotFoundError, StoreError, TransientStoreError, UsageError
+from ckptd.store.base import (
+    MAX_KEY_BYTES,
+    Capabilities,
+    Names,
+    ObjectInfo,
+    Store,
+    Writer,
+    check_key,
+    check_prefix,
+    is_segment,
+)
+from ckptd.store.buffers import as_bytes_view, check_end
+from ckptd.store.registry import parse_options
+from ckptd.store.s3_client import S3Client, S3Options
+from ckptd.store.s3_errors import PreconditionError, s3_errors
+from ckptd.store.s3_writer import S3Writer
+from ckptd.types import ByteRange
+
+__all__ = ["S3Store", "open_s3"]
+
+_LEAST_PART = 5 << 20
+_T = TypeVar("_T")
+_Uploads = list[dict[str, Any]]
+
+
+def open_s3(url: str, options: dict[str, Any]) -> S3Store:
+    """Open ``s3://bucket/prefix``."""
+    return S3Store(url, parse_options(url, options, S3Options))
+
+
+class S3Store(Store):
+    """Objects below a prefix of a bucket.
+
+    Parameters
+    ----------
+    url
+        ``s3://bucket`` or ``s3://bucket/prefix``.
+    options
+        See `S3Options`.
+    """
+
+    def __init__(self, url: str, options: S3Options | None = None) -> None:
+        options = options or S3Options()
+        bucket, _, prefix = url.partition("://")[2].partition("/")
+        prefix = prefix.strip("/")
+        if not bucket:
+            raise UsageError("no bucket", kind="bad-url", where=url, wanted="s3://bucket/prefix")
+        if options.part_bytes < _LEAST_PART or options.parallel < 1 or options.parts_in_flight < 1:
+            raise UsageError("an option is out of range", kind="bad-option", where=url)
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self.options: dict[str, Any] = {
+            k: v for k, v in msgspec.to_builtins(options).items() if v != getattr(S3Options(), k)
+        }
+        self.capabilities = Capabilities(
+            create_only=True,
+            consistent_list=True,
+            durable=True,
+            local_files=False,
+            shared=True,
+            parallel=options.parallel,
+            block_bytes=options.part_bytes,
+        )
+        self._settings = options
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client = S3Client(options)
+        self._hook: Callable[[str, str], None] | None = None
+
+    def watch(self, hook: Callable[[str, str], None]) -> None:
+        """Call ``hook("s3.put_object", key)`` and so on before each request that changes things."""
+        self._hook = hook
+
+    def _step(self, operation: str, key: str) -> None:
+        if self._hook is not None:
+            self._hook(f"s3.{operation}", key)
+
+    def _place(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + check_key(key)}
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Return the whole object, or exactly `byte_range` of it."""
+        place, where = self._place(key), self._where(key)
+        if byte_range is not None:
+            data = bytearray(byte_range.length)
+            self.read_into(key, byte_range.start, memoryview(data))
+            return bytes(data)
+
+        async def whole() -> bytes:
+            grown = bytearray()
+            await self._client.read(grown, **place)
+            return bytes(grown)
+
+        return self._wait(where, lambda: self._client.persist(where, whole))
+
+    def _wait(
+        self, where: str, make: Callable[[], Coroutine[Any, Any, _T]], rounds: int | None = None
+    ) -> _T:
+        with s3_errors(where):
+            return self._client.wait(self._client.start(make), rounds or self._settings.tries)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` by parallel ranged reads of at most `S3Options.part_bytes` each."""
+        view = as_bytes_view(buffer)
+        if not len(view):
+            check_end(self._where(key), offset, self.stat(key).size)
+            return
+        step = self._settings.part_bytes
+        starts = range(0, len(view), step)
+        # Later parts wait for a slot while earlier ones are tried again.
+        rounds = self._settings.tries * len(starts)
+        self._wait(
+            self._where(key),
+            lambda: self._client.together(
+                self._read_part(key, offset + s, view[s : s + step]) for s in starts
+            ),
+            rounds,
+        )
+
+    async def _read_part(self, key: str, start: int, part: memoryview) -> None:
+        place, where = self._place(key), self._where(key)
+        wanted = f"bytes={start}-{start + len(part) - 1}"
+
+        async def once() -> None:
+            count = await self._client.read(part, Range=wanted, **place)
+            check_end(where, start + len(part), start + count)
+            if count != len(part):
+                raise StoreError("the store ignored the range asked for", where=where)
+
+        await self._client.persist(where, once)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object."""
+        answer = self._client.call("head_object", self._where(key), **self._place(key))
+        return ObjectInfo(key, int(answer["ContentLength"]), answer["LastModified"].timestamp())
+
+    # -- listing -------------------------------------------------------------------------------
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below `prefix`, in key order."""
+        check_prefix(prefix)
+        found = []
+        for page in self._pages(prefix):
+            for item in page.get("Contents", []):
+                key = item["Key"][len(self._prefix) :]
+                if len(key) <= MAX_KEY_BYTES and all(is_segment(p) for p in key.split("/")):
+                    modified = item["LastModified"].timestamp()
+                    found.append(ObjectInfo(key, int(item["Size"]), modified))
+        # Not every store lists in order, so all pages come first.
+        yield from sorted(found, key=lambda i: i.key)
+
+    def children(self, prefix: str = "") -> Names:
+        """Return names directly below `prefix`, sorted; folders end in "/"."""
+        full = self._prefix + check_prefix(prefix)
+        names: set[str] = set()
+        for page in self._pages(prefix, Delimiter="/"):
+            names |= {item["Key"][len(full) :] for item in page.get("Contents", [])}
+            names |= {item["Prefix"][len(full) :] for item in page.get("CommonPrefixes", [])}
+        return sorted(n for n in names if is_segment(n.removesuffix("/")))
+
+    def _pages(self, prefix: str, **params: str) -> Iterator[dict[str, Any]]:
+        where = self._where(prefix)
+        params |= {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        while True:
+            page = self._client.call("list_objects_v2", where, **params)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            params["ContinuationToken"] = page["NextContinuationToken"]
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write a small object by one request."""
+        place, where = self._place(key), self._where(key)
+        self._step("put_object", key)
+        if not create_only:
+            self._put(where, data, place)
+            return
+        try:
+            self._put(where, data, {**place, "IfNoneMatch": "*"})
+        except (PreconditionError, TransientStoreError) as error:
+            self._resolve(key, data, error)
+
+    def _put(self, where: str, data: bytes, params: dict[str, str]) -> None:
+        with s3_errors(where, len(data)):
+            self._client.wait(
+                self._client.start(
+                    lambda: self._client.request("put_object", Body=bytes(data), **params)
+                )
+            )
+
+    def _resolve(self, key: str, data: bytes, error: PreconditionError | StoreError) -> None:
+        """Find out who won: the answer may be to our own first try, or be lost on its way."""
+        try:
+            found = self.get(key)
+        except NotFoundError:
+            if isinstance(error, StoreError):
+                raise error from None
+            # Taken and gone again: a new try may win.
+            raise TransientStoreError(
+                "the object vanished after it was in the way", where=error.where, found=error.found
+            ) from error
+        except TransientStoreError:
+            if isinstance(error, StoreError):
+                raise error from None
+            raise
+        if found != data:
+            raise ConflictError(
+                "the object exists already",
+                kind="exists",
+                where=self._where(key),
+                found=error.found,
+            ) from error
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Begin a large object: one request, or a multipart upload with parallel parts."""
+        return S3Writer(
+            self._client,
+            self._place(key),
+            self._where(key),
+            size,
+            options=self._settings,
+            step=lambda operation: self._step(operation, key),
+        )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, one request each: bulk deletes are not known to every look-alike."""
+        names = [*keys]
+        places = [self._place(k) for k in names]
+        for key in names:
+            self._step("delete_object", key)
+        rounds = self._settings.tries * max(1, len(names))
+        self._wait(
+            self.url, lambda: self._client.together(self._delete_one(p) for p in places), rounds
+        )
+
+    async def _delete_one(self, place: dict[str, str]) -> None:
+        async def once() -> None:
+            with suppress(NotFoundError), s3_errors(place["Key"]):
+                await self._client.request("delete_object", **place)
+
+        await self._client.persist(place["Key"], once)
+
+    def sync(self, prefix: str) -> None:
+        """Do nothing: an object is durable, name included, when its request returns."""
+        check_prefix(prefix)
+
+    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+        """Abort unfinished multipart uploads."""
+        limit = datetime.now(UTC) - timedelta(seconds=older_than_s)
+        swept = []
+        for upload in self._uploads(check_prefix(prefix)):
+            if upload["Initiated"] > limit:
+                continue
+            key = upload["Key"][len(self._prefix) :]
+            self._step("abort_multipart_upload", key)
+            with suppress(NotFoundError):
+                self._client.call(
+                    "abort_multipart_upload",
+                    self._where(key),
+                    Bucket=self._bucket,
+                    Key=upload["Key"],
+                    UploadId=upload["UploadId"],
+                )
+            swept.append(key)
+        return sorted(swept)
+
+    def _uploads(self, prefix: str) -> _Uploads:
+        params = {"Bucket": self._bucket, "Prefix": self._prefix + prefix}
+        found: _Uploads = []
+        while True:
+            page = self._client.call("list_multipart_uploads", self._where(prefix), **params)
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return found
+            params["KeyMarker"] = page["NextKeyMarker"]
+            params["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._client.close()

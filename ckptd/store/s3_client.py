@@ -1,0 +1,242 @@
+"""The connection of `S3Store`: s3fs's client and loop, with our deadlines, tries and errors.
+
+s3fs gives the session: credentials, endpoints, the event loop in a thread. Requests go to its
+client directly, past its caches of listings, its own retries and its guesses about errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from ckptd.errors import TransientStoreError, UsageError
+from ckptd.store.s3_errors import s3_errors
+
+__all__ = ["S3Client", "S3Options"]
+
+_T = TypeVar("_T")
+_GRACE_S = 5.0
+_CHUNK_BYTES = 1 << 20
+
+
+class S3Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of ``s3://``. What is not given comes from the usual AWS variables and files.
+
+    Attributes
+    ----------
+    endpoint_url, region
+        Where the service is, when it is not AWS's own.
+    key, secret, token, profile, anon
+        Credentials: given, from a profile, or none at all.
+    addressing
+        Bucket in the path or in the host name; ``auto`` is botocore's choice.
+    verify
+        Check TLS certificates; or the path of a bundle of authorities.
+    sign_payload
+        Let requests carry a SHA-256 of their body. By default only without TLS, which has a
+        checksum of its own.
+    part_bytes
+        Size of the parts of an upload and of a large read, in bytes; at least 5 MiB.
+    parallel
+        Requests for data in flight at most, over all threads of this store.
+    parts_in_flight
+        Parts of one upload that are held in memory at a time.
+    connect_timeout_s, read_timeout_s
+        Deadlines for a connection, and for the next bytes of an answer, in seconds.
+    request_timeout_s
+        Deadline for one request with its body, in seconds.
+    tries
+        How often one part of a large read or upload is tried before the call fails.
+    """
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    key: str | None = None
+    secret: str | None = None
+    token: str | None = None
+    profile: str | None = None
+    anon: bool = False
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    verify: bool | str = True
+    sign_payload: bool | None = None
+    part_bytes: int = 16 << 20
+    parallel: int = 16
+    parts_in_flight: int = 4
+    connect_timeout_s: float = 10.0
+    read_timeout_s: float = 60.0
+    request_timeout_s: float = 300.0
+    tries: int = 4
+
+
+class S3Client:
+    """Runs requests in the loop's thread and gives their results to any thread."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._fs: Any = None
+        self._slots: asyncio.Semaphore | None = None
+
+    # -- from any thread -----------------------------------------------------------------------
+
+    def call(self, operation: str, where: str, **params: Any) -> dict[str, Any]:
+        """Do one small request and return its answer."""
+        with s3_errors(where):
+            return self.wait(self.start(lambda: self.request(operation, **params)))
+
+    def start(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
+        """Begin a coroutine in the loop's thread."""
+        loop = self._filesystem().loop
+        return asyncio.run_coroutine_threadsafe(make(), loop)
+
+    def wait(self, future: Future[_T], rounds: int = 1) -> _T:
+        """Return the result of a coroutine that makes up to `rounds` requests in a row.
+
+        Each request has its deadline in the loop; this one is for a loop that is stuck itself.
+        """
+        try:
+            return future.result(rounds * (self._options.request_timeout_s + _GRACE_S))
+        except FutureTimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Close the connections. Idempotent; the next call would open new ones."""
+        with self._lock:
+            fs, self._fs = self._fs, None
+            self._slots = None
+        if fs is None or fs._s3 is None:
+            return
+        future = asyncio.run_coroutine_threadsafe(_close(fs), fs.loop)
+        with suppress(Exception):  # nothing depends on a clean goodbye
+            future.result(_GRACE_S)
+
+    def _filesystem(self) -> Any:
+        with self._lock:
+            if self._fs is None:
+                self._fs = _connect(self._options)
+            return self._fs
+
+    # -- in the loop's thread ------------------------------------------------------------------
+
+    async def request(self, operation: str, **params: Any) -> dict[str, Any]:
+        """Do one request within its deadline."""
+        answer: dict[str, Any] = await asyncio.wait_for(
+            self._send(operation, params), self._options.request_timeout_s
+        )
+        return answer
+
+    async def _send(self, operation: str, params: dict[str, Any]) -> dict[str, Any]:
+        client = await self._filesystem().set_session()
+        answer: dict[str, Any] = await getattr(client, operation)(**params)
+        return answer
+
+    async def read(self, target: memoryview | bytearray, **params: Any) -> int:
+        """Do one get within its deadline; its bytes go into `target`. Returns their number.
+
+        A bytearray grows as needed; a memoryview takes what fits, and the number tells the rest.
+        """
+        return await asyncio.wait_for(
+            self._receive(target, params), self._options.request_timeout_s
+        )
+
+    async def _receive(self, target: memoryview | bytearray, params: dict[str, Any]) -> int:
+        answer = await self._send("get_object", params)
+        done = 0
+        async with answer["Body"] as body:
+            while chunk := await body.read(_CHUNK_BYTES):
+                if isinstance(target, bytearray):
+                    target += chunk
+                else:
+                    target[done : done + len(chunk)] = chunk[: len(target) - done]
+                done += len(chunk)
+        return done
+
+    async def together(self, parts: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Do all of `parts` at once; when one fails, end the others before raising.
+
+        After the raise nothing writes into a caller's buffer any more.
+        """
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def persist(self, where: str, act: Callable[[], Awaitable[_T]]) -> _T:
+        """Do `act` in one of the slots for data, trying again what may heal."""
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self._options.parallel)
+        async with self._slots:
+            pause = 0.1
+            for left in range(max(1, self._options.tries) - 1, -1, -1):
+                try:
+                    with s3_errors(where):
+                        return await act()
+                except TransientStoreError:
+                    if not left:
+                        raise
+                await asyncio.sleep(random.uniform(0, pause))
+                pause *= 3
+        raise TransientStoreError("no try was made", where=where)
+
+
+async def _close(fs: Any) -> None:
+    await fs._s3creator.__aexit__(None, None, None)
+
+
+def _connect(options: S3Options) -> Any:
+    try:
+        import s3fs
+        from fsspec.asyn import get_loop
+    except ImportError as error:
+        raise UsageError(
+            "s3:// needs the package s3fs",
+            kind="missing-package",
+            found=error,
+            hint="pip install 'ckptd[s3]'",
+        ) from error
+    given: dict[str, Any] = {"verify": options.verify}
+    if options.region:
+        given["region_name"] = options.region
+    session = {"profile": options.profile} if options.profile else {}
+    return s3fs.S3FileSystem(
+        anon=options.anon,
+        key=options.key,
+        secret=options.secret,
+        token=options.token,
+        endpoint_url=options.endpoint_url,
+        client_kwargs=given,
+        config_kwargs=_config(options),
+        use_listings_cache=False,
+        skip_instance_cache=True,
+        loop=get_loop(),
+        **session,
+    )
+
+
+def _config(options: S3Options) -> dict[str, Any]:
+    plain = (options.endpoint_url or "").startswith("http://")
+    sign = plain if options.sign_payload is None else options.sign_payload
+    return {
+        "connect_timeout": options.connect_timeout_s,
+        "read_timeout": options.read_timeout_s,
+        "max_pool_connections": options.parallel + 8,
+        # One try: a second one inside would hide that a create-only put met itself.
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        # Trailing checksums break older Ceph and most look-alikes.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"addressing_style": options.addressing, "payload_signing_enabled": sign},
+    }

@@ -1,0 +1,141 @@
+"""What botocore and its transport raise, as errors of the store contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ckptd.errors import (
+    CkptdError,
+    CorruptError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    TransientStoreError,
+)
+from ckptd.store.osio import explain
+
+__all__ = ["PreconditionError", "s3_errors"]
+
+_TRANSIENT_CODES = {
+    "BadDigest",
+    "ClientDisconnected",
+    "ConditionalRequestConflict",
+    "IncompleteBody",
+    "InternalError",
+    "OperationAborted",
+    "RequestThrottled",
+    "RequestTimeout",
+    "ServiceUnavailable",
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "XAmzContentSHA256Mismatch",
+}
+_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504, 509}
+_GONE_CODES = {"404", "NoSuchKey", "NoSuchUpload", "NotFound"}
+_FULL_CODES = {"QuotaExceeded", "StorageFull", "InsufficientCapacity", "XMinioStorageFull"}
+_DENIED_CODES = {
+    "401",
+    "403",
+    "AccessDenied",
+    "AllAccessDisabled",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "SignatureDoesNotMatch",
+}
+
+
+class PreconditionError(CkptdError):
+    """A create-only put found the key taken, maybe by its own first try. Stays inside the store."""
+
+
+@contextmanager
+def s3_errors(where: str, size: int | None = None) -> Iterator[None]:
+    """Turn what a request for `where` raises into an error of the store contract."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except CkptdError:
+        raise
+    except ClientError as error:
+        raise _from_answer(error.response, where, size) from error
+    except BotoCoreError as error:
+        raise _from_botocore(error, where) from error
+    except TimeoutError as error:
+        raise TransientStoreError("the store did not answer in time", where=where) from error
+    except OSError as error:  # aiohttp's connection errors are OSErrors
+        if error.errno is not None:
+            found = explain(error, where, "the store failed", size)
+            raise TransientStoreError(found.message, where=where, found=found.found) from error
+        raise TransientStoreError("no connection", where=where, found=repr(error)) from error
+    except Exception as error:
+        if _is_transport(error):
+            raise TransientStoreError("no connection", where=where, found=repr(error)) from error
+        raise
+
+
+def _is_transport(error: Exception) -> bool:
+    return type(error).__module__.partition(".")[0] == "aiohttp"
+
+
+def _from_botocore(error: Exception, where: str) -> CkptdError:
+    from botocore import exceptions
+
+    if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
+        return StoreError(
+            "no credentials for this store",
+            kind="permission",
+            where=where,
+            found=error,
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or key and secret",
+        )
+    if isinstance(error, exceptions.SSLError):
+        return StoreError(
+            "no secure connection", where=where, found=error, hint="see the options verify"
+        )
+    healing = (
+        exceptions.ConnectionError,
+        exceptions.HTTPClientError,  # time-outs, broken connections
+        exceptions.IncompleteReadError,
+        exceptions.ResponseStreamingError,
+        exceptions.CredentialRetrievalError,
+    )
+    kind = TransientStoreError if isinstance(error, healing) else StoreError
+    return kind("the store could not be asked", where=where, found=repr(error))
+
+
+def _from_answer(response: dict[str, Any], where: str, size: int | None) -> CkptdError:
+    detail = response.get("Error", {})
+    code = str(detail.get("Code", "?"))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    found = f"{status} {code}: {detail.get('Message', '')}".rstrip(": ")
+    if status == 412 or code == "PreconditionFailed":
+        return PreconditionError("the key is taken", where=where, found=found)
+    if code == "NoSuchBucket":
+        return StoreError("the bucket does not exist", kind="no-bucket", where=where, found=found)
+    if code in _GONE_CODES:
+        return NotFoundError("no such object", where=where, found=found)
+    if status == 416 or code == "InvalidRange":
+        return CorruptError(
+            "the object is shorter than the range asked for",
+            kind="truncated",
+            where=where,
+            found=found,
+        )
+    if code in _FULL_CODES or status == 507:
+        wanted = None if size is None else f"{size} bytes"
+        return StoreError("no space left", kind="no-space", where=where, wanted=wanted, found=found)
+    if code in _DENIED_CODES:
+        return StoreError("not permitted", kind="permission", where=where, found=found)
+    if code in _TRANSIENT_CODES or status in _TRANSIENT_STATUS:
+        return TransientStoreError("the store failed", where=where, found=found)
+    if code == "NotImplemented":
+        return RefusedError(
+            "the store does not know this request", kind="no-create-only", where=where, found=found
+        )
+    return StoreError("the store refused", where=where, found=found)

@@ -1,0 +1,120 @@
+"""S3 servers for tests: moto (quick) and Ceph's radosgw (real), each in processes of its own.
+
+Import the fixtures into a ``conftest.py``; each gives the options for
+``open_store(s3_url(), **options)``. Mark parameters with `MOTO` and `RADOSGW`, which keep all tests
+of one server on one worker, so that a run starts it once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["MOTO", "RADOSGW", "s3_moto", "s3_radosgw", "s3_url"]
+
+BUCKET = "ckptd-test"
+_START_S = 900  # installing packages included, when that is needed
+MOTO = pytest.param("s3_moto", id="moto", marks=[pytest.mark.s3, pytest.mark.xdist_group("moto")])
+RADOSGW = pytest.param(
+    "s3_radosgw",
+    id="radosgw",
+    marks=[
+        pytest.mark.s3,
+        pytest.mark.xdist_group("radosgw"),
+        pytest.mark.timeout(_START_S + 120),
+    ],
+)
+_SCRIPT = Path(__file__).parent.parent / "scripts" / "s3-server"
+_NO_SERVER = 3
+
+# Ends with its standard input, so that it never outlives the tests, however they end.
+_MOTO = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def s3_url() -> str:
+    """Return a new, empty place in the servers' bucket."""
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+def _make_bucket(options: dict[str, Any]) -> dict[str, Any]:
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=options["endpoint_url"],
+        aws_access_key_id=options["key"],
+        aws_secret_access_key=options["secret"],
+        region_name=options["region"],
+    )
+    client.create_bucket(Bucket=BUCKET)
+    client.close()
+    return options
+
+
+@pytest.fixture(scope="session")
+def s3_moto() -> Iterator[dict[str, Any]]:
+    """Options of a store on a moto server in a process of its own."""
+    pytest.importorskip("moto.server", reason="the test extra is not installed")
+    with subprocess.Popen(
+        [sys.executable, "-c", _MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        yield _make_bucket(
+            {
+                "endpoint_url": f"http://127.0.0.1:{port}",
+                "key": "test",
+                "secret": "test",
+                "region": "us-east-1",
+            }
+        )
+        server.stdin.close()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def s3_radosgw() -> Iterator[dict[str, Any]]:
+    """Options of a store on a real Ceph gateway; skips where none can be started."""
+    if os.environ.get("CKPTD_TEST_RADOSGW") == "0":
+        pytest.skip("CKPTD_TEST_RADOSGW=0")
+    with tempfile.TemporaryDirectory(prefix="ckptd-s3-") as parent:
+        folder = str(Path(parent) / "server")
+        try:
+            started = subprocess.run(
+                [_SCRIPT, "start", folder, str(os.getpid())],
+                capture_output=True,
+                text=True,
+                timeout=_START_S,
+                check=False,
+            )
+        except OSError as error:
+            pytest.skip(f"scripts/s3-server does not run here: {error}")
+        if started.returncode == _NO_SERVER:
+            reason = [n for n in started.stderr.splitlines() if n.startswith("s3-server:")]
+            pytest.skip(reason[-1] if reason else "scripts/s3-server gave no reason")
+        assert started.returncode == 0, started.stderr
+        try:
+            yield _make_bucket(json.loads(started.stdout))
+        finally:
+            subprocess.run([_SCRIPT, "stop", folder], timeout=60, check=False)
