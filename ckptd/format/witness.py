@@ -170,12 +170,13 @@ def _select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) -
     if reach == box.numel and _packed(box.shape, region.strides):
         return slots, rest + region.start
     rest = positions[i:j]
+    none = np.zeros(len(rest), dtype=np.int64)
     elements = np.full(len(rest), region.start, dtype=np.int64)
     inside = np.ones(len(rest), dtype=np.bool_)
     for o, n, extent, stride, step in zip(
         box.offset, box.shape, shape, strides, region.strides, strict=True
     ):
-        coordinate, rest = np.divmod(rest, stride) if stride > 1 else (rest, rest)
+        coordinate, rest = np.divmod(rest, stride) if stride > 1 else (rest, none)
         if n != extent:
             coordinate = coordinate - o
             inside &= (coordinate >= 0) & (coordinate < n)
