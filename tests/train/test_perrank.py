@@ -78,7 +78,7 @@ class Stream:
         self.seed = seed
 
 
-@pytest.mark.parametrize("value", [3, torch.Generator(), Rng(), Stream()], ids=["int", "generator", "rng", "own"])
+@pytest.mark.parametrize("value", [3, torch.Generator(), Rng(), Stream()], ids=type)
 def test_what_can_be_reseeded(value: object) -> None:
     assert PerRank(value, on_change="reseed").value is value
 
