@@ -95,17 +95,21 @@ def intersect(a: Region, b: Region) -> Block | None:
     ValueError
         The two have different numbers of dimensions.
     """
-    common = a.box.intersect(b.box)
-    if common is None:
-        return None
+    if len(a.strides) != len(b.strides):
+        raise ValueError(f"regions of {len(a.strides)} and {len(b.strides)} dimensions")
+    # One pass from the innermost dimension out: the planner does this for every flat range.
     source, target = a.start, b.start
     shape: tuple[int, ...] = ()
     source_strides: tuple[int, ...] = ()
     target_strides: tuple[int, ...] = ()
-    for d in range(len(common.shape) - 1, -1, -1):
-        at, n, sa, sb = common.offset[d], common.shape[d], a.strides[d], b.strides[d]
-        source += (at - a.box.offset[d]) * sa
-        target += (at - b.box.offset[d]) * sb
+    for d in range(len(a.strides) - 1, -1, -1):
+        lo_a, lo_b, sa, sb = a.box.offset[d], b.box.offset[d], a.strides[d], b.strides[d]
+        lo = max(lo_a, lo_b)
+        n = min(lo_a + a.box.shape[d], lo_b + b.box.shape[d]) - lo
+        if n <= 0:
+            return None
+        source += (lo - lo_a) * sa
+        target += (lo - lo_b) * sb
         if n == 1:
             continue
         if shape and sa == source_strides[0] * shape[0] and sb == target_strides[0] * shape[0]:
