@@ -241,8 +241,7 @@ def table(rows: list[dict[str, object]]) -> str:
         "files": "files",
     }
     lines = ["| " + " | ".join(columns) + " |", "|" + "-|" * len(columns)]
-    for row in rows:
-        lines.append("| " + " | ".join(str(row[k]) for k in columns.values()) + " |")
+    lines += ["| " + " | ".join(str(row[k]) for k in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
 
 
