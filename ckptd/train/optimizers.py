@@ -114,7 +114,8 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
                 sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter
             )
             live = optimizer.state.get(parameter) or {}
-            for key in (*live, *(k for k in entries if k not in live)):
+            # Sorted: a restored optimizer holds its state in another order than a stepped one.
+            for key in sorted({*live, *entries}, key=str):
                 param.add(key, entries.get(key))
 
 
