@@ -66,15 +66,20 @@ class Catalogue(Index):
         ConflictError
             Kind ``busy``: others claimed every number that was tried.
         """
-        if parent is not None:
-            self.commit(parent)
+        if parent is None:
+            return self._claim(None, world_size, reason)
+        # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
+        with hold(self, parent, holder="claim"):
+            return self._claim(Parent(parent.step, parent.generation), world_size, reason)
+
+    def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
         claim_id = uuid.uuid4().hex
         number = self.newest_generation() + 1
         for _ in range(MAX_TRIES):
             record = Generation(
                 generation=min(number, MAX_GENERATION),
                 claim_id=claim_id,
-                parent=Parent(parent.step, parent.generation) if parent else None,
+                parent=parent,
                 created=stamp(),
                 world_size=world_size,
                 reason=reason,
@@ -130,7 +135,6 @@ class Catalogue(Index):
         CorruptError
             Its manifest is gone or damaged.
         """
-        # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
         with hold(self, self.find(step, all, generation), holder="rollback") as held:
             self.manifest_of(held.commit)
             return self.claim(held.commit.name, world_size=0, reason="rollback")
@@ -198,7 +202,6 @@ class Catalogue(Index):
 
     def _check_publishable(self, commit: Commit) -> None:
         self._check_commit(commit, commit.name)
-        self.check_not_superseded(commit.generation)
         parent = self.generation(commit.generation).parent
         if parent is not None and commit.step <= parent.step:
             raise RefusedError(
@@ -214,6 +217,7 @@ class Catalogue(Index):
         for folder in commit.folders:
             if not self.store.children(folder):
                 raise self._missing(commit, folder)
+        self.check_not_superseded(commit.generation)
 
     def _withdraw_hollow(self, commit: Commit) -> None:
         """Take the record back when gc took the attempt for a leftover at this very moment.
