@@ -1,29 +1,118 @@
-"""Entry point of the ``ckptd`` command."""
+"""Entry point of the ``ckptd`` command.
+
+Verbs are registered by name and imported when they run, so that ``ckptd --help`` costs the parser
+and nothing else. Whatever a verb raises ends here as an exit code and a readable block on standard
+error (``--json``: a JSON document), never as a traceback.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from cyclopts import App
+from cyclopts import App, CycloptsError, Parameter
 
 from ckptd import __version__
+from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "run"]
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+VERBS = {
+    "ls": "List the checkpoints of a root.",
+    "inspect": "Show what a checkpoint holds: tensors, layouts, objects, files.",
+    "verify": "Check every byte; name tensor, chunk, file and rank of what is bad.",
+    "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values.",
+    "cp": "Copy checkpoints to another root, checking digests on the way.",
+    "export": "Write weights as Hugging Face safetensors with an index.",
+    "rollback": "Make an older checkpoint the newest that counts.",
+    "pin": "Keep a checkpoint for ever.",
+    "unpin": "Take a pin away.",
+    "pins": "List the pinned checkpoints.",
+    "gc": "Delete what no kept checkpoint needs.",
+    "doctor": "Probe a root's store, plugins, versions and environment.",
+    "demo": "Train, kill a rank in the middle of a save, resume on other layouts.",
+}
+_MODULES = {"unpin": "pin", "pins": "pin"}
 
 app = App(
     name="ckptd",
-    help="Checkpoints for distributed training.",
+    help="Checkpoints for distributed training. A checkpoint is named ROOT (the newest that "
+    "counts), ROOT@STEP, or ROOT@STEP-gGENERATION; ROOT is a path or a URL.",
+    help_format="plaintext",
     version=__version__,
+    # One spelling for each switch: no --no-json.
+    default_parameter=Parameter(negative=()),
+)
+for _number, (_verb, _help) in enumerate(VERBS.items()):
+    _module = _MODULES.get(_verb, _verb)
+    app.command(f"ckptd.cli.{_module}:{_verb}", name=_verb, help=_help, sort_key=_number)
+app.command(
+    "ckptd.cli.completion:install_completion",
+    name="--install-completion",
+    help="Install tab completion for the shell in use.",
+    sort_key=len(VERBS),
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
 
     Parameters
     ----------
     argv
         Arguments without the program's name; by default those of the process.
     """
-    app(sys.argv[1:] if argv is None else list(argv))
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit code.
+
+    0 fine, 1 failed, 2 usage, 3 corrupt, 4 not found, 5 refused; 130 interrupted, 141 nobody reads
+    the output any more.
+    """
+    as_json = "--json" in argv
+    try:
+        code = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+    except CycloptsError as error:
+        return _fail(_usage(error), as_json)
+    except CkptdError as error:
+        return _fail(error, as_json)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered would raise again when the interpreter flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 - a defect must end as a message too
+        return _fail(_defect(error), as_json)
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: CycloptsError) -> UsageError:
+    chain = getattr(error, "command_chain", None) or ()
+    return UsageError(" ".join(str(error).split()), hint=" ".join(["ckptd", *chain, "--help"]))
+
+
+def _defect(error: Exception) -> CkptdError:
+    wrapped = CkptdError(
+        "a defect of ckptd: please report it",
+        kind="internal",
+        found=repr(error),
+        hint="CKPTD_DEBUG=1 shows the traceback",
+    )
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _fail(error: CkptdError, as_json: bool) -> int:
+    from ckptd.cli.output import print_error
+
+    print_error(error, as_json)
+    return error.exit_code

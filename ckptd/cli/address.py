@@ -1,0 +1,140 @@
+"""How the command line names a checkpoint, and how it opens one.
+
+``ROOT`` is the newest checkpoint that counts, ``ROOT@STEP`` that step of the line, and
+``ROOT@STEP-gGENERATION`` that commit wherever it is, also beside the line. ``ROOT@latest`` says
+the first explicitly, for a root whose own name ends like a step.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ckptd.cli.output import note
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.leases import LEASE_S, Hold, hold
+from ckptd.engine.opening import root_spec
+from ckptd.errors import CkptdError, NotFoundError, StoreError, UsageError
+from ckptd.format.names import CommitName
+from ckptd.format.records import Commit
+
+__all__ = ["Address", "Root", "Where", "held", "needs_step", "opened"]
+
+Root = Annotated[str, Parameter(help="Path or URL of a root.")]
+Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
+
+_RENEWAL_S = 30.0
+_ADDRESS = re.compile(r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A root and, unless the newest checkpoint is meant, a step and perhaps a generation."""
+
+    root: str
+    step: int | None = None
+    generation: int | None = None
+
+    @staticmethod
+    def of(text: str) -> Address:
+        """Parse what a user gave."""
+        found = _ADDRESS.fullmatch(text)
+        if not found:
+            return Address(text)
+        root, step, generation = found.groups()
+        return Address(root, int(step) if step else None, int(generation) if generation else None)
+
+    def find(self, catalogue: Catalogue, *, everywhere: bool = False) -> CommitName:
+        """Return the commit that is meant.
+
+        Raises
+        ------
+        NotFoundError
+            There is none.
+        """
+        if self.step is not None:
+            lost = everywhere or self.generation is not None
+            return catalogue.find(self.step, all=lost, generation=self.generation)
+        latest = catalogue.latest()
+        if latest is None:
+            raise NotFoundError(
+                "no checkpoint counts here",
+                kind="no-commit",
+                where=self.root,
+                hint=f"ckptd ls {self.root} --all shows abandoned lines",
+            )
+        return latest
+
+
+def needs_step(text: str) -> Address:
+    """Parse an address that must name a step, for verbs where "the newest" is not obvious."""
+    address = Address.of(text)
+    if address.step is None:
+        raise UsageError(
+            "say which step",
+            where=text,
+            wanted="ROOT@STEP or ROOT@STEP-gGENERATION",
+            hint=f"ckptd ls {address.root}",
+        )
+    return address
+
+
+@contextmanager
+def opened(root: str) -> Iterator[Catalogue]:
+    """Open an existing root; creates nothing.
+
+    Raises
+    ------
+    NotFoundError
+        There is no root.
+    """
+    with root_spec(root).open() as store:
+        catalogue = Catalogue(store)
+        try:
+            catalogue.open()
+        except NotFoundError as error:
+            if "@" in root.rpartition("/")[2] and error.hint:
+                error.add_note("  note:   steps are written ROOT@STEP or ROOT@STEP-gGENERATION")
+            raise
+        yield catalogue
+
+
+@contextmanager
+def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit]:
+    """Keep a checkpoint from being deleted while the block runs, however long that takes.
+
+    In a root that nobody may write to it is read without a lease, and the user is told.
+    """
+    try:
+        lease = hold(catalogue, name, holder=holder)
+    except StoreError as error:
+        if error.kind != "permission":
+            raise
+        note(f"no lease on {name}, the root is read-only: if it is deleted, this fails")
+        yield catalogue.commit(name)
+        return
+    stop = threading.Event()
+    keeper = threading.Thread(target=_renew, args=(lease, stop), daemon=True)
+    keeper.start()
+    try:
+        yield lease.commit
+    finally:
+        # In this order, or a renewal under way would bring back what was released.
+        stop.set()
+        keeper.join(_RENEWAL_S)
+        lease.release()
+
+
+def _renew(lease: Hold, stop: threading.Event) -> None:
+    while not stop.wait(LEASE_S / 4):
+        try:
+            lease.renew()
+        except CkptdError as error:
+            # Three more tries before the lease runs out; what is deleted then fails its read.
+            note(f"the lease was not renewed: {error.message}")

@@ -1,0 +1,228 @@
+"""``ckptd gc``: delete what no kept checkpoint needs; the plan first."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import timedelta
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ckptd.cli.address import Root, opened
+from ckptd.cli.output import (
+    Document,
+    Json,
+    flag,
+    note,
+    print_document,
+    print_table,
+    size_text,
+)
+from ckptd.engine.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
+from ckptd.engine.policy import Best, Keep
+from ckptd.errors import RefusedError, UsageError
+
+__all__ = ["GcDocument", "Skipped", "duration_s", "gc"]
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+
+class Skipped(GcItem, frozen=True, kw_only=True):
+    """An item that stayed, and why."""
+
+    why: str
+
+
+class GcDocument(Document, frozen=True, kw_only=True, tag="gc"):
+    """What ``ckptd gc --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL.
+    dry_run
+        Nothing was deleted.
+    planned
+        What may go: kind (``commit``, ``data``, ``leftover``, ``parts``, ``pin``, ``lease``), key,
+        reason, nbytes, objects, and modified (seconds since 1970).
+    planned_bytes
+        Bytes that this frees.
+    kept
+        Checkpoints that stay, with the reasons.
+    notes
+        What somebody should look at.
+    deleted, skipped, swept
+        Items that are gone, those that stayed because something changed meanwhile (with `why`),
+        and names of what interrupted calls had left. Empty in a dry run.
+    """
+
+    root: str
+    dry_run: bool
+    planned: tuple[GcItem, ...]
+    planned_bytes: int
+    kept: tuple[GcKept, ...]
+    notes: tuple[str, ...]
+    deleted: tuple[GcItem, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    swept: tuple[str, ...] = ()
+
+
+def gc(
+    root: Root,
+    /,
+    *,
+    keep: Annotated[
+        int | None,
+        Parameter(help="Keep the newest so many of the line; all without any --keep."),
+    ] = None,
+    keep_every_steps: Annotated[
+        int | None, Parameter(help="Keep the first at or after each multiple.")
+    ] = None,
+    keep_every: Annotated[
+        str | None, Parameter(help="Keep the first of each period: 30m, 6h, 1d.")
+    ] = None,
+    keep_best: Annotated[
+        str | None, Parameter(help="Keep the best by a metric: loss:min:3, accuracy:max:1.")
+    ] = None,
+    abandoned: Annotated[str, Parameter(help="How long commits beside the line are kept.")] = "7d",
+    leftover: Annotated[
+        str, Parameter(help="Age at which an attempt of the newest generation is given up.")
+    ] = "1d",
+    dry_run: Annotated[bool, flag("Show the plan and change nothing.")] = False,
+    yes: Annotated[bool, flag("Do not ask.")] = False,
+    json: Json = False,
+) -> int:
+    """Delete what no kept checkpoint needs: leftovers, abandoned lines, and by --keep old steps.
+
+    Never deleted are the newest complete checkpoint and all after it, and what is pinned or read.
+    """
+    rule = _rule(keep, keep_every_steps, keep_every, keep_best)
+    waits = duration_s(abandoned, "--abandoned"), duration_s(leftover, "--leftover")
+    with opened(root) as catalogue:
+        plan = plan_gc(catalogue, rule, abandoned_s=waits[0], leftover_s=waits[1])
+        if not json:
+            _show_plan(plan)
+        report = GcReport()
+        if not dry_run:
+            _confirm(plan, root, yes=yes, ask=not json)
+            report = run_gc(catalogue.store, plan)
+        url = catalogue.store.url
+    if json:
+        print_document(_document(url, plan, report, dry_run=dry_run))
+    elif not dry_run:
+        _show_report(report)
+    return 0
+
+
+def _rule(
+    last: int | None, every_steps: int | None, every: str | None, best: str | None
+) -> Keep | None:
+    if (last, every_steps, every, best) == (None,) * 4:
+        return None
+    period = None if every is None else timedelta(seconds=duration_s(every, "--keep-every"))
+    # Given only, say, --keep-best, the newest alone stays besides: to keep all would make the
+    # other rules do nothing.
+    return Keep(
+        last=1 if last is None else last,
+        every_steps=every_steps,
+        every=period,
+        best=None if best is None else _best(best),
+    )
+
+
+def _best(text: str) -> Best:
+    metric, _, mode = text.rpartition(":")[0].rpartition(":")
+    count = text.rpartition(":")[2]
+    if metric and count.isdecimal():
+        if mode == "min":
+            return metric, "min", int(count)
+        if mode == "max":
+            return metric, "max", int(count)
+    raise UsageError(
+        "not a rule for the best",
+        kind="bad-policy",
+        where="--keep-best",
+        wanted="METRIC:min:N or METRIC:max:N",
+        found=text,
+    )
+
+
+def duration_s(text: str, where: str) -> float:
+    """Return a duration such as ``90s``, ``30m``, ``6h``, ``7d`` or ``2w`` in seconds.
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
+    if not found:
+        raise UsageError(
+            "not a duration", kind="bad-policy", where=where, wanted="30m, 6h, 7d", found=text
+        )
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:
+    """Ask a person; refuse where nobody can answer."""
+    if yes or not plan.items:
+        return
+    if not ask or not sys.stdin.isatty():
+        raise RefusedError(
+            f"{len(plan.items)} things would be deleted, and nobody is there to confirm it",
+            kind="unconfirmed",
+            where=root,
+            hint="--yes deletes without asking; --dry-run only shows the plan",
+        )
+    print(f"delete {len(plan.items)} things, {size_text(plan.nbytes)}? [y/N] ", end="", flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RefusedError("nothing was deleted", kind="unconfirmed", where=root)
+
+
+def _document(url: str, plan: GcPlan, report: GcReport, *, dry_run: bool) -> GcDocument:
+    import msgspec
+
+    return GcDocument(
+        root=url,
+        dry_run=dry_run,
+        planned=plan.items,
+        planned_bytes=plan.nbytes,
+        kept=plan.kept,
+        notes=plan.notes,
+        deleted=report.deleted,
+        skipped=tuple(Skipped(**msgspec.structs.asdict(i), why=why) for i, why in report.skipped),
+        swept=report.swept,
+    )
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show_plan(plan: GcPlan) -> None:
+    for text in plan.notes:
+        note(text)
+    if plan.kept:
+        print_table(
+            (">KEEP STEP", ">GEN", "BECAUSE"),
+            [(str(k.step), str(k.generation), "; ".join(k.reasons)) for k in plan.kept],
+        )
+        print()
+    if not plan.items:
+        print("nothing to delete")
+        return
+    print_table(
+        ("DELETE", "KEY", ">SIZE", "BECAUSE"),
+        [(i.kind, i.key, size_text(i.nbytes) if i.nbytes else "", i.reason) for i in plan.items],
+    )
+    print(f"\nin all {len(plan.items)} things, {size_text(plan.nbytes)}")
+
+
+def _show_report(report: GcReport) -> None:
+    for item, why in report.skipped:
+        note(f"kept {item.key}: {why}")
+    if report.deleted:
+        freed = size_text(sum(i.nbytes for i in report.deleted))
+        print(f"deleted {len(report.deleted)} things, {freed}")
+    if report.swept:
+        print(f"removed {len(report.swept)} remains of interrupted calls")

@@ -1,0 +1,131 @@
+"""``ckptd pin``, ``unpin`` and ``pins``: checkpoints that are never deleted."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.address import Address, Root, Where, needs_step, opened
+from ckptd.cli.output import Document, Json, print_document, print_table
+from ckptd.cli.output import time_text as when
+from ckptd.engine.catalogue import Catalogue
+from ckptd.errors import NotFoundError
+from ckptd.format.names import CommitName, commit_key, pin_key
+from ckptd.format.records import Pin
+
+__all__ = ["PinDocument", "PinRow", "PinsDocument", "UnpinDocument", "pin", "pins", "unpin"]
+
+
+class PinRow(msgspec.Struct, frozen=True):
+    """One pin: the checkpoint, when and why it was pinned, and whether it still exists."""
+
+    step: int
+    generation: int
+    created: str
+    reason: str
+    exists: bool
+
+
+class PinDocument(Document, frozen=True, kw_only=True, tag="pin"):
+    """What ``ckptd pin --json`` prints: the pin as it is now (pinning twice keeps the first)."""
+
+    root: str
+    pin: PinRow
+
+
+class UnpinDocument(Document, frozen=True, kw_only=True, tag="unpin"):
+    """What ``ckptd unpin --json`` prints: the checkpoint that is no longer pinned."""
+
+    root: str
+    step: int
+    generation: int
+
+
+class PinsDocument(Document, frozen=True, kw_only=True, tag="pins"):
+    """What ``ckptd pins --json`` prints: every pin of the root, by step."""
+
+    root: str
+    pins: tuple[PinRow, ...]
+
+
+def pin(
+    where: Where,
+    /,
+    *,
+    reason: Annotated[str, Parameter(help="Why, for people.", show_default=False)] = "",
+    json: Json = False,
+) -> int:
+    """Keep a checkpoint for ever: no retention and no gc deletes it."""
+    address = Address.of(where)
+    with opened(address.root) as catalogue:
+        name = address.find(catalogue)
+        catalogue.pin(name, reason)
+        document = PinDocument(root=catalogue.store.url, pin=_row(catalogue, name))
+    if json:
+        print_document(document)
+    else:
+        print(f"pinned {name}")
+    return 0
+
+
+def unpin(where: Where, /, *, json: Json = False) -> int:
+    """Take a pin away; the checkpoint stays until retention or gc finds it superfluous."""
+    address = needs_step(where)
+    with opened(address.root) as catalogue:
+        name = _pinned(catalogue, address)
+        catalogue.unpin(name)
+        document = UnpinDocument(
+            root=catalogue.store.url, step=name.step, generation=name.generation
+        )
+    if json:
+        print_document(document)
+    else:
+        print(f"no longer pinned: {name}")
+    return 0
+
+
+def pins(root: Root, /, *, json: Json = False) -> int:
+    """List the pinned checkpoints."""
+    with opened(root) as catalogue:
+        rows = tuple(_row(catalogue, name) for name in sorted(catalogue.pins()))
+        document = PinsDocument(root=catalogue.store.url, pins=rows)
+    if json:
+        print_document(document)
+    elif rows:
+        print_table(
+            (">STEP", ">GEN", "PINNED", "REASON"),
+            [(str(r.step), str(r.generation), when(r.created), _reason(r)) for r in document.pins],
+        )
+    else:
+        print("nothing is pinned")
+    return 0
+
+
+def _reason(row: PinRow) -> str:
+    return row.reason if row.exists else f"{row.reason} (the checkpoint is gone)".strip()
+
+
+def _row(catalogue: Catalogue, name: CommitName) -> PinRow:
+    record = catalogue.read(pin_key(name), Pin)
+    exists = catalogue.store.exists(commit_key(name))
+    return PinRow(name.step, name.generation, record.created, record.reason, exists)
+
+
+def _pinned(catalogue: Catalogue, address: Address) -> CommitName:
+    """Return the pin that is meant; its checkpoint need not exist any more."""
+    found = [
+        name
+        for name in sorted(catalogue.pins(), reverse=True)
+        if name.step == address.step and address.generation in (None, name.generation)
+    ]
+    if not found:
+        raise NotFoundError(
+            f"step {address.step} is not pinned",
+            kind="no-pin",
+            where=address.root,
+            hint=f"ckptd pins {address.root}",
+        )
+    counted = set(catalogue.line())
+    return next((name for name in found if name in counted), found[0])
