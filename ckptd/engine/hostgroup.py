@@ -14,8 +14,8 @@ from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["HostGroup"]
 
-_Post = tuple[bytes, int, tuple[int, str, str]]
-"""What a rank needs, its budget, and its process."""
+_Post = tuple[bytes, int, bool, tuple[int, str, str]]
+"""What a rank needs, its budget, whether its store has local files, and its process."""
 
 
 class HostGroup:
@@ -106,17 +106,24 @@ class HostGroup:
         """Wait for all local ranks. One that failed has told so by its pulse: raises its error."""
         self.exchange(tag, b"")
 
-    def needs(self, runs: Runs, budget_bytes: int) -> tuple[list[Runs], int]:
+    def needs(self, runs: Runs, budget_bytes: int, local: bool) -> tuple[list[Runs], int]:
         """Tell what this rank needs; return every local rank's needs and the smallest budget.
 
         From here on the processes of the others are known, so that a dead one is noticed at once.
         """
-        post = msgspec.msgpack.encode((encode_runs(runs), budget_bytes, identity()))
+        post = msgspec.msgpack.encode((encode_runs(runs), budget_bytes, local, identity()))
         posts = [msgspec.msgpack.decode(raw, type=_Post) for raw in self.exchange("needs", post)]
-        for peer, (_, _, process) in enumerate(posts):
+        for peer, (_, _, _, process) in enumerate(posts):
             if peer != self.local_rank:
                 self._alive[peer] = liveness(process)
-        return [decode_runs(raw) for raw, _, _ in posts], min(budget for _, budget, _ in posts)
+        if len({post[2] for post in posts}) > 1:
+            raise UsageError(
+                "ranks of one host read from stores of different kinds",
+                kind="bad-option",
+                wanted="all with local files, or none",
+                found=[self.members[i] for i, post in enumerate(posts) if post[2]],
+            )
+        return [decode_runs(post[0]) for post in posts], min(post[1] for post in posts)
 
     def share_memory(self, size: int) -> SharedMemory | None:
         """Return `size` bytes that all local ranks map, or None when one of them cannot.

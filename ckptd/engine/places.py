@@ -7,9 +7,7 @@ more than what is referred to here, so there the safetensors header tells, by ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-
-import numpy as np
+from collections.abc import Mapping
 
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.format.container import MAX_HEADER_BYTES, Chunk, header_bytes, parse_header
@@ -39,31 +37,33 @@ class Places:
         self.manifest = manifest
         self.filemap = filemap
         self._store = store
+        self._folder = manifest.folder
+        self._checked: dict[int, bool] = {}
         self._headers: dict[int, dict[str, Chunk]] = {}
         self._lock = threading.Lock()
 
     def is_own(self, file: int) -> bool:
         """Whether this checkpoint wrote `file` itself."""
-        return is_home(self.manifest.files[file].path, self.manifest.folder)
+        return is_home(self.manifest.files[file].path, self._folder)
 
-    def of(self, tensor: int, pieces: Iterable[int]) -> list[tuple[int, int]]:
-        """Return ``(file, first byte in its data section)`` of each piece; `ABSENT` for no file.
+    def of(self, tensor: int, piece: int) -> tuple[int, int]:
+        """Return ``(file, first byte in its data section)`` of a piece; `ABSENT` for no file.
 
         Raises
         ------
         CorruptError
             The file's header does not hold the chunk, or manifest and file disagree.
         """
-        wanted = np.fromiter(pieces, dtype=np.int64)
-        entry = self.filemap.tensors[tensor]
-        owners = self.filemap.owners[entry.owners]
-        files = owners.owners_of(wanted, entry.base).tolist()
-        return [
-            (f, self._start(tensor, p, f) if f != ABSENT else 0)
-            for p, f in zip(wanted.tolist(), files, strict=True)
-        ]
+        file, start, _ = self.filemap.locate(tensor, piece)
+        if file == ABSENT:
+            return ABSENT, 0
+        own = self._checked.get(file)
+        if own is None:
+            own = self._check(tensor, file)
+        return file, start if own else self._chunk(tensor, piece, file).start
 
-    def _start(self, tensor: int, piece: int, file: int) -> int:
+    def _check(self, tensor: int, file: int) -> bool:
+        """Check once for each file that it exists and has the size that the tables imply."""
         if not 0 <= file < len(self.manifest.files):
             raise CorruptError(
                 "an owner map names a file that does not exist",
@@ -71,18 +71,18 @@ class Places:
                 where=self.filemap.tensors[tensor].name,
                 found=f"file {file} of {len(self.manifest.files)}",
             )
-        if not self.is_own(file):
-            return self._chunk(tensor, piece, file).start
-        entry = self.manifest.files[file]
-        if self.filemap.data_bytes(file) != entry.data_bytes:
+        entry, own = self.manifest.files[file], self.is_own(file)
+        implied = self.filemap.data_bytes(file)
+        if own and implied != entry.data_bytes:
             raise CorruptError(
                 "the manifest's tables and its file size disagree",
                 kind="bad-manifest",
                 where=entry.path,
-                wanted=f"{self.filemap.data_bytes(file)} bytes",
+                wanted=f"{implied} bytes",
                 found=f"{entry.data_bytes} bytes",
             )
-        return self.filemap.locate(tensor, piece)[1]
+        self._checked[file] = own
+        return own
 
     def _chunk(self, tensor: int, piece: int, file: int) -> Chunk:
         dtype, cut = self.filemap.dtypes[tensor], self.filemap.grid_of(tensor).piece(piece)

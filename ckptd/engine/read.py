@@ -208,7 +208,7 @@ class _Run:
         group, line = self._group, self._plan.line
         if budget_bytes is None:
             budget_bytes = available_bytes() // (2 if self._local else 4)
-        needs, budget_bytes = group.needs(self._plan.needed, budget_bytes)
+        needs, budget_bytes = group.needs(self._plan.needed, budget_bytes, self._local)
         gap = 0 if self._local else 1
         blocks = budget_bytes // BLOCK_BYTES
         self._schedule = make_schedule(line, needs, group.local_rank, budget_blocks=blocks, gap=gap)

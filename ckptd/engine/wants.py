@@ -200,8 +200,8 @@ def _plan_one(places: Places, want: Want, moves: list[Move], absent: list[tuple[
         raise MismatchError(
             error.message, where=f"tensor {name}", wanted=error.wanted, found=error.found
         ) from None
-    found = places.of(tensor, [c.piece for c in copies])
-    for copy, (file, start) in zip(copies, found, strict=True):
+    for copy in copies:
+        file, start = places.of(tensor, copy.piece)
         if file == ABSENT:
             absent.append((tensor, grid.piece(copy.piece).box))
             continue
