@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 FORMAT = "ckptd"
 VERSION = 1
@@ -204,7 +207,14 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 def decode_json(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8, refusing duplicate keys, NaN, infinity and runaway nesting."""
+    """Parse a JSON object in UTF-8.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-json``: something else, a repeated key, NaN, infinity, a lone surrogate, or
+        nesting without end.
+    """
     try:
         document = json.loads(
             str(raw, "utf-8"),
@@ -212,6 +222,8 @@ def decode_json(raw: bytes, where: str) -> dict[str, Any]:
             parse_constant=_no_constant,
             parse_float=_finite,
         )
+        if _ESCAPED_SURROGATE.search(raw):  # alone it is no character, and nobody can write it
+            json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CorruptError(
             "not JSON", kind="bad-json", where=where, found=str(error)[:200]
