@@ -37,6 +37,7 @@ __all__ = [
     "Holder",
     "Placement",
     "Sharded",
+    "ambiguous",
     "local_regions",
     "local_shape",
     "nested",
@@ -247,6 +248,30 @@ def nested(mesh_shape: Shape, placements: Placements) -> Placements | None:
         for position, axis in enumerate(order):
             out[axis] = ("ordered", dim, position)
     return tuple(out)
+
+
+@lru_cache(maxsize=1024)
+def ambiguous(shape: Shape, mesh_shape: Shape, placements: Placements) -> bool:
+    """Whether the strided and the `nested` reading of these placements differ for this shape.
+
+    They do only where parts come out uneven. What FSDP2 made is nested; what ``distribute_tensor``
+    made of explicit strided placements is strided. With two cuts of a dimension some rank's
+    `local_shape` then tells which it was; with three, not even that need be so.
+
+    Raises
+    ------
+    ValueError
+        The placements do not fit the tensor or the mesh.
+    """
+    strided = sharded_grid(shape, mesh_shape, placements)
+    order = nested(mesh_shape, placements)
+    if order is None or order == placements:
+        return False
+    other = sharded_grid(shape, mesh_shape, order)
+    return strided.grid != other.grid or any(
+        not np.array_equal(a.coordinates, b.coordinates)
+        for a, b in zip(strided.holders, other.holders, strict=True)
+    )
 
 
 def _place_of(factor: int, parts: list[int]) -> int | None:

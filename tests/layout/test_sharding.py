@@ -19,6 +19,7 @@ from ckptd.layout.plan import plan
 from ckptd.layout.proof import prove
 from ckptd.layout.sharding import (
     Placement,
+    ambiguous,
     local_regions,
     local_shape,
     nested,
@@ -183,6 +184,39 @@ def test_holders_of_nested_cuts_are_in_mesh_order() -> None:
     assert holder.mesh_axes == (0, 1)
     assert holder.coordinates.tolist() == [[0, 0], [1, 0], [0, 1], [1, 1], [2, 1]]
     assert owner_array(*case, np.arange(6).reshape(3, 2)).tolist() == [0, 2, 1, 3, 5]
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 6))
+def test_two_cuts_that_are_ambiguous_show_in_some_local_shape(rows: int, dp: int, tp: int) -> None:
+    strided: tuple[Placement, ...] = (("strided", 0, tp), ("shard", 0))
+    order = nested((dp, tp), strided)
+    assert order is not None
+    readings = [
+        [
+            (local_shape((rows,), (dp, tp), p, at), local_regions((rows,), (dp, tp), p, at))
+            for at in itertools.product(range(dp), range(tp))
+        ]
+        for p in (strided, order)
+    ]
+    assert ambiguous((rows,), (dp, tp), strided) == (readings[0] != readings[1])
+    same_shapes = [s for s, _ in readings[0]] == [s for s, _ in readings[1]]
+    assert same_shapes == (readings[0] == readings[1])
+
+
+def test_three_cuts_may_be_ambiguous_behind_equal_shapes() -> None:
+    """Why comparing shapes is not enough: nine rows, 2 data, 2 expert and 3 tensor ranks."""
+    mesh_shape = (2, 2, 3)
+    strided: tuple[Placement, ...] = (("strided", 0, 6), ("shard", 0), ("shard", 0))
+    order = nested(mesh_shape, strided)
+    assert order is not None
+    for at in itertools.product(*map(range, mesh_shape)):
+        assert local_shape((9,), mesh_shape, strided, at) == local_shape(
+            (9,), mesh_shape, order, at
+        )
+    assert ambiguous((9,), mesh_shape, strided)
+    assert not ambiguous((12,), mesh_shape, strided)
+    assert not ambiguous((9,), (4,), (("strided", 0, 2),))
+    assert not ambiguous((9,), (4,), (("shard", 0),))
 
 
 def test_nested_follows_the_split_factors() -> None:
