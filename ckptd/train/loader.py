@@ -223,10 +223,7 @@ class Loader:
         if self._host is None:
             self._host = host_members(self._agreement)
         self._loads += 1
-        members = self._host
-        if members != tuple(range(members[0], members[-1] + 1)):
-            members = (board.rank,)  # ranks dealt out over hosts in turn: each reads for itself
-        return HostGroup(board, f"read/{self._loads}", members.index(board.rank), len(members))
+        return HostGroup(board, f"read/{self._loads}", board.rank, self._host)
 
     def _objects(
         self, manifest: Manifest, filemap: FileMap, matching: Matching, leaves: Any

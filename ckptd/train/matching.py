@@ -140,7 +140,8 @@ def match(
     _match_objects(found, leaves, saved, wanted, to_saved, used)
     live_names = {to_saved(n) for n in (*leaves.tensors, *leaves.objects, *leaves.per_rank)}
     everything = [*saved.tensors, *saved.objects, *saved.per_rank]
-    found.unexpected = [n for n in everything if n not in used | live_names and wanted(n)]
+    known = used | live_names
+    found.unexpected = [n for n in everything if n not in known and wanted(n)]
     if differences or (strict and (found.missing or found.unexpected)):
         raise _error(found, differences, saved, leaves, strict)
     return found

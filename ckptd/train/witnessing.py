@@ -42,13 +42,15 @@ def check_witness(catalogue: Catalogue, manifest: Manifest, wants: Sequence[Want
         raise CorruptError("the witness is not what was written", kind="digest", where=key)
     plan = WitnessPlan.of(manifest)
     witness = Witness.decode(raw, key, plan)
+    words = witness.values.view(np.uint64).reshape(-1)
     wrong: list[str] = []
     for want in wants:
         entry = manifest.tensors[want.tensor]
         slots, elements = plan.select(want.tensor, want.regions)
         itemsize = dtype_of(entry.dtype).itemsize
         found = gather(want.target.view(np.uint8), itemsize, elements)
-        good = (found == witness.values[slots]).all(axis=1) | (witness.present[slots] == 0)
+        wanted = words[slots]
+        good = (found.view(np.uint64).reshape(-1) == wanted) | (witness.present[slots] == 0)
         if not good.all():
             wrong.append(f"{entry.name} ({int((~good).sum())} of {len(slots)} values)")
     if wrong:
