@@ -1,0 +1,88 @@
+"""``ckptd cp``: copy checkpoints between roots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.opening import root_spec
+from ckptd.engine.transfer import Copied, Transfer
+from ckptd.errors import UsageError
+from ckptd.format.names import CommitName
+
+__all__ = ["CpDocument", "cp"]
+
+
+class CpDocument(Document, frozen=True, kw_only=True, tag="cp"):
+    """What ``ckptd cp --json`` prints.
+
+    Attributes
+    ----------
+    source, target
+        URLs of the roots.
+    checkpoints
+        What became of each, oldest first: step, source_generation, generation (of the copy), state
+        (``copied``, or ``present``: it was there already), bytes, files, reused_files (finished by
+        an earlier copy that was killed).
+    """
+
+    source: str
+    target: str
+    checkpoints: tuple[Copied, ...]
+
+
+def cp(
+    source: Where,
+    target: Annotated[str, Parameter(help="Path or URL of the root to copy into.")],
+    /,
+    *,
+    all: Annotated[bool, flag("Copy every checkpoint that counts, oldest first.")] = False,
+    json: Json = False,
+) -> int:
+    """Copy checkpoints to another root, checking digests on the way.
+
+    A copy that is killed leaves the target as it was; started again, it goes on where it stopped.
+    It claims a generation of the target, so a job that saves there is told to stop.
+    """
+    address = Address.of(source)
+    if all and address.step is not None:
+        raise UsageError("--all copies every step", where=source, wanted="ROOT without @STEP")
+    with opened(address.root) as catalogue, root_spec(target).open() as store:
+        names = catalogue.line() if all else [address.find(catalogue)]
+        done = _copy(catalogue, names, Catalogue(store))
+        document = CpDocument(source=catalogue.store.url, target=store.url, checkpoints=done)
+    if json:
+        print_document(document)
+    else:
+        _show(document)
+    return 0
+
+
+def _copy(source: Catalogue, names: Sequence[CommitName], target: Catalogue) -> tuple[Copied, ...]:
+    done = []
+    with progress_bar("copying") as bar:
+        with contextlib.closing(Transfer(source, target, bar)) as transfer:
+            for name in names:
+                with held(source, name, "cp") as commit:
+                    done.append(transfer.copy(commit))
+    return tuple(done)
+
+
+def _show(document: CpDocument) -> None:
+    for c in document.checkpoints:
+        if c.state == "present":
+            print(f"step {c.step} is there already (generation {c.generation})")
+            continue
+        again = f", {c.reused_files} of them there already" if c.reused_files else ""
+        print(
+            f"copied step {c.step}: {size_text(c.bytes)} in {c.files} files{again}, now step"
+            f" {c.step} of generation {c.generation} in {document.target}"
+        )
+    if not document.checkpoints:
+        print("no checkpoint counts there: nothing to copy")

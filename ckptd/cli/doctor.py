@@ -1,0 +1,113 @@
+"""``ckptd doctor``: what this machine and this store can do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.output import Document, Json, flag, print_document
+from ckptd.engine.doctor import CREATE_ONLY, Check, probe
+from ckptd.engine.hostinfo import environment, versions
+from ckptd.errors import RefusedError
+from ckptd.store import StoreSpec, registry_problems
+
+__all__ = ["DoctorDocument", "PluginRow", "doctor"]
+
+
+class PluginRow(msgspec.Struct, frozen=True):
+    """An installed store that cannot be used: its URL scheme, its package, and why."""
+
+    scheme: str
+    origin: str
+    message: str
+
+
+class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
+    """What ``ckptd doctor --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL; null when none was given.
+    healthy
+        Nothing failed.
+    checks
+        Findings about the store, each with name (``root``, ``durability``, ``space``, ``files``,
+        ``write``, ``create-only``, ``listing``, ``ranges``, ``latency``, ``speed``), status
+        (``ok``, ``info``, ``warn``, ``fail``) and message.
+    plugins
+        Installed packages that do not work.
+    versions
+        By package; null when it is not installed.
+    environment
+        Limits and settings of this process, without secrets.
+    """
+
+    root: str | None
+    healthy: bool
+    checks: tuple[Check, ...]
+    plugins: tuple[PluginRow, ...]
+    versions: dict[str, str | None]
+    environment: dict[str, str]
+
+
+def doctor(
+    root: Annotated[
+        str | None, Parameter(help="Path or URL; need not exist yet.", show_default=False)
+    ] = None,
+    /,
+    *,
+    read_only: Annotated[bool, flag("Write nothing.")] = False,
+    quick: Annotated[bool, flag("Do not measure speed.")] = False,
+    json: Json = False,
+) -> int:
+    """Probe a root's store, plugins, versions and environment.
+
+    What it writes lies in a folder of its own below ROOT and is removed again.
+    """
+    checks: list[Check] = []
+    if root is not None:
+        for check in probe(StoreSpec(root), write=not read_only, speed=not quick):
+            checks.append(check)
+            if not json:
+                print(f"{check.status:5} {check.name:12} {check.message}", flush=True)
+    problems = tuple(PluginRow(p.scheme, p.origin, p.message) for p in registry_problems())
+    document = DoctorDocument(
+        root=root,
+        healthy=not problems and all(c.status != "fail" for c in checks),
+        checks=tuple(checks),
+        plugins=problems,
+        versions=versions(),
+        environment=environment(),
+    )
+    if json:
+        print_document(document)
+    else:
+        _show(document)
+    _refuse(document)
+    return 0 if document.healthy else 1
+
+
+def _show(document: DoctorDocument) -> None:
+    for p in document.plugins:
+        print(f"fail  plugin       {p.scheme}:// from {p.origin}: {p.message}")
+    for name, version in document.versions.items():
+        print(f"info  version      {name} {version or '(not installed)'}")
+    for name, value in document.environment.items():
+        print(f"info  environment  {name} = {value}")
+    print("\nall is well" if document.healthy else "\nsomething does not work: see `fail` above")
+
+
+def _refuse(document: DoctorDocument) -> None:
+    for check in document.checks:
+        if check.name == CREATE_ONLY and check.status == "fail":
+            raise RefusedError(
+                "checkpoints cannot be kept here",
+                kind="no-create-only",
+                where=document.root,
+                wanted="a store on which exactly one of several writers creates an object",
+                found=check.message,
+                hint="a local or shared file system, or S3 with If-None-Match",
+            )

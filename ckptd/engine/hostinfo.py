@@ -1,0 +1,94 @@
+"""What this machine brings along: versions, settings, limits, file systems. Imports none of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.engine.memory import available_bytes
+from ckptd.engine.pool import cores
+
+__all__ = ["Mount", "environment", "mount_of", "versions"]
+
+PACKAGES = (
+    "ckptd",
+    "numpy",
+    "ml_dtypes",
+    "msgspec",
+    "xxhash",
+    "zstandard",
+    "safetensors",
+    "fsspec",
+    "s3fs",
+    "torch",
+)
+_SETTINGS = re.compile(r"(CKPTD|AWS|FSSPEC|S3|GOOGLE_CLOUD|AZURE)_\w+|\w*_proxy|\w*_PROXY|TMPDIR")
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|SAS", re.IGNORECASE)
+_USERINFO = re.compile(r"(://)[^/@]*@")
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, the system and the packages that matter; None: not there."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def environment() -> dict[str, str]:
+    """Return limits of this process and the variables that matter, without secrets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = {
+        "cores": str(cores()),
+        "memory available": f"{available_bytes()} bytes",
+        "open files": f"{soft} of at most {hard}",
+    }
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        stat = os.statvfs(shm)
+        found["/dev/shm free"] = f"{stat.f_bavail * stat.f_frsize} bytes"
+    for name in sorted(filter(_SETTINGS.fullmatch, os.environ)):
+        secret = _SECRET.search(name)
+        found[name] = "***" if secret else _USERINFO.sub(r"\1***@", os.environ[name])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """Where a path lies: type of the file system, what is mounted, and where."""
+
+    kind: str
+    source: str
+    point: str
+
+
+def mount_of(path: str | os.PathLike[str]) -> Mount | None:
+    """Return the mount that holds `path`, which need not exist; None where nobody knows."""
+    real = os.path.realpath(path)
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    best: Mount | None = None
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields, tail = left.split(), right.split()
+        if len(fields) < 5 or len(tail) < 2:
+            continue
+        point = fields[4].replace("\\040", " ")
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # Of two mounts on one point the later one is seen.
+        if inside and (best is None or len(point) >= len(best.point)):
+            best = Mount(tail[0], tail[1], point)
+    return best
