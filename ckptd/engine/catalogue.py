@@ -197,6 +197,7 @@ class Catalogue(Index):
                 )
         self.store.sync(COMMITS)
         self._known.add(commit.name)
+        self._records.pop(commit.name, None)
         self._withdraw_hollow(commit)
         self.check_not_superseded(commit.generation)
 

@@ -33,6 +33,7 @@ from ckptd.format.names import (
     parse_data_folder,
     pin_key,
 )
+from ckptd.format.records import Commit
 from ckptd.store.base import Store
 
 __all__ = ["GcItem", "GcKept", "GcPlan", "GcReport", "plan_gc", "run_gc"]
@@ -183,7 +184,7 @@ def plan_gc(
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
     items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
     if thorough:
-        items += _parts(catalogue, inventory, set(chosen.kept))
+        items += _parts(catalogue.store, [inventory.records[n] for n in chosen.kept])
     items += _markers(catalogue, inventory, now)
     return GcPlan(
         newest=inventory.newest,
@@ -236,13 +237,11 @@ def _weigh(store: Store, kind: Kind, folder: str) -> GcItem:
     )
 
 
-def _parts(
-    catalogue: Catalogue, inventory: Inventory, kept: Iterable[CommitName]
-) -> Iterator[GcItem]:
-    for name in sorted(kept):
-        folder = inventory.records[name].folder
-        if PARTS in catalogue.store.children(folder):
-            item = _weigh(catalogue.store, "parts", folder + PARTS)
+def _parts(store: Store, records: Iterable[Commit]) -> Iterator[GcItem]:
+    """Reports of attempts that are committed, or were once and still lend their data."""
+    for folder in sorted({f for r in records for f in r.folders}):
+        if PARTS in store.children(folder):
+            item = _weigh(store, "parts", folder + PARTS)
             yield msgspec.structs.replace(item, reason="the attempt is committed")
 
 

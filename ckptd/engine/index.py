@@ -91,6 +91,8 @@ class Index(Root):
         if not self.store.capabilities.consistent_list:
             hidden = self._known - found
             found |= {c for c in hidden if self.store.exists(commit_key(c))}
+        for gone in self._records.keys() - found:
+            self._records.pop(gone, None)  # the name may come back with another attempt
         return sorted(found)
 
     def line(self) -> list[CommitName]:
@@ -202,12 +204,13 @@ class Index(Root):
         A commit that was deleted since the listing is left out.
         """
         wanted = list(names)
-        missing = [n for n in wanted if n not in self._records]
+        found = {n: self._records.get(n) for n in wanted}
+        missing = [n for n, r in found.items() if r is None]
         with ThreadPoolExecutor(max(1, min(len(missing), self.store.capabilities.parallel))) as p:
-            for name, record in zip(missing, p.map(self._commit_or_none, missing), strict=True):
-                if record is not None:
-                    self._records[name] = record
-        return {n: self._records[n] for n in wanted if n in self._records}
+            found.update(zip(missing, p.map(self._commit_or_none, missing), strict=True))
+        records = {n: r for n, r in found.items() if r is not None}
+        self._records.update(records)
+        return records
 
     def _commit_or_none(self, name: CommitName) -> Commit | None:
         try:

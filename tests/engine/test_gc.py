@@ -115,6 +115,7 @@ def test_plan_says_what_and_why(scene: Scene) -> None:
             "never committed, and generation 1 is over"
         ),
         ("leftover", "data/000000000050-g00000002-lost/"): "another attempt committed this step",
+        ("parts", "data/000000000020-g00000001-a/parts/"): "the attempt is committed",
         ("parts", "data/000000000050-g00000002-a/parts/"): "the attempt is committed",
         ("pin", "pins/000000000005-g00000001.json"): "what it pinned is gone",
         ("lease", "leases/old.json"): "ran out (a reader)",
@@ -342,9 +343,22 @@ def visit_gc(scene: Scene) -> Callable[[], None]:
     return lambda: None
 
 
+def visit_claim(scene: Scene) -> Callable[[], None]:
+    """A job that loaded an older step goes on from it."""
+    claimed = Catalogue(scene.store).claim(CommitName(10, 1), 2, "load")
+
+    def check() -> None:
+        assert Catalogue(scene.store).latest() == CommitName(10, 1)
+        assert_whole(scene.store, [CommitName(10, 1)])
+        save(Catalogue(scene.store), 11, claimed.generation)
+
+    return check
+
+
 VISITS = [
     visit_hold,
     visit_pin,
+    visit_claim,
     visit_rollback,
     visit_revival,
     visit_save,
