@@ -16,7 +16,8 @@ from ckptd.testing.ranks import run_ranks
 from tests.layout import brute
 from tests.layout.test_sharding import to_torch
 
-pytestmark = pytest.mark.dist
+# Minutes only where many others use the machine; seconds otherwise.
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 MESHES = ((6,), (2, 3), (3, 2), (6, 1), (2, 1, 3), (1, 3, 2))
 SHAPES = ((7,), (6, 4), (5, 9), (13, 1, 3), (2, 0), (1,), (12, 5))
@@ -76,7 +77,7 @@ def _compare(
 
 
 def test_distributed_tensors_on_six_ranks() -> None:
-    counts = run_ranks(6, _compare_all)
+    counts = run_ranks(6, _compare_all, deadline_s=240)
     assert counts == [counts[0]] * 6
     assert counts[0] > 1000
 
@@ -119,7 +120,7 @@ def _all_fsdp() -> list[tuple[bool, bool]]:
 
 def test_fsdp2_over_tensor_parallelism_is_the_nested_reading() -> None:
     """Also where it comes out uneven, and torch's own placements describe it wrongly."""
-    by_rank = run_ranks(6, _all_fsdp)
+    by_rank = run_ranks(6, _all_fsdp, deadline_s=240)
     for i in range(6):
         assert all(ranks[i][0] for ranks in by_rank)
     assert all(ranks[0][1] for ranks in by_rank)  # 12 rows: even, both readings fit
