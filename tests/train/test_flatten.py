@@ -249,7 +249,7 @@ class Unknown:
         (np.zeros(2, dtype=[("x", "f4")]), "a.b"),
         (np.zeros(2, dtype="M8[s]"), "a.b"),
         (PerRank([lambda: 0]), "a.b[0]"),
-        (torch.sparse_coo_tensor(size=(2, 2), check_invariants=True), "a.b"),
+        (torch.eye(2).to_sparse(), "a.b"),
         (torch.zeros(2, device="meta"), "a.b"),
         (nn.parameter.UninitializedParameter(), "a.b"),
     ],

@@ -61,7 +61,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, steps: range) -> list[fl
             optimizer.zero_grad()
             loss = (model(x) ** 2).mean()
             loss.backward()
-            return loss.item()
+            return float(loss.item())
 
         losses.append(optimizer.step(closure))
     return losses
@@ -348,7 +348,10 @@ def test_groups_that_differ_are_listed_and_nothing_changes() -> None:
 def test_groups_without_parameters() -> None:
     def make(lrs: list[float]) -> dict[str, Any]:
         model = net(1)
-        groups = [{"params": list(model.parameters())}, *({"params": [], "lr": lr} for lr in lrs)]
+        groups: list[dict[str, Any]] = [
+            {"params": list(model.parameters())},
+            *({"params": [], "lr": lr} for lr in lrs),
+        ]
         return {"m": model, "o": optim.SGD(groups)}
 
     state = make([0.0, 0.0])
@@ -519,7 +522,7 @@ def test_objects_that_share_memory_with_the_model() -> None:
     two = make(2)
     give(taken, two)
     assert two["h"].content["w"] is two["m"].scale
-    apart = {"m": net(2), "h": Holder({"w": torch.zeros(()), "n": 0})}
+    apart: dict[str, Any] = {"m": net(2), "h": Holder({"w": torch.zeros(()), "n": 0})}
     give(taken, apart)
     assert apart["h"].content["w"] == apart["m"].scale
 
