@@ -141,7 +141,7 @@ def _best(text: str) -> Best:
             return metric, "max", int(count)
     raise UsageError(
         "not a rule for the best",
-        kind="bad-policy",
+        kind="bad-argument",
         where="--keep-best",
         wanted="METRIC:min:N or METRIC:max:N",
         found=text,
@@ -159,7 +159,7 @@ def duration_s(text: str, where: str) -> float:
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
     if not found:
         raise UsageError(
-            "not a duration", kind="bad-policy", where=where, wanted="30m, 6h, 7d", found=text
+            "not a duration", kind="bad-argument", where=where, wanted="30m, 6h, 7d", found=text
         )
     return float(found[1]) * _UNITS[found[2]]
 

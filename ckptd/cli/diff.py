@@ -1,0 +1,181 @@
+"""``ckptd diff``: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.inspect import matches, no_tensor
+from ckptd.cli.output import Document, Json, flag, print_document, print_table, progress_bar
+from ckptd.engine.diff import DiffReport, ObjectDiff, Side, TensorDiff
+from ckptd.engine.diff import diff as diff_readers
+from ckptd.engine.values import Reader
+
+__all__ = ["DiffDocument", "DiffRow", "Named", "diff"]
+
+_MOST_SHOWN = 200
+DIFFERENT = 1
+
+
+class Named(msgspec.Struct, frozen=True):
+    """A checkpoint: URL of its root, step and generation."""
+
+    root: str
+    step: int
+    generation: int
+
+
+class DiffRow(TensorDiff, frozen=True, kw_only=True):
+    """One tensor and whether it is equal on both sides, layouts aside."""
+
+    equal: bool
+
+
+class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
+    """What ``ckptd diff --json`` prints.
+
+    Attributes
+    ----------
+    left, right
+        The checkpoints.
+    equal
+        Nothing differs; layouts do not count.
+    values
+        Values were compared.
+    tensors
+        Every tensor of either side: name, left and right (dtype, shape, layout in words, absent
+        elements; null where it is missing), same_layout, compared, bit_exact, elements, differing,
+        differing_bits, nan_only_left, nan_only_right, max_abs, max_rel (null when infinite), equal.
+    objects
+        The objects that differ, in words: name, left, right (null where it is missing).
+    """
+
+    left: Named
+    right: Named
+    equal: bool
+    values: bool
+    tensors: tuple[DiffRow, ...]
+    objects: tuple[ObjectDiff, ...]
+
+
+def diff(
+    left: Where,
+    right: Where,
+    /,
+    *,
+    tensor: Annotated[
+        str,
+        Parameter(
+            help="Only names that match this shell pattern, or begin with it.",
+            show_default=False,
+        ),
+    ] = "",
+    no_values: Annotated[bool, flag("Compare manifests only; read no data.")] = False,
+    all: Annotated[bool, flag("Show equal tensors too.")] = False,
+    json: Json = False,
+) -> int:
+    """Compare two checkpoints: keys, shapes, layouts, objects, values.
+
+    The exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not count:
+    the same values cut another way are equal.
+    """
+    a, b = Address.of(left), Address.of(right)
+    with opened(a.root) as mine, opened(b.root) as other:
+        with held(mine, a.find(mine), "diff") as x, held(other, b.find(other), "diff") as y:
+            readers = Reader(mine, x.name), Reader(other, y.name)
+            with progress_bar("comparing") as bar:
+                report = diff_readers(
+                    *readers, values=not no_values, only=_only(readers, tensor), progress=bar
+                )
+        document = DiffDocument(
+            left=Named(mine.store.url, x.step, x.generation),
+            right=Named(other.store.url, y.step, y.generation),
+            equal=report.same,
+            values=report.values,
+            tensors=tuple(
+                DiffRow(**msgspec.structs.asdict(t), equal=t.same) for t in report.tensors
+            ),
+            objects=report.objects,
+        )
+    if json:
+        print_document(document)
+    else:
+        _show(document, report, everything=all)
+    return 0 if report.same else DIFFERENT
+
+
+def _only(readers: tuple[Reader, Reader], pattern: str) -> Callable[[str], bool] | None:
+    if not pattern:
+        return None
+    known = [n for r in readers for n in (*r.names, *(o.name for o in r.manifest.objects))]
+    if not any(matches(name, pattern) for name in known):
+        raise no_tensor(pattern, readers[0].names, readers[0].store.url)
+    return lambda name: matches(name, pattern)
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show(document: DiffDocument, report: DiffReport, *, everything: bool) -> None:
+    rows = [t for t in report.tensors if everything or not t.same]
+    if rows:
+        print_table(
+            ("TENSOR", "LEFT", "RIGHT", "LAYOUTS", ">DIFFERING", ">MAX ABS", ">MAX REL"),
+            [_cells(t) for t in rows[:_MOST_SHOWN]],
+        )
+        if len(rows) > _MOST_SHOWN:
+            print(f"... and {len(rows) - _MOST_SHOWN} more: --json, or --tensor PATTERN")
+        print()
+    if document.objects:
+        print_table(
+            ("OBJECT", "LEFT", "RIGHT"),
+            [(o.name, o.left or "-", o.right or "-") for o in document.objects],
+        )
+        print()
+    print(_summary(report))
+
+
+def _cells(t: TensorDiff) -> tuple[str, ...]:
+    differing = f"{t.differing} of {t.elements}" if t.compared else ""
+    if t.compared and not t.differing:
+        differing = "bit-exact" if t.bit_exact else "equal values, other bits"
+    a = t.left.layout if t.left else "-"
+    b = t.right.layout if t.right else "-"
+    return (
+        t.name,
+        _side(t.left),
+        _side(t.right),
+        a if t.same_layout else f"{a} | {b}",
+        differing,
+        f"{t.max_abs:.3g}" if t.differing else "",
+        f"{t.max_rel:.3g}" if t.differing else "",
+    )
+
+
+def _side(side: Side | None) -> str:
+    if side is None:
+        return "-"
+    absent = f", {side.absent} absent" if side.absent else ""
+    return f"{side.dtype} {list(side.shape)}{absent}"
+
+
+def _summary(report: DiffReport) -> str:
+    only_left = sum(t.right is None for t in report.tensors)
+    only_right = sum(t.left is None for t in report.tensors)
+    both = [t for t in report.tensors if t.left and t.right]
+    cut = sum(not t.same_layout for t in both)
+    unequal = sum(not t.same for t in both)
+    said = [f"{len(both)} tensors on both sides"]
+    if report.values:
+        said.append(f"{sum(t.bit_exact for t in both)} bit-exact")
+    said += [f"{unequal} differ", f"{cut} cut another way"]
+    said += [f"{only_left} only left"] * bool(only_left)
+    said += [f"{only_right} only right"] * bool(only_right)
+    said += [f"{len(report.objects)} objects differ"] * bool(report.objects)
+    verdict = "equal" if report.same else "DIFFERENT"
+    what = "" if report.values else " (values were not compared)"
+    return f"{verdict}{what}: {', '.join(said)}"

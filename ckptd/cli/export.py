@@ -1,0 +1,158 @@
+"""``ckptd export``: weights as Hugging Face safetensors."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
+from ckptd.engine.export import ExportedFile, Rename, plan_export, run_export
+from ckptd.engine.values import Reader
+from ckptd.errors import UsageError
+
+__all__ = ["ExportDocument", "export", "size_of"]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_LEAST_SHARD_BYTES = 1
+_SAID = 8
+
+
+class ExportDocument(Document, frozen=True, kw_only=True, tag="export"):
+    """What ``ckptd export --json`` prints.
+
+    Attributes
+    ----------
+    root, step, generation
+        The checkpoint.
+    folder
+        Where the files are.
+    files
+        Name, number of tensors, and bytes of each; the index is `model.safetensors.index.json`.
+    tensors
+        Number of tensors written.
+    bytes
+        Bytes of their values as written.
+    tied
+        Names that were not written again, and the tensor that each is.
+    """
+
+    root: str
+    step: int
+    generation: int
+    folder: str
+    files: tuple[ExportedFile, ...]
+    tensors: int
+    bytes: int
+    tied: dict[str, str]
+
+
+def export(
+    where: Where,
+    folder: Annotated[str, Parameter(help="Local folder to write to.")],
+    /,
+    *,
+    section: Annotated[
+        str | None,
+        Parameter(
+            help="Export names below this one, without it; `model` where there is one. A single"
+            " dot exports everything.",
+            show_default=False,
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        Parameter(help="OLD=NEW, OLD a regular expression; may be repeated.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "float64"] | None,
+        Parameter(help="Cast floating-point weights to this type.", show_default=False),
+    ] = None,
+    max_shard_size: Annotated[str, Parameter(help="Largest file: 5GB, 500MB, 2GiB.")] = "5GB",
+    untie: Annotated[bool, flag("Write tied weights once for each of their names.")] = False,
+    force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
+    json: Json = False,
+) -> int:
+    """Write weights as Hugging Face safetensors with an index.
+
+    Memory stays small whatever the size of the model; no torch is needed.
+    """
+    rules = [_rule(text) for text in rename or ()]
+    most = size_of(max_shard_size, "--max-shard-size")
+    address = Address.of(where)
+    with opened(address.root) as catalogue:
+        with held(catalogue, address.find(catalogue), "export") as commit:
+            reader = Reader(catalogue, commit.name)
+            plan = plan_export(
+                reader,
+                section=section,
+                rename=rules,
+                dtype=dtype,
+                max_shard_bytes=most,
+                untie=untie,
+            )
+            with progress_bar("exporting") as bar:
+                files = run_export(reader, plan, folder, force=force, progress=bar)
+    items = [item for _, some in plan.files for item in some]
+    document = ExportDocument(
+        root=catalogue.store.url,
+        step=commit.step,
+        generation=commit.generation,
+        folder=folder,
+        files=tuple(files),
+        tensors=len(items),
+        bytes=plan.nbytes,
+        tied={alias: item.name for item in items for alias in item.aliases},
+    )
+    if json:
+        print_document(document)
+    else:
+        _show(document)
+    return 0
+
+
+def size_of(text: str, where: str) -> int:
+    """Return a size such as ``5GB``, ``500MB`` or ``2GiB`` in bytes.
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", text)
+    unit = (_UNITS | _BINARY).get(found[2] or "") if found else None
+    if not found or unit is None or float(found[1]) * unit < _LEAST_SHARD_BYTES:
+        raise UsageError(
+            "not a size", kind="bad-argument", where=where, wanted="5GB, 500MB, 2GiB", found=text
+        )
+    return int(float(found[1]) * unit)
+
+
+def _rule(text: str) -> Rename:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise UsageError(
+            "not a rule for names",
+            kind="bad-argument",
+            where="--rename",
+            wanted="OLD=NEW, such as '^transformer\\.=model.'",
+            found=text,
+        )
+    return old, new
+
+
+def _show(document: ExportDocument) -> None:
+    d = document
+    print(
+        f"exported step {d.step} (generation {d.generation}): {d.tensors} tensors,"
+        f" {size_text(d.bytes)} in {len(d.files)} file{'s' * (len(d.files) != 1)} and an index"
+    )
+    for file in d.files[:_SAID]:
+        print(f"  {d.folder}/{file.name}  {size_text(file.bytes)}")
+    if len(d.files) > _SAID:
+        print(f"  ... {len(d.files)} files in all")
+    for alias, kept in list(d.tied.items())[:_SAID]:
+        print(f"  {alias} is tied to {kept}, which is written once")

@@ -1,0 +1,153 @@
+"""``ckptd verify``: is everything as it was written? Names what is not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.output import (
+    Document,
+    Json,
+    flag,
+    print_document,
+    print_table,
+    progress_bar,
+    shorten,
+    size_text,
+)
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.findings import Finding, VerifyReport
+from ckptd.engine.verify import verify as verify_one
+from ckptd.errors import CorruptError, StoreError, UsageError
+from ckptd.format.names import CommitName
+
+__all__ = ["VerifyDocument", "verify"]
+
+_MOST_SHOWN = 100
+_DETAIL_WIDTH = 100
+_NOT_CORRUPT = frozenset({"permission", "no-space", "store", "store-transient", "stalled"})
+"""Kinds that tell of a store that failed, and not of bytes that are wrong."""
+
+
+class VerifyDocument(Document, frozen=True, kw_only=True, tag="verify"):
+    """What ``ckptd verify --json`` prints.
+
+    Attributes
+    ----------
+    root
+        URL.
+    ok
+        Nothing is wrong with any of them.
+    checkpoints
+        One report each, oldest first: step, generation, deep (data was read), files, tensors,
+        chunks, data_bytes, read_bytes, absent (tensors that are incomplete on purpose), blind
+        (tensors for which the witness can say nothing), findings, and more (the number of findings
+        left out). A finding has kind, message, file, rank, tensor, chunk, where, wanted, found.
+    """
+
+    root: str
+    ok: bool
+    checkpoints: tuple[VerifyReport, ...]
+
+
+def verify(
+    where: Where,
+    /,
+    *,
+    quick: Annotated[bool, flag("Sizes and headers only; read no data.")] = False,
+    all: Annotated[bool, flag("Every checkpoint that counts.")] = False,
+    json: Json = False,
+) -> int:
+    """Check every byte of a checkpoint; name tensor, chunk, file and rank of what is bad.
+
+    The exit code is 3 when something is.
+    """
+    address = Address.of(where)
+    if all and address.step is not None:
+        raise UsageError("--all checks every step", where=where, wanted="ROOT without @STEP")
+    with opened(address.root) as catalogue:
+        names = catalogue.line() if all else [address.find(catalogue)]
+        reports = []
+        for name in names:
+            reports.append(_verify(catalogue, name, quick=quick))
+            if not json:
+                _show(reports[-1])
+        document = VerifyDocument(
+            root=catalogue.store.url,
+            ok=all_ok(reports),
+            checkpoints=tuple(reports),
+        )
+    if json:
+        print_document(document)
+    elif not reports:
+        print("no checkpoint counts here: nothing to check")
+    return _exit_code(reports)
+
+
+def all_ok(reports: list[VerifyReport]) -> bool:
+    """Tell whether nothing is wrong with any checkpoint."""
+    return not any(r.findings for r in reports)
+
+
+def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyReport:
+    try:
+        with held(catalogue, name, "verify"):
+            with progress_bar(f"step {name.step}") as bar:
+                return verify_one(catalogue, name, deep=not quick, progress=bar)
+    except CorruptError as error:
+        # The commit record itself is damaged, so that no lease could be taken.
+        finding = Finding.of(error)
+        return VerifyReport(
+            step=name.step, generation=name.generation, deep=not quick, findings=(finding,)
+        )
+
+
+def _exit_code(reports: list[VerifyReport]) -> int:
+    kinds = {f.kind for r in reports for f in r.findings}
+    if not kinds:
+        return 0
+    return StoreError.exit_code if kinds <= _NOT_CORRUPT else CorruptError.exit_code
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show(report: VerifyReport) -> None:
+    r = report
+    title = f"step {r.step} of generation {r.generation}"
+    count = len(r.findings) + r.more
+    if not count:
+        did = f"{size_text(r.read_bytes)} read" if r.deep else "sizes and headers only"
+        print(f"{title}: good; {r.tensors} tensors in {r.files} files, {did}")
+    else:
+        print(f"{title}: BAD, {count} finding{'s' * (count != 1)}")
+        _show_findings(report)
+    if r.absent:
+        print(f"  {len(r.absent)} tensors are incomplete on purpose")
+
+
+def _show_findings(report: VerifyReport) -> None:
+    rows = [
+        (
+            f.kind,
+            f.tensor,
+            f.chunk if f.chunk != f.tensor else "",
+            "" if f.rank is None else str(f.rank),
+            f.file,
+            shorten(_detail(f), _DETAIL_WIDTH),
+        )
+        for f in report.findings[:_MOST_SHOWN]
+    ]
+    print_table(("KIND", "TENSOR", "CHUNK", ">RANK", "FILE", "WHAT"), rows)
+    left = len(report.findings) - _MOST_SHOWN + report.more
+    if left > 0:
+        print(f"... and {left} more; --json lists up to {len(report.findings)}")
+
+
+def _detail(finding: Finding) -> str:
+    text = finding.message
+    if finding.where:
+        text += f" ({finding.where})"
+    if finding.wanted or finding.found:
+        text += f": wanted {finding.wanted or 'nothing'}, found {finding.found or 'nothing'}"
+    return text
