@@ -8,7 +8,6 @@ on.
 from __future__ import annotations
 
 import contextlib
-import json as json_module
 import os
 import signal
 import subprocess
@@ -17,44 +16,34 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.output import Json, print_table
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 
 __all__ = ["demo"]
 
 _DEADLINE_S = 1200.0
 _END_S = 30.0
-_WIDTH_OF_A_FILE = 110
 _MILLION = 1e6
 
 
 def demo(
     *,
-    dir: Path = Path("ckptd-demo"),
-    quick: bool = False,
-    json: bool = False,
-    keep: bool = False,
+    dir: Annotated[
+        Path,
+        Parameter(
+            help="Folder for checkpoints, logs, plot and report; an earlier demo's is reused."
+        ),
+    ] = Path("ckptd-demo"),
+    quick: Annotated[bool, Parameter(help="A smaller model and fewer steps.")] = False,
+    keep: Annotated[bool, Parameter(help="Keep the copies that loads were compared with.")] = False,
+    json: Json = False,
 ) -> int:
-    """Train a small GPT, kill a rank while it saves, resume on 2 and on 3 ranks, compare.
-
-    Parameters
-    ----------
-    dir
-        Folder for checkpoints, logs, plot and report; new, empty, or from an earlier demo, whose
-        files are then replaced.
-    quick
-        A smaller model and fewer steps.
-    json
-        Print the report as JSON.
-    keep
-        Keep the copies of loaded states that the comparison was made with.
-
-    Returns
-    -------
-    int
-        0 when everything held, else 1.
-    """
+    """Train a small GPT, kill a rank while it saves, resume on 2 and on 3 ranks, compare."""
     if find_spec("torch") is None:
         raise UsageError(
             "the demo needs PyTorch, which is not installed",
@@ -62,21 +51,25 @@ def demo(
             hint="pip install 'ckptd[train,plot]'",
         )
     report: dict[str, Any] | None = None
+    error: CkptdError | None = None
     with _started(_command(dir, quick=quick, keep=keep)) as process:
         for line in process.stdout or ():
             event = _decode(line)
             if "error" in event:
-                raise _error(event)
-            if "report" in event:
+                error = _error(event)
+            elif "report" in event:
                 report = event["report"]
             elif sys.stderr.isatty():
                 print(
                     f"{event.get('seconds', 0.0):6.1f} s  {event.get('say', '')}", file=sys.stderr
                 )
+    if error is not None:
+        raise error
     if report is None:
         raise _ended_early(process)
     if json:
-        print(json_module.dumps(report, indent=1))
+        text = msgspec.json.encode({"verb": "demo", "schema": 1, **report})
+        print(msgspec.json.format(text, indent=1).decode())
     else:
         _show(report)
     return 0 if report["ok"] else 1
@@ -97,6 +90,7 @@ def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     timer = threading.Timer(_DEADLINE_S, process.terminate)
     timer.daemon = True
     timer.start()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield process
         process.wait(_END_S)
@@ -107,6 +101,7 @@ def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         timer.cancel()
         _end(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -123,8 +118,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _decode(line: str) -> dict[str, Any]:
     try:
-        event = json_module.loads(line)
-    except ValueError:
+        event = msgspec.json.decode(line)
+    except msgspec.DecodeError:
         event = None
     # What a library prints to standard output is shown and not lost.
     return event if isinstance(event, dict) else {"say": line.rstrip()}
@@ -144,36 +139,33 @@ def _ended_early(process: subprocess.Popen[str]) -> CkptdError:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, highlight=False)
-    table = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("life", "ranks", "layout", "steps", "saves", "what happened"):
-        table.add_column(name)
-    for name in ("resumed from", "loss gap", "same samples", "state"):
-        table.add_column(name)
-    for life in [*report["lives"], {**report["reference"], "name": "uninterrupted", "gap": None}]:
-        table.add_row(*_row(life))
-    console.print(table)
+    lives = [report["reference"], *report["lives"]]
+    cells = [_cells(life) for life in lives]
+    print_table(
+        ("", *(life["name"] for life in lives)),
+        [(label, *(cell[label] for cell in cells)) for label in cells[0]],
+    )
     for line in _lines(report):
-        console.print(line, soft_wrap=True, markup=False)
+        print(line)
 
 
-def _row(life: dict[str, Any]) -> list[str]:
-    resumed = life["resumed_from"]
-    return [
-        life["name"],
-        str(life["ranks"]),
-        life["layout"],
-        f"{life['first_step']}-{life['last_step']}",
-        " ".join(map(str, life["saves"])),
-        life["end"],
-        "" if resumed is None else f"step {resumed}",
-        "" if life["gap"] is None else f"{life['gap']:.1e}",
-        _yes(life["ids_equal"]),
-        "" if life["state_exact"] is None else ("exact" if life["state_exact"] else "DIFFERS"),
-    ]
+def _cells(life: dict[str, Any]) -> dict[str, str]:
+    """Return a column of the table: a life of the job, down its rows."""
+    resumed, gap = life["resumed_from"], life["gap"]
+    itself = life["name"] == "reference"
+    exact = {None: "", True: f"yes, {life['tensors']} tensors", False: "NO"}
+    return {
+        "ranks": str(life["ranks"]),
+        "layout": life["layout"],
+        "steps": f"{life['first_step']} to {life['last_step']}",
+        "saves at": " ".join(map(str, life["saves"])) or "none",
+        "end": life["end"],
+        "resumed at": "" if resumed is None else str(resumed),
+        "loss gap": "" if itself else "no value" if gap is None else f"{gap:.1e}",
+        "same samples": "" if itself else "yes" if life["ids_equal"] else "NO",
+        "state exact": exact[life["state_exact"]],
+        "seconds": f"{life['seconds']:.0f}",
+    }
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
@@ -188,7 +180,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"The kill: SIGKILL to rank {kill['rank']} and its writer with {kill['data_bytes_seen']:,}"
         f" data bytes of {kill['file']} written;"
     )
-    absent = not (kill["commit_before"] or kill["commit_at"] or kill["commit_after"])
+    absent = not any(kill[f"commit_{when}"] for when in ("before", "at", "after", "end"))
     yield (
         f"  commit record of step {kill['step']}: "
         + ("absent then, and after all processes had ended." if absent else "PRESENT.")
@@ -205,7 +197,3 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     yield "try next"
     for command in report["next"]:
         yield f"  {command}"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "NO"

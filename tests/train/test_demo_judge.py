@@ -138,7 +138,7 @@ def test_a_kill_outside_the_window_is_a_failure() -> None:
     assert _failed(landed=False) == ["killed between the first data byte and the commit"]
 
 
-KILL = Kill(30, 2, 1, 2, "data/x/r00002.safetensors", 100, 50, False, False, False)
+KILL = Kill(30, 1, 2, 7, 8, "data/x/r00002.safetensors", 100, 50, False, False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,7 @@ KILL = Kill(30, 2, 1, 2, "data/x/r00002.safetensors", 100, 50, False, False, Fal
         ({"commit_before": True}, False),
         ({"commit_at": True}, False),
         ({"commit_after": True}, False),
+        ({"commit_end": True}, False),
     ],
     ids=str,
 )

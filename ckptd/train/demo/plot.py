@@ -57,7 +57,7 @@ def draw(path: Path, reference: Sequence[StepRow], curves: Sequence[Curve], kill
     below.annotate(f"limit {GAP_LIMIT:g}", (1, GAP_LIMIT), va="bottom", fontsize=8, color="0.3")
     below.set_yscale("log")
     below.set_ylim(_SMALLEST_GAP / 2, GAP_LIMIT * 5)
-    below.set_ylabel("relative gap")
+    below.set_ylabel(f"relative gap (none: {_SMALLEST_GAP:g})")
     below.set_xlabel("step")
     figure.savefig(path, dpi=120)
 
@@ -70,7 +70,12 @@ def _draw_curve(
     above.plot([r.step for r in kept], [r.loss for r in kept], color=colour, label=curve.label)
     if len(lost) > 1:
         above.plot(
-            [r.step for r in lost], [r.loss for r in lost], color=colour, linestyle=":", linewidth=2
+            [row.step for row in lost],
+            [row.loss for row in lost],
+            color=colour,
+            linestyle=":",
+            linewidth=2,
+            zorder=5,  # above the life that trained these steps again
         )
     found = gaps(curve.rows, reference)
     heights = [max(gap, _SMALLEST_GAP) for gap in found.values()]
@@ -78,7 +83,7 @@ def _draw_curve(
 
 
 def _mark(above: Axes, below: Axes, curves: Sequence[Curve], killed: int) -> None:
-    marks = [(killed, "killed in this save", "black", "-")]
+    marks = [(killed, "killed in this save; dotted: steps trained again", "black", "-")]
     marks += [
         (before.kept, f"{after.label} resumes", colour, "--")
         for before, after, colour in zip(curves, curves[1:], _COLOURS[1:], strict=False)
@@ -88,10 +93,11 @@ def _mark(above: Axes, below: Axes, curves: Sequence[Curve], killed: int) -> Non
             axes.axvline(step, color=colour, linestyle=style, linewidth=1)
         above.annotate(
             text,
-            (step, 0.03 + 0.07 * number),
+            (step, 0.7 - 0.08 * number),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
             fontsize=9,
             color=colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import msgspec
@@ -48,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True):
     gap_steps: int
     cuts: tuple[Cut, Cut, Cut] = (Cut(dp=2, tp=2), Cut(dp=2), Cut(dp=3))
     victim: int = 2
-    save_s: float = 3.0
+    save_s: float = 8.0
     deadline_s: float = 300.0
 
     @property
@@ -57,9 +58,9 @@ class Plan(msgspec.Struct, frozen=True):
         return self.shape.parameters * 12 / self.cuts[0].ranks / self.save_s
 
 
-FULL = Plan(GptShape(), every=10, killed=30, stopped=50, steps=80, gap_steps=20)
+FULL = Plan(GptShape(), every=10, killed=30, stopped=40, steps=60, gap_steps=20)
 QUICK = Plan(
-    GptShape(layers=2, width=80, seq=64), every=5, killed=15, stopped=20, steps=30, gap_steps=10
+    GptShape(layers=2, width=80, seq=64), every=5, killed=10, stopped=15, steps=25, gap_steps=10
 )
 
 
@@ -118,15 +119,18 @@ def tell(folder: Folder, plan: Plan, say: Callable[[str], None]) -> Story:
         A run failed or did not end in time; the notes show its logs. No process is left.
     """
     teller = _Teller(folder, plan, say)
-    with started("the uninterrupted run", teller.reference) as reference:
+    with ExitStack() as stack:
+        # The first life is kept until the end: what its surviving writers do must not show.
+        reference = stack.enter_context(started("the uninterrupted run", teller.reference))
+        doomed = stack.enter_context(started("life 1", teller.doomed))
         say(f"training on {plan.cuts[0]}; beside it, the same without interruption")
-        first, kill = teller.killed_life()
-        second = teller.life(2, plan.cuts[1], plan.stopped, "stopped as planned")
+        first, kill = teller.killed_life(doomed)
+        second = teller.life(2, plan.cuts[1], plan.stopped, "stopped")
         third = teller.life(3, plan.cuts[2], plan.steps, "finished")
         say("waiting for the uninterrupted run")
         reference.finish(plan.deadline_s)
-        lived = Lived(reference.name, reference.spec, None, [], "finished", reference.seconds)
-    return Story(lived, [first, second, third], kill)
+        lived = Lived("reference", reference.spec, None, [], "finished", reference.seconds)
+    return Story(lived, [first, second, third], kill.at_the_end(folder.checkpoints))
 
 
 class _Teller:
@@ -144,17 +148,27 @@ class _Teller:
             every=plan.every,
         )
 
-    def killed_life(self) -> tuple[Lived, Kill]:
-        """Train until a save is under way, and kill a rank in it."""
+    @property
+    def doomed(self) -> RunSpec:
+        """The life that is to be killed; it writes slowly."""
+        return self._spec(1, self._plan.cuts[0], self._plan.steps, throttle=self._plan.throttle)
+
+    def killed_life(self, life: Life) -> tuple[Lived, Kill]:
+        """Wait until a save is under way, and kill a rank in it."""
         plan = self._plan
-        spec = self._spec(1, plan.cuts[0], plan.steps, throttle=plan.throttle)
-        with started("life 1", spec) as life:
-            kill = kill_in_save(
-                life, self._folder.checkpoints, plan.killed, plan.victim, plan.deadline_s
-            )
-        end = f"rank {kill.rank} killed in the save of step {kill.step}"
-        self._say(f"{end}, {kill.data_bytes_seen:,} data bytes after it had begun")
-        return self._lived(life, None, end), kill
+        kill = kill_in_save(
+            life,
+            self._folder.checkpoints,
+            plan.killed,
+            plan.killed - plan.every,
+            plan.victim,
+            plan.deadline_s,
+        )
+        self._say(
+            f"rank {kill.rank} killed in the save of step {kill.step}, "
+            f"with {kill.data_bytes_seen:,} data bytes written"
+        )
+        return self._lived(life, None, f"rank {kill.rank} killed"), kill
 
     def life(self, number: int, cut: Cut, until: int, end: str) -> Lived:
         """Resume from the newest checkpoint on another layout and train up to `until`."""

@@ -109,16 +109,22 @@ def train(spec: RunSpec) -> None:
     reports = _Reports(spec)
     with ExitStack() as stack:
         checkpointer = _open(spec, stack)
-        if checkpointer is not None and checkpointer.latest() is not None:
-            checkpointer.load(job.state)
-            job.check_data()
-            reports.state(job.digest("loaded"))
-            _save_again(spec, job)
+        if checkpointer is not None:
+            reports.process(checkpointer.worker_pid)
+            if checkpointer.latest() is not None:
+                checkpointer.load(job.state)
+                job.check_data()
+                reports.state(job.digest("loaded"))
+                _save_again(spec, job)
         while job.state["step"] < spec.until:
             loss, ids = job.step()
             reports.step(job, loss, ids)
             if checkpointer is None:
                 continue
+            if spec.throttle is not None and job.state["step"] % spec.every == 0:
+                # Ranks whose slow saves pile up drift apart by a whole save, and what is under
+                # way at the kill would be left to luck.
+                checkpointer.wait(timeout=spec.timeout_s)
             handle = checkpointer.save(job.state["step"], job.state)
             if handle is not None:
                 reports.process(checkpointer.worker_pid)
@@ -130,15 +136,20 @@ def train(spec: RunSpec) -> None:
 def _open(spec: RunSpec, stack: ExitStack) -> ckptd.Checkpointer | None:
     if spec.root is None:
         return None
-    every = ckptd.Every(steps=spec.every)
-    return stack.enter_context(ckptd.Checkpointer(spec.root, every=every, throttle=spec.throttle))
+    checkpointer = ckptd.Checkpointer(
+        spec.root,
+        every=ckptd.Every(steps=spec.every),
+        timeout_s=spec.timeout_s,
+        throttle=spec.throttle,
+    )
+    return stack.enter_context(checkpointer)
 
 
 def _save_again(spec: RunSpec, job: Job) -> None:
     """Write what was loaded to a root of its own, from the layout that it was loaded into."""
     if spec.check_root is None:
         return
-    with ckptd.Checkpointer(spec.check_root) as checkpointer:
+    with ckptd.Checkpointer(spec.check_root, timeout_s=spec.timeout_s) as checkpointer:
         handle = checkpointer.save(job.state["step"], job.state)
         if handle is not None:
             handle.durable(timeout=spec.timeout_s)

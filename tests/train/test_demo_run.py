@@ -1,0 +1,130 @@
+"""The demo from end to end, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from ckptd.train.demo.crash import Kill
+from ckptd.train.demo.launch import read_rows
+from ckptd.train.demo.report import Check, LifeReport, Report
+from ckptd.train.demo.spec import ProcessRow
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "demo.md"
+CLI = (sys.executable, "-c", "from ckptd.cli.main import main; main()", "demo")
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(540)
+def test_the_whole_demo(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    done = _run("--dir", str(folder), "--quick", "--json", "--keep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(_reported(folder)) >= 2 * (4 + 2 + 3)
+    assert not _living(_reported(folder))
+    document = json.loads(done.stdout)
+    assert (document.pop("verb"), document.pop("schema")) == ("demo", 1)
+    report = msgspec.convert(document, Report)
+    _check_lives(report)
+    assert report.kill.landed
+    assert len(report.checks) >= 11
+    assert all(check.ok for check in report.checks)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "report.json").read_bytes()) == document
+    killed = folder / "checkpoints" / report.kill.file
+    assert killed.exists()  # what the interrupted save left is there, and nothing refers to it
+    commits = {path.name for path in (folder / "checkpoints" / "commits").iterdir()}
+    assert commits == {
+        f"{step:012d}-g{generation:08d}.json"
+        for generation, life in enumerate(report.lives, 1)
+        for step in life.saves
+    }
+
+
+def _check_lives(report: Report) -> None:
+    first, second, third = report.lives
+    assert [life.ranks for life in report.lives] == [4, 2, 3]
+    assert first.saves == [5]
+    assert (second.resumed_from, second.first_step, second.saves) == (5, 6, [10, 15])
+    assert (third.resumed_from, third.first_step, third.saves) == (15, 16, [20, 25])
+    for life in (second, third):
+        assert life.tensors > 100
+        assert life.state_exact is True
+        assert life.gap is not None
+        assert life.gap < 1e-4
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_an_interrupt_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "demo"
+    process = subprocess.Popen([*CLI, "--dir", str(folder), "--quick"], stdout=subprocess.DEVNULL)
+    try:
+        _wait_for(lambda: (folder / "runs" / "life-1" / "steps.jsonl").exists(), process)
+        pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        # The demo, two torchruns, their eight ranks, and what writes for four of them.
+        assert len(pids) >= 15
+        process.send_signal(number)
+        assert process.wait(60) == 130
+        assert not _living(pids)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.dist
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    done = _run("--dir", str(tmp_path), "--json")
+    assert done.returncode == 5
+    assert json.loads(done.stderr)["error"]["hint"] == "name another: ckptd demo --dir DIR"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_guide_names_every_field() -> None:
+    words = set(re.findall(r"`([a-z_]+)`", GUIDE.read_text()))
+    for kind in (Report, LifeReport, Kill, Check):
+        missing = {field.name for field in msgspec.structs.fields(kind)} - words
+        assert not missing, kind
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _living(pids: Iterable[int]) -> list[int]:
+    """Return those that still run; a number that another program got by now is rare enough."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _reported(folder: Path) -> list[int]:
+    """Return every rank and every writing process of the lives that saved."""
+    paths = folder.glob("runs/*/processes.jsonl")
+    rows = [row for path in paths for row in read_rows(path, ProcessRow)]
+    return [pid for row in rows for pid in (row.pid, row.worker_pid) if pid is not None]
