@@ -14,7 +14,7 @@ from ckptd.errors import UsageError
 from ckptd.format.manifest import MeshEntry
 from ckptd.layout.owners import Owners
 from ckptd.layout.region import Region, box_region
-from ckptd.layout.sharding import Placement, local_regions, local_shape, nested
+from ckptd.layout.sharding import Placement, ambiguous, local_regions, local_shape, nested
 from ckptd.train.dtypes import dtype_name
 from ckptd.train.leaves import TensorLeaf
 from ckptd.types import Box
@@ -114,6 +114,7 @@ class Describer:
         placements: list[Placement] = ["replicate"] * len(entry.shape)
         for axis, placement in zip(axes, tensor.placements, strict=True):
             placements[axis] = _placement(name, placement, tensor.dim())
+        _check_readable(name, tuple(tensor.shape), entry, tuple(placements))
         me = torch.distributed.get_rank()
         where = (mesh.mesh == me).nonzero()
         if not len(where):
@@ -152,6 +153,28 @@ class Describer:
             # The mesh itself is kept, so that its id is not given to another one.
             self._meshes[id(mesh)] = (mesh, root, entry, axes)
         return self._meshes[id(mesh)][1:]
+
+
+def _check_readable(
+    name: str, shape: tuple[int, ...], mesh: MeshEntry, placements: tuple[Placement, ...]
+) -> None:
+    """Refuse placements that say two things at once.
+
+    Three uneven cuts of one dimension, strided ones among them: what FSDP2 makes and what
+    ``distribute_tensor`` makes then have equal shapes and different rows, and nothing tells which
+    one this is (``docs/design/002``). A checkpoint would hold rows at wrong places.
+    """
+    cuts = [p[1] for p in placements if p != "replicate"]
+    crowded = any(cuts.count(dim) > 2 for dim in cuts)
+    if crowded and ambiguous(shape, mesh.shape, placements):
+        raise UsageError(
+            "placements of this tensor can be read in two ways",
+            kind="placement",
+            where=name,
+            wanted="at most two cuts of one dimension, or sizes that divide evenly",
+            found=f"{list(shape)} by {list(placements)}",
+            hint="redistribute() it before saving",
+        )
 
 
 def _root(mesh: Any) -> Any:
