@@ -6,6 +6,7 @@ loading work on; nothing beyond this module needs to know what a module or an op
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -199,6 +200,10 @@ class SavedNames:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     objects: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    _sorted: list[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sorted", sorted({*self.tensors, *self.aliases}))
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
         """Return dtype name and shape of a tensor, by its name or an alias."""
@@ -206,13 +211,28 @@ class SavedNames:
 
     def tensors_below(self, name: str) -> list[str]:
         """Return the names and aliases that begin with ``name.``."""
-        prefix = name + "."
-        return [n for n in (*self.tensors, *self.aliases) if n.startswith(prefix)]
+        # "/" follows "." and so ends what begins with the prefix.
+        first = bisect.bisect_left(self._sorted, name + ".")
+        last = bisect.bisect_left(self._sorted, name + "/")
+        return self._sorted[first:last]
 
 
 def encode(value: Any, name: str) -> Any:
     """Return `value` as JSON data; errors carry the leaf's name."""
-    return codec.encode(value, name)
+    try:
+        return codec.encode(value, name)
+    except UsageError as error:
+        if error.where is not None:
+            raise
+        # The function that encodes a registered type knows no names.
+        raise UsageError(
+            error.message,
+            kind=error.kind,
+            where=name,
+            wanted=error.wanted,
+            found=error.found,
+            hint=error.hint,
+        ) from error
 
 
 def check_name(place: Place) -> None:

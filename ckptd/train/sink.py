@@ -157,7 +157,10 @@ def is_fillable(tensor: torch.Tensor) -> bool:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_conj() or local.is_neg():
         return False
-    return not any(s == 0 and n > 1 for s, n in zip(local.stride(), local.shape, strict=True))
+    strides = local.stride()
+    return 0 not in strides or not any(
+        s == 0 and n > 1 for s, n in zip(strides, local.shape, strict=True)
+    )
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:

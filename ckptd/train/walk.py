@@ -60,6 +60,13 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
             wanted='{"model": model, "optim": optimizer, ...}',
             found=type(state).__name__,
         )
+    if saved is not None and not isinstance(state, MutableMapping):
+        raise UsageError(
+            "values of this state cannot be replaced",
+            kind="bad-state",
+            wanted="a dict",
+            found=type(state).__name__,
+        )
     walker = _Walker(saved)
     walker.enter(state, "state")
     return [
@@ -239,14 +246,6 @@ def _put_deep(container: dict[Any, Any], keys: list[str | int], new: Any) -> Non
 
 def _put_item(container: Any, key: Any) -> Callable[[Any], None]:
     def put(new: Any) -> None:
-        if not isinstance(container, MutableMapping | list):
-            raise UsageError(
-                "a value of the state cannot be replaced",
-                kind="bad-state",
-                where=f"[{key!r}]",
-                wanted="a dict",
-                found=type(container).__name__,
-            )
         container[key] = new
 
     return put

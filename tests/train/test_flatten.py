@@ -15,7 +15,9 @@ from torch import nn
 from ckptd.errors import UsageError
 from ckptd.format import codec
 from ckptd.train.flatten import flatten
+from ckptd.train.objects import MAX_INLINE_BYTES
 from ckptd.train.perrank import PerRank
+from ckptd.train.restore import prepare
 from ckptd.train.rng import Rng
 from tests.train.bridge import assert_same, give, take
 
@@ -368,11 +370,30 @@ def test_a_dict_that_was_empty_when_saved_is_emptied() -> None:
     assert state["best"] is inner
 
 
-def test_values_of_a_state_that_cannot_be_changed() -> None:
-    taken = take({"n": 1})
+def test_a_state_that_cannot_be_changed_is_refused_before_the_load() -> None:
     with pytest.raises(UsageError) as caught:
-        give(taken, types.MappingProxyType({"n": 0}))
+        prepare(types.MappingProxyType({"n": 0}), take({"n": 1}).names)
     assert caught.value.kind == "bad-state"
+
+
+def test_large_tensors_do_not_hide_in_values() -> None:
+    error = refused(
+        {"a": {"p": PerRank(torch.empty(MAX_INLINE_BYTES + 1, dtype=torch.uint8))}}, "unsavable"
+    )
+    assert error.where == "a.p"
+
+
+def test_preparing_changes_nothing() -> None:
+    def state(n: int) -> dict[str, Any]:
+        return {"n": n, "l": [n, torch.full((n,), n)], "d": {}, "p": PerRank(n), "a": np.ones(n)}
+
+    live = state(1)
+    saved = take({**state(2), "d": {"x": 1}, "a": np.zeros(1)}).names
+    before = take(live)
+    leaves = prepare(live, saved)
+    assert list(leaves.objects) == ["n", "l", "d.x"]
+    assert leaves.tensors["l.1"].shape == (2,)
+    assert_same(take(live), before)
 
 
 # --- numpy ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -191,6 +192,13 @@ def test_state_outside_parameters_and_buffers_is_not_lost_in_silence() -> None:
     error = refused({"m": nn.Sequential(Block(), Packed())}, "module-state")
     assert error.where == "m.1"
     assert error.found == "Packed: packed"
+
+
+def test_fsdp1_is_refused() -> None:
+    # Its constructor wants an accelerator; what flattening looks at is the type alone.
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapped)
+    assert refused({"m": nn.Sequential(wrapped)}, "fsdp1").where == "m.0"
 
 
 def test_modules_that_contain_themselves() -> None:
