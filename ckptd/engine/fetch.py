@@ -20,16 +20,24 @@ from ckptd.engine.localfiles import LocalFiles
 from ckptd.engine.places import Places, check_size, missing_file
 from ckptd.engine.pool import run_all
 from ckptd.errors import CorruptError, NotFoundError
-from ckptd.format.digest import BLOCK_BYTES, DIGEST_BYTES, DigestIndex, digest, digest_hex
+from ckptd.format.digest import (
+    BLOCK_BYTES,
+    DIGEST_BYTES,
+    MAX_CHUNKS,
+    DigestIndex,
+    block_count,
+    digest,
+    digest_hex,
+)
+from ckptd.format.invariants import check_index
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import digests_key
 from ckptd.store.base import Store
 
-__all__ = ["Fetcher", "load_index"]
+__all__ = ["Fetcher", "check_index_size", "load_index"]
 
 LOCAL_WINDOW_BLOCKS = 4
 _INDEX_HEADER_BYTES = 32
-_MAX_INDEX_CHUNKS = 1 << 24
 
 
 class Fetcher:
@@ -67,7 +75,6 @@ class Fetcher:
         self._threads = threads
         self._stall_s = stall_s
         self._verify = verify
-        self._indexes: dict[int, DigestIndex] = {}
         self._scratch = threading.local()
 
     def check_files(self, files: list[int]) -> None:
@@ -89,8 +96,8 @@ class Fetcher:
     def _check_file(self, file: int) -> None:
         entry = self._places.manifest.files[file]
         check_size(self._store, entry)
-        if self._verify:
-            self._indexes[file] = load_index(self._store, entry)
+        if self._verify and file not in self._places.indexes:
+            self._places.indexes[file] = load_index(self._store, entry)
 
     def fetch(
         self,
@@ -162,7 +169,7 @@ class Fetcher:
     def _check(self, file: int, lo: int, start: int, view: memoryview, runs: Runs) -> None:
         if not self._verify:
             return
-        index = self._indexes[file]
+        index = self._places.indexes[file]
         first = self._line.first(file)
         for at in range(0, len(view), BLOCK_BYTES):
             position = lo + at // BLOCK_BYTES
@@ -201,6 +208,30 @@ def _held(chunks: list[tuple[str, str]], most: int = 4) -> str:
     return f"{named} and {len(chunks) - most} more" if len(chunks) > most else named
 
 
+def check_index_size(store: Store, entry: FileEntry) -> None:
+    """Check that the digest index of a data file is there and can be its.
+
+    Raises
+    ------
+    CorruptError
+        kind ``missing-file``, ``truncated`` or ``bad-size``.
+    """
+    key = digests_key(entry.path)
+    least = _INDEX_HEADER_BYTES + block_count(entry.data_bytes) * DIGEST_BYTES
+    try:
+        size = store.stat(key).size
+    except NotFoundError:
+        raise missing_file(key, entry.rank, "digest index") from None
+    if not least <= size <= least + MAX_CHUNKS * DIGEST_BYTES:
+        raise CorruptError(
+            "a digest index has the wrong size",
+            kind="truncated" if size < least else "bad-size",
+            where=f"{key}, written by rank {entry.rank}",
+            wanted=f"at least {least} bytes",
+            found=f"{size} bytes",
+        )
+
+
 def load_index(store: Store, entry: FileEntry) -> DigestIndex:
     """Read the digest index of a data file, and check it against the manifest.
 
@@ -210,20 +241,10 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex:
         kind ``missing-file``, ``truncated`` or ``bad-size`` (before anything is allocated),
         ``digest``, or ``bad-index``.
     """
+    check_index_size(store, entry)
     key = digests_key(entry.path)
     where = f"{key}, written by rank {entry.rank}"
-    blocks_bytes = -(-entry.data_bytes // BLOCK_BYTES) * DIGEST_BYTES
-    least = _INDEX_HEADER_BYTES + blocks_bytes
     try:
-        size = store.stat(key).size
-        if not least <= size <= least + _MAX_INDEX_CHUNKS * DIGEST_BYTES:
-            raise CorruptError(
-                "a digest index has the wrong size",
-                kind="truncated" if size < least else "bad-size",
-                where=where,
-                wanted=f"at least {least} bytes",
-                found=f"{size} bytes",
-            )
         raw = store.get(key)
     except NotFoundError:
         raise missing_file(key, entry.rank, "digest index") from None
@@ -237,12 +258,5 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex:
             found=f"XXH3-128 {found}",
         )
     index = DigestIndex.decode(raw, where)
-    if index.data_bytes != entry.data_bytes:
-        raise CorruptError(
-            "digest index and manifest disagree",
-            kind="bad-index",
-            where=where,
-            wanted=f"{entry.data_bytes} bytes of data",
-            found=f"{index.data_bytes} bytes of data",
-        )
+    check_index(entry, index, where=where)
     return index

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.format.container import MAX_HEADER_BYTES, Chunk, header_bytes, parse_header
+from ckptd.format.digest import DigestIndex
 from ckptd.format.filemap import ChunkRef, FileMap, is_home
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import parse_chunk_name
@@ -39,6 +40,8 @@ class Places:
         self._store = store
         self._folder = manifest.folder
         self._checked: dict[int, bool] = {}
+        self.indexes: dict[int, DigestIndex] = {}
+        """Checked digest indexes by file: several reads of one checkpoint share them."""
         self._headers: dict[int, dict[str, Chunk]] = {}
         self._lock = threading.Lock()
 
@@ -157,8 +160,15 @@ def check_size(store: Store, entry: FileEntry) -> None:
         )
 
 
-def read_header(store: Store, entry: FileEntry) -> tuple[dict[str, Chunk], dict[str, str]]:
+def read_header(
+    store: Store, entry: FileEntry, *, sized: bool = False
+) -> tuple[dict[str, Chunk], dict[str, str]]:
     """Read and check the header of a data file.
+
+    Parameters
+    ----------
+    sized
+        The caller has compared the file's size already.
 
     Returns
     -------
@@ -170,7 +180,8 @@ def read_header(store: Store, entry: FileEntry) -> tuple[dict[str, Chunk], dict[
     CorruptError
         Missing or truncated file, impossible or broken header.
     """
-    check_size(store, entry)
+    if not sized:
+        check_size(store, entry)
     if not 8 < entry.data_start <= MAX_HEADER_BYTES + 8:
         raise CorruptError(
             "impossible header length in the manifest",

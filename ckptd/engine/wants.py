@@ -154,6 +154,7 @@ def read_plan(
     *,
     store: Store | None = None,
     allow_absent: bool = False,
+    places: Places | None = None,
 ) -> ReadPlan:
     """Plan the filling of `wants`. Work grows with the pieces touched; nothing is read.
 
@@ -168,6 +169,8 @@ def read_plan(
         when the manifest refers to such files.
     allow_absent
         Leave targets of absent pieces as they are, and list those in the plan.
+    places
+        Of an earlier plan for the same checkpoint: what it learnt of files is not read again.
 
     Raises
     ------
@@ -179,7 +182,7 @@ def read_plan(
     CorruptError
         The manifest or an older file's header contradicts itself.
     """
-    places = Places(manifest, filemap, store)
+    places = places or Places(manifest, filemap, store)
     moves: list[Move] = []
     absent: list[tuple[int, Box]] = []
     for want in wants:
