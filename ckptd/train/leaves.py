@@ -158,10 +158,14 @@ class PerRankLeaf:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A change that waits for its leaf: made when the leaf called `name` was loaded."""
+    """A change that waits for its leaf: made when the leaf called `name` was loaded.
+
+    `unit` is the object without which the change makes no sense: the groups of the optimizer.
+    """
 
     name: str
     change: Callable[[], None]
+    unit: str = ""
 
 
 @dataclass(slots=True)

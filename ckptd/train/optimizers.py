@@ -108,10 +108,10 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
             entries = saved.get(fqn, {})
             if known and not entries:
                 forget = partial(optimizer.state.pop, parameter, None)
-                sink.leaves.pending.append(Pending(at.name, forget))
+                sink.leaves.pending.append(Pending(at.name, forget, at.name))
                 continue
             param = _Parameter(
-                sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter
+                sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter, at.name
             )
             live = optimizer.state.get(parameter) or {}
             # Sorted: a restored optimizer holds its state in another order than a stepped one.
@@ -129,7 +129,9 @@ class _Parameter:
         optimizer: Optimizer,
         group: dict[str, Any],
         parameter: torch.Tensor,
+        unit: str,
     ) -> None:
+        self._unit = unit
         self._sink = sink
         self._place = place
         self._optimizer = optimizer
@@ -147,7 +149,9 @@ class _Parameter:
         else:
             new = self._make(key, place.name)
             self._sink.add_tensor(place, new, "optim")
-            self._sink.leaves.pending.append(Pending(place.name, partial(self._put, key, new)))
+            self._sink.leaves.pending.append(
+                Pending(place.name, partial(self._put, key, new), self._unit)
+            )
 
     def _put(self, key: str, value: Any) -> None:
         self._optimizer.state[self._parameter][key] = value

@@ -76,8 +76,9 @@ def apply_objects(
     per_rank
         By name: the decoded value of this rank, or what `PerRankLeaf.choose` gave.
     tensors
-        Names of the leaves that were filled; None when all were. Memory that was made for others
-        does not enter the state: an optimizer must not find moments that nobody wrote.
+        Names of the leaves that were filled; None when all were, but for those of optimizers
+        whose groups are not among `values`. Memory that was made for others does not enter the
+        state: an optimizer must not find moments that nobody wrote.
 
     Raises
     ------
@@ -91,7 +92,8 @@ def apply_objects(
     check_objects(leaves, values, chosen)
     filled = leaves.tensors.keys() if tensors is None else set(tensors)
     for pending in leaves.pending:
-        if pending.name in filled or pending.name in values:
+        loaded = pending.name in filled or pending.name in values
+        if loaded and (tensors is not None or not pending.unit or pending.unit in values):
             pending.change()
     leaves.pending.clear()
     for tensor in leaves.tensors.values():
