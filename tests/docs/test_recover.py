@@ -115,3 +115,41 @@ def test_a_compressed_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     commit = handmade.write(tmp_path, sample, tensors)
     assert list(tmp_path.glob("data/*/manifest.json.zst"))
     assert (as_bytes(recover(commit, "model.w"), "float32") == tensors[0]).all()
+
+
+def save_sharded(root: str) -> dict[str, np.ndarray]:
+    """One rank of a job that saves a network under FSDP2 and tensor parallelism."""
+    import ckptd
+    from tests.train.networks import build, step, whole
+
+    model, optim = build("fsdp+tp", seed=1)
+    step(model, optim)
+    own = ckptd.PerRank([7], on_change="drop")
+    with ckptd.Checkpointer(root) as ck:
+        handle = ck.save(5, {"model": model, "optim": optim, "own": own})
+        assert handle is not None
+        handle.durable(200)
+    return {name: value.numpy() for name, value in whole(model, optim).items()}
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(400)
+def test_a_checkpoint_that_a_job_saved(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    from ckptd.testing.ranks import run_ranks
+
+    wanted = run_ranks(4, save_sharded, str(tmp_path), deadline_s=300.0)[0]
+    (commit,) = (tmp_path / "commits").iterdir()
+    for name, value in wanted.items():
+        fqn, _, state = name.partition("/")
+        found = recover(commit, f"optim.{fqn}.{state}" if state else f"model.{fqn}")
+        assert found.dtype == value.dtype
+        assert np.array_equal(found, value), name
+    assert np.array_equal(recover(commit, "model.head.weight"), wanted["embed.weight"])
+    files = sorted(tmp_path.glob("data/*/*.safetensors"))
+    assert len(files) == 4
+    for rank, path in enumerate(files):
+        with safe_open(path, framework="pt") as file:
+            assert f"own@r{rank}" in set(file.keys())
+            assert all(file.get_tensor(k).nbytes for k in file.keys())  # noqa: SIM118
