@@ -77,17 +77,27 @@ class Fetcher:
         self._verify = verify
         self._scratch = threading.local()
 
-    def check_files(self, files: list[int]) -> None:
+    def check_files(self, files: list[int], on_file: Callable[[], None]) -> None:
         """Compare the sizes of `files` with the manifest, and read and check their indexes.
+
+        Parameters
+        ----------
+        on_file
+            Called from threads after each.
 
         Raises
         ------
         CorruptError
             kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``.
         """
+
+        def work(file: int) -> None:
+            self._check_file(file)
+            on_file()
+
         run_all(
             files,
-            self._check_file,
+            work,
             threads=min(len(files), max(self._threads, 4)),
             stall_s=self._stall_s,
             what="checking sizes and digest indexes",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ckptd.engine.agree import STALL_S, Pulse, identity, liveness, wait
+from ckptd.engine.agree import STALL_S, Pulse, agree, identity, liveness, wait
 from ckptd.engine.blocks import Runs, decode_runs, encode_runs
 from ckptd.engine.board import Board, LocalBoard
 from ckptd.engine.hostbuffer import SharedMemory
@@ -64,6 +64,7 @@ class HostGroup:
         self.pulse = Pulse(board, key)
         self._alive: list[Callable[[], bool] | None] = [None] * self.local_world
         self._posted: list[str] = []
+        self._verdict: list[str] = []
 
     @staticmethod
     def alone() -> HostGroup:
@@ -101,6 +102,15 @@ class HostGroup:
 
     def _name(self, tag: str, peer: int) -> str:
         return f"{self.key}/host{self.members[0]}/{tag}/{peer}"
+
+    def agree(self, stage: str, error: CkptdError | None) -> None:
+        """Let all ranks of the job agree that none has an error; see `ckptd.engine.agree.agree`."""
+        key = f"{self.key}/{stage}"
+        agree(self.board, key, error, pulse=self.pulse, stall_s=self.stall_s)
+        if self.board.rank == 0:
+            # Whoever came this far has read the verdict before, and perhaps not yet this one.
+            self._posted += self._verdict
+            self._verdict = [f"{key}/all"]
 
     def barrier(self, tag: str) -> None:
         """Wait for all local ranks. One that failed has told so by its pulse: raises its error."""

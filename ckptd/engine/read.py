@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.engine.agree import agree as agree_on_board
 from ckptd.engine.blocks import Runs
 from ckptd.engine.copying import copy_from_buffer, copy_from_files
 from ckptd.engine.fetch import Fetcher
@@ -36,8 +35,6 @@ from ckptd.format.digest import BLOCK_BYTES
 from ckptd.store.base import Store
 
 __all__ = ["HostGroup", "ReadPlan", "ReadReport", "Want", "execute", "read_plan"]
-
-Agree = Callable[[str, "CkptdError | None"], None]
 
 _MOST_THREADS = 8
 
@@ -76,7 +73,6 @@ def execute(
     store: Store,
     *,
     host: HostGroup | None = None,
-    agree: Callable[[CkptdError | None], None] | None = None,
     budget_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     verify: bool = True,
@@ -94,9 +90,6 @@ def execute(
     host
         The ranks of this host, on the board of the job; None for a job of one rank. A rank that
         is alone on its host is a group of one.
-    agree
-        Raises on every rank when any rank brings an error; called once before the first write
-        and once at the end. Left out, `ckptd.engine.agree.agree` does it over the group's board.
     budget_bytes
         Bytes of the checkpoint that are held at a time on this host: in memory for stores without
         local files, in the page cache for others. None takes a quarter, or half, of what is
@@ -119,18 +112,8 @@ def execute(
     StoreError, TransientStoreError, DeadlineError
         Likewise, `poisoned` included. When one rank fails all ranks raise.
     """
-    group = host or HostGroup.alone()
-
-    def on_board(stage: str, error: CkptdError | None) -> None:
-        key = f"{group.key}/{stage}"
-        agree_on_board(group.board, key, error, pulse=group.pulse, stall_s=group.stall_s)
-
-    def by_caller(_stage: str, error: CkptdError | None) -> None:
-        if agree is not None:
-            agree(error)
-
-    run = _Run(plan, store, group, threads, stall_s)
-    return run.go(budget_bytes, progress, verify, by_caller if agree else on_board)
+    run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s)
+    return run.go(budget_bytes, progress, verify)
 
 
 class _Run:
@@ -155,14 +138,13 @@ class _Run:
         budget_bytes: int | None,
         progress: Callable[[int, int], None] | None,
         verify: bool,
-        agree: Agree,
     ) -> ReadReport:
         self._verify = verify
         self._count = _Counter(progress, self._group.pulse.beat)
-        agree("verified", self._guard(lambda: self._until_first_write(budget_bytes)))
+        self._group.agree("verified", self._guard(lambda: self._until_first_write(budget_bytes)))
         error = self._guard(self._write)
         try:
-            agree("written", error)
+            self._group.agree("written", error)
         except CkptdError as failure:
             failure.poisoned = True
             raise
@@ -197,8 +179,10 @@ class _Run:
             stall_s=self._stall_s,
             verify=self._verify,
         )
-        self._fetcher.check_files(self._plan.line.files_of(mine))
-        self._count.total = self._plan.line.byte_count(mine) + self._plan.bytes_needed
+        self._fetcher.check_files(self._plan.line.files_of(mine), self._group.pulse.beat)
+        fetched = self._buffer is not None or self._verify
+        self._count.total = self._plan.bytes_needed
+        self._count.total += self._plan.line.byte_count(mine) if fetched else 0
         if self._schedule.waves:
             self._fetch(self._schedule.waves[0])
         self._fetch_s += time.monotonic() - begin
@@ -319,7 +303,8 @@ class _Counter:
         with self.lock:
             self._done += n
             if self._progress is not None:
-                self._progress(self._done, self.total)
+                # Holes that are read along are not in the total.
+                self._progress(min(self._done, self.total), self.total)
 
 
 def _share_of(parallel: int, ranks: int) -> int:

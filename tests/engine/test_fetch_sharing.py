@@ -157,6 +157,7 @@ def test_nothing_is_left_on_the_board_or_in_memory(tmp_path: Path) -> None:
     assert threads(WORLD, work) == [None] * WORLD
     assert {n for n in set(os.listdir("/dev/shm")) - before if n.startswith("ckptd")} == set()
     assert not [k for k in left if "needs" in k and k.endswith("/0")]
+    assert [k for k in left if k.endswith("/all")] == ["k/written/all"]
 
 
 def test_two_hosts_and_one_of_one_rank(store: Store) -> None:

@@ -206,7 +206,8 @@ def test_waves_with_a_tiny_budget(store: Store, budget: int) -> None:
     assert report.waves > 1
     assert report.bytes_fetched <= built.commit.data_bytes + report.waves * 5 * BLOCK_BYTES
     total = progress[-1][1]
-    assert progress[-1][0] >= total == max(t for _, t in progress)
+    assert progress[-1] == (total, total)
+    assert {t for _, t in progress} == {total}
     assert [d for d, _ in progress] == sorted(d for d, _ in progress)
 
 
