@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Json, print_table
+from ckptd.cli.output import Json, flag, print_table
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 
 __all__ = ["demo"]
@@ -39,8 +39,8 @@ def demo(
             help="Folder for checkpoints, logs, plot and report; an earlier demo's is reused."
         ),
     ] = Path("ckptd-demo"),
-    quick: Annotated[bool, Parameter(help="A smaller model and fewer steps.")] = False,
-    keep: Annotated[bool, Parameter(help="Keep the copies that loads were compared with.")] = False,
+    quick: Annotated[bool, flag("A smaller model and fewer steps.")] = False,
+    keep: Annotated[bool, flag("Keep the copies that loads were compared with.")] = False,
     json: Json = False,
 ) -> int:
     """Train a small GPT, kill a rank while it saves, resume on 2 and on 3 ranks, compare."""

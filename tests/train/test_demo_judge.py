@@ -88,6 +88,7 @@ FIRST = LifeReport(
     ids_equal=True,
     state_exact=None,
     tensors=0,
+    tensors_by_diff=0,
     nbytes=0,
     differing=[],
     seconds=1.0,
@@ -101,6 +102,8 @@ SECOND = msgspec.structs.replace(
     expected_from=20,
     gap=1e-6,
     state_exact=True,
+    tensors=212,
+    tensors_by_diff=212,
 )
 
 
@@ -121,6 +124,8 @@ def test_all_checks_hold_for_a_good_run() -> None:
         ({"ids_equal": False}, "sample ids"),
         ({"state_exact": False}, "bit-exact"),
         ({"state_exact": None}, "bit-exact"),
+        ({"tensors_by_diff": 211}, "ckptd diff"),
+        ({"tensors": 0, "tensors_by_diff": 0}, "ckptd diff"),
         ({"resumed_from": 10, "first_step": 11}, "resumed from step 20"),
         ({"resumed_from": None, "first_step": 1}, "resumed from step 20"),
         ({"first_step": 22}, "resumed from step 20"),

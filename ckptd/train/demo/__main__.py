@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import time
@@ -68,7 +69,7 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
         lives=lives,
         kill=story.kill,
         checks=checks,
-        next=_next(folder, lives[-1].expected_from),
+        next=_next(folder, lives[-1].expected_from, plan.steps),
     )
     folder.report.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return report
@@ -87,13 +88,14 @@ def _draw(folder: Folder, story: Story) -> str:
     return ""
 
 
-def _next(folder: Folder, step: int | None) -> list[str]:
-    root = folder.checkpoints
+def _next(folder: Folder, stopped: int | None, steps: int) -> list[str]:
+    root = shlex.quote(str(folder.checkpoints))
     return [
-        f"ckptd ls {root}",
+        f"ckptd ls --all {root}",
         f"ckptd inspect {root}",
         f"ckptd verify {root}",
-        f"ckptd gc {root}",
+        f"ckptd diff {root}@{stopped} {root}@{steps}",
+        f"ckptd gc --dry-run {root}",
     ]
 
 

@@ -69,6 +69,10 @@ def checks_of(lives: Sequence[LifeReport], kill_landed: bool, steps: int) -> lis
             Check(f"{life.name}: resumed from step {life.expected_from}", life.resumed_as_expected),
             Check(f"{life.name}: loss gap at most {GAP_LIMIT:g}", small),
             Check(f"{life.name}: state bit-exact after the load", life.state_exact is True),
+            Check(
+                f"{life.name}: ckptd diff finds all {life.tensors} tensors bit-exact",
+                life.tensors_by_diff == life.tensors > 0,
+            ),
         ]
     return found
 

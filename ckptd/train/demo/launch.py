@@ -68,6 +68,12 @@ class Life:
         """From the start of the processes to their end, or to now."""
         return (self._ended or time.monotonic()) - self.begun
 
+    @property
+    def trained_seconds(self) -> float:
+        """From the start of the processes to the last step; tells of a run that ended unwatched."""
+        steps = self.spec.files.steps
+        return steps.stat().st_mtime - self.process.create_time() if steps.exists() else 0.0
+
     def _identify(self, pid: int) -> psutil.Process | None:
         """Return the process if it is one of this life, not a later one under its number."""
         if pid not in self._known:

@@ -10,6 +10,7 @@ import msgspec
 
 from ckptd.errors import CkptdError
 from ckptd.format.names import CommitName, parse_commit_name
+from ckptd.train.demo.compare import Comparison, compare
 from ckptd.train.demo.crash import Kill, kill_in_save
 from ckptd.train.demo.folder import Folder
 from ckptd.train.demo.judge import largest_gap, same_samples, state_differences
@@ -73,6 +74,7 @@ class Lived(NamedTuple):
     commits: list[int]
     end: str
     seconds: float
+    comparison: Comparison | None = None
 
     @property
     def rows(self) -> list[StepRow]:
@@ -127,10 +129,12 @@ def tell(folder: Folder, plan: Plan, say: Callable[[str], None]) -> Story:
         first, kill = teller.killed_life(doomed)
         second = teller.life(2, plan.cuts[1], plan.stopped, "stopped")
         third = teller.life(3, plan.cuts[2], plan.steps, "finished")
+        lives = [first, teller.compared(second), teller.compared(third)]
         say("waiting for the uninterrupted run")
         reference.finish(plan.deadline_s)
-        lived = Lived("reference", reference.spec, None, [], "finished", reference.seconds)
-    return Story(lived, [first, second, third], kill.at_the_end(folder.checkpoints))
+        seconds = reference.trained_seconds
+        lived = Lived("reference", reference.spec, None, [], "finished", seconds)
+    return Story(lived, lives, kill.at_the_end(folder.checkpoints))
 
 
 class _Teller:
@@ -183,6 +187,13 @@ class _Teller:
             life.finish(self._plan.deadline_s)
         return self._lived(life, newest, end)
 
+    def compared(self, life: Lived) -> Lived:
+        """Compare what `life` loaded with what it saved at once from its own layout."""
+        left = f"{self._folder.checkpoints}@{life.expected_from}"
+        right = str(life.spec.check_root)
+        self._say(f"comparing {left} with {right}")
+        return life._replace(comparison=compare(left, right, self._plan.deadline_s))
+
     def _spec(
         self,
         number: int,
@@ -225,6 +236,8 @@ def _report(
     differing: list[str] = []
     if life.expected_from is not None:
         differing = state_differences(saved.get(life.expected_from), loaded)
+    if life.comparison is not None:
+        differing += [f"ckptd diff: {name}" for name in life.comparison.differing]
     return LifeReport(
         name=life.name,
         ranks=life.spec.cut.ranks,
@@ -240,6 +253,7 @@ def _report(
         ids_equal=same_samples(rows, reference),
         state_exact=None if life.expected_from is None else not differing,
         tensors=0 if loaded is None else len(loaded.tensors),
+        tensors_by_diff=0 if life.comparison is None else life.comparison.exact,
         nbytes=0 if loaded is None else loaded.nbytes,
         differing=differing,
         seconds=life.seconds,

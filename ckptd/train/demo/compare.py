@@ -1,0 +1,68 @@
+"""Compare two checkpoints by ``ckptd diff``, as a user would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+
+from ckptd.errors import CkptdError, DeadlineError
+
+__all__ = ["Comparison", "compare"]
+
+# Random streams are per rank; for another number of ranks a load makes new ones from the saved.
+_RESEEDED = frozenset({"rng"})
+_EQUAL, _DIFFERENT = 0, 1
+_CLI = "import sys; from ckptd.cli.main import main; main(sys.argv[1:])"
+
+
+class _Tensor(msgspec.Struct):
+    name: str
+    bit_exact: bool
+
+
+class _Object(msgspec.Struct):
+    name: str
+
+
+class _Document(msgspec.Struct):
+    tensors: list[_Tensor]
+    objects: list[_Object]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """How many tensors are bit for bit the same, and the names of whatever is not."""
+
+    exact: int
+    differing: list[str]
+
+
+def compare(left: str, right: str, deadline_s: float) -> Comparison:
+    """Compare two checkpoints, each named as on the command line.
+
+    Raises
+    ------
+    CkptdError
+        They cannot be compared: one of them is not there, or bad.
+    DeadlineError
+        It took longer than `deadline_s` seconds.
+    """
+    command = [sys.executable, "-c", _CLI, "diff", left, right, "--json"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=deadline_s
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError("ckptd diff did not end", wanted=f"{deadline_s:g} s") from None
+    if done.returncode not in (_EQUAL, _DIFFERENT) or not done.stdout:
+        raise CkptdError(
+            "ckptd diff failed",
+            kind="demo-run",
+            where=f"{left} {right}",
+            found=done.stderr.decode(errors="replace"),
+        )
+    document = msgspec.json.decode(done.stdout, type=_Document)
+    differing = [tensor.name for tensor in document.tensors if not tensor.bit_exact]
+    differing += [entry.name for entry in document.objects if entry.name not in _RESEEDED]
+    return Comparison(sum(tensor.bit_exact for tensor in document.tensors), differing)
