@@ -85,3 +85,10 @@ def test_broken_indexes(raw: bytes) -> None:
         DigestIndex.decode(raw, "r00000.digests")
     assert caught.value.kind == "bad-index"
     assert caught.value.where == "r00000.digests"
+
+
+def test_layout_of_the_file() -> None:
+    # Spec 5, spelled out: files of version 1 must read for ever.
+    index = DigestIndex.build(BLOCK_BYTES + 1, [b"A" * 16, b"B" * 16], [b"C" * 16])
+    raw = bytes.fromhex("434b505444494731000010000000000001001000000000000100000000000000")
+    assert index.encode() == raw + b"A" * 16 + b"B" * 16 + b"C" * 16
