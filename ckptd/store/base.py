@@ -1,8 +1,9 @@
 """The store contract: objects under names, and nothing else.
 
 A *key* is a relative POSIX path: segments of ``[A-Za-z0-9._=+@,%-]`` joined by ``/``, no empty,
-``.`` or ``..`` segment. Stores are thread-safe: callers bring the threads. Every call either
-returns after its effect, or raises one of the errors below; a call never returns a short result.
+``.`` or ``..`` segment, at most 255 bytes a segment and 512 in all. Stores are thread-safe: callers
+bring the threads. Every call either returns after its effect, or raises one of the errors below; a
+call never returns a short result.
 
 Every implementation passes `ckptd.testing.store.StoreContract`.
 
@@ -37,6 +38,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from ckptd.errors import NotFoundError, UsageError
+from ckptd.store.buffers import as_bytes_view
 from ckptd.types import ByteRange
 
 if TYPE_CHECKING:
@@ -55,7 +57,8 @@ __all__ = [
 ]
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
-MAX_KEY_BYTES = 1024
+MAX_KEY_BYTES = 512
+"""Longest key in bytes; half of what S3 allows, so that a store's prefix has room."""
 Names = list[str]
 """A list of names; inside `Store`, ``list`` is a method."""
 
@@ -183,15 +186,19 @@ class Store(ABC):
         """Return the whole object, or exactly `byte_range` of it."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` (writable, C-contiguous bytes) from `offset` of the object."""
-        buffer[:] = self.get(key, ByteRange(offset, offset + len(buffer)))
+        """Fill `buffer` (writable, C-contiguous) from `offset` of the object."""
+        view = as_bytes_view(buffer)
+        view[:] = self.get(key, ByteRange(offset, offset + len(view)))
 
     @abstractmethod
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object whole, atomically and durably: name included, on return.
 
-        With `create_only` exactly one writer wins; the others get `ConflictError`. Without, an
-        existing object is replaced; a reader sees the old bytes or the new, never a mixture.
+        With `create_only` exactly one writer wins; the others get `ConflictError`. A store that
+        may lose its own acknowledgement reads the object back and takes equal bytes for its own
+        success, so what is created must carry an id that no other writer has. Without
+        `create_only` an existing object is replaced; a reader sees the old bytes or the new, never
+        a mixture.
         """
 
     @abstractmethod
@@ -244,6 +251,7 @@ class Store(ABC):
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind `key` where the store keeps plain files, else None."""
+        check_key(key)
         return None
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from ckptd.errors import CkptdError, StoreError
 from ckptd.store.base import Names, ObjectInfo, Store, Watchable, Writer
+from ckptd.store.buffers import as_bytes_view
 from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.store.wrap import Wrapper, innermost
 from ckptd.types import ByteRange
@@ -145,15 +146,16 @@ class Fault(Wrapper):
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Count; maybe fail, or fill less of `buffer`, or with other bytes."""
+        view = as_bytes_view(buffer)
 
         def act() -> memoryview:
             # Into memory of our own: a short read leaves the caller's last bytes as they were.
-            data = bytearray(len(buffer))
+            data = bytearray(len(view))
             self.inner.read_into(key, offset, memoryview(data))
             return memoryview(data)
 
-        data = self.step("read_into", key, len(buffer), act)
-        buffer[: len(data)] = data
+        data = self.step("read_into", key, len(view), act)
+        view[: len(data)] = data
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
         """Count; maybe fail."""

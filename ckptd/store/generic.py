@@ -9,10 +9,10 @@ unless the option ``single_writer`` says that there is no race to lose.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptd.errors import (
     CkptdError,
@@ -42,6 +42,8 @@ from ckptd.types import ByteRange
 __all__ = ["FsspecStore", "open_generic"]
 
 _TEMPORARY = "~"
+_MOST_RACES = 16
+_T = TypeVar("_T")
 # Services whose put appears whole or not at all, survives, and shows in the next listing.
 _OBJECT_STORES = {"abfs", "abfss", "adl", "az", "gcs", "gs", "s3", "s3a"}
 # Of these, where fsspec's mode="create" is one conditional request that the server decides.
@@ -106,8 +108,13 @@ class FsspecStore(Store):
         if byte_range.length == 0:
             check_end(path, byte_range.end, self.stat(key).size)
             return b""
-        with _translated(path):
-            data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
+        try:
+            with _translated(path):
+                data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
+        except StoreError:
+            # Some services refuse a range past the end, others give what there is.
+            check_end(path, byte_range.end, self.stat(key).size)
+            raise
         if len(data) != byte_range.length:
             check_end(path, byte_range.end, byte_range.start + len(data))
             raise StoreError("the store sent more than was asked for", where=path)
@@ -183,8 +190,8 @@ class FsspecStore(Store):
 
     def _put_by_rename(self, path: str, data: bytes) -> None:
         temporary = f"{self._fs._parent(path)}/{_TEMPORARY}{secrets.token_hex(12)}.put"
-        with _translated(path):
-            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+
+        def act() -> None:
             try:
                 with self._fs.open(temporary, "wb") as file:
                     file.write(data)
@@ -193,6 +200,17 @@ class FsspecStore(Store):
                 with suppress(Exception):
                     self._fs.rm_file(temporary)
                 raise
+
+        self._in_folder(path, act)
+
+    def _in_folder(self, path: str, act: Callable[[], _T]) -> _T:
+        """Run `act` with the folder there, which a concurrent delete may remove as empty."""
+        with _translated(path):
+            for _ in range(_MOST_RACES):
+                with suppress(FileNotFoundError):
+                    self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+                    return act()
+        raise TransientStoreError("the folder is removed as fast as it is made", where=path)
 
     def writer(self, key: str, size: int) -> Writer:
         """Begin a large object of exactly `size` bytes."""
@@ -227,10 +245,11 @@ class _FsspecWriter(SizedWriter):
     def __init__(self, store: FsspecStore, path: str, size: int) -> None:
         super().__init__(path, size)
         self._fs = store._fs
-        with _translated(path):
-            if not store._whole_puts:
-                self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-            self._file = self._fs.open(path, "wb")
+        if store._whole_puts:
+            with _translated(path):
+                self._file = self._fs.open(path, "wb")
+        else:
+            self._file = store._in_folder(path, lambda: self._fs.open(path, "wb"))
 
     def _append(self, view: memoryview) -> None:
         with _translated(self.key):

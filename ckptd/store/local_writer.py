@@ -14,12 +14,11 @@ import mmap
 import os
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 
 import numpy as np
 
 from ckptd.errors import TransientStoreError, UsageError
-from ckptd.store.osio import O_DIRECT, Os, writing
+from ckptd.store.osio import O_DIRECT, Os, start_writeback, writing
 from ckptd.store.writing import SizedWriter
 
 __all__ = ["ALIGN", "LocalWriter"]
@@ -205,19 +204,14 @@ class LocalWriter(SizedWriter):
                 count = count // ALIGN * ALIGN
                 if count == 0:
                     self._go_buffered()
-            self._start_writeback(offset, count)
+            if not self._direct:
+                start_writeback(self._fd, offset, count)
             view = view[count:]
             offset += count
 
     def _go_buffered(self) -> None:
         if self._direct:
             self._direct = self._set_direct(False)
-
-    def _start_writeback(self, offset: int, count: int) -> None:
-        """Let the kernel write early, so that fdatasync at the end has little left to do."""
-        if not self._direct and hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def _address(view: memoryview) -> int:

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError
 
-__all__ = ["O_DIRECT", "Os", "WatchedOs", "explain", "reading", "write_all", "writing"]
+__all__ = [
+    "O_DIRECT",
+    "Os",
+    "WatchedOs",
+    "explain",
+    "reading",
+    "start_writeback",
+    "write_all",
+    "writing",
+]
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _O_CLOEXEC = os.O_CLOEXEC
@@ -167,22 +176,30 @@ class WatchedOs(Os):
         self._inner.rmdir(path)
 
 
-_libc_fallocate: Any = None
+@functools.cache
+def _libc(name: str, *types: Any) -> Any:
+    """Return a function of the C library, or None where it has none of that name."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if call is not None:
+        call.argtypes = list(types)
+    return call
 
 
 def _fallocate(fd: int, size: int) -> None:
     """Call fallocate(2) itself: where it is missing, glibc's posix_fallocate writes each block."""
-    global _libc_fallocate
-    if sys.platform != "linux" or size == 0:
+    call = _libc("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if call is None or size == 0 or call(fd, 0, 0, size) == 0:
         return
-    if _libc_fallocate is None:
-        call = ctypes.CDLL(None, use_errno=True).fallocate
-        call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-        _libc_fallocate = call
-    if _libc_fallocate(fd, 0, 0, size) != 0:
-        code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM):
-            raise OSError(code, os.strerror(code))
+    code = ctypes.get_errno()
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM):
+        raise OSError(code, os.strerror(code))
+
+
+def start_writeback(fd: int, offset: int, count: int) -> None:
+    """Let the kernel begin to write dirty pages, so that fdatasync has little left to wait for."""
+    call = _libc("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if call is not None:
+        call(fd, offset, count, 2)  # SYNC_FILE_RANGE_WRITE; only a hint, so no result is checked
 
 
 def _fdatasync(fd: int) -> None:

@@ -36,6 +36,7 @@ from ckptd.types import ByteRange
 __all__ = ["S3Store", "open_s3"]
 
 _LEAST_PART = 5 << 20
+_LONGEST_PREFIX = 1024 - MAX_KEY_BYTES - 1  # S3 takes 1024 bytes in all
 _T = TypeVar("_T")
 _Uploads = list[dict[str, Any]]
 
@@ -62,6 +63,13 @@ class S3Store(Store):
         prefix = prefix.strip("/")
         if not bucket:
             raise UsageError("no bucket", kind="bad-url", where=url, wanted="s3://bucket/prefix")
+        if len(prefix.encode()) > _LONGEST_PREFIX:
+            raise UsageError(
+                "the prefix is too long",
+                kind="bad-url",
+                where=url,
+                wanted=f"{_LONGEST_PREFIX} bytes",
+            )
         if options.part_bytes < _LEAST_PART or options.parallel < 1 or options.parts_in_flight < 1:
             raise UsageError("an option is out of range", kind="bad-option", where=url)
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")

@@ -7,6 +7,7 @@ client directly, past its caches of listings, its own retries and its guesses ab
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -210,7 +211,6 @@ def _connect(options: S3Options) -> Any:
     given: dict[str, Any] = {"verify": options.verify}
     if options.region:
         given["region_name"] = options.region
-    session = {"profile": options.profile} if options.profile else {}
     return s3fs.S3FileSystem(
         anon=options.anon,
         key=options.key,
@@ -222,8 +222,16 @@ def _connect(options: S3Options) -> Any:
         use_listings_cache=False,
         skip_instance_cache=True,
         loop=get_loop(),
-        **session,
+        session=_session(options.profile),
     )
+
+
+@functools.cache
+def _session(profile: str | None) -> Any:
+    """Return one session for all stores of a profile: it keeps what botocore reads from disk."""
+    import aiobotocore.session  # type: ignore[import-untyped]
+
+    return aiobotocore.session.AioSession(profile=profile)
 
 
 def _config(options: S3Options) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 
 from ckptd.errors import UsageError
 from ckptd.store.base import Store, Writer
+from ckptd.store.buffers import as_bytes_view
 from ckptd.store.spec import ThrottleSpec
 from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
@@ -59,7 +60,7 @@ class Throttle(Wrapper):
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`, at the rate."""
         if self._reads is not None:
-            self._reads.take(len(buffer))
+            self._reads.take(buffer.nbytes)
         self.inner.read_into(key, offset, buffer)
 
     def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
@@ -81,7 +82,7 @@ class _ThrottledWriter(Writer):
 
     def write(self, data: memoryview) -> None:
         """Append `data` in pieces, so that the rate is even and not in bursts."""
-        view = memoryview(data).cast("B")
+        view = as_bytes_view(data)
         for start in range(0, len(view), _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             self._bucket.take(len(piece))
