@@ -65,6 +65,7 @@ class _Options:
     strict: bool
     wanted: Callable[[str], bool]
     to_saved: Callable[[str], str]
+    to_live: Callable[[str], str]
     weights_only: bool
     device: Any
     progress: Callable[[int, int], None] | None
@@ -96,7 +97,16 @@ class Loader:
         progress: Callable[[int, int], None] | None,
     ) -> LoadReport:
         """See `ckptd.train.checkpointer.Checkpointer.load`."""
-        options = _Options(strict, selector(only), _renamer(rename), weights_only, device, progress)
+        inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
+        options = _Options(
+            strict,
+            selector(only),
+            _renamer(rename),
+            _renamer(inverse),
+            weights_only,
+            device,
+            progress,
+        )
         skipped: list[tuple[int, str]] = []
         for name in self._candidates(step):
             try:
@@ -172,13 +182,13 @@ class Loader:
         )
         filling.finish()
         check_witness(self._catalogue, manifest, filling.wants)
-        apply_objects(leaves, objects, per_rank)
+        apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
         return matching, read
 
     def _plan(
         self, state: Mapping[str, Any], saved: Saved, filemap: FileMap, options: _Options
     ) -> tuple[Matching, Any, Any, Filling]:
-        names = saved_names(saved, lambda name: name, options.wanted)
+        names = saved_names(saved, options.to_live, options.wanted)
         leaves = prepare(state, names, device=options.device)
         wanted = options.wanted
         if options.weights_only:
