@@ -5,6 +5,7 @@ Blocks that are neighbours in a file are neighbours here, so that pass 2 copies 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -118,6 +119,8 @@ class SharedMemory:
 
     @staticmethod
     def _create(path: str, size: int) -> SharedMemory:
+        if not hasattr(os, "posix_fallocate"):
+            raise OSError(errno.ENOTSUP, "this system cannot reserve memory")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
