@@ -15,7 +15,7 @@ from ckptd.train.demo.spec import Cut, GptShape, RunSpec, StateRow, StepRow
 from ckptd.train.demo.trainer import Job, train
 
 SHAPE = GptShape(layers=2, heads=2, width=40, seq=32)
-STEPS = 8
+STEPS = 6
 
 
 def _spec(folder: Path, cut: Cut, **options: object) -> RunSpec:
@@ -29,10 +29,15 @@ def _rows(folder: Path, cut: Cut) -> list[StepRow]:
     return read_rows(spec.files.steps, StepRow)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[StepRow]:
+    """One rank's run, which the others have to follow."""
+    return _rows(tmp_path_factory.mktemp("alone") / "run", Cut(dp=1))
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("cut", [Cut(dp=2, tp=2), Cut(dp=2), Cut(dp=3)], ids=str)
-def test_every_layout_trains_alike(tmp_path: Path, cut: Cut) -> None:
-    alone = _rows(tmp_path / "alone", Cut(dp=1))
+def test_every_layout_trains_alike(tmp_path: Path, cut: Cut, alone: list[StepRow]) -> None:
     rows = _rows(tmp_path / "cut", cut)
     assert [row.step for row in rows] == list(range(1, STEPS + 1))
     assert [row.ids for row in rows] == [row.ids for row in alone]
@@ -55,11 +60,17 @@ def _digests(spec: RunSpec) -> StateRow:
     assert {k for k in row.tensors if row.tensors[k] != changed.tensors[k]} == {
         "head.weight/exp_avg"
     }
+    job.check_data()
+    job.data["corpus"] = "of another Python"
+    with pytest.raises(MismatchError, match="the text is not"):
+        job.check_data()
     return row
 
 
 @pytest.mark.dist
-def test_digest_covers_the_whole_state_and_is_the_same_on_every_rank(tmp_path: Path) -> None:
+def test_digest_covers_all_and_is_the_same_on_every_rank_and_another_text_is_refused(
+    tmp_path: Path,
+) -> None:
     rows = run_ranks(4, _digests, _spec(tmp_path / "run", Cut(dp=2, tp=2)))
     assert all(row == rows[0] for row in rows)
     # Parameters, both moments, and a step count for each parameter.
@@ -82,23 +93,6 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first["head.weight"], build(SHAPE, 2).state_dict()["head.weight"])
 
 
-def _refuses(spec: RunSpec) -> None:
-    with pytest.raises(UsageError, match="shared out"):
-        Job(spec)
-
-
-@pytest.mark.dist
 def test_batch_that_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, _refuses, _spec(tmp_path / "run", Cut(dp=2), batch=7))
-
-
-def _other_text(spec: RunSpec) -> None:
-    job = Job(spec)
-    job.data["corpus"] = "of another Python"
-    with pytest.raises(MismatchError, match="the text is not"):
-        job.check_data()
-
-
-@pytest.mark.dist
-def test_another_text_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, _other_text, _spec(tmp_path / "run", Cut(dp=1)))
+    with pytest.raises(UsageError, match="shared out"):
+        Job(_spec(tmp_path / "run", Cut(dp=2), batch=7))
