@@ -32,6 +32,8 @@ _Group = tuple[int, int, int, int]
 _CACHE = 1 << 23
 """Numbers kept by each cache of a map: 64 MiB."""
 
+_TABULATE_AFTER = 16  # files
+_MOST_TABULATED = 1 << 23  # pieces
 _FEW = 16
 
 
@@ -123,6 +125,7 @@ class FileMap:
         self._held: Templates[tuple[int, int], tuple[I64, I64]] = Templates(_CACHE)
         self._numels: Templates[int, I64] = Templates(_CACHE)
         self._runs: Templates[int, I64] = Templates(_CACHE)
+        self._asked = 0
 
     @staticmethod
     def of(manifest: Manifest, where: str) -> FileMap:
@@ -166,16 +169,50 @@ class FileMap:
         """
         found = self._starts.get(file)
         if found is None:
-            weights = np.zeros(len(self._groups) or 1, dtype=np.int64)
-            for i, (_, _, _, itemsize) in enumerate(self._groups):
-                weights[i] = itemsize * int(self._pieces(i, file)[1][-1])
-            ordered = weights[self._group_of[self.order]]
+            ordered = self._weights(file)[self._group_of[self.order]]
             ends = np.cumsum(ordered)
             found = np.empty(len(self.tensors) + 1, dtype=np.int64)
             found[self.order] = ends - ordered
             found[-1] = ends[-1] if len(ends) else 0
             self._starts.put(file, found, weight=len(found))
         return found
+
+    def _weights(self, file: int) -> I64:
+        """Bytes of one tensor of each group in `file`.
+
+        A reader of few files asks group by group. One that changes the layout touches thousands
+        of files, and there are as many groups as replicated scalars: for it the groups of every
+        file are tabulated once.
+        """
+        weights = np.zeros(len(self._groups) or 1, dtype=np.int64)
+        self._asked += 1
+        table = self._table if self._asked > _TABULATE_AFTER else None
+        if table is None:
+            for i, (_, _, _, itemsize) in enumerate(self._groups):
+                weights[i] = itemsize * int(self._pieces(i, file)[1][-1])
+            return weights
+        files, groups, sizes = table
+        lo, hi = np.searchsorted(files, (file, file + 1))
+        np.add.at(weights, groups[lo:hi], sizes[lo:hi])
+        return weights
+
+    @cached_property
+    def _table(self) -> tuple[I64, I64, I64] | None:
+        """``(file, group, bytes)`` of every piece of every group, by file; None when too large."""
+        if sum(self.owners[o].npieces for _, o, _, _ in self._groups) > _MOST_TABULATED:
+            return None
+        files, groups, sizes = [], [], []
+        for i, (grid, owners, base, itemsize) in enumerate(self._groups):
+            owned = self.owners[owners].array()
+            held = np.flatnonzero(owned != ABSENT)
+            files.append(owned[held] + base)
+            groups.append(np.full(len(held), i, dtype=np.int64))
+            sizes.append(self.numels(grid)[held] * itemsize)
+        if not files:
+            return None
+        everywhere = np.concatenate(files)
+        order = np.argsort(everywhere, kind="stable")
+        return everywhere[order], np.concatenate(groups)[order], np.concatenate(sizes)[order]
 
     def _pieces(self, group: int, file: int) -> tuple[I64, I64]:
         """Pieces of a group that `file` holds, and the elements before each; one more: all."""

@@ -7,7 +7,7 @@ depend on the order of groups, and on which parameters a rank happens to hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -240,7 +240,11 @@ def _groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]
 def _match_groups(
     optimizer: Optimizer, names: dict[int, str], where: str, saved: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pair live groups with saved ones by their sets of parameters."""
+    """Pair live groups with saved ones by their sets of parameters.
+
+    A pipeline stage's groups are parts of the job's: when every live group lies inside one saved
+    group, each takes that group's hyperparameters.
+    """
     live = [
         (tuple(sorted(names[id(p)] for p in group["params"])), group)
         for group in optimizer.param_groups
@@ -253,6 +257,9 @@ def _match_groups(
         ) from error
     wanted, found = Counter(k for k, _ in live), Counter(k for k, _ in left)
     if wanted != found:
+        around = [_around(set(key), left) for key, _ in live]
+        if all(group is not None for group in around):
+            return [(own, g) for (_, own), g in zip(live, around, strict=True) if g is not None]
         raise MismatchError(
             "the optimizer's groups and the checkpoint's hold different parameters",
             kind="groups",
@@ -266,6 +273,14 @@ def _match_groups(
         i = next(i for i, (k, _) in enumerate(left) if k == key)
         pairs.append((group, left.pop(i)[1]))
     return pairs
+
+
+def _around(
+    params: set[str], saved: Sequence[tuple[tuple[str, ...], dict[str, Any]]]
+) -> dict[str, Any] | None:
+    """Return the one saved group that `params` is a proper or improper part of."""
+    found = [group for key, group in saved if params and params <= set(key)]
+    return found[0] if len(found) == 1 else None
 
 
 def _listing(groups: Iterable[tuple[str, ...]], where: str) -> str:

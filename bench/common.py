@@ -1,0 +1,293 @@
+"""What the benches share: a GPT-like state, the disk's own limit, cold caches, tables.
+
+Every bench measures its cases in alternation in one run, in fresh processes, and reports medians
+and ratios: the figures of one machine are noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+MIB = 1 << 20
+
+
+def arguments(doc: str | None, **extra: Any) -> argparse.Namespace:
+    """Parse ``--dir``, ``--reps`` and the bench's own options."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--dir", help="scratch folder on the disk to measure (default: temporary)")
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    for name, default in extra.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
+    options = parser.parse_args()
+    if options.dir is None:
+        options.dir = tempfile.mkdtemp(prefix="ckptd-bench-")
+    Path(options.dir).mkdir(parents=True, exist_ok=True)
+    return options
+
+
+# --- the state ----------------------------------------------------------------------------------
+
+
+def shapes(width: int = 512, layers: int = 48, words: int = 32768) -> dict[str, tuple[int, ...]]:
+    """Return a GPT's parameters: 168 million by default, 2.02 GB with two moments, float32."""
+    out: dict[str, tuple[int, ...]] = {"tok.weight": (words, width), "pos.weight": (1024, width)}
+    for i in range(layers):
+        p = f"blocks.{i}."
+        out |= {
+            p + "ln1.weight": (width,),
+            p + "ln1.bias": (width,),
+            p + "attn.qkv.weight": (3 * width, width),
+            p + "attn.qkv.bias": (3 * width,),
+            p + "attn.out.weight": (width, width),
+            p + "attn.out.bias": (width,),
+            p + "ln2.weight": (width,),
+            p + "ln2.bias": (width,),
+            p + "mlp.fc.weight": (4 * width, width),
+            p + "mlp.fc.bias": (4 * width,),
+            p + "mlp.proj.weight": (width, 4 * width),
+            p + "mlp.proj.bias": (width,),
+        }
+    return out | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
+
+
+def state(make: Callable[[tuple[int, ...]], Any], layers: int = 48) -> dict[str, Any]:
+    """Return parameters and Adam moments, every tensor by `make`."""
+    return {
+        kind: {name: make(shape) for name, shape in shapes(layers=layers).items()}
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+    }
+
+
+def noise(seed: int = 0) -> Callable[[tuple[int, ...]], Any]:
+    """Return a maker of incompressible float32 tensors; quick, each different."""
+    import torch
+
+    pool = torch.randn(1 << 23, generator=torch.Generator().manual_seed(seed))
+    count = iter(range(1 << 30))
+
+    def make(shape: tuple[int, ...]) -> Any:
+        k = next(count)
+        size = 1
+        for n in shape:
+            size *= n
+        start = k * 7919 * 64 % (len(pool) // 2)
+        parts = [pool[start:]] + [pool] * (size // len(pool) + 1)
+        tensor = torch.cat(parts)[:size].clone()
+        tensor[0] = k
+        return tensor.view(shape)
+
+    return make
+
+
+def tensors(tree: Any) -> list[Any]:
+    """Return the tensors of a nested dict, in order."""
+    if isinstance(tree, dict):
+        return [t for v in tree.values() for t in tensors(v)]
+    return [tree]
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+def drop_caches(folder: str) -> None:
+    """Make the next read of `folder` a cold one."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        for path in Path(folder).rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+
+
+def settle() -> None:
+    """Write back what is dirty and give the disk a moment to discard what was deleted."""
+    os.sync()
+    time.sleep(0.5)
+
+
+def remove(path: str) -> None:
+    """Remove a folder if it is there."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def parallel(count: int, work: Callable[[int], None]) -> float:
+    """Run ``work(i)`` in `count` threads and return the seconds."""
+    start = time.perf_counter()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return time.perf_counter() - start
+
+
+def disk_limit(folder: str, size: int, streams: int = 2) -> dict[str, float]:
+    """Measure the disk: direct writes with fsync, and the better of direct and buffered reads.
+
+    Returns
+    -------
+    dict
+        ``write_s`` and ``read_s``: seconds for `size` bytes, the best of 1 and `streams` threads.
+    """
+    paths = [str(Path(folder) / f"limit-{i}") for i in range(streams)]
+    block = 4 * MIB
+    buffers = [mmap.mmap(-1, block) for _ in range(streams)]
+    for b in buffers:
+        b[:] = os.urandom(block)
+
+    def write(count: int) -> float:
+        for p in paths:
+            Path(p).unlink(missing_ok=True)
+        settle()
+
+        def one(i: int) -> None:
+            fd = os.open(paths[i], os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+            for offset in range(0, size // count // block * block, block):
+                os.pwrite(fd, buffers[i], offset)
+            os.fsync(fd)
+            os.close(fd)
+
+        return parallel(count, one)
+
+    def read(count: int, flags: int) -> float:
+        drop_caches(folder)
+        per = size // block // count
+
+        def one(i: int) -> None:
+            fd = os.open(paths[0], os.O_RDONLY | flags)
+            for k in range(i * per, (i + 1) * per):
+                os.preadv(fd, [buffers[i]], k * block)
+            os.close(fd)
+
+        return parallel(count, one)
+
+    spread = write(streams) if streams > 1 else float("inf")
+    alone = write(1)
+    reads = [read(n, flags) for n in {1, streams} for flags in (0, os.O_DIRECT)]
+    for p in paths:
+        Path(p).unlink(missing_ok=True)
+    return {"write_s": min(spread, alone), "read_s": min(reads)}
+
+
+class PeakMemory:
+    """Peak of the machine's anonymous and shared memory above its start, in bytes.
+
+    Counts other processes of the case and shared segments, but not the page cache.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._base = self._peak = self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> int:
+        rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * sum(int(rows[k].split()[0]) for k in ("AnonPages", "Shmem"))
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self._peak = max(self._peak, self._now())
+
+    def done(self) -> int:
+        """Stop and return the peak."""
+        self._stop.set()
+        self._thread.join()
+        return max(self._peak, self._now()) - self._base
+
+
+def io_counters() -> dict[str, int]:
+    """Return this process's ``rchar`` (asked for) and ``read_bytes`` (from the device)."""
+    rows = Path("/proc/self/io").read_text().splitlines()
+    return {k: int(v) for k, v in (r.split(": ") for r in rows)}
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    total = next(
+        line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line
+    )
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(total.split()[1]) / (1 << 20)),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+# --- running and telling ------------------------------------------------------------------------
+
+
+def in_fresh_process(script: str, options: Sequence[str], timeout_s: float = 600.0) -> Any:
+    """Run ``script options`` and return the JSON of its last line of output."""
+    ended = subprocess.run(
+        [sys.executable, script, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    )
+    lines = [x for x in ended.stdout.splitlines() if x.startswith("{")]
+    if ended.returncode or not lines:
+        raise SystemExit(f"{script} {' '.join(options)} failed:\n{ended.stderr[-3000:]}")
+    return json.loads(lines[-1])
+
+
+def median(samples: Sequence[dict[str, Any]], key: str) -> float:
+    """Return the median of one figure over the repetitions; nan when nobody measured it."""
+    found = [float(s[key]) for s in samples if s.get(key) is not None]
+    return statistics.median(found) if found else float("nan")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return "–" if value != value else f"{value:.2f}"
+        return str(value)
+
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell(v) for v in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def publish(name: str, command: str, text: str, data: Any) -> None:
+    """Write ``results/NAME.json``, put the table into RESULTS.md and print it."""
+    RESULTS.mkdir(exist_ok=True)
+    body = {"command": command, "machine": machine(), "data": data}
+    (RESULTS / f"{name}.json").write_text(json.dumps(body, indent=1) + "\n")
+    page = HERE / "RESULTS.md"
+    old = page.read_text() if page.exists() else "# Results\n"
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    block = f"{begin}\n\n`{command}`\n\n{text}\n\n{end}"
+    if begin in old:
+        head, _, rest = old.partition(begin)
+        old = head + block + rest.partition(end)[2]
+    else:
+        old = old.rstrip() + "\n\n" + block + "\n"
+    page.write_text(old)
+    print(text)

@@ -1,0 +1,173 @@
+"""One process, 2.02 GB: how long is training blocked, when is it durable, how fast is a load?
+
+    python bench/save_load.py
+
+Against torch DCP (``save``, ``async_save``, ``load``) and the disk's own limit, measured in the
+same run. Each case is a fresh process; its first save, which touches fresh memory, is told apart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+SAVES = 3
+
+
+def ckptd_case(folder: str, layers: int) -> dict[str, Any]:
+    import ckptd
+
+    live = common.state(common.noise(), layers)
+    out: dict[str, Any] = {}
+    with ckptd.Checkpointer(folder) as ck:
+        blocked, durable, peaks = [], [], []
+        for step in range(1, SAVES + 2):
+            common.settle()
+            memory = common.PeakMemory()
+            start = time.perf_counter()
+            handle = ck.save(step, live)
+            blocked.append(time.perf_counter() - start)
+            assert handle is not None
+            handle.durable()
+            durable.append(time.perf_counter() - start)
+            peaks.append(memory.done())
+        out |= figures(blocked, durable, peaks)
+        expected = [t.clone() for t in common.tensors(live)]
+        for kind in ("cold", "warm"):
+            clear(live)
+            if kind == "cold":
+                common.drop_caches(folder)
+            start = time.perf_counter()
+            ck.load(live)
+            out[f"{kind}_s"] = time.perf_counter() - start
+            out["right"] = out.get("right", True) and same(live, expected)
+    return out
+
+
+def dcp_case(folder: str, layers: int, kind: str) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    live = common.state(common.noise(), layers)
+    out: dict[str, Any] = {}
+    blocked, durable, peaks = [], [], []
+    for step in range(1, SAVES + 2):
+        path = f"{folder}/{step}"
+        common.settle()
+        memory = common.PeakMemory()
+        start = time.perf_counter()
+        if kind == "dcp":
+            writer = dcp.FileSystemWriter(path, thread_count=2)
+            dcp.save(live, storage_writer=writer, no_dist=True)
+            blocked.append(time.perf_counter() - start)
+        else:
+            future = dcp.async_save(live, checkpoint_id=path, no_dist=True)
+            blocked.append(time.perf_counter() - start)
+            getattr(future, "upload_completion", future).result()
+        durable.append(time.perf_counter() - start)
+        peaks.append(memory.done())
+    out |= figures(blocked, durable, peaks)
+    expected = [t.clone() for t in common.tensors(live)]
+    for temperature in ("cold", "warm"):
+        clear(live)
+        if temperature == "cold":
+            common.drop_caches(folder)
+        start = time.perf_counter()
+        dcp.load(live, checkpoint_id=path, no_dist=True)
+        out[f"{temperature}_s"] = time.perf_counter() - start
+        out["right"] = out.get("right", True) and same(live, expected)
+    return out
+
+
+def figures(blocked: list[float], durable: list[float], peaks: list[int]) -> dict[str, Any]:
+    """Tell the first save apart; the others' medians stand for the case."""
+    return {
+        "first_blocked_s": blocked[0],
+        "first_durable_s": durable[0],
+        "blocked_s": sorted(blocked[1:])[len(blocked[1:]) // 2],
+        "durable_s": sorted(durable[1:])[len(durable[1:]) // 2],
+        "peak_gb": max(peaks) / 1e9,
+    }
+
+
+def clear(live: Any) -> None:
+    for t in common.tensors(live):
+        t.zero_()
+
+
+def same(live: Any, expected: list[Any]) -> bool:
+    import torch
+
+    return all(torch.equal(a, b) for a, b in zip(common.tensors(live), expected, strict=True))
+
+
+CASES = {
+    "ckptd": ckptd_case,
+    "dcp": lambda folder, layers: dcp_case(folder, layers, "dcp"),
+    "dcp async": lambda folder, layers: dcp_case(folder, layers, "dcp async"),
+}
+
+
+def one(case: str, folder: str, layers: int) -> None:
+    import torch
+
+    torch.set_num_threads(2)
+    common.remove(folder)
+    Path(folder).mkdir(parents=True)
+    print(json.dumps(CASES[case](folder, layers)))
+    common.remove(folder)
+
+
+def main() -> None:
+    options = common.arguments(__doc__, layers=48)
+    folder = f"{options.dir}/case"
+    if options.case:
+        one(options.case, folder, options.layers)
+        return
+    size = sum(4 * 3 * s[0] * (s[1] if len(s) > 1 else 1) for s in common.shapes(layers=options.layers).values())
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CASES, "limit")}
+    order = random.Random(0)
+    for rep in range(options.reps):
+        names = list(found)
+        order.shuffle(names)
+        for name in names:
+            if name == "limit":
+                found[name].append(common.disk_limit(options.dir, size))
+            else:
+                args = ["--dir", options.dir, "--layers", str(options.layers), "--case", name]
+                found[name].append(common.in_fresh_process(__file__, args))
+            print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
+    report(found, size)
+
+
+def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
+    m = common.median
+    write, read = m(found["limit"], "write_s"), m(found["limit"], "read_s")
+    keys = ("blocked_s", "durable_s", "cold_s", "warm_s", "peak_gb", "first_blocked_s", "first_durable_s")
+    rows: list[list[Any]] = [
+        [name, *(m(found[name], k) for k in keys), all(s["right"] for s in found[name])]
+        for name in CASES
+    ]
+    rows.append(["disk limit", float("nan"), write, read, *[float("nan")] * 4, "–"])
+    head = ["case", "blocked s", "durable s", "load cold s", "load warm s", "peak extra GB", "first save blocked s", "first save durable s", "bytes right"]
+    ours, dcp = found["ckptd"], found["dcp"]
+    ratios = [
+        ["durable: disk limit / ckptd (aim 0.8)", write / m(ours, "durable_s")],
+        ["durable: DCP save / ckptd (aim 2)", m(dcp, "durable_s") / m(ours, "durable_s")],
+        ["blocked: DCP async_save / ckptd", m(found["dcp async"], "blocked_s") / m(ours, "blocked_s")],
+        ["cold load: disk limit / ckptd (aim 0.8)", read / m(ours, "cold_s")],
+        ["cold load: DCP / ckptd", m(dcp, "cold_s") / m(ours, "cold_s")],
+        ["warm load: DCP / ckptd (aim 2)", m(dcp, "warm_s") / m(ours, "warm_s")],
+    ]
+    text = f"One process, {size / 1e9:.2f} GB; medians of {len(ours)} alternating repetitions.\n\n"
+    text += common.table(head, rows) + "\n\n" + common.table(["ratio", "value"], ratios)
+    common.publish("save_load", "python bench/save_load.py", text, found)
+
+
+if __name__ == "__main__":
+    main()
