@@ -75,6 +75,12 @@ def state(make: Callable[[tuple[int, ...]], Any], layers: int = 48) -> dict[str,
     }
 
 
+def state_bytes(layers: int = 48) -> int:
+    """Return the bytes of `state` in float32."""
+    sizes = [s[0] * (s[1] if len(s) > 1 else 1) for s in shapes(layers=layers).values()]
+    return 3 * 4 * sum(sizes)
+
+
 def noise(seed: int = 0) -> Callable[[tuple[int, ...]], Any]:
     """Return a maker of incompressible float32 tensors; quick, each different."""
     import torch

@@ -41,8 +41,10 @@ def groups(layout: planning.Layout) -> list[Group]:
                 continue
             held.append(LocalTensor(f"optim.{t.name}.step", "float32", ()))
             placements = layout.placements(t)
-            for state in ("model", "exp_avg", "exp_avg_sq"):
-                held.append(LocalTensor(f"{state}.{t.name}", "float32", t.shape, 0, placements))
+            held += [
+                LocalTensor(f"{state}.{t.name}", "float32", t.shape, 0, placements)
+                for state in ("model", "exp_avg", "exp_avg_sq")
+            ]
         ranks = tuple(range(stage * size, (stage + 1) * size))
         out.append(Group(Structure((mesh,), tuple(held)), ranks))
     return out
@@ -119,11 +121,14 @@ def measure(ranks: int) -> Iterator[dict[str, Any]]:
         clock.run("one rank's file s", lambda p=plan: RankPlan(p, ranks // 2))
         reported = parts(plan, ranks)
         save = Save(1, 1000, 1, "0001", plan.digest, (), (), (), (), {}, None, 60.0)
-        manifest = clock.run("join parts s", lambda p=plan, r=reported: assemble(p, r, save, None))
+        manifest = clock.run(
+            "join parts s", lambda p=plan, r=reported, s=save: assemble(p, r, s, None)
+        )
         file, raw = clock.run("encode s", lambda m=manifest: encode_manifest(m))
         read = clock.run("decode s", lambda r=raw, f=file: decode_manifest(r, f))
         filemap = clock.run("check s", lambda m=read, r=raw: check_manifest(m, "m", len(r)))
-        row = {"ranks": ranks, "layout": name, "tensors": len(plan.tensors), "manifest MB": len(raw) / 1e6}
+        row: dict[str, Any] = {"ranks": ranks, "layout": name, "tensors": len(plan.tensors)}
+        row["manifest MB"] = len(raw) / 1e6
         for other, target in layouts.items():
             asked = wants(read, target, ranks // 2)
             clock.run(

@@ -1,0 +1,1 @@
+"""Foreign formats as manifests. No torch."""
