@@ -22,19 +22,33 @@ __all__ = ["app", "main", "run"]
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
+# The first paragraph is what `ckptd --help` lists.
 VERBS = {
-    "ls": "List the checkpoints of a root.",
+    "ls": "List the checkpoints of a root, the newest last.",
     "inspect": "Show what a checkpoint holds: tensors, layouts, objects, files.",
-    "verify": "Check every byte; name tensor, chunk, file and rank of what is bad.",
-    "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values.",
-    "cp": "Copy checkpoints to another root, checking digests on the way.",
-    "export": "Write weights as Hugging Face safetensors with an index.",
-    "rollback": "Make an older checkpoint the newest that counts.",
-    "pin": "Keep a checkpoint for ever.",
+    "verify": "Check every byte; name tensor, chunk, file and rank of what is bad."
+    "\n\nThe exit code is 3 when something is.",
+    "diff": "Compare two checkpoints: keys, shapes, layouts, objects, values."
+    "\n\nThe exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not"
+    " count: the same values cut another way are equal.",
+    "cp": "Copy checkpoints to another root, checking digests on the way."
+    "\n\nA copy that is killed leaves the target as it was; started again, it goes on where it"
+    " stopped. It claims a generation of the target, so a job that saves there is told to stop.",
+    "export": "Write weights as Hugging Face safetensors with an index."
+    "\n\nMemory stays small whatever the size of the model; no torch is needed.",
+    "rollback": "Make an older checkpoint the newest that counts."
+    "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes"
+    " here is told so at its next save.",
+    "pin": "Keep a checkpoint for ever: no retention and no gc deletes it.",
     "unpin": "Take a pin away.",
     "pins": "List the pinned checkpoints.",
-    "gc": "Delete what no kept checkpoint needs.",
-    "doctor": "Probe a root's store, plugins, versions and environment.",
+    "gc": "Delete what no kept checkpoint needs."
+    "\n\nThat is what dead saves and abandoned lines left, and with --keep older steps. It shows"
+    " its plan and asks. Never deleted are the newest complete checkpoint, all after it, and what"
+    " is pinned or read at this moment.",
+    "doctor": "Probe a root's store, plugins, versions and environment."
+    "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
+    " cannot decide who creates an object first is refused, with exit code 5.",
     "demo": "Train, kill a rank in the middle of a save, resume on other layouts.",
 }
 _MODULES = {"unpin": "pin", "pins": "pin"}

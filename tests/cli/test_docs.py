@@ -1,0 +1,87 @@
+"""docs/reference/cli.md says everything that the command line takes and prints."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from ckptd.cli.main import VERBS, app
+from ckptd.cli.output import Document
+from tests.cli.running import Cli
+
+PAGE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
+SECTIONS = dict(re.findall(r"^## ckptd (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def documents() -> dict[str, type[Document]]:
+    for verb in VERBS:
+        app[verb].default_command  # noqa: B018 - imports its module
+    return {str(cls.__struct_config__.tag): cls for cls in Document.__subclasses__()}
+
+
+def structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+    for inner in get_args(kind):
+        yield from structs_in(inner)
+
+
+def fields(cls: type[msgspec.Struct]) -> set[str]:
+    """Names of all fields of a document and of what it contains."""
+    hints = get_type_hints(cls)
+    names = set(cls.__struct_fields__)
+    for name in cls.__struct_fields__:
+        for inner in structs_in(hints[name]):
+            names |= fields(inner)
+    return names
+
+
+def test_every_verb_has_a_section() -> None:
+    assert list(SECTIONS) == list(VERBS)
+
+
+def test_every_verb_has_a_document() -> None:
+    assert set(documents()) | {"demo"} >= set(VERBS)
+
+
+@pytest.mark.parametrize("verb", [v for v in VERBS if v != "demo"])
+def test_every_field_is_documented(verb: str) -> None:
+    said = set(re.findall(r"`([a-z_]+)`", SECTIONS[verb]))
+    assert not fields(documents()[verb]) - said - {"schema"}
+
+
+def options(cli: Cli, verb: str) -> set[str]:
+    return set(re.findall(r"^. (--[a-z-]+)", cli.good(verb, "--help").out, re.MULTILINE))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_options_are_documented_and_none_is_invented(cli: Cli, verb: str) -> None:
+    taken = options(cli, verb)
+    assert "--json" in taken
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", SECTIONS[verb])) == taken
+
+
+def test_switches_have_one_spelling(cli: Cli, root: str) -> None:
+    assert cli("ls", root, "--no-json").code == 2
+
+
+def test_exit_codes() -> None:
+    from ckptd import errors
+    from ckptd.cli.main import BROKEN_PIPE, INTERRUPTED
+
+    codes = {getattr(errors, name).exit_code for name in errors.__all__}
+    table = PAGE.partition("## Exit codes")[2].partition("\n## ")[0]
+    said = {int(n) for n in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    assert said == codes | {0, INTERRUPTED, BROKEN_PIPE}
+
+
+def test_every_document_of_the_package_belongs_to_a_verb() -> None:
+    for verb in VERBS:
+        importlib.import_module(app[verb].default_command.__module__)
+    assert {str(c.__struct_config__.tag) for c in Document.__subclasses__()} <= set(VERBS)
