@@ -110,7 +110,9 @@ def change_tree(tree: Any, rng: random.Random) -> None:
     elif action == 4:
         del node[i]
     elif action == 5:
-        node[i:i] = [deepcopy(node[i]) for _ in range(rng.choice([1, 1, 2, 300]))]
+        # Repeats of repeats grow without end; what is large already is repeated once.
+        count = rng.choice([1, 1, 2, 300]) if len(repr(node[i])) < 2000 else 1
+        node[i:i] = [deepcopy(node[i]) for _ in range(count)]
     elif action == 6:
         other, j = rng.choice(sites)
         value = _get(other, j)
