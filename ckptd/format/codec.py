@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckptd.errors import CkptdError, CorruptError, UsageError
-from ckptd.format.container import unique_keys
+from ckptd.format.strictjson import unique_keys
 from ckptd.types import DTYPES, dtype_of
 
 __all__ = ["decode", "encode", "register"]

@@ -7,21 +7,17 @@ chunks packed without gaps in canonical order.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
 from ckptd.errors import CorruptError, UsageError
+from ckptd.format.strictjson import parse_json
 from ckptd.types import DTYPES, DType
 
 __all__ = ["ALIGNMENT", "Chunk", "build_header", "header_bytes", "parse_header"]
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 ALIGNMENT = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -132,7 +128,7 @@ def parse_header(
         Duplicate names, unknown dtypes, negative sizes, gaps, overlaps, or a wrong total.
     """
     try:
-        document = json.loads(str(raw[8:], "utf-8"), object_pairs_hook=unique_keys)
+        document = parse_json(raw[8:])
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"header is not JSON: {str(error)[:200]}") from None
     if not isinstance(document, dict) or raw[8:9] != b"{":
@@ -158,14 +154,6 @@ def parse_header(
             found=f"{data_bytes} bytes",
         )
     return {c.name: c for c in chunks}, metadata
-
-
-def unique_keys(pairs: list[tuple[K, V]]) -> dict[K, V]:
-    """Refuse duplicate keys, which readers of one file could otherwise resolve differently."""
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("duplicate key")
-    return table
 
 
 def _bad(where: str, what: str) -> CorruptError:

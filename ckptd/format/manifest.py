@@ -6,17 +6,14 @@ the manifest grows with tensors plus files and never with their product.
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from typing import Any, TypeVar
 
 import msgspec
 import zstandard
 
 from ckptd.errors import CorruptError
-from ckptd.format.container import unique_keys
 from ckptd.format.names import CommitName, data_folder
+from ckptd.format.strictjson import parse_json
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import Owners
 
@@ -36,8 +33,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 FORMAT = "ckptd"
 VERSION = 1
@@ -216,14 +211,7 @@ def decode_json(raw: bytes, where: str) -> dict[str, Any]:
         nesting without end.
     """
     try:
-        document = json.loads(
-            str(raw, "utf-8"),
-            object_pairs_hook=unique_keys,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-        if _ESCAPED_SURROGATE.search(raw):  # alone it is no character, and nobody can write it
-            json.dumps(document, ensure_ascii=False).encode()
+        document = parse_json(raw)
     except (ValueError, RecursionError) as error:
         raise CorruptError(
             "not JSON", kind="bad-json", where=where, found=str(error)[:200]
@@ -241,17 +229,6 @@ def convert(document: dict[str, Any], kind: type[T], where: str) -> T:
         raise CorruptError(
             f"not a {kind.__name__}", kind="bad-record", where=where, found=str(error)[:300]
         ) from None
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text[:40]} is no number")
-    return value
 
 
 def _check_version(document: dict[str, Any], where: str) -> None:

@@ -131,6 +131,7 @@ GOOD = json.dumps({"a": entry(), "b": entry(8, 16)})
         ("{}".encode("utf-16"), 0),
         (b"\xff\xfe", 0),
         ('{"a": NaN}', 0),
+        ('{"\\ud800": ' + json.dumps(entry()) + "}", 8),
     ],
 )
 def test_broken_headers(text: str | bytes, data_bytes: int) -> None:

@@ -99,6 +99,7 @@ def document(**changes: Any) -> bytes:
         (b"[" * 100_000, "bad-json"),
         (b'{"a":' * 100_000, "bad-json"),
         (b"\xff", "bad-json"),
+        (b'{"a": "\\uD83D"}', "bad-json"),
         ('{"format": "ckptd"}'.encode("utf-16"), "bad-json"),
         (b"\xef\xbb\xbf{}", "bad-json"),
         (b"{}", "bad-record"),
