@@ -21,7 +21,7 @@ from ckptd.errors import TransientStoreError, UsageError
 from ckptd.store.osio import O_DIRECT, Os, start_writeback, writing
 from ckptd.store.writing import SizedWriter
 
-__all__ = ["ALIGN", "LocalWriter"]
+__all__ = ["ALIGN", "LocalWriter", "address"]
 
 ALIGN = 4096
 _WORTH_ALIGNING = 1 << 20
@@ -100,7 +100,7 @@ class LocalWriter(SizedWriter):
     def _send_in_place(self, view: memoryview) -> int:
         """Send a block straight from the caller's memory; 0 when alignment forbids it."""
         count = min(len(view), self._block_bytes) // ALIGN * ALIGN
-        if count == 0 or self._gathered or (self._direct and _address(view) % ALIGN):
+        if count == 0 or self._gathered or (self._direct and address(view) % ALIGN):
             return 0
         self._send(view[:count], None)
         return count
@@ -111,7 +111,7 @@ class LocalWriter(SizedWriter):
         gap = -self._gathered % ALIGN
         # When the caller's memory is aligned like the file, a few bytes bring both to a boundary,
         # and the rest goes without a copy.
-        in_step = not self._direct or (_address(view) + gap) % ALIGN == 0
+        in_step = not self._direct or (address(view) + gap) % ALIGN == 0
         if in_step and self._gathered and len(view) >= _WORTH_ALIGNING:
             room = gap
         count = min(len(view), room)
@@ -214,6 +214,6 @@ class LocalWriter(SizedWriter):
             self._direct = self._set_direct(False)
 
 
-def _address(view: memoryview) -> int:
+def address(view: memoryview) -> int:
     """Return the memory address of the first byte."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
