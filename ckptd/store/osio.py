@@ -252,8 +252,11 @@ def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdErro
 
 def _free(path: str) -> str:
     """Say how much the file system of `path` has left for us; quotas are not in that number."""
+    folder = os.path.dirname(path)
+    while folder not in ("", "/") and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
     try:
-        stat = os.statvfs(os.path.dirname(path))
+        stat = os.statvfs(folder)
     except OSError:
         return "free space unknown"
     return f"{stat.f_bavail * stat.f_frsize} bytes free"

@@ -1,0 +1,643 @@
+"""What `LocalStore` promises beyond the contract: durability, hiding, modes, links, full disks."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+    TransientStoreError,
+    UsageError,
+)
+from ckptd.store import open_store
+from ckptd.store.local import LocalOptions, LocalStore
+from ckptd.store.osio import Os, WatchedOs
+from ckptd.testing.store import pattern
+
+MIB = 1 << 20
+
+
+def leftovers(root: Path) -> list[str]:
+    return [name for _, _, names in os.walk(root) for name in names if name.startswith("~")]
+
+
+def write(store: LocalStore, key: str, data: bytes | memoryview) -> None:
+    with store.writer(key, len(data)) as writer:
+        writer.write(memoryview(data))
+        writer.commit()
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def test_relative_root_does_not_follow_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store("here")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.put("a", b"content")
+    assert (tmp_path / "here" / "a").read_bytes() == b"content"
+    assert store.describe().url == str(tmp_path / "here")
+
+
+def test_home_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/x").url == str(tmp_path / "x")
+    assert open_store(f"file://{tmp_path}/a%20b").url == str(tmp_path / "a%20b")
+    with pytest.raises(UsageError, match="not a local URL"):
+        open_store("file://host/share")
+
+
+def test_foreign_names_are_hidden(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("folder/object", b"1")
+    for name in ("~temporary.put", "with space", "ümlaut", "folder/~x", "folder/new\nline"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "bad folder").mkdir()
+    (tmp_path / "bad folder" / "x").write_bytes(b"")
+    (tmp_path / "only-leftovers").mkdir()
+    (tmp_path / "only-leftovers" / "~x").write_bytes(b"")
+    os.mkfifo(tmp_path / "fifo")
+    assert [o.key for o in store.list()] == ["folder/object"]
+    assert store.children() == ["folder/"]
+    assert store.children("folder/") == ["object"]
+
+
+def test_folders_and_fifos_are_no_objects(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("folder/object", b"1")
+    os.mkfifo(tmp_path / "fifo")
+    for key in ("folder", "fifo"):
+        for call in (store.get, store.stat):
+            with pytest.raises(NotFoundError):
+                call(key)
+
+
+def test_a_name_in_the_way_is_told(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"1")
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a", b"folder in the way"),
+        lambda: store.put("a/b/c", b"object in the way"),
+        lambda: store.writer("a/b/c", 1),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="in the way"):
+            call()
+    assert [o.key for o in store.list()] == ["a/b"]
+    assert leftovers(tmp_path) == []
+
+
+# -- links ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def escape(tmp_path: Path) -> Iterator[tuple[LocalStore, Path]]:
+    """A store whose folder ``out`` and object ``leak`` are links to somewhere else."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    (root / "out").symlink_to(outside)
+    (root / "leak").symlink_to(outside / "secret")
+    with LocalStore(root) as store:
+        yield store, outside
+
+
+def test_links_out_of_the_root_are_refused(escape: tuple[LocalStore, Path]) -> None:
+    store, outside = escape
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("leak"),
+        lambda: store.get("out/secret"),
+        lambda: store.read_into("leak", 0, memoryview(bytearray(1))),
+        lambda: store.stat("leak"),
+        lambda: store.exists("out/secret"),
+        lambda: store.local_path("leak"),
+        lambda: store.put("out/new", b"x"),
+        lambda: store.put("out/deep/new", b"x", create_only=True),
+        lambda: store.writer("out/new", 1),
+        lambda: store.delete(["out/secret"]),
+        lambda: [*store.list("out/")],
+        lambda: store.children("out/"),
+        lambda: store.sweep("out/", older_than_s=0),
+        lambda: store.sync("out/"),
+    ]
+    for call in calls:
+        with pytest.raises(RefusedError) as caught:
+            call()
+        assert caught.value.kind == "outside-root"
+    assert [p.name for p in outside.iterdir()] == ["secret"]
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_links_are_not_listed_and_replaced_by_a_put(escape: tuple[LocalStore, Path]) -> None:
+    store, outside = escape
+    assert [*store.list()] == []
+    assert store.children() == []
+    store.put("leak", b"mine")
+    assert store.get("leak") == b"mine"
+    write(store, "leak", b"also mine")
+    store.delete(["leak"])
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_links_inside_the_root_and_a_linked_root_work(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "real")
+    store = LocalStore(tmp_path / "root")
+    store.put("a/b", b"content")
+    (tmp_path / "real" / "alias").symlink_to("a/b")
+    assert store.get("alias") == b"content"
+    assert [o.key for o in store.list()] == ["a/b"]
+
+
+# -- permissions and groups ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_modes_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        store = LocalStore(tmp_path / "root")
+        store.put("a/put", b"1")
+        store.put("a/new", b"1", create_only=True)
+        write(store, "a/written", b"1")
+    finally:
+        os.umask(before)
+    for name in ("a/put", "a/new", "a/written"):
+        assert stat.S_IMODE((tmp_path / "root" / name).stat().st_mode) == 0o666 & ~umask
+    for name in ("", "a"):
+        assert stat.S_IMODE((tmp_path / "root" / name).stat().st_mode) == 0o777 & ~umask
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder to another group needs root")
+def test_setgid_and_group_of_the_root_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    os.chown(root, -1, 12345)
+    root.chmod(0o2775)
+    store = LocalStore(root)
+    store.put("a/b/c", b"1")
+    write(store, "a/b/d", b"1")
+    for name in ("a", "a/b", "a/b/c", "a/b/d"):
+        assert (root / name).stat().st_gid == 12345
+    for name in ("a", "a/b"):
+        assert (root / name).stat().st_mode & stat.S_ISGID
+
+
+# -- leftovers -----------------------------------------------------------------------------------
+
+
+def test_sweep_takes_old_leftovers_only(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"1")
+    (tmp_path / "a" / "~old.put").write_bytes(b"")
+    (tmp_path / "a" / "~new.put").write_bytes(b"")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "~old.put").write_bytes(b"")
+    for path in tmp_path.rglob("~old.put"):
+        os.utime(path, (1e9, 1e9))
+    assert store.sweep(older_than_s=3600) == ["a/~old.put", "gone/~old.put"]
+    assert leftovers(tmp_path) == ["~new.put"]
+    assert not (tmp_path / "gone").exists()
+    assert store.get("a/b") == b"1"
+
+
+def test_sweep_keeps_to_its_prefix(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "~x").write_bytes(b"")
+    assert store.sweep("a/", older_than_s=0) == ["a/~x"]
+    assert leftovers(tmp_path) == ["~x"]
+
+
+# -- what the kernel says ------------------------------------------------------------------------
+
+
+class FailingOs(Os):
+    """Fails one kind of call with one errno, after doing it or instead."""
+
+    def __init__(self, point: str, code: int, *, after: bool = False) -> None:
+        self._point = point
+        self._code = code
+        self._after = after
+
+    def __getattribute__(self, name: str) -> object:
+        found = object.__getattribute__(self, name)
+        if name.startswith("_") or name != self._point:
+            return found
+
+        def fail(*arguments: object) -> object:
+            if self._after:
+                found(*arguments)
+            raise OSError(self._code, os.strerror(self._code))
+
+        return fail
+
+
+FAILURES = [
+    (errno.ENOSPC, StoreError, "no-space"),
+    (errno.EDQUOT, StoreError, "no-space"),
+    (errno.EIO, StoreError, "store"),
+    (errno.EACCES, StoreError, "permission"),
+    (errno.EROFS, StoreError, "permission"),
+    (errno.ESTALE, TransientStoreError, "store-transient"),
+    (errno.ETIMEDOUT, TransientStoreError, "store-transient"),
+]
+
+
+@pytest.mark.parametrize(("code", "kind_of_error", "kind"), FAILURES)
+@pytest.mark.parametrize("point", ["open", "pwrite", "fsync", "replace", "fsync_folder", "mkdir"])
+def test_a_failing_put_is_told_and_leaves_nothing(
+    tmp_path: Path, point: str, code: int, kind_of_error: type[CkptdError], kind: str
+) -> None:
+    store = LocalStore(tmp_path, system=FailingOs(point, code))
+    with pytest.raises(kind_of_error) as caught:
+        store.put("a/b", b"12345")
+    assert caught.value.kind == kind
+    assert caught.value.where is not None
+    assert str(tmp_path / "a") in caught.value.where
+    assert leftovers(tmp_path) == []
+    if kind == "no-space":
+        assert caught.value.wanted == "5 bytes"
+        assert "bytes free" in str(caught.value.found)
+
+
+@pytest.mark.parametrize(("code", "kind_of_error", "kind"), FAILURES)
+@pytest.mark.parametrize("point", ["open", "fallocate", "pwrite", "fdatasync"])
+def test_a_failing_writer_is_told_and_leaves_nothing(
+    tmp_path: Path, point: str, code: int, kind_of_error: type[CkptdError], kind: str
+) -> None:
+    store = LocalStore(tmp_path, system=FailingOs(point, code))
+    data = pattern(20 * MIB + 5)
+    with pytest.raises(kind_of_error) as caught:
+        write(store, "a/b", data)
+    assert caught.value.kind == kind
+    assert caught.value.where == str(tmp_path / "a" / "b")
+    if kind == "no-space":
+        assert caught.value.wanted == f"{len(data)} bytes"
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+def test_a_replacing_put_that_fails_keeps_the_old_object(tmp_path: Path) -> None:
+    LocalStore(tmp_path).put("a/b", b"old")
+    for point in ("open", "pwrite", "fsync", "replace"):
+        with pytest.raises(StoreError):
+            LocalStore(tmp_path, system=FailingOs(point, errno.EIO)).put("a/b", b"new")
+    assert LocalStore(tmp_path).get("a/b") == b"old"
+
+
+def test_a_lost_reply_to_link_is_our_own_success(tmp_path: Path) -> None:
+    """NFS repeats a link whose reply was lost and then reports EEXIST for what it did itself."""
+    for code in (errno.EEXIST, errno.EIO, errno.ETIMEDOUT):
+        store = LocalStore(tmp_path, system=FailingOs("link", code, after=True))
+        store.put(f"commits/{code}", b"mine", create_only=True)
+        assert store.get(f"commits/{code}") == b"mine"
+        with pytest.raises(ConflictError):
+            LocalStore(tmp_path).put(f"commits/{code}", b"other", create_only=True)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_link_that_fails_is_no_success(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, system=FailingOs("link", errno.EIO))
+    with pytest.raises(StoreError):
+        store.put("a", b"mine", create_only=True)
+    assert not store.exists("a")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_leftover_that_stays_does_not_fail_a_won_race(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, system=FailingOs("unlink", errno.EIO))
+    store.put("a", b"mine", create_only=True)
+    assert store.get("a") == b"mine"
+    assert len(leftovers(tmp_path)) == 1
+    assert [o.key for o in store.list()] == ["a"]
+
+
+class StingyOs(Os):
+    """Takes at most `most` bytes at a time, as a disk that fills up or a signal makes it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def pwrite(self, fd: int, data: memoryview, offset: int, path: str) -> int:
+        return super().pwrite(fd, data[: self._most], offset, path)
+
+
+@pytest.mark.parametrize("most", [1000, 4096, 5000, 100_000])
+@pytest.mark.parametrize("direct", [True, False])
+def test_short_writes_are_continued(tmp_path: Path, most: int, direct: bool) -> None:
+    store = LocalStore(tmp_path, LocalOptions(direct=direct), system=StingyOs(most))
+    data = pattern(1_000_003)
+    store.put("put", data)
+    write(store, "written", data)
+    assert store.get("put") == data
+    assert store.get("written") == data
+
+
+class UnalignedRefusingOs(Os):
+    """Knows no O_DIRECT after all, as some file systems only tell at the first write."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._lock = threading.Lock()
+
+    def pwrite(self, fd: int, data: memoryview, offset: int, path: str) -> int:
+        import fcntl
+
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            with self._lock:
+                self.refused += 1
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return super().pwrite(fd, data, offset, path)
+
+
+def test_a_file_system_without_direct_writes(tmp_path: Path) -> None:
+    system = UnalignedRefusingOs()
+    store = LocalStore(tmp_path, system=system)
+    data = pattern(20 * MIB + 7)
+    write(store, "a", data)
+    assert store.get("a") == data
+    refused = system.refused
+    assert refused > 0
+    write(store, "b", data)
+    assert store.get("b") == data
+    assert system.refused == refused, "the device is asked only once"
+
+
+def test_einval_that_is_not_about_alignment_is_told(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, system=FailingOs("pwrite", errno.EINVAL))
+    with pytest.raises(StoreError):
+        write(store, "a", pattern(MIB))
+
+
+class HangingOs(Os):
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def pwrite(self, fd: int, data: memoryview, offset: int, path: str) -> int:
+        self.go.wait(30)
+        return super().pwrite(fd, data, offset, path)
+
+
+def test_a_hung_disk_ends_in_an_error(tmp_path: Path) -> None:
+    system = HangingOs()
+    store = LocalStore(tmp_path, LocalOptions(stall_s=0.2), system=system)
+    try:
+        with pytest.raises(TransientStoreError) as caught:
+            write(store, "a", pattern(MIB))
+        assert caught.value.kind == "stalled"
+    finally:
+        system.go.set()
+    store.close()
+
+
+def test_a_closed_store_takes_no_more_blocks(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    writer = store.writer("a", 32 * MIB)
+    store.close()
+    with pytest.raises(UsageError, match="closed"):
+        writer.write(memoryview(pattern(32 * MIB)))
+    writer.abort()
+    assert [*tmp_path.iterdir()] == []
+
+
+# -- durability ----------------------------------------------------------------------------------
+
+
+def steps(store: LocalStore) -> list[tuple[str, str]]:
+    seen: list[tuple[str, str]] = []
+    store.watch(lambda point, path: seen.append((point, path)))
+    return seen
+
+
+def test_order_of_a_create_only_put(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    store = LocalStore(root)
+    seen = steps(store)
+    store.put("commits/1", b"record", create_only=True)
+    assert [point for point, _ in seen] == [
+        *["os.mkdir", "os.fsync-folder"] * 2,  # the root in its parent, the folder in the root
+        *["os.open", "os.pwrite", "os.fsync"],  # whole and durable before it has its name
+        *["os.link", "os.unlink", "os.fsync-folder"],
+    ]
+    assert [path for point, path in seen if point == "os.fsync-folder"] == [
+        str(tmp_path),
+        str(root),
+        str(root / "commits"),
+    ]
+
+
+def test_a_folder_of_another_writer_is_made_durable_too(tmp_path: Path) -> None:
+    """It may have come to its mkdir and not yet to its fsync when we return from our put."""
+    (tmp_path / "commits").mkdir()
+    store = LocalStore(tmp_path)
+    seen = steps(store)
+    store.put("commits/1", b"")
+    store.put("commits/2", b"")
+    parents = [path for point, path in seen if point == "os.fsync-folder"]
+    assert parents == [str(tmp_path), *[str(tmp_path / "commits")] * 2]
+
+
+def test_order_of_a_writer_and_sync(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    seen = steps(store)
+    write(store, "data/x/file", pattern(MIB))
+    assert seen[-1][0] == "os.fdatasync"
+    del seen[:]
+    store.sync("data/")
+    synced = {path for point, path in seen if point == "os.fsync-folder"}
+    assert synced == {str(tmp_path), str(tmp_path / "data"), str(tmp_path / "data" / "x")}
+
+
+def test_a_delete_is_durable_on_return(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a/b/c", b"")
+    store.put("a/x", b"")
+    seen = steps(store)
+    store.delete(["a/b/c"])
+    assert [point for point, _ in seen[-2:]] != []
+    assert seen[-1] == ("os.fsync-folder", str(tmp_path / "a"))
+
+
+def test_a_file_system_without_folder_fsync_is_let_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not for folders")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = LocalStore(tmp_path)
+    store.put("a/b", b"1", create_only=True)
+    assert store.get("a/b") == b"1"
+
+
+# -- direct and buffered I/O give the same bytes -------------------------------------------------
+
+
+def aligned(data: bytes, shift: int) -> memoryview:
+    """Copy `data` to an address `shift` bytes past a page boundary."""
+    area = mmap.mmap(-1, len(data) + shift + 1)
+    area[shift : shift + len(data)] = data
+    return memoryview(area)[shift : shift + len(data)]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8, 4095])
+@pytest.mark.parametrize("head", [0, 1, 4096, 70_000])
+@pytest.mark.parametrize("tail", [0, 1, 4095, 4097])
+def test_every_alignment_of_memory_and_file(
+    tmp_path: Path, shift: int, head: int, tail: int
+) -> None:
+    data = pattern(head + 3 * MIB + tail)
+    store = LocalStore(tmp_path, LocalOptions(block_bytes=MIB, threads=3))
+    with store.writer("a", len(data)) as writer:
+        writer.write(memoryview(data)[:head])
+        writer.write(aligned(data[head : head + 3 * MIB], shift))
+        writer.write(memoryview(data)[head + 3 * MIB :])
+        writer.commit()
+    assert (tmp_path / "a").read_bytes() == data
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("direct_reads", [True, False])
+def test_every_alignment_of_a_read(tmp_path: Path, cached: bool, direct_reads: bool) -> None:
+    data = pattern(5 * MIB + 1234)
+    store = LocalStore(tmp_path, LocalOptions(direct_reads=direct_reads))
+    store.put("a", data)
+    ranges = [(0, len(data)), (4096, 2 * MIB), (4097, 2 * MIB), (4 * MIB, MIB + 1234), (0, 1)]
+    for start, count in ranges:
+        for shift in (0, 1):
+            if not cached:
+                with (tmp_path / "a").open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            view = aligned(bytes(count), shift)
+            store.read_into("a", start, view)
+            assert view == data[start : start + count]
+
+
+def test_a_file_that_shrinks_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    store.put("a", pattern(100_000))
+    real = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        found = real(fd)
+        os.truncate(tmp_path / "a", 50_000)
+        return found
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(CkptdError) as caught:
+        store.get("a")
+    assert caught.value.kind == "truncated"
+
+
+def test_a_mapped_object_survives_its_replacement(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write(store, "a", b"old" * 10_000)
+    path = store.local_path("a")
+    assert path is not None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        write(store, "a", b"new")
+        assert mapped[:3] == b"old"
+        assert mapped[-3:] == b"old"
+
+
+# -- a disk that is really full ------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m,nr_inodes=64", "ckptd-test", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_full_disk(small_disk: Path, direct: bool) -> None:
+    store = LocalStore(small_disk / "root", LocalOptions(direct=direct))
+    write(store, "data/fits", pattern(4 * MIB))
+    with pytest.raises(StoreError) as caught:
+        write(store, "data/does-not", pattern(6 * MIB))
+    error = caught.value
+    assert (error.kind, error.wanted) == ("no-space", f"{6 * MIB} bytes")
+    assert error.where == str(small_disk / "root" / "data" / "does-not")
+    assert "ENOSPC" in str(error.found)
+    assert not store.exists("data/does-not")
+    assert store.get("data/fits") == pattern(4 * MIB)
+    write(store, "data/fits-too", pattern(3 * MIB))  # what was begun has been given back
+
+
+class NoPreallocationOs(Os):
+    def fallocate(self, fd: int, size: int, path: str) -> None:
+        pass
+
+
+def test_a_disk_that_fills_up_while_it_is_written(small_disk: Path) -> None:
+    store = LocalStore(small_disk, LocalOptions(block_bytes=MIB), system=NoPreallocationOs())
+    with pytest.raises(StoreError) as caught:
+        write(store, "a", pattern(12 * MIB))
+    assert caught.value.kind == "no-space"
+    assert [*small_disk.iterdir()] == []
+    with pytest.raises(StoreError) as caught:
+        store.put("b", pattern(12 * MIB))
+    assert (caught.value.kind, caught.value.wanted) == ("no-space", f"{12 * MIB} bytes")
+    assert [*small_disk.iterdir()] == []
+
+
+def test_a_disk_without_free_inodes(small_disk: Path) -> None:
+    store = LocalStore(small_disk)
+    with pytest.raises(StoreError) as caught:
+        for i in range(100):
+            store.put(f"many/{i}", b"")
+    assert caught.value.kind == "no-space"
+
+
+# -- the seam itself -----------------------------------------------------------------------------
+
+
+def test_every_system_call_can_be_watched(tmp_path: Path) -> None:
+    """A campaign that misses a step proves less than it says."""
+    seen: list[str] = []
+    store = LocalStore(tmp_path / "root")
+    store.watch(lambda point, path: seen.append(point))
+    store.put("a/b", b"1")
+    store.put("a/c", b"1", create_only=True)
+    write(store, "a/d", pattern(MIB + 1))
+    store.sync("a/")
+    store.delete(["a/b", "a/c", "a/d"])
+    calls = {n.replace("_", "-") for n, v in vars(Os).items() if callable(v) and n[0] != "_"}
+    assert {p.removeprefix("os.") for p in seen} == calls
+    assert {n for n in vars(Os) if n[0] != "_"} == {n for n in vars(WatchedOs) if n[0] != "_"}
