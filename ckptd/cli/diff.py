@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
-from ckptd.cli.inspect import matches, no_tensor
+from ckptd.cli.contents import matches, no_tensor
 from ckptd.cli.output import Document, Json, flag, print_document, print_table, progress_bar
 from ckptd.engine.diff import DiffReport, ObjectDiff, Side, TensorDiff
 from ckptd.engine.diff import diff as diff_readers

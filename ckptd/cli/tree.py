@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptd.cli.output import size_text
 
 if TYPE_CHECKING:
-    from ckptd.cli.inspect import TensorRow
+    from ckptd.cli.contents import TensorRow
 
 __all__ = ["tree_rows"]
 

@@ -1,4 +1,4 @@
-"""Writing weights as Hugging Face safetensors: which tensors go where, then the files.
+"""Writing an export: Hugging Face safetensors and their index.
 
 Memory stays within a few slabs, whatever the size of a tensor. Files get their names when all of
 them are complete and the index comes last, so that a folder that was left halfway is not taken
@@ -7,11 +7,9 @@ for a model.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,76 +17,19 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.engine.export_plan import ExportPlan, Item
 from ckptd.engine.values import Reader
-from ckptd.errors import CorruptError, MismatchError, NotFoundError, RefusedError, UsageError
+from ckptd.errors import RefusedError, UsageError
 from ckptd.format.container import build_header
-from ckptd.format.names import unescape_fqn
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
-from ckptd.types import DTYPES, DType
 
-__all__ = [
-    "EVERYTHING",
-    "INDEX",
-    "ExportPlan",
-    "ExportedFile",
-    "Item",
-    "Rename",
-    "plan_export",
-    "run_export",
-]
-
-EVERYTHING = "."
-"""The section that is the whole checkpoint."""
+__all__ = ["INDEX", "ExportedFile", "run_export"]
 
 INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
-_DEFAULT_SECTION = "model"
 _PARTIAL = ".partial"
 _SLAB_BYTES = 64 << 20
-_CAST = ("float64", "float32", "bfloat16", "float16")
-_MOST_NAMED = 8
-
-Rename = tuple[str, str]
-"""A regular expression, and what each match of it becomes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One tensor of the export.
-
-    Attributes
-    ----------
-    name, aliases
-        What it is called there; `aliases` are names of tied tensors that are not written again.
-    tensor
-        Its name in the checkpoint.
-    dtype, shape
-        As written.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    tensor: str
-    dtype: DType
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as written."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """The files, in order, each with its tensors in file order."""
-
-    files: tuple[tuple[str, tuple[Item, ...]], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors as written."""
-        return sum(item.nbytes for _, items in self.files for item in items)
 
 
 class ExportedFile(msgspec.Struct, frozen=True):
@@ -97,163 +38,6 @@ class ExportedFile(msgspec.Struct, frozen=True):
     name: str
     tensors: int
     bytes: int
-
-
-# -- planning --------------------------------------------------------------------------------------
-
-
-def plan_export(
-    reader: Reader,
-    *,
-    section: str | None = None,
-    rename: Sequence[Rename] = (),
-    dtype: str | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-    untie: bool = False,
-) -> ExportPlan:
-    """Decide what is written where; reads nothing.
-
-    Parameters
-    ----------
-    section
-        Only names that begin with it and a dot, which is taken away. None is ``model`` where the
-        checkpoint has that; ``.`` is everything.
-    rename
-        Applied one after the other to what is left of a name.
-    dtype
-        Cast float64, float32, bfloat16 and float16 to it; other types stay.
-    max_shard_bytes
-        A file ends before it would hold more; a larger tensor has a file of its own.
-    untie
-        Write tied tensors once for each name, instead of once.
-
-    Raises
-    ------
-    NotFoundError
-        Kind ``no-section``: lists those that there are.
-    UsageError
-        Kinds ``bad-argument``, ``duplicate-name``, ``dtype`` (a type that safetensors lacks).
-    MismatchError
-        Kind ``absent``: the checkpoint leaves out parts of these tensors.
-    """
-    prefix = _prefix(reader, section)
-    renamed = _renamer(rename)
-    items: list[Item] = []
-    for tensor in reader.names:
-        known = [n for n in (tensor, *reader.aliases(tensor)) if n.startswith(prefix)]
-        names = [renamed(_plain(n.removeprefix(prefix))) for n in known]
-        if names:
-            items += _items(reader, tensor, names, dtype, untie=untie)
-    _check(reader, items)
-    shards = list(_shards(items, max_shard_bytes))
-    return ExportPlan(
-        tuple(
-            # Item sizes falling: every tensor is then aligned to its own.
-            (_file_name(i, len(shards)), tuple(sorted(s, key=lambda x: -x.dtype.itemsize)))
-            for i, s in enumerate(shards)
-        )
-    )
-
-
-def _prefix(reader: Reader, section: str | None) -> str:
-    if section == EVERYTHING:
-        return ""
-    prefix = f"{section or _DEFAULT_SECTION}."
-    every = [n for t in reader.names for n in (t, *reader.aliases(t))]
-    if any(n.startswith(prefix) for n in every):
-        return prefix
-    sections = sorted({n.partition(".")[0] for n in every if "." in n})
-    raise NotFoundError(
-        f"the checkpoint has no section {prefix[:-1]!r}",
-        kind="no-section",
-        where=f"{reader.store.url}, {reader.commit.name}",
-        found=f"sections {', '.join(sections[:_MOST_NAMED])}" if sections else "no section",
-        hint=f"--section NAME, or --section {EVERYTHING} for everything",
-    )
-
-
-def _plain(name: str) -> str:
-    try:
-        return unescape_fqn(name)
-    except CorruptError:
-        return name
-
-
-def _renamer(rules: Sequence[Rename]) -> Callable[[str], str]:
-    try:
-        compiled = [(re.compile(old), new) for old, new in rules]
-    except re.error as error:
-        raise UsageError("not a regular expression", kind="bad-argument", found=error) from None
-
-    def apply(name: str) -> str:
-        for old, new in compiled:
-            try:
-                name = old.sub(new, name)
-            except (re.error, IndexError) as error:
-                raise UsageError(
-                    "not a replacement", kind="bad-argument", where=new, found=error
-                ) from None
-        return name
-
-    return apply
-
-
-def _items(
-    reader: Reader, tensor: str, names: list[str], cast: str | None, *, untie: bool
-) -> Iterator[Item]:
-    dtype = reader.dtype(tensor)
-    if cast is not None and dtype.name in _CAST:
-        dtype = DTYPES[cast]
-    shape = reader.manifest.tensors[reader.number(tensor)].shape
-    if untie:
-        yield from (Item(name, (), tensor, dtype, shape) for name in names)
-    else:
-        yield Item(names[0], tuple(names[1:]), tensor, dtype, shape)
-
-
-def _check(reader: Reader, items: list[Item]) -> None:
-    seen: set[str] = set()
-    for name in (n for item in items for n in (item.name, *item.aliases)):
-        if not name or name in seen:
-            raise UsageError(
-                "two tensors would have one name", kind="duplicate-name", where=repr(name)
-            )
-        seen.add(name)
-    odd = [f"{i.name} ({i.dtype.name})" for i in items if i.dtype.safetensors is None]
-    if odd:
-        raise UsageError(
-            "safetensors has no such type", kind="dtype", where=", ".join(odd[:_MOST_NAMED])
-        )
-    absent = [i.tensor for i in items if reader.absent_elements(i.tensor)]
-    if absent:
-        raise MismatchError(
-            "the checkpoint leaves out parts of what is to be exported",
-            kind="absent",
-            where=", ".join(absent[:_MOST_NAMED]),
-            found=f"{len(absent)} tensors with absent chunks",
-        )
-
-
-def _shards(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
-    shard: list[Item] = []
-    held = 0
-    for item in items:
-        if shard and held + item.nbytes > most:
-            yield shard
-            shard, held = [], 0
-        shard.append(item)
-        held += item.nbytes
-    if shard:
-        yield shard
-
-
-def _file_name(number: int, count: int) -> str:
-    if count == 1:
-        return "model.safetensors"
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-# -- writing ---------------------------------------------------------------------------------------
 
 
 def run_export(

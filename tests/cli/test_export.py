@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from ckptd.cli.address import opened
 from ckptd.cli.export import size_of
 from ckptd.engine import export as engine
+from ckptd.engine.export_plan import plan_export
 from ckptd.engine.values import Reader
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
@@ -255,7 +256,7 @@ def test_tensors_larger_than_the_memory_for_them(
 
         real = engine._values
         monkeypatch.setattr(engine, "_values", lambda _, items: batches(items))
-        engine.run_export(reader, engine.plan_export(reader), tmp_path / "hf")
+        engine.run_export(reader, plan_export(reader), tmp_path / "hf")
     assert most <= max(slab, 16)
     assert_equal(load(tmp_path / "hf"), {n[6:]: v for n, v in arrays.items() if n[:6] == "model."})
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptd.cli.inspect import TensorRow
+from ckptd.cli.contents import TensorRow
 from ckptd.cli.tree import tree_rows
 from ckptd.engine.inspect import Layout
 from ckptd.format.witness import SAMPLE

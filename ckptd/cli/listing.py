@@ -1,0 +1,226 @@
+"""What ``ckptd ls`` prints: rows of commits, generations and attempts, and how they are found."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from ckptd.cli.output import Document
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.inventory import abandoned_by
+from ckptd.engine.leases import expired, leases
+from ckptd.errors import CorruptError, NotFoundError
+from ckptd.format.lineage import line
+from ckptd.format.names import DATA, CommitName, parse_data_folder
+from ckptd.format.records import Commit, Parent
+
+__all__ = ["AttemptRow", "CheckpointRow", "GenerationRow", "LsDocument", "list_root"]
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One commit.
+
+    Attributes
+    ----------
+    step, generation, attempt
+        Its identity, and which try of that generation won.
+    created
+        UTC, ISO 8601.
+    world_size
+        Number of ranks that wrote it.
+    data_bytes
+        Bytes of its tensors and large objects.
+    folder
+        Its data folder, relative to the root.
+    metadata
+        What the user attached.
+    pinned
+        Never to be deleted.
+    leases
+        Who reads it at this moment.
+    abandoned_by
+        The generation that went on without it; null when it counts.
+    damaged
+        Why its record cannot be read; null when it can. Fields from the record are then empty.
+    """
+
+    step: int
+    generation: int
+    attempt: str = ""
+    created: str = ""
+    world_size: int = 0
+    data_bytes: int = 0
+    folder: str = ""
+    metadata: dict[str, Any] = {}
+    pinned: bool = False
+    leases: tuple[str, ...] = ()
+    abandoned_by: int | None = None
+    damaged: str | None = None
+
+
+class GenerationRow(msgspec.Struct, frozen=True):
+    """One life of the job: its number, what it continued from, when, how many ranks, and why."""
+
+    generation: int
+    parent: Parent | None
+    created: str
+    world_size: int
+    reason: str
+
+
+class AttemptRow(msgspec.Struct, frozen=True):
+    """A data folder that no commit refers to.
+
+    Attributes
+    ----------
+    bytes, objects, modified
+        What lies there, and when it was last written (seconds since 1970).
+    over
+        A newer generation runs: nothing can come of it any more, and `ckptd gc` removes it.
+    """
+
+    step: int
+    generation: int
+    attempt: str
+    bytes: int
+    objects: int
+    modified: float
+    over: bool
+
+
+class LsDocument(Document, frozen=True, kw_only=True, tag="ls"):
+    """What ``ckptd ls --json`` prints.
+
+    Attributes
+    ----------
+    root, root_id
+        URL, and the id that tells this root from others of the same URL.
+    newest
+        The step that a load takes; null when there is none.
+    generation
+        The newest generation.
+    checkpoints
+        Those that count, oldest first.
+    abandoned, generations, attempts
+        With ``--all``: commits beside the line, all lives of the job, and what was never
+        committed. Else null.
+    """
+
+    root: str
+    root_id: str
+    newest: int | None
+    generation: int
+    checkpoints: tuple[CheckpointRow, ...]
+    abandoned: tuple[CheckpointRow, ...] | None = None
+    generations: tuple[GenerationRow, ...] | None = None
+    attempts: tuple[AttemptRow, ...] | None = None
+
+
+def list_root(catalogue: Catalogue, *, everything: bool) -> LsDocument:
+    """Return what a root holds; with `everything` what does not count too."""
+    newest, names = catalogue.survey()
+    counted = line(newest, names, catalogue.ancestor) if newest else []
+    rows = _Rows(catalogue, names if everything else counted)
+    document = LsDocument(
+        root=catalogue.store.url,
+        root_id=catalogue.open().root_id,
+        newest=counted[-1].step if counted else None,
+        generation=newest,
+        checkpoints=tuple(rows.row(n) for n in counted),
+    )
+    if not everything:
+        return document
+    claimed = catalogue.generations()
+    beside = sorted(set(names) - set(counted))
+    return msgspec.structs.replace(
+        document,
+        abandoned=tuple(
+            rows.row(n, abandoned_by(n, claimed, catalogue.generation) or n.generation)
+            for n in beside
+        ),
+        generations=tuple(_generation(catalogue, g) for g in claimed),
+        attempts=tuple(_attempts(catalogue, rows.folders, newest)),
+    )
+
+
+class _Rows:
+    """Records and marks of commits, each read once."""
+
+    def __init__(self, catalogue: Catalogue, names: list[CommitName]) -> None:
+        self._records, self._damage = _read(catalogue, names)
+        self._pins = catalogue.pins()
+        self._leases: dict[CommitName, list[str]] = {}
+        for lease in leases(catalogue).values():
+            if not expired(lease, time.time()):
+                name = CommitName(lease.step, lease.generation)
+                self._leases.setdefault(name, []).append(lease.holder)
+
+    @property
+    def folders(self) -> set[str]:
+        """Data folders that a commit refers to."""
+        return {f for record in self._records.values() for f in record.folders}
+
+    def row(self, name: CommitName, abandoned: int | None = None) -> CheckpointRow:
+        """Return one commit as a row."""
+        row = CheckpointRow(
+            step=name.step,
+            generation=name.generation,
+            pinned=name in self._pins,
+            leases=tuple(self._leases.get(name, ())),
+            abandoned_by=abandoned,
+            damaged=self._damage.get(name),
+        )
+        record = self._records.get(name)
+        if record is None:
+            return row
+        fields = ("attempt", "created", "world_size", "data_bytes", "folder", "metadata")
+        return msgspec.structs.replace(row, **{f: getattr(record, f) for f in fields})
+
+
+def _read(
+    catalogue: Catalogue, names: list[CommitName]
+) -> tuple[dict[CommitName, Commit], dict[CommitName, str]]:
+    """Return the records, and for those that cannot be read why: one must not hide the others."""
+    try:
+        return catalogue.records(names), {}
+    except CorruptError:
+        pass
+    records: dict[CommitName, Commit] = {}
+    damage: dict[CommitName, str] = {}
+    for name in names:
+        try:
+            records[name] = catalogue.commit(name)
+        except CorruptError as error:
+            damage[name] = f"{error.message}: {error.where}"
+        except NotFoundError:
+            damage[name] = "deleted while this ran"
+    return records, damage
+
+
+def _generation(catalogue: Catalogue, number: int) -> GenerationRow:
+    g = catalogue.generation(number)
+    return GenerationRow(g.generation, g.parent, g.created, g.world_size, g.reason)
+
+
+def _attempts(catalogue: Catalogue, used: set[str], newest: int) -> list[AttemptRow]:
+    rows = []
+    for child in catalogue.store.children(DATA):
+        parsed = parse_data_folder(child)
+        if parsed is None or not child.endswith("/") or DATA + child in used:
+            continue
+        name, attempt = parsed
+        found = list(catalogue.store.list(DATA + child))
+        rows.append(
+            AttemptRow(
+                step=name.step,
+                generation=name.generation,
+                attempt=attempt,
+                bytes=sum(o.size for o in found),
+                objects=len(found),
+                modified=max((o.modified for o in found), default=0.0),
+                over=name.generation < newest,
+            )
+        )
+    return rows
