@@ -249,8 +249,7 @@ def in_fresh_process(script: str, options: Sequence[str], timeout_s: float = 600
     """Run ``script options`` and return the JSON of its last line of output."""
     ended = subprocess.run(
         [sys.executable, script, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,

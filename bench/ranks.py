@@ -37,7 +37,12 @@ def sharded(world: int, dim: int, layers: int) -> dict[str, Any]:
         mine = local[mesh.get_rank()] if mesh.get_rank() < len(local) else full[:0]
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
-            mine.contiguous(), mesh, [Shard(axis)], run_check=False, shape=full.shape, stride=stride
+            mine.contiguous().clone(),
+            mesh,
+            [Shard(axis)],
+            run_check=False,
+            shape=full.shape,
+            stride=stride,
         )
 
     return common.state(shard, layers)
@@ -78,6 +83,7 @@ def save_rank(folder: str, case: str, layers: int, saves: int) -> dict[str, floa
             blocked.append(time.perf_counter() - start)
             getattr(future, "upload_completion", future).result()
         durable.append(time.perf_counter() - start)
+    dist.barrier()
     if ck is not None:
         ck.close()
     middle = len(blocked[1:]) // 2
