@@ -63,7 +63,7 @@ def __getattr__(name: str) -> object:
     try:
         train = importlib.import_module("ckptd.train")
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if (error.name or "").partition(".")[0] != "torch":
             raise
         raise ImportError(
             f"ckptd.{name} needs PyTorch, which is not installed: pip install 'ckptd[train]'",

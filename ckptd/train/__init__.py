@@ -1,5 +1,7 @@
 """What a training loop imports: torch lives here and nowhere below."""
 
+from __future__ import annotations
+
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.policy import Every, Keep
 from ckptd.train.checkpointer import Checkpointer
