@@ -17,7 +17,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 def scheme_of(url: str) -> str:
     """Return the scheme of `url` in lower case; a plain path has ``file``."""
-    if "::" in url.partition("://")[0]:
+    head, separator, _ = url.partition("://")
+    if separator and "::" in head:
         return "fsspec"  # fsspec's chained form, such as simplecache::gs://bucket
     found = _URL.match(url)
     return found.group(1).lower() if found else "file"

@@ -1,0 +1,126 @@
+"""SIGKILL before and after every system call of a put and of a writer, in real processes.
+
+What survives is read by a new process' store: the object is whole, or it is not there (or still the
+old one); nothing else is listed; the same call works afterwards; a sweep removes what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptd.store import FaultRule, FaultSpec, StoreSpec
+from ckptd.store.base import Store
+from ckptd.testing.store import pattern
+
+OLD = b"old"
+SMALL = pattern(5000)
+BIG = pattern((20 << 20) + 5)
+
+_CHILD = """
+import sys
+from ckptd.store import StoreSpec
+from tests.store.test_local_crash import ACTS
+ACTS[sys.argv[1]](StoreSpec.from_json(sys.stdin.read()).open())
+"""
+
+
+def put(store: Store) -> None:
+    store.put("deep/folder/key", SMALL)
+
+
+def put_new(store: Store) -> None:
+    store.put("deep/folder/key", SMALL, create_only=True)
+
+
+def writer(store: Store) -> None:
+    with store.writer("deep/folder/key", len(BIG)) as out:
+        out.write(memoryview(BIG)[:100])
+        out.write(memoryview(BIG)[100:])
+        out.commit()
+    store.sync("deep/folder/")
+
+
+def delete(store: Store) -> None:
+    store.delete(["deep/folder/key"])
+
+
+ACTS: dict[str, Callable[[Store], None]] = {
+    "put": put,
+    "put_new": put_new,
+    "writer": writer,
+    "delete": delete,
+}
+
+
+def run_child(spec: StoreSpec, act: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, act], input=spec.to_json(), timeout=60, check=False
+    )
+    return done.returncode
+
+
+def count_steps(spec: StoreSpec, log: Path, act: str) -> int:
+    assert run_child(spec.wrapped(FaultSpec(inner=True, log=str(log))), act) == 0
+    return len(log.read_text().splitlines())
+
+
+def check(root: Path, act: str, before: bytes | None, step: str) -> bool:
+    """Check what a killed `act` left; returns whether it had taken effect."""
+    key, wanted = "deep/folder/key", BIG if act == "writer" else SMALL
+    with StoreSpec(str(root)).open() as store:
+        names = [o.key for o in store.list()]
+        assert names in ([], [key]), step
+        found = store.get(key) if names else None
+        if act == "writer":
+            # Whole or partial: a reader learns of it from a commit record only.
+            assert found is None or len(found) in (0, len(wanted)), step
+        elif act == "delete":
+            assert found in (OLD, None), step
+        else:
+            assert found in (before, wanted), step
+        effect = found != before
+        if act == "put_new" and found == wanted:
+            store.delete([key])
+        ACTS[act](store)
+        assert store.exists(key) == (act != "delete"), step
+        store.sweep(older_than_s=0)
+    left = [p.name for p in root.rglob("~*")]
+    assert left == [], step
+    return effect
+
+
+@pytest.mark.parametrize(
+    ("act", "there"),
+    [("put", False), ("put", True), ("put_new", False), ("writer", False), ("delete", True)],
+)
+def test_sigkill_at_every_system_call(tmp_path: Path, act: str, there: bool) -> None:
+    before = OLD if there else None
+
+    def prepare(name: str) -> StoreSpec:
+        spec = StoreSpec(str(tmp_path / name))
+        if there:
+            with spec.open() as store:
+                store.put("deep/folder/key", OLD)
+        return spec
+
+    log = tmp_path / "log"
+    steps = count_steps(prepare("dry"), log, act)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    effects = []
+    for number in range(1, steps + 1):
+        spec = prepare(str(number))
+        rule = FaultRule("kill", number=number)
+        killed = spec.wrapped(FaultSpec((rule,), inner=True, log=str(tmp_path / f"log{number}")))
+        assert run_child(killed, act) == -signal.SIGKILL
+        step = f"{act}: step {number}, {lines[number - 1]['op']}"
+        effects.append(check(tmp_path / str(number), act, before, step))
+    print(f"{act}: killed at {steps} steps, took effect from step {effects.index(True) + 1} on")
+    assert effects[0] is False
+    assert effects == sorted(effects), "an effect that shows once does not vanish at a later kill"
