@@ -5,20 +5,36 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 
+import pytest
+
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.clock import stamp
 from ckptd.engine.inventory import missing_files
+from ckptd.errors import CkptdError
 from ckptd.format.digest import DigestIndex, digest, digest_hex
 from ckptd.format.manifest import FileEntry, Manifest, encode_manifest
 from ckptd.format.names import CommitName, data_folder, digests_key, file_key, part_key
 from ckptd.format.records import Commit
 from ckptd.store.base import Names, ObjectInfo, Store
+from ckptd.store.memory import MemoryStore
 from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 
 HEADER = b"h" * 64
 _write_ids = itertools.count(1)
+_stores = itertools.count(1)
+
+
+def memory() -> MemoryStore:
+    """A new, empty store."""
+    return MemoryStore(f"checkpoints-{next(_stores)}")
+
+
+def error_of(act: Callable[[], object], kind: type[CkptdError] = CkptdError) -> CkptdError:
+    with pytest.raises(kind) as info:
+        act()
+    return info.value
 
 
 def put_attempt(
@@ -82,6 +98,14 @@ def save(
         put_attempt(catalogue.store, name, attempt, reuse=reuse, created=created, metadata=metadata)
     )
     return name
+
+
+def one(catalogue: Catalogue) -> Commit:
+    return catalogue.commit(save(catalogue, 7, catalogue.claim(None, 1).generation))
+
+
+def manifest_key(record: Commit) -> str:
+    return record.folder + record.manifest
 
 
 def steps(names: Iterable[CommitName]) -> list[int]:

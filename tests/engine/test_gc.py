@@ -144,6 +144,18 @@ def test_run_deletes_exactly_the_plan(scene: Scene) -> None:
     assert_whole(scene.store, c.line())
 
 
+def test_data_that_a_reader_holds_stays_even_without_its_record(scene: Scene) -> None:
+    """A gc died between deleting a record and putting it back for the reader."""
+    name = CommitName(30, 1)
+    with hold(Catalogue(scene.store), name) as held:
+        scene.store.delete([commit_key(name)])
+        plan = scene.plan()
+        assert held.commit.folder not in {i.key for i in plan.items}
+        run_gc(scene.store, plan)
+        assert missing_files(Catalogue(scene.store), held.commit) is None
+    assert held.commit.folder in {i.key for i in scene.plan().items}
+
+
 def test_old_attempts_of_the_live_generation_go_after_the_grace(scene: Scene) -> None:
     flying = ("leftover", "data/000000000060-g00000002-x/")
     assert flying not in {(i.kind, i.key) for i in scene.plan().items}
