@@ -25,6 +25,7 @@ from ckptd.errors import (
 )
 
 if TYPE_CHECKING:
+    from ckptd.format.codec import register
     from ckptd.train import Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
 
 __version__ = "0.1.0"
@@ -50,18 +51,21 @@ __all__ = [
     "UsageError",
     "WorkerError",
     "__version__",
+    "register",
 ]
 
 _TRAIN = frozenset(
     {"Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"},
 )
+# numpy comes with this one, so it too is imported on first use.
+_HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {"register": "ckptd.format.codec"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _TRAIN:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        train = importlib.import_module("ckptd.train")
+        home = importlib.import_module(_HOMES[name])
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
@@ -69,7 +73,7 @@ def __getattr__(name: str) -> object:
             f"ckptd.{name} needs PyTorch, which is not installed: pip install 'ckptd[train]'",
             name="torch",
         ) from error
-    value: object = getattr(train, name)
+    value: object = getattr(home, name)
     globals()[name] = value
     return value
 

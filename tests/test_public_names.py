@@ -31,6 +31,7 @@ NAMES = [
     "UsageError",
     "WorkerError",
     "__version__",
+    "register",
 ]
 
 FROM_TRAIN = ["Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]
