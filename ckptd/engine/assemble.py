@@ -99,7 +99,7 @@ def assemble(
         objects=tuple(objects[n] for n in sorted(objects)),
         meshes=plan.meshes,
         witness=witness,
-        metadata=save.metadata,
+        metadata=parts[0].metadata,
     )
 
 

@@ -24,6 +24,7 @@ from ckptd.engine.job import (
     Hello,
     Progress,
     Ready,
+    Request,
     Response,
     Save,
     Segment,
@@ -85,10 +86,12 @@ class WriterClient:
         self._closing = False
         self._plan = ""
         self._counter = 0
+        self._heard = time.monotonic()
+        self._sending = threading.Lock()
         self.staging: Staging | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._channel = self._start_thread(store) if store else self._start_process()
-        self._channel.send(Hello(spec, board.rank, board.world))
+        self._send(Hello(spec, board.rank, board.world))
         self._ready = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="ckptd-monitor", daemon=True)
         self._monitor.start()
@@ -124,6 +127,11 @@ class WriterClient:
         threading.Thread(target=worker.run, name="ckptd-worker", daemon=True).start()
         return ours
 
+    def _send(self, message: Request, fd: int | None = None) -> None:
+        """Send from the trainer's thread or the monitor's: a channel takes one at a time."""
+        with self._sending:
+            self._channel.send(message, fd)
+
     # -- the trainer's thread --------------------------------------------------------------------
 
     def acquire(self, nbytes: int, timeout_s: float) -> Staging:
@@ -145,25 +153,31 @@ class WriterClient:
                     wanted=f"free within {timeout_s:.0f} s",
                     hint="save less often, or give the store more bandwidth",
                 )
-        if self.staging is None or self.staging.nbytes < nbytes:
-            if self.staging is not None:
-                self.staging.close()
-            self.staging = Staging(nbytes)
-            fd = os.dup(self.staging.fd) if self._process is None else self.staging.fd
-            self._channel.send(Segment(nbytes), fd)
-        self.staging.staged = 0
+        staging = self.staging
+        if staging is None or staging.nbytes < nbytes:
+            staging = self._replace_staging(nbytes)
+        staging.staged = 0
+        return staging
+
+    def _replace_staging(self, nbytes: int) -> Staging:
+        old, self.staging = self.staging, None
+        if old is not None:  # first, so that both need not fit
+            old.close()
+        self.staging = Staging(nbytes)
+        fd = os.dup(self.staging.fd) if self._process is None else self.staging.fd
+        self._send(Segment(nbytes), fd)
         return self.staging
 
     def begin(self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str) -> None:
         """Hand a save over; the worker starts writing while the caller still copies."""
         if self._plan != plan.digest:
-            self._channel.send(SetPlan(plan))
+            self._send(SetPlan(plan))
             self._plan = plan.digest
         with self._lock:
             self._draining = save.job
             deadline = time.monotonic() + 2 * save.timeout_s + GRACE_S
             self._jobs[save.job] = _Job(handle, outcome_key, deadline)
-        self._channel.send(save)
+        self._send(save)
 
     def next_job(self) -> int:
         """Return a fresh job number."""
@@ -176,20 +190,24 @@ class WriterClient:
         The buffer stays taken until the worker has let go of it: bytes of the next save must
         never be written under this one's name.
         """
-        self._channel.send(Abort(job, reason))
+        self._send(Abort(job, reason))
         self._fail(job, SaveError(reason, kind="aborted"), release=False)
 
     def close(self, timeout_s: float) -> None:
-        """Let the worker finish what is staged, and end it. Idempotent; never raises."""
+        """Let the worker finish what is staged, and end it. Idempotent; never raises.
+
+        A worker that has not ended after `timeout_s` is killed: what it did not commit is lost.
+        """
         if self._closing:
             return
         self._closing = True
+        end = time.monotonic() + timeout_s
         with contextlib.suppress(CkptdError):  # it may be gone already
-            self._channel.send(Stop())
+            self._send(Stop())
         self._monitor.join(timeout_s)
         if self._process is not None:
             try:
-                self._process.wait(max(0.1, timeout_s))
+                self._process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -212,11 +230,12 @@ class WriterClient:
             if item is not None:
                 self._hear(item[0])
             elif not self._ready.is_set() and time.monotonic() - start > START_S:
-                self._worker_gone(f"did not start within {START_S:.0f} s")
+                self._end_worker(f"it did not start within {START_S:.0f} s")
                 return
             pause = self._look_around(pause if item is None else _BUSY_POLL_S)
 
     def _hear(self, message: Response) -> None:
+        self._heard = time.monotonic()
         if isinstance(message, Ready):
             self._ready.set()
             return
@@ -251,9 +270,17 @@ class WriterClient:
             if self._board.world > 1:
                 self._ask_board(number, job)
             if now > job.deadline:
-                error = SaveError("the save did not finish in time", kind="deadline")
-                self._fail(number, error, release=job.written)
+                self._overdue(number, job)
         return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
+
+    def _overdue(self, number: int, job: _Job) -> None:
+        error = SaveError("the save did not finish in time", kind="deadline")
+        self._fail(number, error, release=job.written)
+        waits_for_worker = not job.written or self._board.rank == 0
+        silent_s = time.monotonic() - self._heard
+        if waits_for_worker and silent_s > GRACE_S:
+            # It would keep the staging buffer for ever, and every later save would fail as busy.
+            self._end_worker(f"it has said nothing for {silent_s:.0f} s")
 
     def _ask_board(self, number: int, job: _Job) -> None:
         try:
@@ -261,16 +288,19 @@ class WriterClient:
                 raw = self._board.peek(job.outcome_key + "/failed")
                 if raw is not None and not job.aborted:
                     job.aborted = True
-                    self._channel.send(Abort(number, raw.decode()))
+                    self._send(Abort(number, raw.decode()))
             elif (raw := self._board.peek(job.outcome_key)) is not None:
                 outcome = msgspec.json.decode(raw, type=dict[str, str | None])
                 if outcome:
-                    self._fail(number, CkptdError.from_dict(outcome))
+                    error = CkptdError.from_dict(outcome)
+                    self._send(Abort(number, error.message))
+                    self._fail(number, error, release=job.written)
                 else:
                     self._finish(number)
         except CkptdError as error:
             if job.written or self._board.rank != 0:
-                self._fail(number, error)
+                # The worker may still be writing from the buffer: it says when it is done.
+                self._fail(number, error, release=job.written)
 
     def _finish(self, number: int) -> None:
         job = self._jobs[number]
@@ -293,7 +323,8 @@ class WriterClient:
             if self._board.rank == 0:
                 self._board.set(job.outcome_key, msgspec.json.encode(outcome))
             else:
-                text = f"rank {self._board.rank} failed: {outcome.get('message')}"
+                where = f" ({outcome['where']})" if outcome.get("where") else ""
+                text = f"rank {self._board.rank} failed: {outcome.get('message')}{where}"
                 self._board.set(job.outcome_key + "/failed", text.encode())
         except CkptdError as error:
             _log.warning("the other ranks were not told: %s", error.message)
@@ -309,6 +340,13 @@ class WriterClient:
         for number in done[:-8]:
             del self._jobs[number]
 
+    def _end_worker(self, found: str) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self._worker_gone(
+            found, WorkerError("the writing process does not answer", where=f"process {self.pid}")
+        )
+
     def _worker_gone(self, found: str, cause: CkptdError | None = None) -> None:
         code = self._process.poll() if self._process else None
         error = WorkerError(
@@ -321,7 +359,7 @@ class WriterClient:
             else "see its messages on stderr; the next save starts another",
         )
         with self._free:
-            self._dead = error
+            self._dead = self._dead or error
             self._free.notify_all()
         for number in list(self._jobs):
             self._fail(number, error)

@@ -8,6 +8,7 @@ no harm: both make the same bytes, and the record is create-only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -30,10 +31,11 @@ from ckptd.format.records import Commit
 from ckptd.format.witness import SAMPLE, Witness, WitnessPlan
 from ckptd.store.base import Store
 
-__all__ = ["blob_key", "commit_attempt", "gather_parts", "witness_plan"]
+__all__ = ["blob_key", "commit_attempt", "gather_parts", "remove_parts", "witness_plan"]
 
 _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.5
+_ASK_S = 1.0
 
 
 def blob_key(folder: str, digest: str) -> str:
@@ -50,7 +52,8 @@ def commit_attempt(
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
-    Returns once the commit record is durable. The parts are removed afterwards.
+    Returns once the commit record is durable; `remove_parts` is left to do. Where another
+    committer of this attempt was faster, its commit is returned.
 
     Parameters
     ----------
@@ -70,7 +73,11 @@ def commit_attempt(
         a newer generation runs; what this one writes is not on its line.
     """
     store = catalogue.store
-    parts = gather_parts(store, save.folder, plan.world, stop, timeout_s)
+    try:
+        stop = _or_settled(catalogue, save, stop)
+        parts = gather_parts(store, save.folder, plan.world, stop, timeout_s)
+    except _SettledError as other:
+        return other.commit
     check_plans(parts, plan)
     _check_replicas(store, save.folder, parts)
     witness = _write_witness(store, save.folder, plan, parts)
@@ -81,8 +88,39 @@ def commit_attempt(
     store.sync(save.folder)
     commit = _record(save, manifest, name, raw)
     catalogue.publish(commit)
-    store.delete([info.key for info in store.list(save.folder + PARTS)])
     return commit
+
+
+def remove_parts(store: Store, folder: str) -> None:
+    """Remove what the ranks reported; what an error leaves behind is `ckptd.engine.gc`'s."""
+    store.delete([info.key for info in store.list(folder + PARTS)])
+
+
+class _SettledError(Exception):
+    """Another survivor committed this attempt, and may have removed the parts already."""
+
+    def __init__(self, commit: Commit) -> None:
+        super().__init__(str(commit.name))
+        self.commit = commit
+
+
+def _or_settled(
+    catalogue: Catalogue, save: Save, stop: Callable[[], str | None]
+) -> Callable[[], str | None]:
+    """Return `stop`, which now and then also looks whether the wait has become pointless."""
+    asked = time.monotonic()
+
+    def stop_or_settled() -> str | None:
+        nonlocal asked
+        if time.monotonic() - asked >= _ASK_S:
+            asked = time.monotonic()
+            with contextlib.suppress(NotFoundError):
+                commit = catalogue.commit(save.name)
+                if commit.attempt == save.attempt:
+                    raise _SettledError(commit)
+        return stop()
+
+    return stop_or_settled
 
 
 def _record(save: Save, manifest: Manifest, name: str, raw: bytes) -> Commit:
@@ -100,7 +138,7 @@ def _record(save: Save, manifest: Manifest, name: str, raw: bytes) -> Commit:
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         world_size=manifest.world_size,
         data_bytes=sum(f.data_bytes for f in manifest.files),
-        metadata=save.metadata,
+        metadata=manifest.metadata,
     )
 
 

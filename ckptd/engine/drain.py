@@ -18,10 +18,16 @@ from ckptd.engine.commit import blob_key, witness_plan
 from ckptd.engine.filewriter import FileResult, write_file
 from ckptd.engine.job import Part, Save
 from ckptd.engine.structure import SavePlan
-from ckptd.errors import CkptdError, SaveError, StoreError
+from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
 from ckptd.format.filemap import ChunkRef
-from ckptd.format.names import file_key, part_key, ranked_chunk_name, whole_name
+from ckptd.format.names import (
+    digests_key,
+    file_key,
+    part_key,
+    ranked_chunk_name,
+    whole_name,
+)
 from ckptd.format.witness import gather
 from ckptd.layout.region import piece_regions
 from ckptd.store.base import Store
@@ -109,13 +115,25 @@ def drain(
             replicas=save.replicas,
             slots=slots,
             values=values,
+            metadata=save.metadata,
         )
     except CkptdError as error:
-        failed = Part(rank=rank_plan.rank, plan=save.plan, error=error.to_dict())
-        with contextlib.suppress(StoreError):  # the caller hears the first error, the cause
-            store.put(part_key(save.folder, rank_plan.rank), failed.encode())
+        _give_up(store, rank_plan.rank, save, error)
         raise
     store.put(part_key(save.folder, rank_plan.rank), part.encode())
+
+
+def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
+    """Tell the committer, and free the space: a full disk must not fill up with failed attempts.
+
+    Nobody can commit what is removed here, since this rank has not reported its part.
+    """
+    failed = Part(rank=rank, plan=save.plan, error=error.to_dict())
+    file = file_key(save.folder, rank)
+    with contextlib.suppress(CkptdError):  # the caller hears the first error, the cause
+        store.delete([file, digests_key(file)])
+    with contextlib.suppress(CkptdError):
+        store.put(part_key(save.folder, rank), failed.encode())
 
 
 def _put_blobs(store: Store, save: Save, *, leaders: bool) -> None:

@@ -181,6 +181,8 @@ class Part(msgspec.Struct, frozen=True):
         Replicated objects; only from the lowest rank of each group of alike ranks.
     slots, values
         Witness slots this rank could see (uint32) and their values (8 bytes each).
+    metadata
+        The user's; rank 0's counts, whoever commits.
     error
         Why this rank failed, instead of all the rest.
     """
@@ -195,6 +197,7 @@ class Part(msgspec.Struct, frozen=True):
     replicas: tuple[tuple[str, str], ...] = ()
     slots: bytes = b""
     values: bytes = b""
+    metadata: dict[str, Any] = {}
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:

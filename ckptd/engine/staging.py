@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from ckptd.engine.memory import available_bytes
 from ckptd.errors import SaveError
 
 __all__ = ["Staging"]
@@ -46,7 +47,11 @@ class Staging:
         size = CONTROL_BYTES + max(nbytes, 1)
         self.fd = _allocate(size) if fd is None else fd
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(self.fd, size, flags)
+        try:
+            self._map = mmap.mmap(self.fd, size, flags)
+        except OSError as error:  # a limit on addresses, or a segment that is too small
+            os.close(self.fd)
+            raise _no_memory(size, error) from error
         self._counter = ctypes.c_uint64.from_buffer(self._map)
         self.data = memoryview(self._map)[CONTROL_BYTES : CONTROL_BYTES + nbytes]
 
@@ -96,6 +101,9 @@ class Staging:
 
 
 def _allocate(size: int) -> int:
+    # Beyond a container's limit nothing fails: the kernel kills the trainer in mid-allocation.
+    if size > (room := available_bytes()):
+        raise _no_memory(size, f"{room / 1e9:.2f} GB available")
     try:
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("ckptd-staging", os.MFD_CLOEXEC)
@@ -115,11 +123,11 @@ def _allocate(size: int) -> int:
     return fd
 
 
-def _no_memory(size: int, error: OSError) -> SaveError:
+def _no_memory(size: int, found: object) -> SaveError:
     return SaveError(
         "no memory to stage the state in",
         kind="no-memory",
         wanted=f"{size / 1e9:.2f} GB of shared memory",
-        found=str(error),
+        found=found,
         hint="save less per rank (shard over more ranks), or raise the container's memory limit",
     )

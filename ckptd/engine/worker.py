@@ -2,22 +2,24 @@
 
 It lives outside the trainer's session, so a signal to the trainer's group does not end it, and it
 outlives the trainer: what was staged completely when the trainer died is still written and, if
-every other rank's part arrives, committed. It ends when nothing is left to do and the channel is
-closed.
+every other rank's part arrives, committed: by rank 0's worker, or by any other that survives it.
+It ends when nothing is left to do and the channel is closed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.channel import Channel, SocketChannel
-from ckptd.engine.commit import commit_attempt
+from ckptd.engine.commit import commit_attempt, remove_parts
 from ckptd.engine.drain import RankPlan, drain
 from ckptd.engine.job import (
     Abort,
@@ -37,12 +39,18 @@ from ckptd.engine.job import (
 from ckptd.engine.retention import apply_retention
 from ckptd.engine.staging import Staging
 from ckptd.errors import CkptdError, SaveError, WorkerError
+from ckptd.format.names import commit_key
 from ckptd.store.base import Store
 
 __all__ = ["Worker", "main"]
 
 ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
+TURN_S = 2.0
+MOST_TURNS = 15
+"""An orphan of rank r gives r lower ranks (at most so many) a turn each before it commits."""
+
+_log = logging.getLogger("ckptd")
 
 
 class Worker:
@@ -63,6 +71,8 @@ class Worker:
         self._plan: RankPlan | None = None
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
+        self._trainer_died = False
+        self._unsettled: deque[tuple[Save, RankPlan]] = deque(maxlen=4)
         self._send_lock = threading.Lock()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
@@ -82,7 +92,7 @@ class Worker:
         except CkptdError as error:
             self._send(Failed(-1, error.to_dict()))
         except EOFError:
-            pass
+            self._trainer_died = True
         finally:
             self._finish()
 
@@ -104,6 +114,9 @@ class Worker:
     def _finish(self) -> None:
         self._orphan.set()
         self._drains.shutdown(wait=True)
+        if self._trainer_died:
+            for save, plan in self._unsettled:
+                self._commits.submit(self._commit_as_survivor, save, plan)
         self._commits.shutdown(wait=True)
         if self._staging is not None:
             self._staging.close()
@@ -158,15 +171,28 @@ class Worker:
             self._send(Failed(save.job, _as_worker_error(error)))
             return
         self._send(Written(save.job))
-        if self._hello.rank == 0 or self._orphan.is_set():
+        if self._hello.rank == 0:
             self._commits.submit(self._commit, save, plan)
         else:
-            self._commits.submit(self._commit_if_orphaned, save, plan)
+            self._unsettled.append((save, plan))
 
-    def _commit_if_orphaned(self, save: Save, plan: RankPlan) -> None:
-        """Any survivor may commit, but only rank 0 does while its job lives."""
-        if self._orphan.is_set():
-            self._commit(save, plan)
+    def _commit_as_survivor(self, save: Save, plan: RankPlan) -> None:
+        """Commit what rank 0 did not: its worker may have died with the trainers.
+
+        Only rank 0 commits while its job lives, so what nobody aborted is still wanted.
+        """
+        end = time.monotonic() + TURN_S * min(self._hello.rank, MOST_TURNS)
+        while not self._is_settled(save):
+            if time.monotonic() >= end:
+                self._commit(save, plan)
+                return
+            time.sleep(0.1)
+
+    def _is_settled(self, save: Save) -> bool:
+        try:
+            return save.job in self._aborted or self._store.exists(commit_key(save.name))
+        except CkptdError:
+            return False  # the commit itself will say what is wrong with the store
 
     def _commit(self, save: Save, plan: RankPlan) -> None:
         orphaned_at: float | None = None
@@ -184,17 +210,24 @@ class Worker:
         try:
             commit_attempt(self._catalogue, plan.plan, save, stop, save.timeout_s)
         except CkptdError as error:
-            self._send(Failed(save.job, error.to_dict()))
+            self._commit_failed(save, error.to_dict())
             return
         except Exception as error:  # noqa: BLE001 - as above
-            self._send(Failed(save.job, _as_worker_error(error)))
+            self._commit_failed(save, _as_worker_error(error))
             return
         self._send(Committed(save.job))
-        if save.keep is not None:
-            try:
+        # From here on the checkpoint exists: nothing that fails may call it a failed save.
+        try:
+            remove_parts(self._store, save.folder)
+            if save.keep is not None:
                 apply_retention(self._catalogue, save.keep)
-            except CkptdError as error:
-                self._send(Warned(save.job, error.to_dict()))
+        except CkptdError as error:
+            self._send(Warned(save.job, error.to_dict()))
+
+    def _commit_failed(self, save: Save, error: dict[str, str | None]) -> None:
+        if self._orphan.is_set():  # nobody else is there to say it
+            _log.error("step %d was not committed: %s", save.step, error.get("message"))
+        self._send(Failed(save.job, error))
 
     def _send(self, message: Ready | Progress | Written | Committed | Failed | Warned) -> None:
         """Tell the trainer, if it still lives."""

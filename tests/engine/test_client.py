@@ -46,6 +46,7 @@ def test_a_save_becomes_durable_and_readable(root: str) -> None:
     expected = bytearray(file.data_bytes)
     fill(job.plan, 0, arrays, memoryview(expected))
     assert raw == bytes(expected)
+    job.client.close(20.0)
     assert not [k for k in job.store.list() if "/parts/" in k.key]
     job.close()
 
