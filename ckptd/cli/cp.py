@@ -15,6 +15,8 @@ from ckptd.engine.opening import root_spec
 from ckptd.engine.transfer import Copied, Transfer
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
+from ckptd.store.base import Store
+from ckptd.store.spec import StoreSpec
 
 __all__ = ["CpDocument", "cp"]
 
@@ -55,7 +57,8 @@ def cp(
         raise UsageError("--all copies every step", where=source, wanted="ROOT without @STEP")
     with opened(address.root) as catalogue, root_spec(target).open() as store:
         names = catalogue.line() if all else [address.find(catalogue)]
-        done = _copy(catalogue, names, Catalogue(store))
+        with StoreSpec(target).open() as bulk:
+            done = _copy(catalogue, names, Catalogue(store), bulk)
         document = CpDocument(source=catalogue.store.url, target=store.url, checkpoints=done)
     if json:
         print_document(document)
@@ -64,10 +67,12 @@ def cp(
     return 0
 
 
-def _copy(source: Catalogue, names: Sequence[CommitName], target: Catalogue) -> tuple[Copied, ...]:
+def _copy(
+    source: Catalogue, names: Sequence[CommitName], target: Catalogue, bulk: Store
+) -> tuple[Copied, ...]:
     done = []
     with progress_bar("copying") as bar:
-        with contextlib.closing(Transfer(source, target, bar)) as transfer:
+        with contextlib.closing(Transfer(source, target, bar, bulk=bulk)) as transfer:
             for name in names:
                 with held(source, name, "cp") as commit:
                     done.append(transfer.copy(commit))

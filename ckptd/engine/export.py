@@ -29,7 +29,7 @@ __all__ = ["INDEX", "ExportedFile", "run_export"]
 INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 _PARTIAL = ".partial"
-_SLAB_BYTES = 64 << 20
+_SLAB_BYTES = 32 << 20
 
 
 class ExportedFile(msgspec.Struct, frozen=True):

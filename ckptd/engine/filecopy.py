@@ -14,18 +14,21 @@ from ckptd.engine.fetch import load_index
 from ckptd.engine.places import Places, missing_file, read_header
 from ckptd.engine.pool import run_all
 from ckptd.engine.working import Working
-from ckptd.errors import CorruptError, NotFoundError
+from ckptd.errors import CorruptError, NotFoundError, TransientStoreError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_files, check_index, check_manifest
 from ckptd.format.manifest import FileEntry, Manifest, encode_manifest
 from ckptd.format.names import WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
+from ckptd.store.base import Store
+from ckptd.store.retry import Backoff
+from ckptd.store.spec import RetrySpec
 from ckptd.types import ByteRange
 
 __all__ = ["FileCopy", "Original"]
 
-_SLICE_BYTES = 8 << 20
+_SLICE_BYTES = 4 << 20
 _THREADS = 4
 _STALL_S = 900.0
 _ATTEMPT_DIGITS = 24
@@ -41,18 +44,35 @@ class Original:
 
 
 class FileCopy:
-    """The copying of one checkpoint."""
+    """The copying of one checkpoint.
+
+    Parameters
+    ----------
+    source, target
+        The roots.
+    original
+        What is copied.
+    bulk
+        The target's store without a `Retry` around it, through which data files are written: a
+        `Retry` keeps a whole file in memory to write it again. Here it is read again instead.
+    working
+        The generation that the copy belongs to.
+    progress
+        Called with ``(bytes done, bytes in all)``.
+    """
 
     def __init__(
         self,
         source: Catalogue,
         target: Catalogue,
         original: Original,
+        bulk: Store,
         working: Working,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._source = source.store
         self._target = target
+        self._bulk = bulk
         self._original = original
         self._working = working
         self._progress = progress
@@ -74,6 +94,7 @@ class FileCopy:
             threads=_THREADS,
             stall_s=_STALL_S,
             what="copying",
+            pulse=lambda: self._done,
         )
         self._witness()
         self._commit(files)
@@ -109,16 +130,33 @@ class FileCopy:
             return
         index = load_index(self._source, entry)
         header = self._header(number, entry, index)
-        with self._target.store.writer(key, len(header) + entry.data_bytes) as writer:
-            writer.write(_aligned(header))
-            for start in range(0, entry.data_bytes, _SLICE_BYTES):
-                view = self._slice(number, entry, index, start)
-                writer.write(view)
-                self._count(len(view))
-                self._working.touch(self._name)
-            writer.commit()
+        backoff = Backoff(RetrySpec())
+        while True:
+            try:
+                self._write(number, key, header, index)
+                break
+            except TransientStoreError as error:
+                backoff.wait(error)
         # Last: whoever finds the index knows that the file is complete.
         self._target.store.put(digests_key(key), index.encode())
+
+    def _write(self, number: int, key: str, header: bytes, index: DigestIndex) -> None:
+        """Write one file front to back, reading and checking as it goes."""
+        entry = self._original.manifest.files[number]
+        copied = 0
+        try:
+            with self._bulk.writer(key, len(header) + entry.data_bytes) as writer:
+                writer.write(_aligned(header))
+                for start in range(0, entry.data_bytes, _SLICE_BYTES):
+                    view = self._slice(number, entry, index, start)
+                    writer.write(view)
+                    copied += len(view)
+                    self._count(len(view))
+                    self._working.touch(self._name)
+                writer.commit()
+        except TransientStoreError:
+            self._count(-copied)  # it is copied again from its beginning
+            raise
 
     def _is_there(self, entry: FileEntry, key: str) -> bool:
         if self._target.size(key) != entry.data_start + entry.data_bytes:

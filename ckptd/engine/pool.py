@@ -30,6 +30,7 @@ def run_all(
     threads: int,
     stall_s: float,
     what: str,
+    pulse: Callable[[], int] | None = None,
 ) -> None:
     """Call ``work(task)`` for every task, in `threads` threads, starting them in order.
 
@@ -45,6 +46,9 @@ def run_all(
         Longest time in seconds that may pass without a task ending.
     what
         What is being done, for the error.
+    pulse
+        A number that changes while a long task gets on, such as bytes done: then it does not
+        count as stalled.
 
     Raises
     ------
@@ -56,7 +60,7 @@ def run_all(
     """
     pool = _Pool(enumerate(tasks), work)
     pool.start(threads)
-    pool.wait(stall_s, what)
+    pool.wait(stall_s, what, pulse or (lambda: 0))
 
 
 class _Pool(Generic[T]):
@@ -101,13 +105,13 @@ class _Pool(Generic[T]):
         self._ended += 1
         return True
 
-    def wait(self, stall_s: float, what: str) -> None:
-        seen, until = -1, 0.0
+    def wait(self, stall_s: float, what: str, pulse: Callable[[], int]) -> None:
+        seen, until = (-1, 0), 0.0
         try:
             with self._changed:
                 while self._running:
-                    if self._ended != seen:
-                        seen, until = self._ended, time.monotonic() + stall_s
+                    if (self._ended, pulse()) != seen:
+                        seen, until = (self._ended, pulse()), time.monotonic() + stall_s
                     elif time.monotonic() > until:
                         raise DeadlineError(
                             f"{what} made no progress",

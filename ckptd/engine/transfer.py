@@ -20,6 +20,7 @@ from ckptd.format.invariants import check_files, check_manifest
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
+from ckptd.store.base import Store
 
 __all__ = ["REASON", "Copied", "Transfer"]
 
@@ -62,6 +63,8 @@ class Transfer:
         The roots; the target is made when it is none yet.
     progress
         Called with ``(bytes done, bytes in all)`` of the checkpoint under way.
+    bulk
+        See `ckptd.engine.filecopy.FileCopy`; the target's own store when left out.
 
     Raises
     ------
@@ -76,7 +79,10 @@ class Transfer:
         source: Catalogue,
         target: Catalogue,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        bulk: Store | None = None,
     ) -> None:
+        self._bulk = bulk or target.store
         self._source = source
         self._target = target
         self._progress = progress
@@ -108,7 +114,9 @@ class Transfer:
             return self._report(original, present.generation, "present", 0)
         if self._working is None:
             self._working = Working.begin(self._target, REASON)
-        work = FileCopy(self._source, self._target, original, self._working, self._progress)
+        work = FileCopy(
+            self._source, self._target, original, self._bulk, self._working, self._progress
+        )
         return self._report(original, self._working.generation, "copied", work.run())
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.diff import diff
 from ckptd.engine.gc import plan_gc, run_gc
 from ckptd.engine.leases import leases
+from ckptd.engine.pool import run_all
 from ckptd.engine.transfer import Copied, Transfer
 from ckptd.engine.values import Reader
 from ckptd.engine.verify import verify
@@ -27,6 +28,7 @@ from ckptd.errors import (
     CkptdError,
     ConflictError,
     CorruptError,
+    DeadlineError,
     RefusedError,
     StoreError,
     UsageError,
@@ -294,6 +296,31 @@ def _kill_and_take_up(running: subprocess.Popen[bytes], source: Catalogue, targe
         assert (done.generation, done.reused_files) == (1, 3)
         assert_same(source, store, 10)
         assert leases(catalogue) == {}
+
+
+def test_what_may_heal_is_tried_again(source: Catalogue, target: Store) -> None:
+    """The file begins anew, and progress does not count its bytes twice."""
+    array = np.random.default_rng(1).standard_normal((3 << 20,)).astype(np.float32)
+    put(source.store, {"x": Saved.whole(array)}, 30)
+    faulty = Fault(target, FaultSpec((FaultRule("error", op="write", skip=2),)))
+    seen: list[tuple[int, int]] = []
+    with closing(
+        Transfer(source, Catalogue(target), lambda *n: seen.append(n), bulk=faulty)
+    ) as transfer:
+        transfer.copy(source.commit(CommitName(30, 1)))
+    assert sum(o.op == "writer" for o in faulty.operations) == 2
+    assert seen[-1] == (array.nbytes, array.nbytes)
+    assert max(done for done, _ in seen) == array.nbytes
+    assert_same(source, target, 30)
+
+
+def test_a_long_task_that_gets_on_has_not_stalled() -> None:
+    def task(_: int) -> None:
+        time.sleep(1.0)
+
+    run_all([1], task, threads=1, stall_s=0.2, what="x", pulse=time.monotonic_ns)
+    with pytest.raises(DeadlineError, match="no progress"):
+        run_all([1], task, threads=1, stall_s=0.2, what="x")
 
 
 # -- who is at work --------------------------------------------------------------------------------
