@@ -19,17 +19,20 @@ from cyclopts import Parameter
 from ckptd.cli.output import note
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import LEASE_S, Hold, hold
-from ckptd.engine.opening import root_spec
 from ckptd.errors import CkptdError, NotFoundError, StoreError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
+from ckptd.store.spec import RetrySpec, StoreSpec
 
-__all__ = ["Address", "Root", "Where", "held", "needs_step", "opened"]
+__all__ = ["Address", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
 
 Root = Annotated[str, Parameter(help="Path or URL of a root.")]
 Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
 
 _RENEWAL_S = 30.0
+_PATIENCE_S = 30.0
+"""How long a call that may heal is tried again: somebody sits there and waits."""
+
 _ADDRESS = re.compile(r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?)", re.DOTALL)
 
 
@@ -85,6 +88,11 @@ def needs_step(text: str) -> Address:
     return address
 
 
+def spec_of(root: str) -> StoreSpec:
+    """Return the store of a root, with tries that fit a person's patience."""
+    return StoreSpec(root).wrapped(RetrySpec(deadline_s=_PATIENCE_S))
+
+
 @contextmanager
 def opened(root: str) -> Iterator[Catalogue]:
     """Open an existing root; creates nothing.
@@ -94,7 +102,7 @@ def opened(root: str) -> Iterator[Catalogue]:
     NotFoundError
         There is no root.
     """
-    with root_spec(root).open() as store:
+    with spec_of(root).open() as store:
         catalogue = Catalogue(store)
         try:
             catalogue.open()

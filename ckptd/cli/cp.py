@@ -8,10 +8,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.address import Address, Where, held, opened, spec_of
 from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.opening import root_spec
 from ckptd.engine.transfer import Copied, Transfer
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
@@ -55,7 +54,7 @@ def cp(
     address = Address.of(source)
     if all and address.step is not None:
         raise UsageError("--all copies every step", where=source, wanted="ROOT without @STEP")
-    with opened(address.root) as catalogue, root_spec(target).open() as store:
+    with opened(address.root) as catalogue, spec_of(target).open() as store:
         names = catalogue.line() if all else [address.find(catalogue)]
         with StoreSpec(target).open() as bulk:
             done = _copy(catalogue, names, Catalogue(store), bulk)

@@ -269,7 +269,7 @@ class Index(Root):
                 where=where,
                 wanted=f"{commit.manifest_bytes} bytes, {commit.manifest_digest}",
                 found=f"{size} bytes" + (f", {digest_hex(raw)}" if raw else ""),
-                hint=f"ckptd verify {self.store.url} --step {commit.step}",
+                hint=f"ckptd verify {self.store.url}@{commit.step}-g{commit.generation}",
             )
         manifest = decode_manifest(raw, where)
         said = (manifest.step, manifest.generation, manifest.attempt)
