@@ -48,6 +48,7 @@ __all__ = ["LocalOptions", "LocalStore", "open_local"]
 
 _TEMPORARY = "~"
 _MOST_RACES = 16
+_Entries = list[tuple[str, "os.DirEntry[str]"]]
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
 
 
@@ -202,42 +203,43 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below `prefix`, in key order. Symbolic links are not listed."""
-        check_prefix(prefix)
-        for name in self._names(prefix):
+        self._refuse_outside(os.path.join(self._root, check_prefix(prefix)))
+        yield from self._walk(prefix)
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        for name, entry in self._entries(prefix):
             if name.endswith("/"):
-                yield from self.list(prefix + name)
+                yield from self._walk(prefix + name)
                 continue
             try:
-                info = self.stat(prefix + name)
+                with reading(entry.path):
+                    info = entry.stat(follow_symlinks=False)
             except NotFoundError:
                 continue  # deleted since the folder was read
-            yield info
+            yield ObjectInfo(prefix + name, info.st_size, info.st_mtime)
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted; folders end in "/"."""
+        self._refuse_outside(os.path.join(self._root, check_prefix(prefix)))
         # A folder is a name only through the objects in it: leftovers alone do not make one.
-        return [n for n in self._names(check_prefix(prefix)) if self._is_seen(prefix + n)]
+        return [n for n, _ in self._entries(prefix) if n[-1] != "/" or any(self._walk(prefix + n))]
 
-    def _is_seen(self, name: str) -> bool:
-        return not name.endswith("/") or any(True for _ in self.list(name))
-
-    def _names(self, prefix: str) -> Names:
+    def _entries(self, prefix: str) -> _Entries:
         """Return files, and folders with "/", in the order that their keys have as text."""
         folder = os.path.join(self._root, prefix)
-        self._refuse_outside(folder)
-        names = []
+        found = []
         try:
             with reading(folder), os.scandir(folder) as entries:
                 for entry in entries:
-                    if not is_segment(entry.name) or len(prefix + entry.name) >= MAX_KEY_BYTES:
+                    if not is_segment(entry.name) or len(prefix + entry.name) > MAX_KEY_BYTES:
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        names.append(entry.name + "/")
+                        found.append((entry.name + "/", entry))
                     elif entry.is_file(follow_symlinks=False):
-                        names.append(entry.name)
+                        found.append((entry.name, entry))
         except NotFoundError:
             return []
-        return sorted(names)
+        return sorted(found, key=lambda e: e[0])
 
     # -- writing -------------------------------------------------------------------------------
 
