@@ -245,7 +245,7 @@ def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
             "the checkpoint holds a value of a type that this program did not register",
             kind="unregistered",
             where=where,
-            found=name,
+            found=str(name)[:200],
             hint="import the module that defines it and call ckptd.register(cls) before load",
         )
     value = _decode(v, where, depth + 1)

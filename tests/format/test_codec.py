@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError, UsageError
 from ckptd.format.codec import MAX_DEPTH, decode, encode, register
+from ckptd.format.strictjson import parse_json
 from tests.format.strategies import Colour, Point, values
 
 
@@ -45,6 +46,21 @@ def test_round_trip(value: Any) -> None:
     text = msgspec.json.encode(raw)
     assert equal(decode(json.loads(text)), value)
     assert msgspec.json.encode(encode(value)) == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(math.nan, math.inf, -math.inf, -0.0, 5e-324, 1.7976931348623157e308, 0.1),
+        *(2**63, -(2**63), 2**64 - 1, 2**64, -(2**63) - 1, 10**400, -(10**400)),
+        *(complex(math.nan, -math.inf), "\ud800x", "\U0001f600", {"\udfff": 1}, {"$": 1}, {1: 2}),
+        *((), [], {}, set(), frozenset(), b"", np.zeros((0, 3)), np.float32(1.5)),
+    ],
+    ids=lambda v: repr(v)[:30],
+)
+def test_values_at_the_edge(value: Any) -> None:
+    text = msgspec.json.encode(encode(value))
+    assert equal(decode(parse_json(b'{"v":' + text + b"}")["v"]), value)
 
 
 def test_plain_values_are_plain_json() -> None:
@@ -115,9 +131,10 @@ def test_registered_types_come_back() -> None:
 
 
 def test_a_type_that_is_not_registered_here() -> None:
-    raw = {"$": "type", "name": "other.module.Config", "v": {}}
+    raw = {"$": "type", "name": "other.module.Config" + "x" * 10**6, "v": {}}
     with pytest.raises(UsageError) as caught:
         decode(raw, "config")
+    assert len(str(caught.value)) < 1000
     assert caught.value.kind == "unregistered"
     assert "other.module.Config" in str(caught.value)
 
@@ -153,6 +170,7 @@ def test_registered_functions_are_used() -> None:
         encode=lambda d: math.radians(d.value),
         decode=lambda r: Degrees(math.degrees(r)),
     )
+    assert encode(Degrees(180.0)) == {"$": "type", "name": "tests.degrees", "v": math.pi}
     assert decode(encode(Degrees(180.0))) == Degrees(180.0)
 
 

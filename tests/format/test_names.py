@@ -193,6 +193,28 @@ def test_any_text_as_path_is_legal_only_if_the_store_takes_it(text: str) -> None
             check_key(path[:-1])
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [
+        FOLDER[:-1],
+        FOLDER + "/",
+        FOLDER + "x/",
+        "data/",
+        "data/x/",
+        "data//",
+        FOLDER.removeprefix("data/"),
+        "commits/000000000012-g00000003-a1/",
+    ],
+)
+def test_data_folders(folder: str) -> None:
+    assert names.is_data_folder(FOLDER)
+    assert not names.is_data_folder(folder)
+
+
+def test_steps_that_can_be_named() -> None:
+    assert [names.check_step(s) for s in (0, 7, names.MAX_STEP)] == [0, 7, 10**12 - 1]
+
+
 @pytest.mark.parametrize("step", [-1, 10**12, True, 1.0, "5", None])
 def test_steps_that_cannot_be_named(step: object) -> None:
     with pytest.raises(UsageError) as caught:

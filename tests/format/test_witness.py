@@ -187,6 +187,12 @@ def test_elements_outside_the_buffer(elements: list[int]) -> None:
     assert caught.value.kind == "bad-region"
 
 
+def test_sizes_that_no_element_has() -> None:
+    with pytest.raises(UsageError) as caught:
+        gather(np.zeros(21, np.uint8), 3, np.array([0]))
+    assert caught.value.kind == "bad-region"
+
+
 # --- the file -----------------------------------------------------------------------------------
 
 PLAN = WitnessPlan([("a", (3, 2), 4, True), ("left-out", (9,), 1, False), ("b", (2,), 8, True)])
