@@ -57,6 +57,8 @@ class _Job:
     deadline: float = field(default=float("inf"))
     written: bool = False
     aborted: bool = False
+    answered: bool = False
+    """The worker has said its last word on it, whatever the handle says."""
 
 
 class WriterClient:
@@ -219,6 +221,12 @@ class WriterClient:
     # -- the monitor thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:  # noqa: BLE001 - a bug must reach the handles, not hang them
+            self._end_worker(f"this process no longer listens to it: {error!r}")
+
+    def _listen(self) -> None:
         pause = _IDLE_POLL_S
         start = time.monotonic()
         while True:
@@ -240,6 +248,10 @@ class WriterClient:
             self._ready.set()
             return
         job = self._jobs.get(message.job)
+        if job is not None:
+            # Only rank 0's worker has more to say than that the bytes are written.
+            last = Written if self._board.rank else Committed
+            job.answered = job.answered or isinstance(message, Failed | Committed | last)
         if isinstance(message, Failed):
             error = CkptdError.from_dict(message.error)
             if message.job < 0:
@@ -270,17 +282,17 @@ class WriterClient:
             if self._board.world > 1:
                 self._ask_board(number, job)
             if now > job.deadline:
-                self._overdue(number, job)
+                error = SaveError("the save did not finish in time", kind="deadline")
+                self._fail(number, error, release=job.written)
+        if self._hangs(now):
+            # It would keep the staging buffer for ever, and every later save would fail as busy.
+            self._end_worker(f"it has said nothing for {now - self._heard:.0f} s")
         return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
 
-    def _overdue(self, number: int, job: _Job) -> None:
-        error = SaveError("the save did not finish in time", kind="deadline")
-        self._fail(number, error, release=job.written)
-        waits_for_worker = not job.written or self._board.rank == 0
-        silent_s = time.monotonic() - self._heard
-        if waits_for_worker and silent_s > GRACE_S:
-            # It would keep the staging buffer for ever, and every later save would fail as busy.
-            self._end_worker(f"it has said nothing for {silent_s:.0f} s")
+    def _hangs(self, now: float) -> bool:
+        """Tell whether the worker owes an answer past every deadline, and shows no life."""
+        late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
+        return late and self._dead is None and now - self._heard > GRACE_S
 
     def _ask_board(self, number: int, job: _Job) -> None:
         try:
@@ -336,7 +348,7 @@ class WriterClient:
                 self._free.notify_all()
 
     def _forget_old(self) -> None:
-        done = [n for n, j in self._jobs.items() if j.handle.done]
+        done = [n for n, j in list(self._jobs.items()) if j.handle.done]
         for number in done[:-8]:
             del self._jobs[number]
 

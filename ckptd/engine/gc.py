@@ -165,7 +165,8 @@ def plan_gc(
         How long commits beside the line are kept, in seconds since they left it.
     leftover_s
         Age at which an uncommitted attempt of the newest generation counts as given up, in
-        seconds. Those of older generations go at once: nothing can come of them.
+        seconds. Nothing can come of those of older generations, or before a step that the same
+        generation committed: they go at once.
     thorough
         Also look into every checkpoint for parts, and for what interrupted store calls left.
         Without, the plan costs a few listings: what to do after each save.
@@ -209,7 +210,7 @@ def _folders(
         if folder in freed:
             item = _weigh(store, "data", folder)
             yield msgspec.structs.replace(item, reason="no checkpoint refers to it")
-        elif parsed[0] not in inventory.guards:
+        elif parsed[0] in records or parsed[0] not in inventory.guards:
             item = _weigh(store, "leftover", folder)
             reason = _why_left(parsed[0], item.modified, inventory, old)
             if reason is not None and item.objects:
@@ -222,6 +223,10 @@ def _why_left(name: CommitName, modified: float, inventory: Inventory, old: floa
         return f"never committed, and generation {name.generation} is over"
     if name in inventory.records:
         return "another attempt committed this step"
+    if any(n.generation == name.generation and n.step > name.step for n in inventory.records):
+        # A job commits its saves in their order. Kept for a day, failed attempts would fill the
+        # very disk that they failed on.
+        return "never committed, and a later step of its generation is"
     return "never committed, and nothing was written for long" if modified < old else None
 
 
@@ -386,10 +391,12 @@ class _Run:
         names = set(self.catalogue.commits())
         if item.name is not None:
             names.add(item.name)  # a listing that lags may hide it: ask by name
-        for name, record in self.catalogue.records(names).items():
+        records = self.catalogue.records(names)
+        for name, record in records.items():
             if item.key in record.folders:
                 return f"{name} refers to it"
-        if item.name in guarded(self.catalogue, time.time()):
+        # Without the record nobody knows which attempt the reader is at; with it, it was not this.
+        if item.name not in records and item.name in guarded(self.catalogue, time.time()):
             return "pinned or leased"
         return None
 
