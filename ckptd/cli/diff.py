@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
 from ckptd.cli.contents import matches, no_tensor
-from ckptd.cli.output import Document, Json, flag, print_document, print_table, progress_bar
+from ckptd.cli.output import (
+    Document,
+    Json,
+    flag,
+    print_document,
+    print_table,
+    progress_bar,
+    shorten,
+)
+from ckptd.engine.changes import Change, changes
 from ckptd.engine.diff import DiffReport, ObjectDiff, Side, TensorDiff
 from ckptd.engine.diff import diff as diff_readers
 from ckptd.engine.values import Reader
 
-__all__ = ["DiffDocument", "DiffRow", "Named", "diff"]
+__all__ = ["DiffDocument", "DiffRow", "Named", "ObjectRow", "diff"]
 
 _MOST_SHOWN = 200
+_MOST_CHANGES = 100
+_MOST_LINES = 8
+_PATH_WIDTH = 60
+_VALUE_WIDTH = 40
 DIFFERENT = 1
 
 
@@ -33,6 +46,12 @@ class DiffRow(TensorDiff, frozen=True, kw_only=True):
     """One tensor and whether it is equal on both sides, layouts aside."""
 
     equal: bool
+
+
+class ObjectRow(ObjectDiff, frozen=True):
+    """One object that differs, and the first places where it does."""
+
+    changes: tuple[Change, ...] = ()
 
 
 class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
@@ -51,7 +70,8 @@ class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
         elements; null where it is missing), same_layout, compared, bit_exact, elements, differing,
         differing_bits, nan_only_left, nan_only_right, max_abs, max_rel (null when infinite), equal.
     objects
-        The objects that differ, in words: name, left, right (null where it is missing).
+        The objects that differ: name, left and right in words (null where it is missing), and
+        changes: path, left, right of the first places where they do.
     """
 
     left: Named
@@ -59,7 +79,7 @@ class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
     equal: bool
     values: bool
     tensors: tuple[DiffRow, ...]
-    objects: tuple[ObjectDiff, ...]
+    objects: tuple[ObjectRow, ...]
 
 
 def diff(
@@ -91,6 +111,7 @@ def diff(
                 report = diff_readers(
                     *readers, values=not no_values, only=_only(readers, tensor), progress=bar
                 )
+            objects = _objects(readers, report)
         document = DiffDocument(
             left=Named(mine.store.url, x.step, x.generation),
             right=Named(other.store.url, y.step, y.generation),
@@ -99,7 +120,7 @@ def diff(
             tensors=tuple(
                 DiffRow(**msgspec.structs.asdict(t), equal=t.same) for t in report.tensors
             ),
-            objects=report.objects,
+            objects=objects,
         )
     if json:
         print_document(document)
@@ -117,6 +138,21 @@ def _only(readers: tuple[Reader, Reader], pattern: str) -> Callable[[str], bool]
     return lambda name: matches(name, pattern)
 
 
+def _objects(readers: tuple[Reader, Reader], report: DiffReport) -> tuple[ObjectRow, ...]:
+    if not report.objects:
+        return ()
+    mine, other = (r.raw_objects() for r in readers)
+    return tuple(
+        ObjectRow(o.name, o.left, o.right, _changes(mine, other, o.name)) for o in report.objects
+    )
+
+
+def _changes(mine: dict[str, Any], other: dict[str, Any], name: str) -> tuple[Change, ...]:
+    if name not in mine or name not in other:
+        return ()
+    return changes(mine[name], other[name], _MOST_CHANGES)
+
+
 # -- for people ------------------------------------------------------------------------------------
 
 
@@ -131,10 +167,8 @@ def _show(document: DiffDocument, report: DiffReport, *, everything: bool) -> No
             print(f"... and {len(rows) - _MOST_SHOWN} more: --json, or --tensor PATTERN")
         print()
     if document.objects:
-        print_table(
-            ("OBJECT", "LEFT", "RIGHT"),
-            [(o.name, o.left or "-", o.right or "-") for o in document.objects],
-        )
+        rows_of_objects = [row for o in document.objects for row in _object_cells(o)]
+        print_table(("OBJECT", "LEFT", "RIGHT"), rows_of_objects)
         print()
     print(_summary(report))
 
@@ -154,6 +188,19 @@ def _cells(t: TensorDiff) -> tuple[str, ...]:
         f"{t.max_abs:.3g}" if t.differing else "",
         f"{t.max_rel:.3g}" if t.differing else "",
     )
+
+
+def _object_cells(o: ObjectRow) -> list[tuple[str, str, str]]:
+    """Return a line for each change; a whole value could be pages long."""
+    found = o.changes or (Change("", o.left, o.right),)
+    return [
+        (
+            shorten(o.name + (c.path if c.path[:1] in ".[" else f" {c.path}"), _PATH_WIDTH),
+            "-" if c.left is None else shorten(c.left, _VALUE_WIDTH),
+            "-" if c.right is None else shorten(c.right, _VALUE_WIDTH),
+        )
+        for c in found[:_MOST_LINES]
+    ]
 
 
 def _side(side: Side | None) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from ckptd import __version__
 from ckptd.errors import CkptdError, UsageError
@@ -111,7 +111,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _usage(error: CycloptsError) -> UsageError:
     chain = getattr(error, "command_chain", None) or ()
-    return UsageError(" ".join(str(error).split()), hint=" ".join(["ckptd", *chain, "--help"]))
+    hint = " ".join(["ckptd", *chain, "--help"])
+    if isinstance(error, UnusedCliTokensError) and any(
+        token.isdecimal() for token in error.unused_tokens or ()
+    ):
+        hint += "; steps are written ROOT@STEP"
+    return UsageError(" ".join(str(error).split()), hint=hint)
 
 
 def _defect(error: Exception) -> CkptdError:

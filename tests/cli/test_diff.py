@@ -76,11 +76,30 @@ def test_keys_shapes_and_objects(cli: Cli, tmp_path: Path) -> None:
     for words in ("1 only left", "1 only right", "1 objects differ", "float32 [3]"):
         assert words in result.out
     document = cli.json("diff", a, str(tmp_path / "b"), code=1)
-    assert document["objects"] == [{"name": "step", "left": "7", "right": "8"}]
+    assert document["objects"] == [
+        {
+            "name": "step",
+            "left": "7",
+            "right": "8",
+            "changes": [{"path": "", "left": "7", "right": "8"}],
+        }
+    ]
     rows = {t["name"]: t for t in document["tensors"]}
     assert rows["only.left"]["right"] is None
     assert rows["only.right"]["left"] is None
     assert not rows["x"]["compared"]
+
+
+def test_where_objects_differ(cli: Cli, tmp_path: Path) -> None:
+    roots = []
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        groups = [{"params": ["x"] * 50, "lr": lr}]
+        objects = (ObjectEntry("optim.groups", groups, kind="groups"),)
+        with open_store(tmp_path / name) as store:
+            put(store, {"x": Saved.whole(np.zeros(2))}, 1, objects=objects, tied={})
+        roots.append(str(tmp_path / name))
+    lines = [" ".join(li.split()) for li in cli("diff", *roots).out.splitlines()]
+    assert "optim.groups[0].lr 0.1 0.2" in lines
 
 
 def test_patterns_may_name_objects(cli: Cli, root: str) -> None:

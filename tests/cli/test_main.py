@@ -91,6 +91,13 @@ def test_usage(cli: Cli) -> None:
     assert "hint:   ckptd ls --help" in result.err
 
 
+def test_a_step_given_apart_is_explained(cli: Cli, root: str) -> None:
+    result = cli("rollback", root, "10")
+    assert result.code == 2
+    assert "steps are written ROOT@STEP" in result.err
+    assert "ROOT@STEP" not in cli("ls", root, "more").err
+
+
 @pytest.mark.parametrize("args", [("lss",), ("ls", "x", "--wrong"), ("gc", "x", "--keep", "many")])
 def test_usage_errors_as_json(cli: Cli, args: tuple[str, ...]) -> None:
     result = cli(*args, "--json")
