@@ -156,6 +156,32 @@ def test_data_that_a_reader_holds_stays_even_without_its_record(scene: Scene) ->
     assert held.commit.folder in {i.key for i in scene.plan().items}
 
 
+def test_pins_and_leases_that_matter_again_stay(scene: Scene) -> None:
+    c = Catalogue(scene.store)
+    name = CommitName(10, 1)
+    c.pin(name)
+    raw = scene.store.get(commit_key(name))
+    scene.store.delete([commit_key(name)])
+    late = hold(c, CommitName(50, 2), seconds=-1e4)
+    plan = scene.plan()
+    scene.store.put(commit_key(name), raw)
+    late.seconds = 1e4
+    late.renew()
+    report = run_gc(scene.store, plan)
+    assert {(i.kind, why) for i, why in report.skipped} == {
+        ("pin", f"{name} exists"),
+        ("lease", "renewed"),
+    }
+    assert c.pins() == {name}
+    assert lease_key(late.lease_id) in leases(c)
+
+
+def test_a_pin_keeps_no_lost_attempt_of_its_step(scene: Scene) -> None:
+    Catalogue(scene.store).pin(CommitName(50, 2))
+    run_gc(scene.store, scene.plan())
+    assert folders(scene.store) == KEPT
+
+
 def test_old_attempts_of_the_live_generation_go_after_the_grace(scene: Scene) -> None:
     flying = ("leftover", "data/000000000060-g00000002-x/")
     assert flying not in {(i.kind, i.key) for i in scene.plan().items}
@@ -367,7 +393,21 @@ def visit_claim(scene: Scene) -> Callable[[], None]:
     return check
 
 
+def visit_reuse(scene: Scene) -> Callable[[], None]:
+    """A save goes on from a checkpoint that gc is about to delete, and takes chunks of it."""
+    c = Catalogue(scene.store)
+    with hold(c, CommitName(10, 1)) as held:
+        c.publish(put_attempt(scene.store, CommitName(60, 2), "y", reuse=held.commit))
+
+    def check() -> None:
+        assert Catalogue(scene.store).latest() == CommitName(60, 2)
+        assert_whole(scene.store, [CommitName(60, 2)])
+
+    return check
+
+
 VISITS = [
+    visit_reuse,
     visit_hold,
     visit_pin,
     visit_claim,
