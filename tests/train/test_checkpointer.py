@@ -294,7 +294,7 @@ def test_strided_and_expanded_tensors(root: str) -> None:
 
 
 def damage(root: str, pattern: str, at: int = -5) -> None:
-    path = sorted(Path(root).glob(pattern))[-1]
+    path = max(Path(root).glob(pattern))
     raw = bytearray(path.read_bytes())
     raw[at] ^= 1
     path.write_bytes(raw)
