@@ -19,6 +19,7 @@ from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
+from ckptd.format.strictjson import parse_json
 from ckptd.layout.region import box_region
 from ckptd.train.agree import Agreement
 from ckptd.train.describe import Describer
@@ -280,8 +281,8 @@ class Loader:
         )
         execute(plan, self._catalogue.store)
         try:
-            return msgspec.json.decode(target.tobytes())
-        except msgspec.DecodeError as error:
+            return parse_json(target.tobytes())
+        except (ValueError, RecursionError) as error:
             raise CorruptError(
                 "an encoded object is not JSON", kind="bad-object", where=tensor, found=str(error)
             ) from None
