@@ -131,12 +131,15 @@ def test_shards(cli: Cli, root: str, tmp_path: Path) -> None:
         assert size <= 450 or len(tensors) == 1
 
 
-def test_every_tensor_is_aligned_to_its_type(cli: Cli, root: str, tmp_path: Path) -> None:
+def test_every_tensor_is_aligned_to_its_type(cli: Cli, tmp_path: Path) -> None:
+    arrays = {f"model.{kind}": np.ones(3, kind) for kind in ("uint8", "float16", "float64")}
+    root = make_root(tmp_path / "r", (1,), tensors={n: Saved.whole(v) for n, v in arrays.items()})
     cli.good("export", root, str(tmp_path))
     raw = (tmp_path / "model.safetensors").read_bytes()
     head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    for name, array in wanted().items():
-        assert head[name]["data_offsets"][0] % array.dtype.itemsize == 0
+    for name, array in arrays.items():
+        assert head[name[6:]]["data_offsets"][0] % array.dtype.itemsize == 0
+    assert_equal(load(tmp_path), {n[6:]: v for n, v in arrays.items()})
 
 
 def test_cast(cli: Cli, root: str, tmp_path: Path) -> None:
@@ -203,6 +206,7 @@ def test_what_cannot_be_exported(cli: Cli, tmp_path: Path) -> None:
     root = make_root(tmp_path / "a", (1,), tensors={"model.x": absent_rows(np.ones((4, 2)))})
     result = cli("export", root, str(tmp_path / "hf"), "--json")
     assert (result.code, result.error["kind"]) == (1, "absent")
+    assert not (tmp_path / "hf").exists(), "found before anything is written"
     odd = Saved.whole(np.ones(2, np.complex128))
     root = make_root(tmp_path / "b", (1,), tensors={"model.x": odd})
     result = cli("export", root, str(tmp_path / "hf"), "--json")

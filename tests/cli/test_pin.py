@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cli.roots import make_root
+import pytest
+
+from ckptd.cli.address import opened
+from tests.cli.roots import cut, make_root, put, values
 from tests.cli.running import Cli
 
 
@@ -47,12 +50,17 @@ def test_a_pin_of_what_is_gone_can_be_removed(cli: Cli, root: str) -> None:
     assert cli.json("pins", root)["pins"] == []
 
 
-def test_of_two_pins_of_a_step_the_one_that_counts(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("counting", [1, 2])
+def test_of_two_pins_of_a_step_the_one_that_counts(cli: Cli, tmp_path: Path, counting: int) -> None:
     root = make_root(tmp_path, (10, 20))
-    cli.good("pin", f"{root}@20")
     cli.good("rollback", f"{root}@10")
-    cli.good("pin", f"{root}@20-g1")
-    assert cli.json("unpin", f"{root}@20")["generation"] == 1
+    with opened(root) as catalogue:
+        put(catalogue.store, cut(values(1)), 20)
+    for generation in (1, 2):
+        cli.good("pin", f"{root}@20-g{generation}")
+    cli.good("rollback", f"{root}@20-g{counting}")
+    assert cli.json("unpin", f"{root}@20")["generation"] == counting
+    assert cli.json("unpin", f"{root}@20")["generation"] == 3 - counting
 
 
 def test_what_is_not_there(cli: Cli, root: str) -> None:
