@@ -1,18 +1,18 @@
 """S3 servers for tests: moto (quick) and Ceph's radosgw (real), each in processes of its own.
 
 Import the fixtures into a ``conftest.py``; each gives the options for
-``open_store(s3_url(), **options)``. Mark parameters with `MOTO` and `RADOSGW`, which keep all tests
-of one server on one worker, so that a run starts it once.
+``open_store(s3_url(), **options)``. `MOTO` and `RADOSGW` are parameters that name the fixtures, for
+``request.getfixturevalue``.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,15 +24,9 @@ __all__ = ["MOTO", "RADOSGW", "s3_moto", "s3_radosgw", "s3_url"]
 
 BUCKET = "ckptd-test"
 _START_S = 900  # installing packages included, when that is needed
-MOTO = pytest.param("s3_moto", id="moto", marks=[pytest.mark.s3, pytest.mark.xdist_group("moto")])
+MOTO = pytest.param("s3_moto", id="moto", marks=pytest.mark.s3)
 RADOSGW = pytest.param(
-    "s3_radosgw",
-    id="radosgw",
-    marks=[
-        pytest.mark.s3,
-        pytest.mark.xdist_group("radosgw"),
-        pytest.mark.timeout(_START_S + 120),
-    ],
+    "s3_radosgw", id="radosgw", marks=[pytest.mark.s3, pytest.mark.timeout(_START_S + 120)]
 )
 _SCRIPT = Path(__file__).parent.parent / "scripts" / "s3-server"
 _NO_SERVER = 3
@@ -94,27 +88,49 @@ def s3_moto() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def s3_radosgw() -> Iterator[dict[str, Any]]:
-    """Options of a store on a real Ceph gateway; skips where none can be started."""
+def s3_radosgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Options of a store on a real Ceph gateway; skips where none can be started.
+
+    It takes 15 s to start, so the worker processes of one run share it; it ends with the run.
+    """
     if os.environ.get("CKPTD_TEST_RADOSGW") == "0":
         pytest.skip("CKPTD_TEST_RADOSGW=0")
-    with tempfile.TemporaryDirectory(prefix="ckptd-s3-") as parent:
-        folder = str(Path(parent) / "server")
-        try:
-            started = subprocess.run(
-                [_SCRIPT, "start", folder, str(os.getpid())],
-                capture_output=True,
-                text=True,
-                timeout=_START_S,
-                check=False,
-            )
-        except OSError as error:
-            pytest.skip(f"scripts/s3-server does not run here: {error}")
-        if started.returncode == _NO_SERVER:
-            reason = [n for n in started.stderr.splitlines() if n.startswith("s3-server:")]
-            pytest.skip(reason[-1] if reason else "scripts/s3-server gave no reason")
-        assert started.returncode == 0, started.stderr
-        try:
-            yield _make_bucket(json.loads(started.stdout))
-        finally:
-            subprocess.run([_SCRIPT, "stop", folder], timeout=60, check=False)
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield _options(_start(base / "s3-server", os.getpid()))
+        subprocess.run([_SCRIPT, "stop", base / "s3-server"], timeout=60, check=False)
+        return
+    # The workers are children of the process that leads the run, and their folders share one.
+    with (base.parent / "s3-server.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = base.parent / "s3-server.json"
+        if not answer.exists():
+            started = _start(base.parent / "s3-server", os.getppid())
+            answer.write_text(json.dumps(started))
+        found = json.loads(answer.read_text())
+    yield _options(found)
+
+
+def _start(folder: Path, owner: int) -> dict[str, Any]:
+    """Start the gateway and make the bucket; returns options, or why there is no server."""
+    try:
+        done = subprocess.run(
+            [_SCRIPT, "start", folder, str(owner)],
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            check=False,
+        )
+    except OSError as error:
+        return {"skip": f"scripts/s3-server does not run here: {error}"}
+    if done.returncode == _NO_SERVER:
+        reasons = [n for n in done.stderr.splitlines() if n.startswith("s3-server:")]
+        return {"skip": reasons[-1] if reasons else "scripts/s3-server gave no reason"}
+    assert done.returncode == 0, done.stderr
+    return _make_bucket(json.loads(done.stdout))
+
+
+def _options(found: dict[str, Any]) -> dict[str, Any]:
+    if "skip" in found:
+        pytest.skip(found["skip"])
+    return found

@@ -1,4 +1,4 @@
-"""`scripts/s3-server`: what it says when there can be no server, and that it ends with its owner."""
+"""`scripts/s3-server`: what it says when there can be no server, how it ends with its owner."""
 
 from __future__ import annotations
 
