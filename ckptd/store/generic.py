@@ -208,7 +208,9 @@ class FsspecStore(Store):
         with _translated(path):
             for _ in range(_MOST_RACES):
                 with suppress(FileNotFoundError):
-                    self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+                    # "Exists": gone and made again between two looks of makedirs.
+                    with suppress(FileExistsError):
+                        self._fs.makedirs(self._fs._parent(path), exist_ok=True)
                     return act()
         raise TransientStoreError("the folder is removed as fast as it is made", where=path)
 

@@ -77,17 +77,26 @@ class _S3Contract(StoreContract):
         options: dict[str, Any] = request.getfixturevalue(request.param)
         return options
 
-
-@pytest.mark.parametrize("server", [MOTO, RADOSGW], indirect=True)
-class TestS3(_S3Contract):
     @pytest.fixture
     def spec(self, server: dict[str, Any]) -> StoreSpec:
         return StoreSpec(s3_url(), {**server, "part_bytes": 5 << 20})
 
 
+@pytest.mark.parametrize("server", [RADOSGW], indirect=True)
+class TestS3(_S3Contract):
+    pass
+
+
+@pytest.mark.parametrize("server", [MOTO], indirect=True)
+class TestS3Moto(_S3Contract):
+    long_listing = 60
+    race_processes = 2
+
+
 @pytest.mark.parametrize("server", [MOTO], indirect=True)
 class TestS3Wrapped(_S3Contract):
     long_listing = 60
+    race_processes = 2
 
     @pytest.fixture
     def spec(self, server: dict[str, Any]) -> StoreSpec:

@@ -7,9 +7,9 @@ old one); nothing else is listed; the same call works afterwards; a sweep remove
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.context
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +22,6 @@ from ckptd.testing.store import pattern
 OLD = b"old"
 SMALL = pattern(5000)
 BIG = pattern((20 << 20) + 5)
-
-_CHILD = """
-import sys
-from ckptd.store import StoreSpec
-from tests.store.test_local_crash import ACTS
-ACTS[sys.argv[1]](StoreSpec.from_json(sys.stdin.read()).open())
-"""
 
 
 def put(store: Store) -> None:
@@ -59,16 +52,31 @@ ACTS: dict[str, Callable[[Store], None]] = {
 }
 
 
-def run_child(spec: StoreSpec, act: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, act], input=spec.to_json(), timeout=60, check=False
-    )
-    return done.returncode
+def act_in_child(spec: bytes, act: str) -> None:
+    ACTS[act](StoreSpec.from_json(spec).open())
 
 
-def count_steps(spec: StoreSpec, log: Path, act: str) -> int:
-    assert run_child(spec.wrapped(FaultSpec(inner=True, log=str(log))), act) == 0
-    return len(log.read_text().splitlines())
+@pytest.fixture(scope="module")
+def context() -> multiprocessing.context.ForkServerContext:
+    """Processes forked from a clean one that has the imports: a hundred of them in seconds."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([__name__])
+    return found
+
+
+@pytest.fixture
+def run_child(
+    context: multiprocessing.context.ForkServerContext,
+) -> Callable[[StoreSpec, str], int | None]:
+    def run(spec: StoreSpec, act: str) -> int | None:
+        child = context.Process(target=act_in_child, args=(spec.to_json(), act))
+        child.start()
+        child.join(60)
+        if child.exitcode is None:
+            child.kill()
+        return child.exitcode
+
+    return run
 
 
 def check(root: Path, act: str, before: bytes | None, step: str) -> bool:
@@ -100,7 +108,13 @@ def check(root: Path, act: str, before: bytes | None, step: str) -> bool:
     ("act", "there"),
     [("put", False), ("put", True), ("put_new", False), ("writer", False), ("delete", True)],
 )
-def test_sigkill_at_every_system_call(tmp_path: Path, act: str, there: bool) -> None:
+def test_sigkill_at_every_system_call(
+    tmp_path: Path,
+    act: str,
+    there: bool,
+    run_child: Callable[[StoreSpec, str], int | None],
+    report: Callable[[str], None],
+) -> None:
     before = OLD if there else None
 
     def prepare(name: str) -> StoreSpec:
@@ -111,16 +125,19 @@ def test_sigkill_at_every_system_call(tmp_path: Path, act: str, there: bool) -> 
         return spec
 
     log = tmp_path / "log"
-    steps = count_steps(prepare("dry"), log, act)
+    dry = prepare("dry").wrapped(FaultSpec(inner=True, log=str(log)))
+    assert run_child(dry, act) == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     effects = []
-    for number in range(1, steps + 1):
+    for number in range(1, len(lines) + 1):
         spec = prepare(str(number))
         rule = FaultRule("kill", number=number)
         killed = spec.wrapped(FaultSpec((rule,), inner=True, log=str(tmp_path / f"log{number}")))
         assert run_child(killed, act) == -signal.SIGKILL
         step = f"{act}: step {number}, {lines[number - 1]['op']}"
         effects.append(check(tmp_path / str(number), act, before, step))
-    print(f"{act}: killed at {steps} steps, took effect from step {effects.index(True) + 1} on")
+    print(
+        f"{act}: killed at {len(lines)} steps, took effect from step {effects.index(True) + 1} on"
+    )
     assert effects[0] is False
     assert effects == sorted(effects), "an effect that shows once does not vanish at a later kill"

@@ -423,7 +423,9 @@ ACTS: dict[str, Callable[[Any], None]] = {"put_new": act_put_new, "writer": act_
 
 
 @pytest.mark.parametrize("act", ACTS)
-def test_sigkill_before_every_request(moto: dict[str, Any], tmp_path: Path, act: str) -> None:
+def test_sigkill_before_every_request(
+    moto: dict[str, Any], tmp_path: Path, act: str, report: Callable[[str], None]
+) -> None:
     def run(spec: StoreSpec) -> int:
         return subprocess.run(
             [sys.executable, "-c", _CHILD, act], input=spec.to_json(), timeout=60, check=False
@@ -448,4 +450,4 @@ def test_sigkill_before_every_request(moto: dict[str, Any], tmp_path: Path, act:
             assert store.get("key") == wanted
             store.sweep(older_than_s=0)
             assert store.sweep(older_than_s=0) == []
-    print(f"{act}: killed before {steps}")
+    report(f"{act}: SIGKILL before each of {', '.join(steps)}")
