@@ -92,31 +92,23 @@ class LineageMachine(RuleBasedStateMachine):
         self.flying: list[tuple[Commit, Hold | None]] = []
         self.held: list[Hold] = []
         self.attempts = itertools.count()
+        self.begin_generation("resume", 0)
 
     # -- lives ---------------------------------------------------------------------------------
 
     def claimed(self, parent: CommitName | None) -> None:
         self.model.parents[self.model.newest + 1] = parent
 
-    @rule()
-    def resume(self) -> None:
-        latest = self.job.latest()
-        assert self.job.claim(latest, 2, "load").generation == self.model.newest + 1
-        self.claimed(latest)
-
-    @precondition(lambda self: self.model.commits)
-    @rule(pick=which)
-    def resume_from_any(self, pick: int) -> None:
-        """From an older step, or from an abandoned line."""
-        names = sorted(self.model.commits)
-        parent = names[pick % len(names)]
-        self.job.claim(parent, 2, "load")
+    @rule(how=st.sampled_from(["resume", "older", "fresh"]), pick=which)
+    def begin_generation(self, how: str, pick: int) -> None:
+        """From the newest step; from any, of an abandoned line too; from nothing."""
+        parent = self.job.latest()
+        if how == "older" and self.model.commits:
+            parent = sorted(self.model.commits)[pick % len(self.model.commits)]
+        elif how == "fresh":
+            parent = None
+        assert self.job.claim(parent, 2, how).generation == self.model.newest + 1
         self.claimed(parent)
-
-    @rule()
-    def begin_fresh_line(self) -> None:
-        self.job.claim(None, 2, "fresh")
-        self.claimed(None)
 
     @rule(step=st.integers(0, 200))
     def continue_without_load(self, step: int) -> None:
@@ -157,13 +149,16 @@ class LineageMachine(RuleBasedStateMachine):
         )
         return commit, held
 
-    @precondition(lambda self: self.model.newest)
-    @rule(gap=gaps, reuse=st.booleans(), keep=st.none() | keeps)
-    def save(self, gap: int, reuse: bool, keep: Keep | None) -> None:
-        """A save of the live job, with retention after it or without."""
+    @rule(gaps=st.lists(gaps, min_size=1, max_size=4), reuse=st.booleans(), keep=st.none() | keeps)
+    def save(self, gaps: list[int], reuse: bool, keep: Keep | None) -> None:
+        """Some saves of the live job, with retention after each or without."""
+        for gap in gaps:
+            self.save_one(gap, reuse, keep)
+
+    def save_one(self, gap: int, reuse: bool, keep: Keep | None) -> None:
         generation = self.model.newest
-        step = max(c.step for c in [*self.model.line, CommitName(0, 1)]) + gap
-        step = max(step, self.model.floor(generation) + gap)
+        latest = self.model.latest
+        step = max(latest.step if latest else 0, self.model.floor(generation)) + gap
         commit, held = self.attempt(step, generation, reuse)
         self.job.publish(commit)
         self.model.commits.add(commit.name)
@@ -174,11 +169,12 @@ class LineageMachine(RuleBasedStateMachine):
             apply_retention(self.job, keep, whole=commit.name)
             self.model.commits = self.after
 
-    @precondition(lambda self: self.model.newest)
-    @rule(pick=which, step=st.integers(0, 120), reuse=st.booleans())
-    def begin_attempt(self, pick: int, step: int, reuse: bool) -> None:
+    @rule(lead=st.integers(-30, 30), pick=which, old=st.booleans(), reuse=st.booleans())
+    def begin_attempt(self, lead: int, pick: int, old: bool, reuse: bool) -> None:
         """Of the live generation or an older one; it may fly for as long as it likes."""
-        generation = 1 + pick % self.model.newest
+        generation = 1 + pick % self.model.newest if old else self.model.newest
+        latest = self.model.latest
+        step = max(0, (latest.step if latest else 0) + lead)
         self.flying.append(self.attempt(step, generation, reuse))
 
     @precondition(lambda self: self.flying)
@@ -218,16 +214,14 @@ class LineageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.commits)
     @rule(pick=which)
     def pin(self, pick: int) -> None:
-        names = sorted(self.model.commits)
-        self.job.pin(names[pick % len(names)])
-        self.model.pins.add(names[pick % len(names)])
-
-    @precondition(lambda self: self.model.pins)
-    @rule(pick=which)
-    def unpin(self, pick: int) -> None:
-        name = sorted(self.model.pins)[pick % len(self.model.pins)]
-        assert self.job.unpin(name)
-        self.model.pins.remove(name)
+        """Pin a checkpoint, or unpin it."""
+        name = sorted(self.model.commits)[pick % len(self.model.commits)]
+        if name in self.model.pins:
+            assert self.job.unpin(name)
+            self.model.pins.remove(name)
+        else:
+            self.job.pin(name)
+            self.model.pins.add(name)
 
     @precondition(lambda self: self.model.commits)
     @rule(pick=which, dead=st.booleans())
@@ -273,8 +267,12 @@ class LineageMachine(RuleBasedStateMachine):
         if not line:
             kept |= model.commits
         self.after = model.commits & (kept | set(line[-1:]))
-        # Attempts of the live generation whose step another one has committed.
-        self.given_up |= {c.folder for c, _ in self.flying if c.name in model.commits}
+        # Attempts of the live generation whose step, or a later one, is committed already.
+        self.given_up |= {
+            c.folder
+            for c, _ in self.flying
+            if any(n.generation == c.generation and n.step >= c.step for n in model.commits)
+        }
 
     def plan(self, keep: Keep, abandoned: bool) -> GcPlan:
         self.expect_gc(keep, abandoned)
@@ -333,7 +331,7 @@ class LineageMachine(RuleBasedStateMachine):
             held.release()
         self.flying.clear()
         self.held.clear()
-        self.resume()
+        self.begin_generation("resume", 0)
         self.collect(Keep(last=None), True)
         self.what_is_seen_equals_the_model()
         records = self.job.records(sorted(self.model.commits))
