@@ -312,6 +312,10 @@ def _translated(path: str) -> Iterator[None]:
         raise NotFoundError("no such object", where=path) from error
     except (TimeoutError, ConnectionError) as error:
         raise TransientStoreError("no answer", where=path, found=repr(error)) from error
+    except PermissionError as error:  # drivers leave its number out
+        raise StoreError(
+            "not permitted", kind="permission", where=path, found=repr(error)
+        ) from error
     except OSError as error:
         raise explain(error, path, "the store failed", None) from error
     except Exception as error:
