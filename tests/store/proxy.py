@@ -105,7 +105,7 @@ class Proxy:
             self._closing.wait(30)
             return False
         if action[0].isdigit():
-            client.sendall(_refusal(*action.split(" ", 1)))
+            client.sendall(_refusal(request.method, *action.split(" ", 1)))
             return True
         if action == "slow":
             time.sleep(0.2)
@@ -147,13 +147,13 @@ class Proxy:
         return b"".join(parts)
 
 
-def _refusal(status: str, code: str) -> bytes:
+def _refusal(method: str, status: str, code: str) -> bytes:
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>by rule</Message></Error>"
     lines = [
         f"HTTP/1.1 {status} Refused",
         "Content-Type: application/xml",
         f"Content-Length: {len(body)}",
         "",
-        body,
+        "" if method == "HEAD" else body,
     ]
     return "\r\n".join(lines).encode()

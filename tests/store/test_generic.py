@@ -67,7 +67,7 @@ def test_errors_of_a_driver_become_ours(moto_options: dict[str, Any]) -> None:
         store = open_store(f"fsspec+{s3_url()}", **options)
         with pytest.raises(StoreError) as caught:
             store.get("a")
-        assert caught.value.kind == "permission"
+        assert caught.value.kind == "permission", caught.value
 
 
 @pytest.fixture(params=[MOTO])
