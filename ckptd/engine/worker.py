@@ -47,8 +47,7 @@ __all__ = ["Worker", "main"]
 ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
 TURN_S = 2.0
-MOST_TURNS = 15
-"""An orphan of rank r gives r lower ranks (at most so many) a turn each before it commits."""
+"""An orphan gives each lower rank (15 of them at most) so many seconds before it commits."""
 
 _log = logging.getLogger("ckptd")
 
@@ -181,12 +180,12 @@ class Worker:
 
         Only rank 0 commits while its job lives, so what nobody aborted is still wanted.
         """
-        end = time.monotonic() + TURN_S * min(self._hello.rank, MOST_TURNS)
+        end = time.monotonic() + _turn_s(self._hello.rank)
         while not self._is_settled(save):
             if time.monotonic() >= end:
                 self._commit(save, plan)
                 return
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def _is_settled(self, save: Save) -> bool:
         try:
@@ -236,6 +235,11 @@ class Worker:
                 self._channel.send(message)
             except WorkerError:
                 self._orphan.set()
+
+
+def _turn_s(rank: int) -> float:
+    """Return how long an orphan holds back, in seconds: thousands must not commit at once."""
+    return TURN_S * rank if rank <= 15 else TURN_S * 15 + rank % 97
 
 
 def _as_worker_error(error: Exception) -> dict[str, str | None]:

@@ -25,6 +25,7 @@ from tests.crash.zygote import Zygote
 
 __all__ = ["Campaign", "Point", "Tally"]
 
+_TRIES = 5
 _READS = ("children", "get", "stat", "list")
 
 
@@ -47,6 +48,7 @@ class Tally:
 
     operations: int = 0
     deaths: int = 0
+    missed: int = 0
     committed: int = 0
     removed: int = 0
     by_op: Counter[str] = field(default_factory=Counter)
@@ -56,6 +58,7 @@ class Tally:
         return (
             f"{self.operations} operations ({ops}); {self.deaths} deaths: {self.committed} times"
             f" committed, {self.deaths - self.committed} absent; {self.removed} leftovers removed"
+            + (f"; {self.missed} operations did not come again" if self.missed else "")
         )
 
 
@@ -167,9 +170,15 @@ class Campaign:
     # -- one death -----------------------------------------------------------------------------
 
     def _die(self, point: Point, action: FaultAction) -> None:
-        self.place.reset()
         faults = FaultSpec((point.rule(action),), inner=self.inner)
-        ends = self._live(2, 1, "0002", faults)
+        for _ in range(_TRIES):
+            self.place.reset()
+            ends = self._live(2, 1, "0002", faults)
+            if not self._missed(ends):
+                break
+        else:
+            self.tally.missed += 1
+            return
         committed = self._check_ends(ends)
         self.tally.deaths += 1
         self.tally.committed += committed
@@ -185,6 +194,12 @@ class Campaign:
             self._clean()
             self._check_root(second, first)
 
+    def _missed(self, ends: list[End]) -> bool:
+        """Two ranks race: a folder that one of them syncs may not have been made by the other."""
+        alive = self.zygote is not None and not self.elsewhere and not ends[self.victim].signal
+        assert not alive or self.world > 1, f"did not come to that point: {ends}"
+        return alive
+
     def _check_ends(self, ends: list[End]) -> bool:
         """The victim died, nobody claims success in vain, and nobody hangs (the zygote sees)."""
         committed = self.place.store.exists(commit_key(CommitName(2, 1)))
@@ -194,7 +209,7 @@ class Campaign:
         elif self.elsewhere:
             assert committed or victim.error.get("class") == "WorkerError", victim
         else:
-            assert victim.signal == signal.SIGKILL, f"did not come to that point: {victim}"
+            assert victim.signal == signal.SIGKILL, victim
         for end in ends:
             assert committed or end != End(), "durable, but not committed"
         return committed

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ckptd.engine.board import Board, LocalBoard
+from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Save
@@ -43,6 +44,9 @@ class Life(msgspec.Struct, frozen=True):
         So large that an S3 writer takes several parts.
     board
         Folder of the board that the ranks share.
+    first
+        Make the root where there is none and claim a generation, on the faulty store too;
+        `generation` does not count.
     """
 
     spec: StoreSpec
@@ -56,6 +60,7 @@ class Life(msgspec.Struct, frozen=True):
     elsewhere: bool = False
     large: bool = False
     board: str | None = None
+    first: bool = False
     timeout_s: float = DEADLINE_S
 
 
@@ -99,10 +104,19 @@ def live(life: Life, store: Store | None = None) -> End:
         client = WriterClient(spec, board, store)
         stack.callback(client.close, DEADLINE_S)
         try:
+            if life.first:
+                life = msgspec.structs.replace(life, generation=_begin(store or spec.open()))
             save_on(client, life).durable(DEADLINE_S)
         except CkptdError as error:
             return End(error=error.to_dict())
     return End()
+
+
+def _begin(store: Store) -> int:
+    """Do what a checkpointer does before its first save."""
+    catalogue = Catalogue(store)
+    catalogue.create_or_open()
+    return catalogue.claim(catalogue.latest(), 1, "start").generation
 
 
 def save_on(client: WriterClient, life: Life) -> SaveHandle:

@@ -30,6 +30,7 @@ def finish(campaign: Campaign, report: Report) -> None:
     report(f"{', '.join(what)}: {campaign.run()}")
     campaign.place.close()
     assert campaign.tally.committed < campaign.tally.deaths
+    assert campaign.tally.missed <= campaign.tally.operations // 20
     # A rank that only reports dies before anybody commits.
     assert campaign.victim or campaign.tally.committed
 
