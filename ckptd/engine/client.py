@@ -192,7 +192,8 @@ class WriterClient:
         The buffer stays taken until the worker has let go of it: bytes of the next save must
         never be written under this one's name.
         """
-        self._send(Abort(job, reason))
+        with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
+            self._send(Abort(job, reason))
         self._fail(job, SaveError(reason, kind="aborted"), release=False)
 
     def close(self, timeout_s: float) -> None:
