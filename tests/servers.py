@@ -32,12 +32,23 @@ _SCRIPT = Path(__file__).parent.parent / "scripts" / "s3-server"
 _NO_SERVER = 3
 
 # Ends with its standard input, so that it never outlives the tests, however they end.
+#
+# One request at a time: moto checks `If-None-Match` and then stores, without a lock, so that on a
+# busy machine two racing creators both win; and it answers 500 when an upload ends in between.
+# A real service does neither (radosgw, in the same tests, is not serialised).
 _MOTO = """
-import sys
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(server.get_host_and_port()[1], flush=True)
+import logging, sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+moto = DomainDispatcherApplication(create_backend_app)
+turn = threading.Lock()
+def one_at_a_time(environ, start_response):
+    with turn:
+        return list(moto(environ, start_response))
+server = make_server("127.0.0.1", 0, one_at_a_time, threaded=True)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.port, flush=True)
 sys.stdin.read()
 """
 
