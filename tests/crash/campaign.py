@@ -78,6 +78,8 @@ class Campaign:
         Die at the steps inside the operations as well.
     elsewhere
         The worker dies alone: its trainer goes on.
+    after
+        Die after each change as well as before the next step, though the store is the same.
     """
 
     place: Place
@@ -87,6 +89,7 @@ class Campaign:
     keep: int | None = None
     inner: bool = False
     elsewhere: bool = False
+    after: bool = True
     tally: Tally = field(default_factory=Tally)
 
     def run(self, only: slice = slice(None)) -> Tally:
@@ -112,9 +115,11 @@ class Campaign:
     def _actions(self, point: Point) -> tuple[FaultAction, ...]:
         # After a step that changes nothing, or is only announced (an inner one), everything is as
         # before the next step.
-        if "." in point.op or point.op in _READS:
-            return ("die",) if self.zygote is None else ("kill",)
-        return ("die", "die-after") if self.zygote is None else ("kill", "kill-after")
+        changes = "." not in point.op and point.op not in _READS
+        both = changes and (self.after or point.op == "put-new")
+        if self.zygote is None:
+            return ("die", "die-after") if both else ("die",)
+        return ("kill", "kill-after") if both else ("kill",)
 
     # -- lives ---------------------------------------------------------------------------------
 
@@ -185,7 +190,8 @@ class Campaign:
         first, second = CommitName(1, 1), CommitName(2, 1)
         newest = second if committed else first
         self._check_root(newest, first)
-        if action.endswith("after"):
+        # Deaths that leave the same behind follow one another: each state meets both ways on.
+        if self.tally.deaths % 2:
             self._clean()
             self._check_root(newest, first)
             self._resume(newest)
