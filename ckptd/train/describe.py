@@ -146,7 +146,8 @@ class Describer:
                     hint="Checkpointer(..., process_group=a group that holds the whole mesh)",
                 ) from None
             entry = MeshEntry(
-                tuple(root.mesh_dim_names or ()),
+                # The format wants a name for each dimension; meshes may have none.
+                tuple(root.mesh_dim_names or (f"dim{i}" for i in range(root.ndim))),
                 tuple(root.mesh.shape),
                 Owners.from_array(ranks).runs,
             )

@@ -60,6 +60,8 @@ def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         shard = mesh["dp"] if kind == "fsdp+tp" else None
     elif kind == "hsdp":
         shard = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rep", "shard"))
+    elif kind == "unnamed":
+        shard = init_device_mesh("cpu", (world,))
     elif kind == "fsdp":
         shard = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     elif kind != "replicated":

@@ -58,7 +58,8 @@ def load(root: str, kind: str) -> tuple[Tensors, Any, Any]:
 CASES = [
     ("fsdp+tp", 4, [("fsdp", 3), ("tp", 2), ("hsdp", 4)]),
     ("fsdp", 3, [("fsdp+tp", 4), ("replicated", 2)]),
-    ("hsdp", 4, [("fsdp", 2)]),
+    ("hsdp", 4, [("unnamed", 2)]),
+    ("unnamed", 2, []),
     ("replicated", 2, [("fsdp+tp", 4)]),
     ("tp", 4, [("fsdp", 3)]),
 ]
