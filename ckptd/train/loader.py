@@ -13,6 +13,7 @@ import numpy as np
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import hold
 from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
+from ckptd.engine.witnesses import read_witness
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
@@ -20,6 +21,7 @@ from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
 from ckptd.format.strictjson import parse_json
+from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.region import box_region
 from ckptd.train.agree import Agreement
 from ckptd.train.describe import Describer
@@ -174,6 +176,8 @@ class Loader:
             matching, leaves, plan, filling = self._plan(state, saved, filemap, options)
             objects, per_rank = self._objects(manifest, filemap, matching, leaves)
             check_objects(leaves, objects, per_rank)
+            places = WitnessPlan.of(manifest)
+            witness = read_witness(self._catalogue.store, manifest, places)
         except CkptdError as caught:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.
@@ -182,9 +186,25 @@ class Loader:
             plan, self._catalogue.store, host=self._host_group(), progress=options.progress
         )
         filling.finish()
-        check_witness(self._catalogue, manifest, filling.wants)
+        if isinstance(witness, Witness):
+            self._check_witness(witness, places, manifest, filling)
         apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
         return matching, read
+
+    def _check_witness(
+        self, witness: Witness, places: WitnessPlan, manifest: Manifest, filling: Filling
+    ) -> None:
+        """Check what was filled; when one rank's is wrong, every rank's load has failed."""
+        error: CkptdError | None = None
+        try:
+            check_witness(witness, places, manifest, filling.wants)
+        except CkptdError as caught:
+            error = caught
+        try:
+            self._agree_on_error(error)
+        except CkptdError as failed:
+            failed.poisoned = True
+            raise
 
     def _plan(
         self, state: Mapping[str, Any], saved: Saved, filemap: FileMap, options: _Options

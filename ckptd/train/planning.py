@@ -23,9 +23,9 @@ class Planner:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._known = ""
+        self.structure = ""
+        """Digest of this rank's structure at the last call of `plan`."""
         self._plan: SavePlan | None = None
-        self.group = 0
-        """Number of this rank's group of alike ranks."""
 
     def forget(self) -> None:
         """Plan afresh at the next save: ranks turned out to disagree."""
@@ -42,7 +42,7 @@ class Planner:
             Ranks disagree on the shape or dtype of a tensor.
         """
         raw = structure.encode()
-        own = digest_hex(raw)
+        own = self.structure = digest_hex(raw)
         if self._plan is not None and own == self._known:
             return self._plan
         board = self._agreement.board
@@ -52,7 +52,6 @@ class Planner:
             groups = self._exchange(own, raw)
         self._plan = build_plan(groups, board.world)
         self._known = own
-        self.group = next(i for i, g in enumerate(groups) if board.rank in g.ranks)
         return self._plan
 
     def _exchange(self, own: str, raw: bytes) -> list[Group]:

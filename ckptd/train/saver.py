@@ -15,7 +15,6 @@ from ckptd.engine.policy import Keep
 from ckptd.engine.staging import Staging
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError
-from ckptd.format.digest import digest_hex
 from ckptd.format.manifest import ObjectEntry
 from ckptd.train.agree import Agreement
 from ckptd.train.copying import CopyStep, copy_all, copy_steps
@@ -81,7 +80,7 @@ class Saver:
             structure = self._describer.structure(leaves.tensors, list(leaves.objects))
             plan = self._planner.plan(structure)
             extras, bodies = self._extras(leaves, plan)
-            own = digest_hex(structure.encode())
+            own = self._planner.structure
             leader = self._board.rank in plan.leaders
             alone = self._board.world == 1
             replicas, blobs = (

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.wants import Want
-from ckptd.errors import CorruptError, NotFoundError
-from ckptd.format.digest import digest_hex
+from ckptd.errors import CorruptError
 from ckptd.format.manifest import Manifest
-from ckptd.format.names import WITNESS, CommitName, data_folder
-from ckptd.format.witness import SAMPLE, Witness, WitnessPlan, gather
+from ckptd.format.witness import Witness, WitnessPlan, gather
 from ckptd.types import dtype_of
 
 __all__ = ["check_witness"]
 
 
-def check_witness(catalogue: Catalogue, manifest: Manifest, wants: Sequence[Want]) -> None:
+def check_witness(
+    witness: Witness, plan: WitnessPlan, manifest: Manifest, wants: Sequence[Want]
+) -> None:
     """Compare the filled buffers with the witness, at no extra read of data.
 
     Digests prove that the bytes are those that were written; the witness proves that they came
@@ -27,21 +26,8 @@ def check_witness(catalogue: Catalogue, manifest: Manifest, wants: Sequence[Want
     Raises
     ------
     CorruptError
-        kind ``witness``: names the tensors; the live state is wrong (`poisoned`). Kinds
-        ``missing-file`` and ``digest`` for the witness file itself.
+        kind ``witness``: names the tensors; the live state is wrong (`poisoned`).
     """
-    if manifest.witness is None or manifest.witness.kind != SAMPLE:
-        return
-    folder = data_folder(CommitName(manifest.step, manifest.generation), manifest.attempt)
-    key = folder + WITNESS
-    try:
-        raw = catalogue.store.get(key)
-    except NotFoundError:
-        raise CorruptError("the witness is missing", kind="missing-file", where=key) from None
-    if digest_hex(raw) != manifest.witness.digest:
-        raise CorruptError("the witness is not what was written", kind="digest", where=key)
-    plan = WitnessPlan.of(manifest)
-    witness = Witness.decode(raw, key, plan)
     words = witness.values.view(np.uint64).reshape(-1)
     wrong: list[str] = []
     for want in wants:
