@@ -1,0 +1,1 @@
+"""Lay, the layout language: which rank-local tensor holds which part of which logical tensor."""

@@ -1,0 +1,165 @@
+"""A layout with everything looked up: what is checked, bound to sizes, and compiled.
+
+`ckptd.layout.lay.resolve` makes it from a program. Nothing is left to expand: no ``let``, no
+alternatives, no ``use``, no ``default``, no short references. Dimensions are made of `Atom`, `One`,
+`Split`, `Product`, `Sum` and `Pad`, and every atom is an axis of the family that the tags lead to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckptd.layout.lay.dims import Dim, How
+from ckptd.layout.lay.modifiers import Modifier
+from ckptd.layout.lay.name import Name
+from ckptd.layout.lay.node import NOWHERE, Position
+from ckptd.layout.lay.program import Flat, Object, Pipe, Scalar, State
+
+__all__ = ["Axes", "Bound", "Equation", "Family", "MeshShape", "Resolved", "Tags"]
+
+Tags = tuple[str, ...]
+"""Tags on the way into nested sums, outermost first; ``()`` in a rule without a sum."""
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """All logical tensors of one name pattern, seen as one tensor.
+
+    An index in a name is an axis like any other: ``L{l}.q[kv rep hd h]`` is one tensor with the
+    axes ``l kv rep hd h``, of which a rule's tensor holds one ``l``, or several.
+
+    Attributes
+    ----------
+    name
+        As the space writes it, with ``{l}`` for indexes: ``L{l}.q``.
+    axes
+        Index axes in textual order, then atoms; refined atoms are replaced by their parts.
+    indexes
+        How many of `axes` stand in the name.
+    """
+
+    name: str
+    axes: Axes
+    indexes: int
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """All mesh axes of a layout and how a rank's coordinates follow from its number.
+
+    Several meshes may cover the same ranks, and an axis may be seen as finer ones: `strides` says
+    for each axis ``coordinate = rank // stride % extent``. Local axes (virtual pipeline stages)
+    have stride 0: every rank holds all of their coordinates.
+    """
+
+    world: int
+    extents: Mapping[str, int]
+    strides: Mapping[str, int]
+
+    @cached_property
+    def local(self) -> tuple[str, ...]:
+        """Axes that are not rank axes."""
+        return tuple(a for a, s in self.strides.items() if s == 0)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return a rank's coordinate on each rank axis."""
+        return {a: rank // s % self.extents[a] for a, s in self.strides.items() if s}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One rule: a pattern of rank-local tensors and the logical tensors in it.
+
+    Attributes
+    ----------
+    name
+        Name of the rank-local tensors; texts, globs and indexes.
+    families
+        Logical tensor by tags.
+    dims
+        One expression per dimension of the rank-local tensor.
+    modifiers
+        As written.
+    pinned
+        Axes of the families that stand at one index by the rule's reference (``X{0}``).
+    at
+        The rule, for messages.
+    """
+
+    name: Name
+    families: Mapping[Tags, Family]
+    dims: tuple[Dim, ...]
+    modifiers: tuple[Modifier, ...] = ()
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    at: Position = NOWHERE
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A layout, looked up.
+
+    Attributes
+    ----------
+    name, space
+        Its name and the name of its space.
+    mesh
+        None for ``on none``.
+    equations
+        First match wins.
+    families
+        All of the space, by name.
+    sizes
+        Sizes of axes that the program states; the others follow from observed shapes.
+    refined
+        Parts of atoms that ``let`` refines.
+    states, scalars
+        What follows each parameter.
+    flats, pipes, objects
+        As written.
+    index_splits
+        How name indexes are cut where ``pipe`` does not say it: ``(mesh axis, how)`` by axis.
+    drops
+        Name patterns left out on purpose.
+    params, state_names
+        Name templates in checkpoints.
+    files
+        Name template of the file of a rank, or None.
+    """
+
+    name: str
+    space: str
+    mesh: MeshShape | None
+    equations: tuple[Equation, ...]
+    families: Mapping[str, Family]
+    sizes: Mapping[str, int]
+    refined: Mapping[str, Dim]
+    states: tuple[State, ...] = ()
+    scalars: tuple[Scalar, ...] = ()
+    flats: tuple[Flat, ...] = ()
+    pipes: tuple[Pipe, ...] = ()
+    objects: tuple[Object, ...] = ()
+    index_splits: Mapping[str, tuple[tuple[str, How], ...]] = field(default_factory=dict)
+    drops: tuple[Name, ...] = ()
+    params: str = "{name}"
+    state_names: str = "optim.{name}.{state}"
+    files: Name | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A layout whose sizes are all known: what can be compiled.
+
+    Attributes
+    ----------
+    layout
+        The layout.
+    sizes
+        Length of every axis of every family, indexes in names included.
+    """
+
+    layout: Resolved
+    sizes: Mapping[str, int]
