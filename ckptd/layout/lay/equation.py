@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptd.layout.lay.dims import Dim, How
+from ckptd.layout.lay.dims import Dim, How, Value
 from ckptd.layout.lay.modifiers import Modifier
 from ckptd.layout.lay.name import Name
 from ckptd.layout.lay.node import NOWHERE, Position
@@ -88,6 +88,8 @@ class Equation:
         Axes of the families that stand at one index by the rule's reference (``X{0}``).
     at
         The rule, for messages.
+    text
+        The rule as it was written, for messages.
     """
 
     name: Name
@@ -96,6 +98,7 @@ class Equation:
     modifiers: tuple[Modifier, ...] = ()
     pinned: Mapping[str, int] = field(default_factory=dict)
     at: Position = NOWHERE
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,10 @@ class Resolved:
         How name indexes are cut where ``pipe`` does not say it: ``(mesh axis, how)`` by axis.
     drops
         Name patterns left out on purpose.
+    drop_places
+        For each of `drops`: how many of `equations` come before it.
+    relations
+        Sizes that the program states by other sizes (``let h = kv*rep*hd``), by axis.
     params, state_names
         Name templates in checkpoints.
     files
@@ -144,6 +151,8 @@ class Resolved:
     objects: tuple[Object, ...] = ()
     index_splits: Mapping[str, tuple[tuple[str, How], ...]] = field(default_factory=dict)
     drops: tuple[Name, ...] = ()
+    drop_places: tuple[int, ...] = ()
+    relations: Mapping[str, Value] = field(default_factory=dict)
     params: str = "{name}"
     state_names: str = "optim.{name}.{state}"
     files: Name | None = None
@@ -158,7 +167,10 @@ class Bound:
     layout
         The layout.
     sizes
-        Length of every axis of every family, indexes in names included.
+        Length of every axis of every family that a rule holds, indexes in names included.
+
+    The names of its layout's equations are free of globs: `ckptd.layout.lay.observe` puts in the
+    names that it found, an equation for each. Equations of which it found no tensor are left out.
     """
 
     layout: Resolved
