@@ -177,7 +177,7 @@ def main() -> None:
 
 def report(found: dict[str, list[Any]], size: int) -> None:
     m = common.median
-    write, read = m(found["limit"], "write_s"), m(found["limit"], "read_s")
+    write, read = (common.limit_of(found["limit"], what) for what in ("write", "read"))
     ours, dcp, later = found["ckptd"], found["dcp"], found["dcp async"]
     text = f"4 gloo ranks, {size / 1e9:.2f} GB in all; {len(ours)} repetitions, medians.\n\n"
     rows = [[c, m(found[c], "blocked_s"), m(found[c], "durable_s")] for c in CASES]

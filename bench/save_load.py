@@ -147,7 +147,7 @@ def main() -> None:
 
 def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
     m = common.median
-    write, read = m(found["limit"], "write_s"), m(found["limit"], "read_s")
+    write, read = (common.limit_of(found["limit"], what) for what in ("write", "read"))
     keys = ("blocked_s", "durable_s", "cold_s", "warm_s", "peak_gb")
     keys = (*keys, "first_blocked_s", "first_durable_s")
     rows: list[list[Any]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,13 @@ import numpy as np
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import hold
 from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
+from ckptd.engine.readahead import read_ahead
 from ckptd.engine.witnesses import read_witness
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import Manifest
+from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import CommitName
 from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan
@@ -29,7 +31,7 @@ from ckptd.train.filling import Filling
 from ckptd.train.hosts import host_members
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.restore import apply_objects, check_objects, prepare
-from ckptd.train.witnessing import check_witness
+from ckptd.train.witnessing import Place, check_witness, witness_places
 from ckptd.types import Box
 
 __all__ = ["LoadReport", "Loader"]
@@ -72,6 +74,7 @@ class _Options:
     weights_only: bool
     device: Any
     progress: Callable[[int, int], None] | None
+    filtered: bool
 
 
 class Loader:
@@ -109,6 +112,7 @@ class Loader:
             weights_only,
             device,
             progress,
+            weights_only or only is not None,
         )
         skipped: list[tuple[int, str]] = []
         for name in self._candidates(step):
@@ -170,29 +174,43 @@ class Loader:
         self, state: Mapping[str, Any], name: CommitName, options: _Options
     ) -> tuple[Matching, ReadReport]:
         error: CkptdError | None = None
+        store = self._catalogue.store
         try:
             manifest, filemap = self._manifest(name)
-            saved = Saved.of(manifest)
-            matching, leaves, plan, filling = self._plan(state, saved, filemap, options)
-            objects, per_rank = self._objects(manifest, filemap, matching, leaves)
-            check_objects(leaves, objects, per_rank)
-            places = WitnessPlan.of(manifest)
-            witness = read_witness(self._catalogue.store, manifest, places)
+            values = WitnessPlan.of(manifest)
+            witness = read_witness(store, manifest, values)
+            with read_ahead(store, self._likely(manifest, options)):
+                saved = Saved.of(manifest)
+                matching, leaves, plan, filling = self._plan(state, saved, filemap, options)
+                objects, per_rank = self._objects(manifest, filemap, matching, leaves)
+                check_objects(leaves, objects, per_rank)
         except CkptdError as caught:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.
         self._agree_on_error(error)
-        read = execute(
-            plan, self._catalogue.store, host=self._host_group(), progress=options.progress
-        )
+        # Where the witness's values lie is worked out while the disk is busy.
+        with ThreadPoolExecutor(1, "ckptd-witness") as beside:
+            places = beside.submit(witness_places, values, filling.wants)
+            read = execute(plan, store, host=self._host_group(), progress=options.progress)
         filling.finish()
         if isinstance(witness, Witness):
-            self._check_witness(witness, places, manifest, filling)
+            self._check_witness(witness, places.result(), manifest, filling)
         apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
         return matching, read
 
+    def _likely(self, manifest: Manifest, options: _Options) -> list[FileEntry]:
+        """Return the files that this rank is about to need for certain, as far as one can tell."""
+        board = self._agreement.board
+        if options.filtered:
+            return []
+        if board.world == 1:
+            return list(manifest.files)
+        if board.world != manifest.world_size:
+            return []
+        return [f for f in manifest.files if f.rank == board.rank]
+
     def _check_witness(
-        self, witness: Witness, places: WitnessPlan, manifest: Manifest, filling: Filling
+        self, witness: Witness, places: Sequence[Place], manifest: Manifest, filling: Filling
     ) -> None:
         """Check what was filled; when one rank's is wrong, every rank's load has failed."""
         error: CkptdError | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptd.engine.wants import Want
 from ckptd.errors import CorruptError
@@ -12,16 +13,30 @@ from ckptd.format.manifest import Manifest
 from ckptd.format.witness import Witness, WitnessPlan, gather
 from ckptd.types import dtype_of
 
-__all__ = ["check_witness"]
+__all__ = ["Place", "check_witness", "witness_places"]
+
+
+Place = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Slots of the witness, and the elements of a buffer that they stand for."""
+
+
+def witness_places(plan: WitnessPlan, wants: Sequence[Want]) -> list[Place]:
+    """Return, for each buffer, which values of the witness lie where in it."""
+    return [plan.select(want.tensor, want.regions) for want in wants]
 
 
 def check_witness(
-    witness: Witness, plan: WitnessPlan, manifest: Manifest, wants: Sequence[Want]
+    witness: Witness, places: Sequence[Place], manifest: Manifest, wants: Sequence[Want]
 ) -> None:
     """Compare the filled buffers with the witness, at no extra read of data.
 
     Digests prove that the bytes are those that were written; the witness proves that they came
     to the right place: a wrong layout of the right shape passes every digest.
+
+    Parameters
+    ----------
+    places
+        See `witness_places`.
 
     Raises
     ------
@@ -30,9 +45,8 @@ def check_witness(
     """
     words = witness.values.view(np.uint64).reshape(-1)
     wrong: list[str] = []
-    for want in wants:
+    for want, (slots, elements) in zip(wants, places, strict=True):
         entry = manifest.tensors[want.tensor]
-        slots, elements = plan.select(want.tensor, want.regions)
         itemsize = dtype_of(entry.dtype).itemsize
         found = gather(want.target.view(np.uint8), itemsize, elements)
         wanted = words[slots]
