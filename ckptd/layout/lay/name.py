@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ckptd.layout.lay.dims import How
 from ckptd.layout.lay.node import Node
 
-__all__ = ["Alternatives", "Glob", "Index", "Name", "NamePart", "Text"]
+__all__ = ["Alternatives", "Glob", "Index", "Name", "NamePart", "Text", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Index(Node):
     Attributes
     ----------
     axis
-        The atom (or, in object names and file names, the mesh axis).
+        The atom (or, in object names and file names, the mesh axis); in a reference also a whole
+        number (``X{0}``), in a template the word it stands for (``{name}``).
     splits
         ``(mesh axis, how)``, in textual order, outermost first.
     local
@@ -59,3 +61,18 @@ class Name(Node):
     """A name pattern: parts without separators, the dots are in the texts."""
 
     parts: tuple[NamePart, ...]
+
+
+def join(parts: Iterable[NamePart]) -> tuple[NamePart, ...]:
+    """Return the parts with neighbouring texts made one and empty ones left out.
+
+    A `Name` is always made of joined parts, so that equal patterns are equal trees.
+    """
+    out: list[NamePart] = []
+    for part in parts:
+        last = out[-1] if out else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            out[-1] = Text(last.text + part.text)
+        elif part != Text(""):
+            out.append(part)
+    return tuple(out)

@@ -1,0 +1,176 @@
+"""Random syntax trees: every form, every kind of word, names with any letters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ckptd.layout.lay import dims as d
+from ckptd.layout.lay import modifiers as m
+from ckptd.layout.lay import name as n
+from ckptd.layout.lay import program as p
+from ckptd.layout.lay.parser_value import MAX_NUMBER
+
+Strategy = st.SearchStrategy[Any]
+
+# Words that begin something else somewhere, to find where the grammar would take them for it.
+KEYWORDS = """
+    same any avg sum cast q affine alias drop on follow rows use default flat pipe obj files stored
+    states let mesh space layout reshard size order start end of each group bucket last ceil even
+    bal module reverse params scalar via budget change inf
+"""
+
+WORDS = st.one_of(
+    st.sampled_from(["a", "b", "kv", "rep", "hd", "h", "tp", "dp", "x1", "A_b"]),
+    st.sampled_from(KEYWORDS.split()),
+)
+DOTTED = st.one_of(WORDS, st.sampled_from(["hf.llama", "a.b.c", "zero1", "m.1x"]))
+ANY_TEXT = st.text(max_size=6)
+NUMBERS = st.one_of(
+    st.integers(0, 300), st.sampled_from([10**6, 40 * 10**6, 10**9, 1234567, MAX_NUMBER])
+)
+FLOATS = st.one_of(
+    st.sampled_from([0.0, 1.0, -1.0, 0.1, 1e300, float("inf"), float("-inf")]),
+    st.floats(allow_nan=False),
+)
+TAGS = st.one_of(WORDS, st.sampled_from(["pad", "lcm", "_"]))
+
+
+def tuples(items: Strategy, low: int = 0, high: int = 3) -> Strategy:
+    return st.lists(items, min_size=low, max_size=high).map(tuple)
+
+
+# --- values, dimensions, names ------------------------------------------------------------------
+
+VALUES: Strategy = st.recursive(
+    st.one_of(NUMBERS.map(d.Number), WORDS.map(d.Size)),
+    lambda below: st.builds(
+        d.Operation, st.sampled_from(["*", "+", "-", "//", "lcm", "min", "max"]), below, below
+    ),
+    max_leaves=5,
+)
+HOWS: Strategy = st.one_of(
+    st.just(d.EVEN),
+    st.builds(d.Even, st.sampled_from(["even", "ceil", "bal"]), VALUES),
+    st.builds(d.Widths, tuples(NUMBERS, 1)),
+)
+DIMS: Strategy = st.recursive(
+    st.one_of(
+        WORDS.map(d.Atom),
+        WORDS.map(d.Atom),
+        st.sampled_from([d.One(), d.Wild(), d.Rest()]),
+    ),
+    lambda below: st.one_of(
+        st.builds(d.Split, below, WORDS, HOWS),
+        st.builds(d.Product, tuples(below, 1)),
+        st.builds(d.Sum, tuples(st.builds(d.Branch, TAGS, below), 1)),
+        st.builds(d.Pad, below, VALUES, FLOATS),
+    ),
+    max_leaves=6,
+)
+
+TEXTS = st.one_of(
+    st.sampled_from(["a", ".", "layers.", ".weight", "L", "0.", "x_y"]), st.text(max_size=4)
+)
+INDEXES = st.one_of(
+    st.builds(n.Index, WORDS, tuples(st.tuples(WORDS, HOWS), 0, 2), st.booleans()),
+    st.integers(0, 12).map(lambda i: n.Index(str(i))),
+)
+PARTS = st.one_of(
+    TEXTS.map(n.Text),
+    TEXTS.map(n.Text),
+    st.booleans().map(n.Glob),
+    INDEXES,
+    st.builds(n.Alternatives, tuples(TEXTS, 2)),
+)
+
+
+def _apart(parts: tuple[n.NamePart, ...]) -> n.Name:
+    """Two globs side by side are no name: a dot goes between them."""
+    out: list[n.NamePart] = []
+    for part in n.join(parts):
+        if out and isinstance(part, n.Glob) and isinstance(out[-1], n.Glob):
+            out.append(n.Text("."))
+        out.append(part)
+    return n.Name(tuple(out) or (n.Text("x"),))
+
+
+NAMES: Strategy = tuples(PARTS, 1, 5).map(_apart)
+
+# --- statements ---------------------------------------------------------------------------------
+
+MODIFIERS: Strategy = st.one_of(
+    st.sampled_from(["same", "any"]).map(m.Replicas),
+    st.builds(m.Average, st.sampled_from(["avg", "sum"]), WORDS),
+    WORDS.map(m.Cast),
+    st.builds(m.Quantized, WORDS, tuples(NUMBERS, 1), NAMES),
+    st.builds(m.Affine, FLOATS, FLOATS),
+    st.builds(m.On, WORDS, st.one_of(NUMBERS, st.just("last"))),
+    NAMES.map(m.FollowRows),
+    st.sampled_from([m.Alias(), m.Drop()]),
+)
+MODS = tuples(MODIFIERS, 0, 2)
+SHAPES = tuples(DIMS)
+DROPS = st.builds(p.Rule, NAMES, st.none(), st.just(()), MODS.map(lambda t: (m.Drop(), *t)))
+ALIASES = st.builds(p.Rule, NAMES, NAMES, SHAPES, MODS.map(lambda t: (m.Alias(), *t)))
+RULES: Strategy = st.one_of(st.builds(p.Rule, NAMES, NAMES, SHAPES, MODS), ALIASES, DROPS)
+GROUPS: Strategy = st.one_of(
+    st.just(p.FlatGroup("each")),
+    NAMES.map(lambda name: p.FlatGroup("group", name)),
+    NUMBERS.map(lambda size: p.FlatGroup("bucket", elements=size)),
+)
+FLATS: Strategy = st.builds(
+    p.Flat,
+    GROUPS,
+    st.tuples(WORDS, HOWS),
+    st.one_of(st.just(("*",)), tuples(WORDS, 1)),
+    st.sampled_from(["module", "reverse"]),
+    VALUES,
+    VALUES,
+    MODS,
+)
+OBJECT_NAMES = st.one_of(DOTTED, ANY_TEXT)
+OBJECTS: Strategy = st.one_of(
+    st.builds(p.Object, OBJECT_NAMES, tuples(WORDS), st.sampled_from(["error", "drop", "reseed"])),
+    st.builds(p.Object, OBJECT_NAMES, tuples(WORDS), st.just("reduce"), WORDS),
+)
+STATEMENTS: Strategy = st.one_of(
+    RULES,
+    RULES,
+    DOTTED.map(p.Use),
+    st.builds(p.Default, SHAPES, MODS),
+    FLATS,
+    st.builds(p.Pipe, WORDS, tuples(WORDS, 1), ANY_TEXT),
+    OBJECTS,
+    NAMES.map(p.Files),
+    st.builds(p.Stored, st.one_of(st.just("{name}"), ANY_TEXT), ANY_TEXT),
+)
+
+# --- programs -----------------------------------------------------------------------------------
+
+MESH_AXES: Strategy = st.recursive(
+    st.builds(p.MeshAxis, WORDS, NUMBERS),
+    lambda below: st.builds(p.MeshAxis, WORDS, NUMBERS, tuples(below, 1)),
+    max_leaves=3,
+)
+MESHES: Strategy = st.builds(p.Mesh, WORDS, tuples(MESH_AXES, 1), tuples(MESH_AXES))
+LETS: Strategy = st.builds(p.Let, WORDS, st.one_of(DIMS, VALUES, NAMES))
+STATES: Strategy = st.builds(p.State, WORDS, st.one_of(DOTTED, ANY_TEXT))
+SCALARS: Strategy = st.builds(p.Scalar, WORDS, st.sampled_from(["param", "group", "global"]))
+FAMILIES: Strategy = st.builds(p.Family, NAMES, tuples(WORDS))
+SPACES: Strategy = st.builds(
+    p.Space, DOTTED, tuples(FAMILIES), tuples(STATES), tuples(SCALARS, 0, 2), tuples(LETS, 0, 2)
+)
+LAYOUTS: Strategy = st.builds(
+    p.Layout, DOTTED, st.one_of(st.just(""), DOTTED), tuples(WORDS, 0, 2), tuples(STATEMENTS)
+)
+RESHARDS: Strategy = st.builds(
+    p.Reshard,
+    DOTTED,
+    DOTTED,
+    st.sampled_from(["disk", "memory", "peer"]),
+    st.one_of(st.none(), NUMBERS, NUMBERS.map(lambda x: x % 1000 << 30)),
+)
+ITEMS: Strategy = st.one_of(MESHES, LETS, SPACES, LAYOUTS, LAYOUTS, RESHARDS, DOTTED.map(p.Use))
+FILES: Strategy = tuples(ITEMS, 0, 4).map(p.File)
