@@ -101,7 +101,7 @@ NAMES: Strategy = tuples(PARTS, 1, 5).map(_apart)
 # --- statements ---------------------------------------------------------------------------------
 
 MODIFIERS: Strategy = st.one_of(
-    st.sampled_from(["same", "any"]).map(m.Replicas),
+    st.sampled_from([m.Replicas("same"), m.Replicas("any")]),
     st.builds(m.Average, st.sampled_from(["avg", "sum"]), WORDS),
     WORDS.map(m.Cast),
     st.builds(m.Quantized, WORDS, tuples(NUMBERS, 1), NAMES),
