@@ -118,10 +118,9 @@ def _item(item: Item) -> Entry:
 
 
 def _space(space: Space) -> Table:
-    families = [("tensors", show_name(f.name), " ".join(f.atoms)) for f in space.families]
     return _tables(
         [
-            *families,
+            *(("tensors", show(f).rpartition("[")[0], " ".join(f.atoms)) for f in space.families),
             *(("follow", None, show(s)) for s in space.states),
             *(("scalars", None, _behind(show(s))) for s in space.scalars),
             *(("let", let.name, _right(show(let))) for let in space.lets),
@@ -183,10 +182,7 @@ def _read_space(name: str, data: object, file: str) -> Space:
     where = f"{file}.{name}"
     found: list[Space] = []
     for part, place in _parts(data, where, _SPACE.values()):
-        texts = [
-            f"{show_name(parser.parse_name(n, place))}[{_text(t, place)}]"
-            for n, t in _table(part, "tensors", place)
-        ]
+        texts = [f"{n}[{_text(t, place)}]" for n, t in _table(part, "tensors", place)]
         texts += [f"follow {t}" for t in _texts(part.get("follow", []), f"{place}.follow")]
         texts += [f"scalar {t}" for t in _texts(part.get("scalars", []), f"{place}.scalars")]
         texts += [f"let {n} = {_text(t, place)}" for n, t in _table(part, "let", place)]
