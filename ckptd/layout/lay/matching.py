@@ -1,0 +1,227 @@
+"""Names that were found, and the rules that they belong to.
+
+Matching is by one expression a rule. Which rules can match at all is decided once for all names
+that differ in their numbers only, so that a model of many layers and experts costs one match a
+name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ckptd.layout.lay.equation import Equation, Resolved
+from ckptd.layout.lay.modifiers import On, Quantized
+from ckptd.layout.lay.name import Glob, Index, Name, NamePart, Text, join
+from ckptd.layout.lay.pattern import found_regex
+
+__all__ = ["Match", "Matcher", "Templates", "Undressed", "holds", "stored_name"]
+
+_NUMBERS = re.compile("[0-9]+")
+
+
+@dataclass(frozen=True)
+class Match:
+    """A name, and what its rule's pattern found in it.
+
+    Attributes
+    ----------
+    equation
+        Number of the rule.
+    numbers
+        By axis of the name's indexes.
+    texts
+        What its globs matched.
+    """
+
+    equation: int
+    numbers: tuple[tuple[str, int], ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A rule's expression, and what its groups are."""
+
+    number: int
+    name: Name
+    on: tuple[On, ...]
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        return found_regex(self.name)
+
+    @cached_property
+    def groups(self) -> tuple[str | None, ...]:
+        """Axis of each group; None for globs."""
+        parts = (p for p in self.name.parts if isinstance(p, Index | Glob))
+        return tuple(p.axis if isinstance(p, Index) else None for p in parts)
+
+    def match(self, name: str) -> Match | None:
+        found = self.regex.fullmatch(name)
+        if found is None:
+            return None
+        groups = list(zip(self.groups, found.groups(), strict=True))
+        numbers = tuple((axis, int(text)) for axis, text in groups if axis is not None)
+        return Match(self.number, numbers, tuple(text for axis, text in groups if axis is None))
+
+
+class Matcher:
+    """Finds the rule of a name: the first that matches.
+
+    Parameters
+    ----------
+    resolved
+        The layout.
+    stored
+        Whether names are those of checkpoints, with global numbers, or those of ranks.
+    """
+
+    def __init__(self, resolved: Resolved, stored: bool) -> None:
+        local = resolved.mesh.local if resolved.mesh else ()
+        drops: dict[int, list[Name]] = {k: [] for k in range(len(resolved.equations) + 1)}
+        for name, place in zip(resolved.drops, resolved.drop_places, strict=True):
+            drops[place].append(name)
+        self._patterns: list[_Pattern] = []
+        for number, equation in enumerate(resolved.equations):
+            self._patterns += [_Pattern(-1, d, ()) for d in drops[number]]
+            name = stored_name(equation.name, local) if stored else equation.name
+            on = () if stored else _on(equation)
+            self._patterns.append(_Pattern(number, name, on))
+            self._patterns += [_Pattern(-1, scale, on) for scale in _scales(equation, name)]
+        self._patterns += [_Pattern(-1, d, ()) for d in drops[len(resolved.equations)]]
+        self._extents = resolved.mesh.extents if resolved.mesh else {}
+        self._candidates: dict[str, list[_Pattern]] = {}
+
+    def match(self, name: str, coordinates: Mapping[str, int] | None = None) -> Match | None:
+        """Return what a name matches; None if no rule has it.
+
+        A name that is left out on purpose (``drop``), and that of the scales of a quantized tensor,
+        matches the rule number -1.
+
+        Parameters
+        ----------
+        name
+            The name.
+        coordinates
+            Of the rank that has it: rules for other ranks (``on``) are passed over.
+        """
+        for pattern in self._candidates_of(name):
+            if coordinates is not None and not _is_on(pattern.on, coordinates, self._extents):
+                continue
+            found = pattern.match(name)
+            # Coordinates on local axes stand in the name.
+            if found is not None and _is_on(pattern.on, dict(found.numbers), self._extents):
+                return found
+        return None
+
+    def _candidates_of(self, name: str) -> list[_Pattern]:
+        """Return the rules that can match a name whatever its numbers are."""
+        shape = _NUMBERS.sub("0", name)
+        found = self._candidates.get(shape)
+        if found is None:
+            found = [p for p in self._patterns if _same_numbers(p.name).fullmatch(shape)]
+            self._candidates[shape] = found
+        return found
+
+
+def _same_numbers(name: Name) -> re.Pattern[str]:
+    """Return an expression like the name's in which all numbers are 0."""
+    parts = (Text(_NUMBERS.sub("0", p.text)) if isinstance(p, Text) else p for p in name.parts)
+    return found_regex(Name(join(parts), at=name.at))
+
+
+def stored_name(name: Name, local: Iterable[str]) -> Name:
+    """Return a name as checkpoints have it: without the indexes of local mesh axes."""
+    gone = set(local)
+    parts: Iterator[NamePart] = (
+        p for p in name.parts if not (isinstance(p, Index) and p.axis in gone)
+    )
+    return Name(join(parts), at=name.at)
+
+
+def _on(equation: Equation) -> tuple[On, ...]:
+    return tuple(m for m in equation.modifiers if isinstance(m, On))
+
+
+def holds(equation: Equation, coordinates: Mapping[str, int], extents: Mapping[str, int]) -> bool:
+    """Whether a rule is for the rank at some coordinates."""
+    return _is_on(_on(equation), coordinates, extents)
+
+
+def _is_on(on: Sequence[On], coordinates: Mapping[str, int], extents: Mapping[str, int]) -> bool:
+    for modifier in on:
+        wanted = modifier.coordinate
+        if wanted == "last":
+            wanted = extents.get(modifier.axis, 1) - 1
+        if coordinates.get(modifier.axis, wanted) != wanted:
+            return False
+    return True
+
+
+def _scales(equation: Equation, name: Name) -> Iterator[Name]:
+    """Yield the names of a rule's scales."""
+    for modifier in equation.modifiers:
+        if isinstance(modifier, Quantized):
+            parts: list[NamePart] = []
+            for part in modifier.scale.parts:
+                mine = isinstance(part, Index) and part.axis == "name"
+                parts += name.parts if mine else (part,)
+            yield Name(join(parts), at=modifier.at)
+
+
+# --- states -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Undressed:
+    """A name in a checkpoint, taken apart.
+
+    Attributes
+    ----------
+    name
+        As the rules have it.
+    state
+        Short name of the state; empty for the parameter itself.
+    scalar
+        Whether it is a number that follows a parameter, and no tensor of its shape.
+    """
+
+    name: str
+    state: str = ""
+    scalar: bool = False
+
+
+class Templates:
+    """Takes the names of parameters, states and scalars apart."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        states = [(s.stored, s.name, False) for s in resolved.states]
+        scalars = [(s.name, s.name, True) for s in resolved.scalars]
+        found = [
+            (*_around(resolved.state_names.replace("{state}", stored)), name, scalar)
+            for stored, name, scalar in (*states, *scalars)
+        ]
+        # The longest end first: a state's name may be the end of another's.
+        self._states = sorted(found, key=lambda t: len(t[0]) + len(t[1]), reverse=True)
+        self._params = _around(resolved.params)
+
+    def take(self, name: str) -> Undressed | None:
+        """Return the parts of a name; None if it is neither a parameter's nor a state's."""
+        for before, after, state, scalar in self._states:
+            if name.startswith(before) and name.endswith(after):
+                inner = name[len(before) : len(name) - len(after)]
+                if len(before) + len(after) < len(name):
+                    return Undressed(inner, state, scalar)
+        before, after = self._params
+        if not (name.startswith(before) and name.endswith(after)):
+            return None
+        return Undressed(name[len(before) : len(name) - len(after)])
+
+
+def _around(template: str) -> tuple[str, str]:
+    """Return what stands before and after the name in a template."""
+    before, _, after = template.partition("{name}")
+    return before, after

@@ -1,0 +1,197 @@
+"""Numbers in names: which were found, and which are missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice, product
+from typing import TypeAlias
+
+from ckptd.layout.lay.dims import How
+from ckptd.layout.lay.equation import Equation, Resolved
+from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.name import Index, Name, Text, join
+from ckptd.layout.lay.observed import Coordinates, Instance, Observed
+
+__all__ = ["extents", "index_findings", "local_numbers", "pinned"]
+
+_MAX_PINNED = 4096
+
+Signature: TypeAlias = tuple[str, tuple[tuple[str, How], ...], bool]
+"""Of an index: axis, splits, and whether numbers count from 0 on each rank."""
+
+
+def index_findings(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
+    """Yield what is wrong with the numbers that were found."""
+    if observed.stored:
+        yield from _stored(observed, resolved)
+    else:
+        yield from _local(observed, resolved)
+
+
+def extents(observed: Observed) -> dict[str, tuple[int, Instance]]:
+    """Return how many numbers each axis in stored names has, and a rule that has the last."""
+    out: dict[str, tuple[int, Instance]] = {}
+    for instance in observed.instances.values():
+        for axis, numbers in _by_axis(instance, ()).items():
+            count = max(numbers) + 1
+            if count > out.get(axis, (0, instance))[0]:
+                out[axis] = (count, instance)
+    return out
+
+
+def local_numbers(
+    observed: Observed, resolved: Resolved
+) -> dict[Signature, dict[Coordinates, tuple[set[int], Instance]]]:
+    """Return the numbers that all rules with alike indexes have, by coordinates."""
+    out: dict[Signature, dict[Coordinates, tuple[set[int], Instance]]] = {}
+    for instance in observed.instances.values():
+        for index in _indexes(resolved.equations[instance.equation]):
+            axes = {axis for axis, _ in index.splits}
+            mine = out.setdefault((index.axis, index.splits, index.local), {})
+            for at in instance.numbers:
+                key = tuple((a, c) for a, c in at if a in axes)
+                numbers, _ = mine.setdefault(key, (set(), instance))
+                numbers |= _by_axis(instance, at).get(index.axis, set())
+    return out
+
+
+def pinned(
+    equation: Equation, observed: Observed, key: tuple[int, tuple[str, ...]]
+) -> list[Equation]:
+    """Return a rule as one for each number, where it does not have all numbers of an axis.
+
+    The first layers of a model may be dense and the others have experts: the rule for experts
+    then holds some of the layers only.
+    """
+    if not observed.stored:
+        return [equation]
+    instance = observed.instances[key]
+    all_of = extents(observed)
+    some = {
+        axis: sorted(numbers)
+        for axis, numbers in _by_axis(instance, ()).items()
+        if len(numbers) < all_of[axis][0]
+    }
+    if not some:
+        return [equation]
+    return [
+        replace(
+            equation,
+            name=_numbered(equation.name, at := dict(zip(some, numbers, strict=True))),
+            pinned={**equation.pinned, **at},
+        )
+        for numbers in islice(product(*some.values()), _MAX_PINNED)
+    ]
+
+
+def _stored(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
+    all_of = extents(observed)
+    for axis, (count, instance) in all_of.items():
+        found: set[int] = set()
+        for other in observed.instances.values():
+            found |= _by_axis(other, ()).get(axis, set())
+        if len(found) < count:
+            yield _gap(resolved.equations[instance.equation], axis, found, range(count))
+    for instance in observed.instances.values():
+        equation = resolved.equations[instance.equation]
+        by_axis = _by_axis(instance, ())
+        found_tuples = instance.numbers.get((), set())
+        if math.prod(len(n) for n in by_axis.values()) > len(found_tuples):
+            yield _hole(equation, by_axis, found_tuples)
+        for axis, numbers in by_axis.items():
+            if len(numbers) < all_of[axis][0]:
+                yield _some(equation, axis, numbers, all_of[axis][0])
+
+
+def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
+    together = local_numbers(observed, resolved)
+    for (axis, _, local), by_coordinates in together.items():
+        for at, (numbers, instance) in by_coordinates.items():
+            equation = resolved.equations[instance.equation]
+            wanted = range(len(numbers)) if local else _span(numbers)
+            if numbers != set(wanted):
+                yield _gap(equation, axis, numbers, wanted, at)
+    for instance in observed.instances.values():
+        equation = resolved.equations[instance.equation]
+        for index in _indexes(equation):
+            axes = {axis for axis, _ in index.splits}
+            mine = together[index.axis, index.splits, index.local]
+            for at in instance.numbers:
+                numbers = _by_axis(instance, at).get(index.axis, set())
+                wanted_all = mine[tuple((a, c) for a, c in at if a in axes)][0]
+                if numbers != wanted_all:
+                    yield _gap(equation, index.axis, numbers, wanted_all, at)
+                    break
+
+
+def _by_axis(instance: Instance, at: Coordinates) -> dict[str, set[int]]:
+    """Return the numbers that were found, by axis."""
+    out: dict[str, set[int]] = {}
+    for numbers in instance.numbers.get(at, ()):
+        for axis, number in numbers:
+            out.setdefault(axis, set()).add(number)
+    return out
+
+
+def _indexes(equation: Equation) -> list[Index]:
+    """Return the indexes of a name that are axes of its families."""
+    axes = {a for f in equation.families.values() for a in f.axes}
+    return [p for p in equation.name.parts if isinstance(p, Index) and p.axis in axes]
+
+
+def _span(numbers: set[int]) -> range:
+    return range(min(numbers), max(numbers) + 1) if numbers else range(0)
+
+
+def _numbered(name: Name, at: Mapping[str, int]) -> Name:
+    parts = (
+        Text(str(at[p.axis])) if isinstance(p, Index) and p.axis in at else p for p in name.parts
+    )
+    return Name(join(parts), at=name.at)
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def _gap(
+    equation: Equation,
+    axis: str,
+    found: set[int],
+    wanted: Iterable[int],
+    at: Coordinates = (),
+) -> Finding:
+    missing = sorted(set(wanted) - found)
+    too_many = sorted(found - set(wanted))
+    where = " at " + " ".join(f"{a}={c}" for a, c in at) if at else ""
+    shown = _shown(missing or too_many)
+    verb = "is missing" if missing else "was not expected"
+    message = f"{axis} {shown} {verb}{where}: numbers in names run from 0 without a gap"
+    return Finding("numbers", message, equation.at, equation.text, fit=True)
+
+
+def _hole(
+    equation: Equation, by_axis: Mapping[str, set[int]], found: set[tuple[tuple[str, int], ...]]
+) -> Finding:
+    have = {frozenset(numbers) for numbers in found}
+    combinations = product(*(sorted(n) for n in by_axis.values()))
+    for numbers in combinations:
+        at = tuple(zip(by_axis, numbers, strict=True))
+        if frozenset(at) not in have:
+            break
+    shown = " ".join(f"{a}={n}" for a, n in at)
+    return Finding(
+        "numbers", f"the tensor of {shown} is missing", equation.at, equation.text, fit=True
+    )
+
+
+def _some(equation: Equation, axis: str, numbers: set[int], count: int) -> Finding:
+    missing = sorted(set(range(count)) - numbers)
+    message = f"this rule has no tensor for {axis} {_shown(missing)}; other rules have {count}"
+    return Finding("numbers", message, equation.at, equation.text, severity="warning", fit=True)
+
+
+def _shown(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    return shown + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")

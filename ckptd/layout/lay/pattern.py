@@ -1,0 +1,154 @@
+"""Name patterns as regular expressions: names found, and names of other rules.
+
+A name of a rule can be read as text in which every index is one letter-like mark. So the same
+expressions match names that were observed (``decoder.layers.3.weight``) and the names of rules
+that a layout imports (``decoder.layers.{l}.weight``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
+
+from ckptd.errors import UsageError
+from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, NamePart, Text, join
+
+__all__ = ["MAX_GLOBS", "covers", "encoded", "filled", "found_regex", "rule_regex"]
+
+MAX_GLOBS = 4
+"""Most globs of a name; matching one more costs a factor of the name's length."""
+
+_OPEN, _CLOSE, _STAR, _STARS = "\ue000", "\ue001", "\ue002", "\ue003"
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_ANY_INDEX = f"(?:{_OPEN}[^{_CLOSE}]*{_CLOSE}|[0-9]+)"
+_MARKED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
+
+
+@lru_cache(maxsize=4096)
+def found_regex(name: Name) -> re.Pattern[str]:
+    """Return what matches names that were found; a group for each index and glob, in order.
+
+    Raises
+    ------
+    UsageError
+        ``lay-rule``: globs stand where they cannot.
+    """
+    return re.compile(_regex(name, lambda _: _NUMBER), re.ASCII)
+
+
+@lru_cache(maxsize=4096)
+def rule_regex(name: Name) -> re.Pattern[str]:
+    """Return what matches `encoded` names of rules; a group for each glob.
+
+    An index matches the index of the same axis, however both are cut.
+
+    Raises
+    ------
+    UsageError
+        ``lay-rule``: globs stand where they cannot.
+    """
+    return re.compile(_regex(name, lambda i: f"{_OPEN}{re.escape(i.axis)}{_CLOSE}"))
+
+
+@lru_cache(maxsize=4096)
+def _covering(name: Name) -> re.Pattern[str]:
+    return re.compile(_regex(name, lambda _: _ANY_INDEX), re.ASCII)
+
+
+def covers(first: Name, later: Name) -> bool:
+    """Whether all names that `later` can match are matched by `first`.
+
+    Sound and nearly complete: it can miss a cover that only several globs together make.
+    """
+    return _covering(first).fullmatch(encoded(later)) is not None
+
+
+@lru_cache(maxsize=4096)
+def encoded(name: Name) -> str:
+    """Return a name as text, with a mark for each index and glob."""
+    out = []
+    for part in name.parts:
+        match part:
+            case Text():
+                out.append(part.text)
+            case Index():
+                out.append(f"{_OPEN}{part.axis}{_CLOSE}")
+            case Glob():
+                out.append(_STARS if part.deep else _STAR)
+            case Alternatives():
+                out.append("{" + ",".join(part.texts) + "}")
+    return "".join(out)
+
+
+def filled(name: Name, texts: Sequence[str], indexes: Collection[Index] = ()) -> Name:
+    """Return a name with globs replaced.
+
+    Parameters
+    ----------
+    name
+        A name whose expression has matched.
+    texts
+        What its globs matched, in order.
+    indexes
+        Those that the marks in `texts` stand for.
+    """
+    by_axis = {i.axis: i for i in indexes}
+    left = list(texts)
+    out: list[NamePart] = []
+    glued = False
+    for part in name.parts:
+        if isinstance(part, Glob):
+            text = left.pop(0)
+            out += _decoded(text, by_axis)
+            # A deep glob matches with the dot behind it, so that it can match nothing at all.
+            glued = part.deep
+            continue
+        if isinstance(part, Text) and glued:
+            part = Text(part.text[1:])
+        glued = False
+        out.append(part)
+    return Name(join(out), at=name.at)
+
+
+def _decoded(text: str, by_axis: dict[str, Index]) -> list[NamePart]:
+    """Return marked text as parts."""
+    pieces = _MARKED.split(text)
+    return [by_axis[p] if k % 2 else Text(p) for k, p in enumerate(pieces)]
+
+
+def _regex(name: Name, index: Callable[[Index], str]) -> str:
+    """Return a name as an expression."""
+    if sum(isinstance(p, Glob) for p in name.parts) > MAX_GLOBS:
+        raise _wrong(name, f"more than {MAX_GLOBS} globs in one name")
+    out = []
+    parts = name.parts
+    for k, part in enumerate(parts):
+        match part:
+            case Text():
+                after = k > 0 and isinstance(before := parts[k - 1], Glob) and before.deep
+                out.append(re.escape(part.text[1:] if after else part.text))
+            case Index():
+                out.append(index(part))
+            case Glob(deep=False):
+                out.append(f"([^.{_STARS}]*)")
+            case Glob():
+                out.append(_deep(name, k))
+            case Alternatives():
+                raise _wrong(name, "alternatives are expanded before names are matched")
+    return "".join(out)
+
+
+def _deep(name: Name, k: int) -> str:
+    """Return the expression of ``**``, which stands for whole components and their dots."""
+    before = name.parts[k - 1] if k else Text(".")
+    after = name.parts[k + 1] if k + 1 < len(name.parts) else None
+    if not (isinstance(before, Text) and before.text.endswith(".")) or not (
+        after is None or (isinstance(after, Text) and after.text.startswith("."))
+    ):
+        raise _wrong(name, "'**' stands for whole components: write a dot next to it, or use '*'")
+    return "(.+)" if after is None else r"((?:[^.]+\.)*)"
+
+
+def _wrong(name: Name, message: str) -> UsageError:
+    return UsageError(message, kind="lay-rule", where=f"{name.at.file}:{name.at.line}")
