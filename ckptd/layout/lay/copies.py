@@ -1,0 +1,366 @@
+"""Composition: what to copy between two layouts, for one chunk or for what one rank holds.
+
+A target buffer falls into parts over the axes of families (`ckptd.layout.lay.regions`), each part
+meets the source's rules (`ckptd.layout.lay.meet`), and each meeting is cut by the grid of the
+source tensor. All three steps are kept as templates: layers differ in the numbers in names only,
+and states in nothing but what flats make of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from ckptd.errors import MismatchError
+from ckptd.layout.block import Block
+from ckptd.layout.grid import Grid
+from ckptd.layout.lay.agree import agreed
+from ckptd.layout.lay.boxes import Run
+from ckptd.layout.lay.equation import Bound, Tags
+from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
+from ckptd.layout.lay.meet import Meeting, meetings, piece_blocks
+from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts
+from ckptd.layout.lay.ruleform import RuleForm, Who
+from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
+from ckptd.layout.lay.values import Values, values
+from ckptd.layout.templates import Templates
+from ckptd.types import Box
+
+__all__ = ["Composition", "Copy", "TargetPlan", "compose"]
+
+
+class Copy(NamedTuple):
+    """What to copy out of one piece of a source tensor.
+
+    Attributes
+    ----------
+    source
+        The stored source tensor.
+    piece
+        Number of the piece; block sources are relative to its first element.
+    blocks
+        The copies, in elements; targets in the target buffer.
+    values
+        What happens to the values on the way; None: nothing.
+    """
+
+    source: StoredTensor
+    piece: int
+    blocks: tuple[Block, ...]
+    values: Values | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements copied."""
+        return sum(b.numel for b in self.blocks)
+
+
+class TargetPlan(NamedTuple):
+    """How one target buffer is filled.
+
+    Attributes
+    ----------
+    numel
+        Its number of elements.
+    copies
+        In the order of the source: rule by rule, index by index, piece by piece.
+    fills
+        What no logical element stands for, and what to write there.
+    """
+
+    numel: int
+    copies: tuple[Copy, ...]
+    fills: tuple[Fill, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Composition:
+    """Two layouts over the same space.
+
+    Attributes
+    ----------
+    source, target
+        Their stored forms, with each other's refinements: see `compose`.
+    grids
+        The pieces of a stored source tensor by its name, where they are other ones than those
+        of the source's own stored form.
+    """
+
+    source: StoredForm
+    target: StoredForm
+    grids: Callable[[str], Grid] | None = None
+    _parts: Templates[object, Parts] = field(default_factory=lambda: Templates(_KEPT))
+    _meetings: Templates[object, tuple[Meeting, ...]] = field(
+        default_factory=lambda: Templates(_KEPT)
+    )
+    _pieces: Templates[tuple[Meeting, Grid], tuple[tuple[int, tuple[Block, ...]], ...]] = field(
+        default_factory=lambda: Templates(_KEPT)
+    )
+
+    # --- what is asked for ----------------------------------------------------------------------
+
+    def piece(self, key: TensorKey, piece: int) -> TargetPlan:
+        """Plan one piece of a stored target tensor.
+
+        Parameters
+        ----------
+        key
+            The tensor; `StoredForm.by_name` knows them.
+        piece
+            Number of the piece.
+
+        Raises
+        ------
+        MismatchError
+            The source does not hold all of it, or its grid is one of another shape.
+        IndexError
+            There is no such piece.
+        """
+        tensor = self.target.tensor(*key)
+        rule = self.target.rules[tensor.rule]
+        found = tensor.grid.piece(piece)
+        name = (rule.number, found.box, found.flat)
+        parts = self._parts.get(name)
+        if parts is None:
+            if found.flat is None:
+                parts = box_parts(rule.dims, found.box)
+            else:
+                parts = flat_parts(rule.dims, found.box, *found.flat)
+            self._parts.put(name, parts, weight=1 + len(parts.parts))
+        copies = self._copies(rule, tensor.indexes, tensor.state, name, parts)
+        return TargetPlan(found.numel, _ordered(copies), parts.fills)
+
+    def local(self, rank: int) -> Iterator[tuple[LocalTensor, TargetPlan]]:
+        """Yield everything that a rank of the target holds, and how it is filled.
+
+        Raises
+        ------
+        MismatchError
+            As `piece`.
+        """
+        for tensor in local_tensors(self.target, rank):
+            yield tensor, self.local_tensor(rank, tensor)
+
+    def local_tensor(self, rank: int, tensor: LocalTensor) -> TargetPlan:
+        """Plan one tensor or buffer of a rank.
+
+        Raises
+        ------
+        MismatchError
+            As `piece`.
+        """
+        coordinates = self.target.mesh.coordinates(rank)
+        copies: list[tuple[TensorKey, Copy]] = []
+        fills: list[Fill] = []
+        end = 0
+        for p in tensor.pieces:
+            rule = self.target.rules[p.rule]
+            name, parts = self.local_parts(rule, rule.who(coordinates), p)
+            copies += self._copies(rule, p.indexes, tensor.state, name, parts)
+            fills += _gap(end, p.at)
+            fills += parts.fills
+            end = p.at + p.hi - p.lo
+        fills += _gap(end, tensor.numel)
+        return TargetPlan(tensor.numel, _ordered(copies), tuple(fills))
+
+    # --- targets --------------------------------------------------------------------------------
+
+    def local_parts(self, rule: RuleForm, who: Who, piece: LocalPiece) -> tuple[object, Parts]:
+        """Return what a range of a rank-local tensor holds, and a name for it."""
+        name = (rule.number, who, piece.lo, piece.hi, piece.at)
+        parts = self._parts.get(name)
+        if parts is None:
+            shape = rule.local_shape(who)
+            whole = Box((0,) * len(shape), shape)
+            parts = flat_parts(rule.local_dims(who), whole, piece.lo, piece.hi, piece.at)
+            self._parts.put(name, parts, weight=1 + len(parts.parts))
+        return name, parts
+
+    # --- sources --------------------------------------------------------------------------------
+
+    @cached_property
+    def holders(self) -> Mapping[str, tuple[tuple[RuleForm, Tags], ...]]:
+        """The source's rules by the families that they hold."""
+        out: dict[str, tuple[tuple[RuleForm, Tags], ...]] = {}
+        for rule in self.source.stored_rules:
+            for tags, family in rule.equation.families.items():
+                out[family.name] = (*out.get(family.name, ()), (rule, tags))
+        return out
+
+    @cached_property
+    def _free(self) -> dict[int, tuple[bool, ...]]:
+        return {}
+
+    def free(self, rule: RuleForm) -> tuple[bool, ...]:
+        """For each index in a target's name: whether no source rule asks for its number.
+
+        A source with the same index in its names has other tensors for other numbers and no
+        other copies, so one template serves all layers.
+        """
+        if rule.number not in self._free:
+            asked: set[str] = set()
+            for family in rule.equation.families.values():
+                for source, tags in self.holders.get(family.name, ()):
+                    asked |= set(source.equation.pinned)
+                    asked |= {r.axis for d in source.whole.get(tags, ()) for r in d.runs}
+            self._free[rule.number] = tuple(a not in asked for a in rule.indexes)
+        return self._free[rule.number]
+
+    def meetings(
+        self, rule: RuleForm, indexes: tuple[int, ...], name: object, parts: Parts
+    ) -> tuple[Meeting, ...]:
+        """Return where the parts of a target meet the source.
+
+        Parameters
+        ----------
+        rule, indexes
+            The target tensor.
+        name
+            What tells these parts from others.
+        parts
+            What the target buffer holds.
+
+        Raises
+        ------
+        MismatchError
+            The source does not hold all of it.
+        """
+        free = self.free(rule)
+        asked = tuple(None if f else n for f, n in zip(free, indexes, strict=True))
+        key = (name, asked)
+        found = self._meetings.get(key)
+        if found is None:
+            found = tuple(m for p in parts.parts for m in self._meet(rule, asked, indexes, p))
+            self._meetings.put(key, found, weight=1 + len(found))
+        return found
+
+    def _meet(
+        self,
+        rule: RuleForm,
+        asked: tuple[int | None, ...],
+        indexes: tuple[int, ...],
+        part: Part,
+    ) -> Iterator[Meeting]:
+        family = rule.equation.families[part.tags]
+        ranges = {a: Run(a, n, 1, 0) for a, n in zip(rule.indexes, indexes, strict=True)}
+        ranges |= {a: Run(a, n, 1, 0) for a, n in rule.equation.pinned.items()}
+        ranges |= {r.axis: r for r in part.runs}
+        names = [a for a, n in zip(rule.indexes, asked, strict=True) if n is None]
+        yield from meetings(
+            ranges, names, part.start, self.holders.get(family.name, ()), family.name
+        )
+
+    def _copies(
+        self, rule: RuleForm, indexes: tuple[int, ...], state: str, name: object, parts: Parts
+    ) -> list[tuple[TensorKey, Copy]]:
+        """Return the copies of one target tensor's parts, with where their sources stand."""
+        out = []
+        numbers = dict(zip(rule.indexes, indexes, strict=True))
+        for meeting in self.meetings(rule, indexes, name, parts):
+            at = tuple(
+                numbers[a] if n is None else n
+                for a, n in zip(meeting.rule.indexes, meeting.indexes, strict=True)
+            )
+            key = (meeting.rule.number, at, state)
+            tensor = self._source(key)
+            change = self.values(meeting.rule, rule, state)
+            out += [
+                (key, Copy(tensor, piece, blocks, change))
+                for piece, blocks in self._cut(meeting, tensor.grid)
+            ]
+        return out
+
+    def _cut(self, meeting: Meeting, grid: Grid) -> tuple[tuple[int, tuple[Block, ...]], ...]:
+        key = (meeting, grid)
+        found = self._pieces.get(key)
+        if found is None:
+            blocks: dict[int, list[Block]] = {}
+            for piece, block in piece_blocks(meeting, grid):
+                blocks.setdefault(piece, []).append(block)
+            found = tuple((p, tuple(blocks[p])) for p in sorted(blocks))
+            self._pieces.put(key, found, weight=1 + sum(len(b) for _, b in found))
+        return found
+
+    def _source(self, key: TensorKey) -> StoredTensor:
+        """Return a source tensor, with the grid that it has where it is stored."""
+        found = self._sources.get(key)
+        if found is not None:
+            return found
+        if key[2] not in self.source.states:
+            raise MismatchError(
+                f"the source has no state {key[2]}",
+                kind="lay-cover",
+                wanted=key[2],
+                found=", ".join(s for s in self.source.states if s) or "none",
+            )
+        found = self.source.tensor(*key)
+        if self.grids is not None:
+            grid = self.grids(found.name)
+            if grid.shape != found.grid.shape:
+                raise MismatchError(
+                    "a stored tensor has another shape than the layout says",
+                    kind="lay-fit",
+                    where=found.name,
+                    wanted=found.grid.shape,
+                    found=grid.shape,
+                )
+            found = StoredTensor(found.name, *key, grid=grid, owners=found.owners, base=found.base)
+        self._sources[key] = found
+        return found
+
+    @cached_property
+    def _sources(self) -> dict[TensorKey, StoredTensor]:
+        return {}
+
+    @cached_property
+    def _values(self) -> dict[tuple[int, int, str], Values | None]:
+        return {}
+
+    def values(self, source: RuleForm, target: RuleForm, state: str) -> Values | None:
+        """Return what happens to values between two rules; None: nothing."""
+        key = (source.number, target.number, state)
+        if key not in self._values:
+            self._values[key] = values(source.equation, target.equation, state)
+        return self._values[key]
+
+
+_KEPT = 1_000_000
+"""Number of blocks that are kept in templates."""
+
+
+def compose(
+    source: Bound, target: Bound, grids: Callable[[str], Grid] | None = None
+) -> Composition:
+    """Combine two layouts over the same space.
+
+    Parameters
+    ----------
+    source, target
+        The layouts.
+    grids
+        The pieces of stored source tensors, by name; those of the source's own stored form when
+        left out.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: they have different axes for a family, or different lengths for an axis.
+    """
+    return Composition(*agreed(source, target), grids)
+
+
+def _ordered(copies: list[tuple[TensorKey, Copy]]) -> tuple[Copy, ...]:
+    """Bring copies in the order of the source, one for each of its pieces."""
+    merged: dict[tuple[TensorKey, int, Values | None], Copy] = {}
+    for key, copy in copies:
+        at = (key, copy.piece, copy.values)
+        before = merged.get(at)
+        merged[at] = copy if before is None else before._replace(blocks=before.blocks + copy.blocks)
+    return tuple(merged[at] for at in sorted(merged, key=lambda k: k[:2]))
+
+
+def _gap(lo: int, hi: int) -> list[Fill]:
+    """What lies between the tensors of a buffer."""
+    return [Fill(((hi - lo, 1),), lo, 0.0)] if lo < hi else []

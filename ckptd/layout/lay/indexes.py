@@ -1,0 +1,151 @@
+"""Indexes in names: which numbers a rank's tensors have, and how names are written."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from ckptd.errors import MismatchError, UsageError
+from ckptd.layout.lay.cut import Scope
+from ckptd.layout.lay.dims import Atom, Dim, Split
+from ckptd.layout.lay.equation import Resolved
+from ckptd.layout.lay.held import held
+from ckptd.layout.lay.name import Glob, Index, Name, Text
+from ckptd.layout.lay.pipe import stage_parts
+
+__all__ = ["IndexCut", "index_cut", "write_name"]
+
+
+@dataclass(frozen=True)
+class IndexCut:
+    """How the numbers of an index are dealt to the coordinates of mesh axes.
+
+    Attributes
+    ----------
+    size
+        How many numbers there are.
+    axes
+        The mesh axes, outermost first; none: every rank has all numbers.
+    extents
+        Their extents.
+    starts
+        Row-major over `axes`: the first number of each combination, and `size` at the end.
+    """
+
+    size: int
+    axes: tuple[str, ...]
+    extents: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def coordinates(self, number: int) -> dict[str, int]:
+        """Return the coordinates that a number lies at."""
+        # The last combination that starts there: the ones before it are empty.
+        at = bisect_right(self.starts, number, 0, len(self.starts) - 1) - 1
+        out = {}
+        for axis, extent in zip(reversed(self.axes), reversed(self.extents), strict=True):
+            at, out[axis] = divmod(at, extent)
+        return out
+
+    def start(self, coordinates: Mapping[str, int]) -> int:
+        """Return the first number at some coordinates."""
+        return self.starts[self._at(coordinates)]
+
+    def numbers(self, coordinates: Mapping[str, int]) -> range:
+        """Return all numbers at some coordinates, which must speak of all axes."""
+        at = self._at(coordinates)
+        return range(self.starts[at], self.starts[at + 1])
+
+    def all_numbers(self, coordinates: Mapping[str, int]) -> list[int]:
+        """Return all numbers at some coordinates; axes that they leave out have any coordinate."""
+        choices = [
+            [coordinates[a]] if a in coordinates else range(n)
+            for a, n in zip(self.axes, self.extents, strict=True)
+        ]
+        found = (self.numbers(dict(zip(self.axes, c, strict=True))) for c in product(*choices))
+        return [n for numbers in found for n in numbers]
+
+    def _at(self, coordinates: Mapping[str, int]) -> int:
+        at = 0
+        for axis, extent in zip(self.axes, self.extents, strict=True):
+            at = at * extent + coordinates[axis]
+        return at
+
+
+def index_cut(layout: Resolved, index: Index, scope: Scope) -> IndexCut:
+    """Return how an index is cut: as its ``pipe`` says, as it says itself, or as others do.
+
+    Raises
+    ------
+    MismatchError
+        A stage string has another number of layers, or a split does not divide.
+    UsageError
+        A size or a mesh axis is not known.
+    """
+    size = scope.size(index.axis)
+    pipe = next((p for p in layout.pipes if p.axis == index.axis), None)
+    if pipe is not None and layout.mesh is not None:
+        stages = stage_parts(pipe, layout.mesh)
+        total = sum(s.size for s in stages)
+        if total != size:
+            raise MismatchError(
+                "a stage string has another number of layers than the model",
+                kind="lay-split",
+                where=f'pipe {pipe.axis} "{pipe.stages[:200]}"',
+                wanted=f"{index.axis} = {size}",
+                found=total,
+            )
+        starts = tuple(s.start for s in stages)
+        extents = tuple(scope.extent(a) for a in pipe.splits)
+        return IndexCut(size, pipe.splits, extents, (*starts, size))
+    splits = index.splits or layout.index_splits.get(index.axis, ())
+    if not splits:
+        return IndexCut(size, (), (), (0, size))
+    dim: Dim = Atom(index.axis)
+    for axis, how in splits:
+        dim = Split(dim, axis, how)
+    axes = tuple(axis for axis, _ in splits)
+    return _from_split(dim, axes, size, scope)
+
+
+def _from_split(dim: Dim, axes: tuple[str, ...], size: int, scope: Scope) -> IndexCut:
+    extents = tuple(scope.extent(a) for a in axes)
+    count = int(np.prod(extents))
+    found = np.unravel_index(np.arange(count), extents)
+    coordinates = {a: c.astype(np.int64) for a, c in zip(axes, found, strict=True)}
+    lengths = held(dim, scope, coordinates, count).lengths
+    # Every split takes a contiguous part in the order of coordinates, so the parts follow each
+    # other.
+    starts = (np.cumsum(lengths) - lengths).tolist()
+    return IndexCut(size, axes, extents, (*starts, size))
+
+
+def write_name(name: Name, numbers: Mapping[str, int]) -> str:
+    """Write a name.
+
+    Parameters
+    ----------
+    name
+        The pattern.
+    numbers
+        What stands for each index.
+
+    Raises
+    ------
+    UsageError
+        A glob is left in it, or nothing stands for an index.
+    """
+    return "".join(_written(part, name, numbers) for part in name.parts)
+
+
+def _written(part: object, name: Name, numbers: Mapping[str, int]) -> str:
+    if isinstance(part, Text):
+        return part.text
+    if isinstance(part, Index) and part.axis in numbers:
+        return str(numbers[part.axis])
+    if isinstance(part, Glob):
+        raise UsageError("a name with globs is no tensor's name", kind="lay-rule", found=name.parts)
+    raise UsageError("nothing says an index of a name", kind="lay-rule", found=part)

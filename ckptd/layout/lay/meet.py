@@ -1,0 +1,302 @@
+"""Where a part of a target meets the rules of a source.
+
+In stored form a rule has no splits, so each family lies in its tensor as one lattice a dimension.
+A part of a target, a box over the same axes, is then a lattice in the source as well: a *meeting*
+says so without looking at any cell of either side. What is left is to cut it by the source's grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from ckptd.errors import MismatchError
+from ckptd.layout.block import Block
+from ckptd.layout.grid import Axis, Grid
+from ckptd.layout.lay.boxes import Run
+from ckptd.layout.lay.equation import Tags
+from ckptd.layout.lay.lattice import first_from, within
+from ckptd.layout.lay.ruleform import RuleForm
+
+__all__ = [
+    "Crossing",
+    "Meeting",
+    "Step",
+    "block",
+    "crossings",
+    "cut_flat",
+    "meetings",
+    "piece_blocks",
+]
+
+
+class Step(NamedTuple):
+    """One dimension of a copy: `size` elements, `source` and `target` apart."""
+
+    size: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Meeting:
+    """What a source rule holds of a part of a target.
+
+    Compared by identity: kept ones are keys of what is made from them.
+
+    Attributes
+    ----------
+    rule
+        The source rule.
+    indexes
+        For each index of its name the number, or None: that of the target tensor.
+    dims
+        For each of its dimensions the position of the first element, and the steps, outermost
+        first; sources in entries of the dimension, targets in elements of the target buffer.
+    target
+        Position of the first element in the target buffer.
+    """
+
+    rule: RuleForm
+    indexes: tuple[int | None, ...]
+    dims: tuple[tuple[int, tuple[Step, ...]], ...]
+    target: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(s.size for _, steps in self.dims for s in steps)
+
+
+def meetings(
+    ranges: Mapping[str, Run],
+    names: Sequence[str],
+    start: int,
+    holders: Sequence[tuple[RuleForm, Tags]],
+    where: str,
+) -> Iterator[Meeting]:
+    """Yield what source rules hold of a box over axes.
+
+    Parameters
+    ----------
+    ranges
+        First index, number and distance in the target buffer, by axis.
+    names
+        Axes whose index is in the target's name, and in the source's if it has it there: the
+        numbers agree, whatever they are.
+    start
+        Position of the first element in the target buffer.
+    holders
+        Source rules of the family and the tags that lead there; the first that holds an element
+        gives it.
+    where
+        The family, for messages.
+
+    Raises
+    ------
+    MismatchError
+        No rule holds some of it.
+    """
+    left = [(dict(ranges), start)]
+    for rule, tags in holders:
+        rest: list[tuple[dict[str, Run], int]] = []
+        for box, at in left:
+            inside = _pinned(box, at, rule, rest)
+            if inside is not None:
+                yield from _meet(*inside, names, rule, tags)
+        left = rest
+    missing = [box for box, _ in left if all(r.size for r in box.values())]
+    if missing:
+        shown = " ".join(f"{a}={r.start}..{r.start + r.size - 1}" for a, r in missing[0].items())
+        raise MismatchError(
+            "the source holds no such tensor, or not all of it",
+            kind="lay-cover",
+            where=where,
+            wanted=shown,
+        )
+
+
+def _pinned(
+    box: dict[str, Run], at: int, rule: RuleForm, rest: list[tuple[dict[str, Run], int]]
+) -> tuple[dict[str, Run], int] | None:
+    """Narrow a box to the indexes that a rule's reference says; put what it leaves into `rest`."""
+    for axis, number in rule.equation.pinned.items():
+        run = box[axis]
+        before, behind = number - run.start, run.start + run.size - number - 1
+        if before < 0 or behind < 0:
+            rest.append((box, at))
+            return None
+        if before:
+            rest.append(({**box, axis: run._replace(size=before)}, at))
+        if behind:
+            later = run._replace(start=number + 1, size=behind)
+            rest.append(({**box, axis: later}, at + (before + 1) * run.stride))
+        box = {**box, axis: run._replace(start=number, size=1)}
+        at += before * run.stride
+    return box, at
+
+
+def _meet(
+    box: Mapping[str, Run], at: int, names: Sequence[str], rule: RuleForm, tags: Tags
+) -> Iterator[Meeting]:
+    """Yield a meeting for each tensor of a rule that has something of a box."""
+    choices: list[list[tuple[int | None, int]]] = []
+    for axis in rule.indexes:
+        if axis in names:
+            choices.append([(None, 0)])
+        else:
+            run = box[axis]
+            choices.append([(run.start + i, i * run.stride) for i in range(run.size)])
+    found = rule.whole.get(tags)
+    if found is None:
+        return
+    dims = []
+    for dim in found:
+        first = dim.start
+        steps = []
+        for run in dim.runs:
+            wanted = box[run.axis]
+            first += wanted.start * run.stride
+            steps.append(Step(wanted.size, run.stride, wanted.stride))
+        dims.append((first, tuple(steps)))
+    for choice in product(*choices):
+        yield Meeting(
+            rule, tuple(n for n, _ in choice), tuple(dims), at + sum(shift for _, shift in choice)
+        )
+
+
+class Crossing(NamedTuple):
+    """What a meeting has in one cell of one dimension.
+
+    Attributes
+    ----------
+    cell, size
+        Number of the cell and its length.
+    offset
+        Position of the first element in the cell.
+    steps
+        As in the meeting.
+    target
+        Added to the position in the target buffer.
+    """
+
+    cell: int
+    size: int
+    offset: int
+    steps: tuple[Step, ...]
+    target: int
+
+
+def crossings(first: int, steps: tuple[Step, ...], axis: Axis) -> Iterator[Crossing]:
+    """Yield what one dimension of a meeting has in each cell that it touches.
+
+    Parameters
+    ----------
+    first, steps
+        One of `Meeting.dims`.
+    axis
+        The cells.
+    """
+    lattice = [(s.size, s.source) for s in steps]
+    at = first_from(lattice, 0) if all(s.size for s in steps) else None
+    while at is not None:
+        cell = axis.cell_at(first + at)
+        start, size = axis.cell(cell)
+        for position, ranges in within(lattice, start - first, start + size - first):
+            shift = sum(i * s.target for (i, _), s in zip(ranges, steps, strict=True))
+            found = tuple(
+                Step(n, s.source, s.target) for (_, n), s in zip(ranges, steps, strict=True)
+            )
+            yield Crossing(cell, size, first + position - start, found, shift)
+        at = first_from(lattice, start + size - first)
+
+
+def piece_blocks(meeting: Meeting, grid: Grid) -> Iterator[tuple[int, Block]]:
+    """Yield ``(piece, block)`` for each piece of the source tensor that a meeting touches.
+
+    Parameters
+    ----------
+    meeting
+        The meeting.
+    grid
+        The source tensor's pieces; blocks are relative to a piece's first element.
+    """
+    partials: list[tuple[int, int, int, int, tuple[Step, ...]]] = [(0, 1, 0, meeting.target, ())]
+    cells = 1
+    for (first, steps), axis in zip(reversed(meeting.dims), reversed(grid.axes), strict=True):
+        found = list(crossings(first, steps, axis))
+        partials = [
+            (
+                c.cell * cells + cell,
+                numel * c.size,
+                source + c.offset * numel,
+                target + c.target,
+                (*(Step(n, s * numel, t) for n, s, t in c.steps), *inner),
+            )
+            for c in found
+            for cell, numel, source, target, inner in partials
+        ]
+        cells *= axis.ncells
+    for cell, _, source, target, steps in partials:
+        whole = block(source, target, steps)
+        flat = grid.flat_axis(cell)
+        if flat is None:
+            yield cell, whole
+        else:
+            piece = grid.first_piece(cell)
+            for part, start, found_block in cut_flat(whole, flat):
+                yield piece + part, _moved(found_block, -start)
+
+
+def block(source: int, target: int, steps: Sequence[Step]) -> Block:
+    """Return a copy in lowest terms: in the order of the target, neighbours joined."""
+    kept: list[Step] = []
+    for step in sorted(steps, key=lambda s: (-s.target, -s.source)):
+        if step.size == 1:
+            continue
+        last = kept[-1] if kept else None
+        if (
+            last is not None
+            and last.source == step.source * step.size
+            and last.target == step.target * step.size
+        ):
+            kept[-1] = Step(last.size * step.size, step.source, step.target)
+        else:
+            kept.append(step)
+    return Block(
+        tuple(s.size for s in kept),
+        source,
+        tuple(s.source for s in kept),
+        target,
+        tuple(s.target for s in kept),
+    )
+
+
+def cut_flat(whole: Block, flat: Axis) -> Iterator[tuple[int, int, Block]]:
+    """Yield ``(range, its start, block)`` for each range of a buffer that a block reads.
+
+    Parameters
+    ----------
+    whole
+        A copy out of a row-major buffer.
+    flat
+        How the buffer is cut.
+    """
+    order = sorted(range(len(whole.shape)), key=lambda d: -whole.source_strides[d])
+    steps = [Step(whole.shape[d], whole.source_strides[d], whole.target_strides[d]) for d in order]
+    for c in crossings(whole.source_start, tuple(steps), flat):
+        start = flat.cell(c.cell)[0]
+        yield c.cell, start, block(start + c.offset, whole.target_start + c.target, c.steps)
+
+
+def _moved(found: Block, shift: int) -> Block:
+    return Block(
+        found.shape,
+        found.source_start + shift,
+        found.source_strides,
+        found.target_start,
+        found.target_strides,
+    )

@@ -1,0 +1,252 @@
+"""Which tensors a rank holds, in which order, and which buffers of its flats they lie in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import numpy as np
+
+from ckptd.layout.lay.cut import Ints, Scope, evaluate, parts
+from ckptd.layout.lay.equation import MeshShape, Resolved
+from ckptd.layout.lay.flats import Packed, Slot, pack
+from ckptd.layout.lay.indexes import index_cut
+from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.pattern import found_regex
+from ckptd.layout.lay.places import apart
+from ckptd.layout.lay.program import Flat
+from ckptd.layout.lay.ruleform import RuleForm
+
+__all__ = ["Buffer", "Packing"]
+
+_Tensor = tuple[int, tuple[int, ...]]
+"""Number of the rule, indexes in the name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Tensors that share buffers, and where they lie."""
+
+    tensors: tuple[_Tensor, ...]
+    packed: Packed
+
+    @cached_property
+    def places(self) -> Mapping[_Tensor, Slot]:
+        """Slot of each tensor."""
+        return dict(zip(self.tensors, self.packed.slots, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The flats of a layout.
+
+    A flat takes a tensor of a state if it speaks of the state, if its name pattern (where it has
+    one) matches the tensor's name, and if its mesh axis has nothing to do with the axes that cut
+    the tensor already. So experts, which are cut over ranks that other tensors are replicated on,
+    go to a flat of their own. The first flat that takes a tensor gets it.
+    """
+
+    layout: Resolved
+    mesh: MeshShape
+    scope: Scope
+    rules: tuple[RuleForm, ...]
+
+    def flat_of(self, rule: int, indexes: tuple[int, ...], state: str) -> int | None:
+        """Return the number of the flat that packs a tensor, or None.
+
+        Parameters
+        ----------
+        rule, indexes
+            The tensor.
+        state
+            Short name of the state, or empty.
+        """
+        return next(
+            (f for f in self._candidates(rule, state) if self.group(f, rule, indexes) is not None),
+            None,
+        )
+
+    def group(self, flat: int, rule: int, indexes: tuple[int, ...]) -> tuple[str, ...] | None:
+        """Return what tells the groups of a flat apart; None if its pattern does not match."""
+        name = self.layout.flats[flat].group.name
+        if name is None:
+            return ()
+        found = found_regex(name).fullmatch(self.rules[rule].long_name(indexes))
+        if found is None:
+            return None
+        # The pattern's groups are its indexes and globs, in order; only indexes tell apart.
+        kinds = [isinstance(p, Index) for p in name.parts if type(p).__name__ != "Text"]
+        return tuple(g for g, is_index in zip(found.groups(), kinds, strict=True) if is_index)
+
+    def _candidates(self, rule: int, state: str) -> tuple[int, ...]:
+        key = (rule, state)
+        if key not in self._cached_candidates:
+            self._cached_candidates[key] = tuple(
+                i
+                for i, flat in enumerate(self.layout.flats)
+                if _takes(flat, state)
+                and flat.split[0] not in self.rules[rule].axes
+                and all(apart(self.mesh, flat.split[0], a) for a in self.rules[rule].axes)
+            )
+        return self._cached_candidates[key]
+
+    @cached_property
+    def _cached_candidates(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        return {}
+
+    def starts(self, flat: int, length: int) -> Ints:
+        """Return where the parts of a buffer begin, by coordinate, and where the last one ends."""
+        key = (flat, length)
+        if key not in self._starts:
+            axis, how = self.layout.flats[flat].split
+            extent = self.scope.extent(axis)
+            lengths = np.full(extent, length, dtype=np.int64)
+            numbers = np.arange(extent, dtype=np.int64)
+            found = parts(lengths, how, extent, numbers, self.scope)[0]
+            self._starts[key] = np.append(found, length)
+        return self._starts[key]
+
+    @cached_property
+    def _starts(self) -> dict[tuple[int, int], Ints]:
+        return {}
+
+    # --- the tensors of a rank ------------------------------------------------------------------
+
+    def on_rank(self, rank: int) -> tuple[_Tensor, ...]:
+        """Return the tensors that a rank holds, in the order of modules.
+
+        Rules that follow each other and whose names begin alike, up to an index, are one module a
+        number of that index: all of layer 0 comes before layer 1.
+        """
+        coordinates = self.mesh.coordinates(rank)
+        key = tuple(coordinates[a] for a in self._deciding)
+        if key not in self._on_rank:
+            self._on_rank[key] = tuple(self._modules(self.rules, coordinates, {}, 0))
+        return self._on_rank[key]
+
+    @cached_property
+    def _deciding(self) -> tuple[str, ...]:
+        """The rank axes that decide which tensors a rank has."""
+        found = {a for r in self.rules for c in r.cuts.values() for a in c.axes}
+        found |= {a for r in self.rules for a in r.on}
+        return tuple(sorted(a for a in found if self.mesh.strides[a]))
+
+    @cached_property
+    def _on_rank(self) -> dict[tuple[int, ...], tuple[_Tensor, ...]]:
+        return {}
+
+    def _modules(
+        self,
+        rules: Sequence[RuleForm],
+        coordinates: Mapping[str, int],
+        numbers: Mapping[str, int],
+        depth: int,
+    ) -> Iterator[_Tensor]:
+        """Yield the tensors of rules whose names have the first `depth` indexes in common."""
+        for start, found in groupby(rules, lambda r: _beginning(r, depth)):
+            group = list(found)
+            if start is None:
+                for rule in group:
+                    indexes = tuple(numbers[a] for a in rule.indexes)
+                    if all(coordinates.get(a, c) == c for a, c in rule.on.items()):
+                        yield rule.number, indexes
+                continue
+            index = start[1]
+            for number in self._numbers(index, coordinates):
+                fixed = (
+                    {**coordinates, index.axis: number} if self._is_local(index) else coordinates
+                )
+                yield from self._modules(group, fixed, {**numbers, index.axis: number}, depth + 1)
+
+    def _is_local(self, index: Index) -> bool:
+        return index.axis in self.mesh.extents
+
+    def _numbers(self, index: Index, coordinates: Mapping[str, int]) -> Sequence[int]:
+        """Return the numbers that an index has on a rank."""
+        if self._is_local(index):
+            if index.axis in coordinates:
+                return [coordinates[index.axis]]
+            return range(self.mesh.extents[index.axis])
+        return index_cut(self.layout, index, self.scope).all_numbers(coordinates)
+
+    # --- buffers --------------------------------------------------------------------------------
+
+    def buffers(self, flat: int, state: str, rank: int) -> Buffer:
+        """Return what a rank packs by one flat; ranks that differ on its axis pack the same.
+
+        Raises
+        ------
+        UsageError
+            An alignment is zero or cannot be computed.
+        """
+        axis = self.layout.flats[flat].split[0]
+        rank -= self.mesh.coordinates(rank)[axis] * self.mesh.strides[axis]
+        key = (flat, rank, self._alike(state))
+        if key not in self._buffers:
+            self._buffers[key] = self._packed(flat, state, rank)
+        return self._buffers[key]
+
+    @cached_property
+    def _buffers(self) -> dict[tuple[int, int, tuple[bool, ...]], Buffer]:
+        return {}
+
+    def _alike(self, state: str) -> tuple[bool, ...]:
+        """Which flats speak of a state: states that are alike in that are packed alike."""
+        return tuple(_takes(f, state) for f in self.layout.flats)
+
+    def _packed(self, number: int, state: str, rank: int) -> Buffer:
+        flat = self.layout.flats[number]
+        coordinates = self.mesh.coordinates(rank)
+        tensors = [t for t in self.on_rank(rank) if self.flat_of(*t, state) == number]
+        if flat.order == "reverse":
+            tensors.reverse()
+        if flat.group.kind == "group":
+            order = {t: self.group(number, *t) for t in tensors}
+            seen = {g: i for i, g in enumerate(dict.fromkeys(order.values()))}
+            tensors.sort(key=lambda t: seen[order[t]])
+            groups = [list(g) for _, g in groupby(tensors, order.get)]
+        else:
+            groups = [tensors]
+        limit = {"each": 0, "bucket": max(1, flat.group.elements), "group": None}[flat.group.kind]
+        start, end = (evaluate(v, self.scope) for v in (flat.start, flat.end))
+        packed = [
+            pack(tuple(self.numel(t, coordinates) for t in group), limit, start, end)
+            for group in groups
+        ]
+        return Buffer(tuple(tensors), _joined(packed))
+
+    def numel(self, tensor: _Tensor, coordinates: Mapping[str, int]) -> int:
+        """Return the number of elements of a rank-local tensor."""
+        rule = self.rules[tensor[0]]
+        return math.prod(rule.local_shape(rule.who(coordinates)))
+
+    def slot(self, flat: int, rule: int, indexes: tuple[int, ...], state: str, rank: int) -> Slot:
+        """Return where a tensor lies in the buffers of a rank that holds it."""
+        return self.buffers(flat, state, rank).places[(rule, indexes)]
+
+
+def _takes(flat: Flat, state: str) -> bool:
+    return "*" in flat.states or (state or "params") in flat.states
+
+
+def _beginning(rule: RuleForm, depth: int) -> tuple[tuple[object, ...], Index] | None:
+    """Return a rule's name up to the index behind the first `depth`, and that index; or None."""
+    parts = rule.equation.name.parts
+    found = [(i, p) for i, p in enumerate(parts) if isinstance(p, Index)]
+    if depth >= len(found):
+        return None
+    at, index = found[depth]
+    return parts[:at], index
+
+
+def _joined(packed: list[Packed]) -> Packed:
+    """Number the buffers of several groups in one go."""
+    slots: list[Slot] = []
+    lengths: list[int] = []
+    for found in packed:
+        slots += [s._replace(buffer=s.buffer + len(lengths)) for s in found.slots]
+        lengths += found.lengths
+    return Packed(tuple(slots), tuple(lengths))
