@@ -9,6 +9,7 @@ from typing import TypeAlias, TypeVar
 from ckptd.errors import CkptdError, UsageError
 from ckptd.layout.lay.node import Node, Position
 from ckptd.layout.lay.program import File, Layout, Let, Mesh, Space, Use
+from ckptd.layout.lay.recipe import with_recipes
 
 __all__ = ["Loader", "Source"]
 
@@ -49,7 +50,11 @@ class Source:
                 self._fetch(use.name, use.at)
 
     def layout(self, name: str, at: Position) -> tuple[Layout, File]:
-        """Return a layout and the file that it stands in; it may be a shipped one."""
+        """Return a layout and the file that it stands in; recipes that it uses are put in."""
+        found, file = self._layout(name, at)
+        return with_recipes(found, lambda use: self._layout(use.name, use.at)[0]), file
+
+    def _layout(self, name: str, at: Position) -> tuple[Layout, File]:
         found = self._find(Layout, name)
         if found is None:
             file = self._fetch(name, at, "layout")

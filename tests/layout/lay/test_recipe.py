@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ckptd.layout.lay import library
 from ckptd.layout.lay.parser import parse
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Layout, Use
 from ckptd.layout.lay.recipe import is_recipe, with_recipes
+from ckptd.layout.lay.resolve import resolve, resolve_all
 
 
 def find(use: Use) -> Layout:
@@ -35,3 +38,23 @@ def test_which_of_the_shipped_layouts_are_recipes() -> None:
     layouts = [i for n in library.names() for i in library.load(n).items if isinstance(i, Layout)]
     recipes = {found.name for found in layouts if is_recipe(found)}
     assert recipes == {"ddp", "fsdp", "zero1", "zero2", "zero3"}
+
+
+@pytest.mark.parametrize("used", ["use fsdp", "default [_@dp:ceil ...]"])
+def test_a_layout_with_a_recipe_resolves_like_one_that_spells_it_out(used: str) -> None:
+    program = parse(f"mesh M = dp:8\nlayout x on M {{ use hf.llama; {used} }}")
+    found = resolve([program], "x")
+    dims = {show(e.name): [show(d) for d in e.dims] for e in found.equations}
+    assert dims["model.layers.{l}.mlp.down_proj.weight"] == ["h@dp:ceil", "f"]
+    assert dims["model.norm.weight"] == ["h@dp:ceil"]
+
+
+def test_flats_of_a_recipe_are_the_layouts_own() -> None:
+    program = parse("mesh M = dp:8\nlayout x on M { use megatron.gpt; use zero1 }")
+    found = resolve([program], "x")
+    assert [show(f) for f in found.flats] == ["flat group(**) @dp of m,s,w end/2*dp"]
+
+
+@pytest.mark.parametrize("name", [n for n in library.names() if "." in n])
+def test_shipped_layouts_resolve_without_findings(name: str) -> None:
+    assert resolve_all([library.load(name)], name)[1] == []
