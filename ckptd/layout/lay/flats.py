@@ -8,7 +8,6 @@ buffer, and knows nothing but their numbers of elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from ckptd.layout.grid import MAX_EXTENT, Axis
 from ckptd.layout.lay.cut import Ints
 from ckptd.types import Box
 
-__all__ = ["Packed", "Slot", "cell_cuts", "flat_axis", "pack"]
+__all__ = ["Packed", "Slot", "cell_cuts", "flat_axis", "pack", "shares"]
 
 
 class Slot(NamedTuple):
@@ -147,11 +146,3 @@ def shares(numel: int, offset: int, starts: Ints) -> Ints:
         Where the parts of the buffer begin, and where the last one ends.
     """
     return np.clip(starts - offset, 0, numel)
-
-
-def table_rows(names: Sequence[str], packed: Packed) -> tuple[tuple[int, str, int, int], ...]:
-    """Return ``(buffer, name, first element, end)`` of each tensor: a bucket table."""
-    return tuple(
-        (s.buffer, name, s.offset, s.offset + s.numel)
-        for name, s in zip(names, packed.slots, strict=True)
-    )

@@ -75,16 +75,13 @@ def local_tensors(form: StoredForm, rank: int) -> Iterator[LocalTensor]:
         A rule cannot be evaluated; the message says why.
     """
     for state in form.states:
-        flats: dict[int, None] = {}
         for rule, indexes in form.packing.on_rank(rank):
             flat = form.packing.flat_of(rule, indexes, state)
             if flat is None:
                 yield _plain(form, rule, indexes, state, rank)
             elif form.bound.layout.flats[flat].group.kind == "each":
                 yield _share(form, flat, rule, indexes, state, rank)
-            else:
-                flats[flat] = None
-        yield from _buffers(form, sorted(flats), state, rank)
+        yield from _buffers(form, form.packing.packed_flats(state, rank), state, rank)
 
 
 def _plain(

@@ -193,6 +193,17 @@ class Packing:
     def _buffers(self) -> dict[tuple[int, int, tuple[bool, ...]], Buffer]:
         return {}
 
+    def packed_flats(self, state: str, rank: int) -> list[int]:
+        """Return the flats that pack several tensors of a state in one buffer, on a rank."""
+        found = (self.flat_of(*t, state) for t in self.on_rank(rank))
+        shared = {f for f in found if f is not None and self.layout.flats[f].group.kind != "each"}
+        return sorted(shared)
+
+    def first_buffer(self, flat: int, state: str, rank: int) -> int:
+        """Return the number of a flat's first buffer among all of a state on a rank."""
+        before = (f for f in self.packed_flats(state, rank) if f < flat)
+        return sum(len(self.buffers(f, state, rank).packed.lengths) for f in before)
+
     def _alike(self, state: str) -> tuple[bool, ...]:
         """Which flats speak of a state: states that are alike in that are packed alike."""
         return tuple(_takes(f, state) for f in self.layout.flats)

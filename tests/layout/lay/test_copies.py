@@ -5,6 +5,7 @@ from itertools import permutations
 import pytest
 
 from ckptd.layout.lay.copies import Composition, compose
+from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.stored import StoredForm
 from tests.layout.lay.world import bound, execute, local_elements, piece_elements
 
@@ -123,6 +124,7 @@ def test_every_pair(source: str, target: str) -> None:
         for tensor, plan in c.local(rank):
             wanted = local_elements(c.target, tensor, rank)
             assert execute(plan, c.source).tolist() == wanted.tolist(), tensor.name
+            prove(plan)
     for stored in c.target.tensors():
         for piece in range(stored.grid.npieces):
             plan = c.piece((stored.rule, stored.indexes, stored.state), piece)
