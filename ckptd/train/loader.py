@@ -30,6 +30,7 @@ from ckptd.train.describe import Describer
 from ckptd.train.filling import Filling
 from ckptd.train.hosts import host_members
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
+from ckptd.train.pauses import no_collection
 from ckptd.train.restore import apply_objects, check_objects, prepare
 from ckptd.train.witnessing import Place, check_witness, witness_places
 from ckptd.types import Box
@@ -176,14 +177,15 @@ class Loader:
         error: CkptdError | None = None
         store = self._catalogue.store
         try:
-            manifest, filemap = self._manifest(name)
+            with no_collection():
+                manifest, filemap = self._manifest(name)
             values = WitnessPlan.of(manifest)
             witness = read_witness(store, manifest, values)
-            with read_ahead(store, self._likely(manifest, options)):
+            with no_collection(), read_ahead(store, self._likely(manifest, options)):
                 saved = Saved.of(manifest)
                 matching, leaves, plan, filling = self._plan(state, saved, filemap, options)
-                objects, per_rank = self._objects(manifest, filemap, matching, leaves)
-                check_objects(leaves, objects, per_rank)
+            objects, per_rank = self._objects(manifest, filemap, matching, leaves)
+            check_objects(leaves, objects, per_rank)
         except CkptdError as caught:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.

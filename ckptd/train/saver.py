@@ -21,6 +21,7 @@ from ckptd.train.copying import CopyStep, copy_all, copy_steps
 from ckptd.train.describe import Describer
 from ckptd.train.flatten import flatten
 from ckptd.train.leaves import Leaves
+from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
 from ckptd.train.replicas import replica_digests
 
@@ -76,8 +77,9 @@ class Saver:
         handle = SaveHandle(step, generation, attempt, 0)
         key = f"save/{generation}/{step}/{attempt}"
         try:
-            leaves = flatten(state)
-            structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+            with no_collection():
+                leaves = flatten(state)
+                structure = self._describer.structure(leaves.tensors, list(leaves.objects))
             plan = self._planner.plan(structure)
             extras, bodies = self._extras(leaves, plan)
             own = self._planner.structure
