@@ -1,0 +1,198 @@
+"""Compares what is computed with intervals with what the brute force says, cell by cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.layout.block import Block
+from ckptd.layout.grid import Piece
+from ckptd.layout.lay.copies import Composition, TargetPlan, compose
+from ckptd.layout.lay.equation import Bound
+from ckptd.layout.lay.modifiers import Alias
+from ckptd.layout.lay.regions import Fill
+from tests.layout.lay.brute import Brute, Cells, Numbering
+
+__all__ = ["Judge", "apply", "piece_of", "positions"]
+
+_UNTOUCHED = -(2**50)
+
+
+def positions(start: int, steps: Iterable[tuple[int, int]]) -> Cells:
+    """Return the positions of a strided box in a buffer, in order of its dimensions."""
+    each = [np.arange(n, dtype=np.int64) * stride for n, stride in steps]
+    return reduce(np.add.outer, each, np.array(start, dtype=np.int64)).reshape(-1)
+
+
+def piece_of(tensor: NDArray[Any], piece: Piece) -> NDArray[Any]:
+    """Return what a piece of a stored tensor holds, as its chunk has it."""
+    box = piece.box
+    where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+    found = tensor[where].reshape(-1)
+    return found if piece.flat is None else found[slice(*piece.flat)]
+
+
+def apply(
+    plan: TargetPlan,
+    pieces: Mapping[tuple[str, int], NDArray[Any]],
+    fill: Any = float,
+    dtype: Any = np.float64,
+) -> NDArray[Any]:
+    """Carry a plan out.
+
+    Parameters
+    ----------
+    plan
+        How a buffer is filled.
+    pieces
+        Contents of the pieces of stored source tensors, by name and number.
+    fill
+        Returns what to write for a fill.
+    dtype
+        Of the buffer.
+
+    Raises
+    ------
+    AssertionError
+        An element is written twice, or never.
+    """
+    out = np.zeros(plan.numel, dtype=dtype)
+    times = np.zeros(plan.numel, dtype=np.int64)
+    for copy in plan.copies:
+        source = pieces[copy.source.name, copy.piece]
+        for b in copy.blocks:
+            read, written = _both(b)
+            assert written.size == 0 or (written.min() >= 0 and read.min() >= 0)
+            out[written] = source[read]
+            np.add.at(times, written, 1)
+    for f in plan.fills:
+        written = _fill_positions(f)
+        out[written] = fill(f.value)
+        np.add.at(times, written, 1)
+    assert (times == 1).all(), f"written {times.tolist()} times"
+    return out
+
+
+def _both(block: Block) -> tuple[Cells, Cells]:
+    read = positions(block.source_start, zip(block.shape, block.source_strides, strict=True))
+    return read, positions(block.target_start, zip(block.shape, block.target_strides, strict=True))
+
+
+def _fill_positions(fill: Fill) -> Cells:
+    return positions(fill.start, fill.steps)
+
+
+class Judge:
+    """The brute force on both sides of a composition."""
+
+    def __init__(self, source: Bound, target: Bound) -> None:
+        numbering = Numbering.of(source, target)
+        self.source = Brute(source, numbering)
+        self.target = Brute(target, numbering)
+        self.composition: Composition = compose(source, target)
+        self.pieces: dict[tuple[str, int], Cells] = {}
+        """Cells of each piece of each stored source tensor."""
+
+    def check(self) -> None:
+        """Compare everything.
+
+        Raises
+        ------
+        AssertionError
+            The first difference, in words.
+        """
+        self.check_stored()
+        self.check_owners()
+        self.check_ranks()
+        self.check_pieces()
+
+    def check_stored(self) -> None:
+        """Names and shapes of stored tensors are what they should be."""
+        for side, form in (
+            (self.source, self.composition.source),
+            (self.target, self.composition.target),
+        ):
+            wanted = {n: c.shape for n, (_, c) in side.stored().items()}
+            assert {t.name: t.shape for t in form.tensors()} == wanted
+        for tensor in self.composition.source.tensors():
+            cells = self.source.stored()[tensor.name][1]
+            for i in range(tensor.grid.npieces):
+                self.pieces[tensor.name, i] = piece_of(cells, tensor.grid.piece(i))
+
+    def check_owners(self) -> None:
+        """The rank that a piece belongs to holds all of it, and no lower one has any of it."""
+        held = [
+            {
+                state: np.unique(np.concatenate([c.reshape(-1) for s, c in found if s == state]))
+                for state in {s for s, _ in found}
+            }
+            for r in range(self.source.mesh.world)
+            for found in [list(self.source.local(r).values())]
+        ]
+        for tensor in self.composition.source.tensors():
+            flat = self.composition.source.packing.flat_of(
+                tensor.rule, tensor.indexes, tensor.state
+            )
+            for i in range(tensor.grid.npieces):
+                cells = self.pieces[tensor.name, i]
+                real = cells[cells >= 0]
+                owner = tensor.owners.owner(i, tensor.base)
+                assert 0 <= owner < self.source.mesh.world
+                if not real.size:
+                    continue
+                mine = held[owner][tensor.state]
+                assert np.isin(real, mine).all(), f"rank {owner} lacks {tensor.name} piece {i}"
+                if flat is None and not self._has_alias():
+                    lower = [
+                        r
+                        for r in range(owner)
+                        if np.isin(real, held[r].get(tensor.state, ())).any()
+                    ]
+                    assert not lower, f"rank {lower} holds {tensor.name} piece {i} before {owner}"
+
+    def _has_alias(self) -> bool:
+        return any(isinstance(m, Alias) for e in self.source.layout.equations for m in e.modifiers)
+
+    def check_ranks(self) -> None:
+        """Each tensor of each rank of the target gets the cells that it should hold."""
+        for rank in range(self.target.mesh.world):
+            wanted = self.target.local(rank)
+            seen = set()
+            for tensor, plan in self.composition.local(rank):
+                assert tensor.name in wanted, f"rank {rank} has no {tensor.name}: {list(wanted)}"
+                state, cells = wanted[tensor.name]
+                assert (tensor.state, tensor.shape) == (state, cells.shape), tensor.name
+                self._same(plan, cells, f"{tensor.name} of rank {rank}")
+                seen.add(tensor.name)
+            assert seen == set(wanted), f"rank {rank} lacks {set(wanted) - seen}"
+
+    def check_pieces(self) -> None:
+        """Each piece of each stored tensor of the target gets the cells that it should hold."""
+        stored = self.target.stored()
+        form = self.composition.target
+        for name, key in form.by_name.items():
+            tensor = form.tensor(*key)
+            for i in range(tensor.grid.npieces):
+                wanted = piece_of(stored[name][1], tensor.grid.piece(i))
+                self._same(self.composition.piece(key, i), wanted, f"piece {i} of {name}")
+
+    def _same(self, plan: TargetPlan, cells: Cells, what: str) -> None:
+        assert plan.numel == cells.size, what
+        found = apply(plan, self.pieces, self._fill, np.int64)
+        assert np.array_equal(found, cells.reshape(-1)), self._difference(found, cells, what)
+
+    def _fill(self, value: float) -> int:
+        assert value in self.target.fills
+        return -1 - self.target.fills.index(value)
+
+    def _difference(self, found: Cells, cells: Cells, what: str) -> str:
+        at = int(np.flatnonzero(found != cells.reshape(-1))[0])
+        numbering = self.target.numbering
+        return (
+            f"element {at} of {what} {cells.shape} is {numbering.name(int(found[at]))} "
+            f"and should be {numbering.name(int(cells.reshape(-1)[at]))}"
+        )
