@@ -8,6 +8,7 @@ here needs a lock, and two processes that disagree are told apart by who created
 from __future__ import annotations
 
 import uuid
+from contextlib import nullcontext
 
 from ckptd.engine.clock import stamp
 from ckptd.engine.index import MAX_TRIES, Index
@@ -72,27 +73,63 @@ class Catalogue(Index):
         with hold(self, parent, holder="claim"):
             return self._claim(Parent(parent.step, parent.generation), world_size, reason)
 
+    def join(self, reason: str) -> Generation:
+        """Return the newest generation if it was claimed for `reason`, else claim one for it.
+
+        For processes that work at one task and never speak to each other: the first one claims,
+        continuing the line, and the others find it. Durable on return.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``busy``: others claimed every number that was tried.
+        """
+        for _ in range(MAX_TRIES):
+            newest = self.newest_generation()
+            record = self.generation(newest) if newest else None
+            if record is not None and record.reason == reason:
+                return record
+            latest = self.latest()
+            with hold(self, latest, holder="claim") if latest else nullcontext():
+                parent = Parent(latest.step, latest.generation) if latest else None
+                # This number and no other: if somebody was faster, it may be one of us.
+                found = self._try_claim(newest + 1, uuid.uuid4().hex, parent, 0, reason)
+            if found is not None:
+                return found
+        raise self._all_taken()
+
     def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
         claim_id = uuid.uuid4().hex
         number = self.newest_generation() + 1
         for _ in range(MAX_TRIES):
-            record = Generation(
-                generation=min(number, MAX_GENERATION),
-                claim_id=claim_id,
-                parent=parent,
-                created=stamp(),
-                world_size=world_size,
-                reason=reason,
-            )
-            if self._create(generation_key(record.generation), encode_record(record)):
-                self._generations[record.generation] = record
-                return record
+            found = self._try_claim(number, claim_id, parent, world_size, reason)
+            if found is not None:
+                return found
             number = max(number, self.newest_generation()) + 1
-        raise ConflictError(
+        raise self._all_taken()
+
+    def _try_claim(
+        self, number: int, claim_id: str, parent: Parent | None, world_size: int, reason: str
+    ) -> Generation | None:
+        record = Generation(
+            generation=min(number, MAX_GENERATION),
+            claim_id=claim_id,
+            parent=parent,
+            created=stamp(),
+            world_size=world_size,
+            reason=reason,
+        )
+        if not self._create(generation_key(record.generation), encode_record(record)):
+            return None
+        self._generations[record.generation] = record
+        return record
+
+    def _all_taken(self) -> ConflictError:
+        return ConflictError(
             "others claimed every generation that was tried",
             kind="busy",
             where=self.where(GENERATIONS),
-            found=f"{MAX_TRIES} tries, up to generation {number - 1}",
+            found=f"{MAX_TRIES} tries, up to generation {self.newest_generation()}",
         )
 
     def continue_line(self, step: int) -> CommitName | None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-import xxhash
-
-from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
+from ckptd.engine.digester import Digester
+from ckptd.format.digest import digest_hex
 from ckptd.format.names import digests_key
 from ckptd.store.base import Store
 
@@ -63,8 +62,8 @@ def write_file(
         ThreadPoolExecutor(1, thread_name_prefix="ckptd-digest") as pool,
         store.writer(key, len(header) + len(data)) as writer,
     ):
-        digester = _Digester(data, ends)
-        ahead = _slices(pool, digester, len(data), wait)
+        digester = Digester(ends)
+        ahead = _slices(pool, digester, data, wait)
         writer.write(_aligned(header))
         for start, end, done in ahead:
             writer.write(data[start:end])
@@ -78,49 +77,12 @@ def write_file(
 
 
 def _slices(
-    pool: ThreadPoolExecutor, digester: _Digester, nbytes: int, wait: Callable[[int], None]
+    pool: ThreadPoolExecutor, digester: Digester, data: memoryview, wait: Callable[[int], None]
 ) -> Iterator[tuple[int, int, Future[None]]]:
-    for start in range(0, nbytes, SLICE_BYTES):
-        end = min(start + SLICE_BYTES, nbytes)
+    for start in range(0, len(data), SLICE_BYTES):
+        end = min(start + SLICE_BYTES, len(data))
         wait(end)
-        yield start, end, pool.submit(digester.update, start, end)
-
-
-class _Digester:
-    """Block and chunk digests in one pass over the data."""
-
-    def __init__(self, data: memoryview, ends: Sequence[int]) -> None:
-        self._data = data
-        self._ends = ends
-        self._blocks: list[bytes] = []
-        self._chunks: list[bytes] = []
-        self._open = xxhash.xxh3_128()
-
-    def update(self, start: int, end: int) -> None:
-        """Digest ``data[start:end]``; calls come in order, `start` on a block boundary."""
-        for at in range(start, end, BLOCK_BYTES):
-            stop = min(at + BLOCK_BYTES, end)
-            self._blocks.append(digest(self._data[at:stop]))
-            self._update_chunks(at, stop)
-
-    def _update_chunks(self, at: int, stop: int) -> None:
-        # The bytes are in the processor's cache from the block digest, so this second pass is
-        # nearly free.
-        while len(self._chunks) < len(self._ends) and self._ends[len(self._chunks)] <= stop:
-            end = self._ends[len(self._chunks)]
-            self._open.update(self._data[at:end])
-            self._chunks.append(self._open.digest())
-            self._open.reset()
-            at = end
-        if at < stop:
-            self._open.update(self._data[at:stop])
-
-    def index(self) -> DigestIndex:
-        """Return the finished index."""
-        while len(self._chunks) < len(self._ends):  # empty chunks at the end of an empty file
-            self._chunks.append(self._open.digest())
-            self._open.reset()
-        return DigestIndex.build(len(self._data), self._blocks, self._chunks)
+        yield start, end, pool.submit(digester.update, data[start:end])
 
 
 def _aligned(header: bytes) -> memoryview:

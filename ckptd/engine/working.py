@@ -18,7 +18,7 @@ from ckptd.errors import ConflictError
 from ckptd.format.names import CommitName, lease_key
 from ckptd.format.records import Lease, encode_record
 
-__all__ = ["Working"]
+__all__ = ["Working", "refuse_others"]
 
 _RENEW_S = LEASE_S / 6
 
@@ -55,14 +55,14 @@ class Working:
         newest = catalogue.newest_generation()
         record = catalogue.generation(newest) if newest else None
         if record is not None and record.reason == reason:
-            _refuse_others(catalogue, newest, reason, "")
+            refuse_others(catalogue, newest, reason, "")
         if record is None or record.reason != reason:
             newest = catalogue.claim(catalogue.latest(), 0, reason).generation
         working = Working(catalogue, newest, reason)
         working.touch(CommitName(0, newest))
         try:
             # Two that took over at one moment both see each other: the smaller id goes on.
-            _refuse_others(catalogue, newest, reason, working.work_id)
+            refuse_others(catalogue, newest, reason, working.work_id)
         except ConflictError:
             working.end()
             raise
@@ -83,7 +83,7 @@ class Working:
         self._catalogue.store.delete([lease_key(self.work_id)])
 
 
-def _refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) -> None:
+def refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) -> None:
     """Raise when another process is at work, and, with `own`, goes first."""
     for key, lease in leases(catalogue).items():
         other = key.rpartition("/")[2].removesuffix(".json")

@@ -36,6 +36,7 @@ __all__ = [
     "compare",
     "gather",
     "read_parts",
+    "select",
     "splitmix64",
     "words_of",
 ]
@@ -149,7 +150,7 @@ class WitnessPlan:
         """
         positions = self.positions(tensor)
         shape, first = self.shapes[tensor], int(self.starts[tensor])
-        found = [_select(positions, shape, region, first) for region in regions]
+        found = [select(positions, shape, region, first) for region in regions]
         if len(found) == 1:
             return found[0]
         empty = np.empty(0, dtype=np.int64)
@@ -157,8 +158,11 @@ class WitnessPlan:
         return np.concatenate(slots), np.concatenate(elements)
 
 
-def _select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) -> tuple[I64, I64]:
-    """`WitnessPlan.select` for one region; `slot` is the number of the first position."""
+def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) -> tuple[I64, I64]:
+    """`WitnessPlan.select` for one region and any rising positions of a tensor.
+
+    `slot` is the number of the first position.
+    """
     box, strides = region.box, strides_of(shape)
     lo = sum(o * s for o, s in zip(box.offset, strides, strict=True))
     reach = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1

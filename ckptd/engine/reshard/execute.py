@@ -1,0 +1,319 @@
+"""Writing target files within a memory budget, reading one round while the last one is written.
+
+One thread plans, reads and scatters (several threads help it to read), another digests and writes.
+A round's memory is counted until the store has let go of it, so what is staged never exceeds the
+budget, whatever the store does in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.engine.blocks import BlockLine
+from ckptd.engine.pool import cores
+from ckptd.engine.reshard.groups import group_files
+from ckptd.engine.reshard.ledger import Ledger
+from ckptd.engine.reshard.moves import Planner, RoundPlan
+from ckptd.engine.reshard.outputs import FileDraft, Outputs
+from ckptd.engine.reshard.reading import BlockCache, Reading
+from ckptd.engine.reshard.rounds import Stretch, cut_rounds
+from ckptd.engine.reshard.samples import Expected, FileSamples
+from ckptd.engine.reshard.source import Source
+from ckptd.engine.reshard.target import Target
+from ckptd.errors import UsageError
+from ckptd.format.digest import BLOCK_BYTES, DigestIndex
+from ckptd.store.base import Store
+
+__all__ = ["LEAST_BUDGET", "Budget", "Done", "Executor", "Spent"]
+
+U8 = NDArray[np.uint8]
+
+LEAST_BUDGET = 32 << 20
+_ROUND_BYTES = 128 << 20
+_MOST_READERS = 4
+_STALL_S = 900.0
+
+Done = Callable[[FileDraft, DigestIndex, FileSamples], None]
+"""Called in the writing thread when a file is durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How the memory is shared out.
+
+    Attributes
+    ----------
+    total
+        Bytes in all.
+    cache
+        For blocks that several rounds want.
+    staging
+        For what is read and not yet written.
+    round
+        Most bytes of a round.
+    readers, window_blocks
+        Threads that read, and blocks that each reads at a time.
+    """
+
+    total: int
+    cache: int
+    staging: int
+    round: int
+    readers: int
+    window_blocks: int
+
+    @staticmethod
+    def of(total: int, store: Store) -> Budget:
+        """Share out `total` bytes.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-argument``: it is too little.
+        """
+        if total < LEAST_BUDGET:
+            raise UsageError(
+                "the budget is too small",
+                kind="bad-argument",
+                where="--budget",
+                wanted=f"at least {LEAST_BUDGET} bytes",
+                found=total,
+            )
+        local = store.capabilities.local_files
+        parallel = max(2, cores()) if local else store.capabilities.parallel
+        readers = min(_MOST_READERS, parallel)
+        window = 4 if local else max(1, store.capabilities.block_bytes // BLOCK_BYTES)
+        window = min(window, max(1, total // 8 // readers // BLOCK_BYTES))
+        cache = min(64 << 20, total // 8)
+        staging = total - cache - readers * (window + 1) * BLOCK_BYTES
+        return Budget(total, cache, staging, min(_ROUND_BYTES, staging // 2), readers, window)
+
+
+@dataclass(slots=True)
+class Spent:
+    """What it cost.
+
+    Attributes
+    ----------
+    bytes_needed
+        Bytes of the source that the copies took.
+    bytes_read
+        Bytes of data files that were read for them.
+    bytes_written
+        Bytes of data sections written.
+    rounds
+        Number of rounds.
+    peak_staged
+        Most bytes that were staged at a time.
+    """
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    rounds: int = 0
+    peak_staged: int = 0
+
+
+class Executor:
+    """Fills target files from a source.
+
+    Parameters
+    ----------
+    source, target
+        Both sides.
+    budget
+        The memory.
+    expected
+        What the source's witness wants to see, by target tensor.
+    progress
+        Called with the bytes written since the last call, from threads.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        budget: Budget,
+        expected: Mapping[int, Expected],
+        progress: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._budget = budget
+        self._expected = expected
+        self._progress = progress
+        self._line = BlockLine([f.data_bytes for f in source.files])
+        self.planner = Planner(source, target, self._line)
+        self._cache = BlockCache(budget.cache)
+        self._reading = Reading(
+            source,
+            self._line,
+            threads=budget.readers,
+            window_blocks=budget.window_blocks,
+            cache=self._cache,
+            stall_s=_STALL_S,
+        )
+        self._ledger = Ledger(budget.staging, _STALL_S)
+        self.spent = Spent()
+
+    def rounds(self, files: Sequence[int]) -> Iterator[RoundPlan]:
+        """Yield the plans of all rounds for some files, in order. Reads nothing."""
+        full = [f for f in files if self._target.sizes[f]]
+        most = max(1, self._budget.round // 2 // BLOCK_BYTES)
+        for group in group_files(self.planner, full, most):
+            for stretches in cut_rounds(self._target.filemap, group, self._budget.round):
+                yield self.planner.plan(stretches)
+            self.planner.forget(group)
+
+    def run(self, store: Store, drafts: Mapping[int, FileDraft], on_done: Done) -> None:
+        """Write some files; each is durable when `on_done` is called for it.
+
+        Parameters
+        ----------
+        store
+            Where they go, without a `Retry` around it.
+        drafts
+            The files.
+
+        Raises
+        ------
+        CorruptError
+            The source is damaged, or its witness does not agree; files under way are removed.
+        StoreError, TransientStoreError, DeadlineError
+            As the stores say.
+        """
+        before = self._reading.bytes_read
+        writing = _Writing(self, store, drafts, on_done)
+        try:
+            for plan in self.rounds(list(drafts)):
+                size = sum(s.hi - s.lo for s in plan.stretches)
+                self._ledger.wait(size, writing.idle)
+                memory = [self._ledger.slab(s.hi - s.lo) for s in plan.stretches]
+                self._fill(plan, memory)
+                self.spent.rounds += 1
+                self.spent.bytes_needed += plan.bytes_needed
+                writing.put(plan.stretches, memory)
+                del memory
+            writing.close()
+        except BaseException:
+            writing.stop()
+            raise
+        finally:
+            self.spent.bytes_read += self._reading.bytes_read - before
+            self.spent.peak_staged = self._ledger.peak
+
+    def _fill(self, plan: RoundPlan, memory: Sequence[U8]) -> None:
+        dtypes = self._target.filemap.dtypes
+        for stretch, tensor, fill in plan.fills:
+            dtype = dtypes[tensor]
+            steps = tuple(s * dtype.itemsize for _, s in fill.steps)
+            shape = tuple(n for n, _ in fill.steps)
+            at = fill.start * dtype.itemsize
+            view = np.ndarray(shape, dtype.numpy, memory[stretch], at, steps)
+            view[...] = fill.value
+        for stretch, at, raw in plan.literals:
+            memory[stretch][at : at + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+        self._reading.run(plan, memory, dtypes, lambda: None)
+
+    def samples(self, file: int) -> FileSamples:
+        """Return what looks at one target file."""
+        chunks = self._target.filemap.chunks(file)
+        return FileSamples(self._target, chunks, self._expected, self._source.names)
+
+    def written(self, nbytes: int) -> None:
+        """Count bytes that were handed to the store."""
+        self.spent.bytes_written += nbytes
+        self._progress(nbytes)
+
+
+class _Writing:
+    """The thread that digests and writes."""
+
+    def __init__(
+        self, executor: Executor, store: Store, drafts: Mapping[int, FileDraft], on_done: Done
+    ) -> None:
+        self._executor = executor
+        self._on_done = on_done
+        self._samples: dict[int, FileSamples] = {}
+        self._outputs = Outputs(store, dict(drafts), self._done)
+        self._queue: queue.Queue[tuple[Sequence[Stretch], list[U8]] | None] = queue.Queue(1)
+        self._pinned = not store.capabilities.local_files
+        self._error: BaseException | None = None
+        self._busy = 0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="ckptd-reshard", daemon=True)
+        self._thread.start()
+
+    def idle(self) -> bool:
+        """Tell whether nothing more will be given back by itself; raise what went wrong."""
+        self._raise()
+        # A store without local files may hold on to a stretch until it gets the next one.
+        return self._pinned and not self._busy
+
+    def put(self, stretches: Sequence[Stretch], memory: list[U8]) -> None:
+        """Hand over a filled round."""
+        self._busy += 1
+        self._offer((stretches, memory))
+
+    def _offer(self, item: tuple[Sequence[Stretch], list[U8]] | None) -> None:
+        while True:
+            self._raise()
+            try:
+                return self._queue.put(item, timeout=0.2)
+            except queue.Full:
+                continue
+
+    def close(self) -> None:
+        """Return when everything is durable."""
+        self._offer(None)
+        self._thread.join()
+        self._raise()
+
+    def stop(self) -> None:
+        """Give up."""
+        self._stopped = True
+        while self._thread.is_alive():
+            try:
+                self._queue.put(None, timeout=0.1)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+            self._thread.join(0.1)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._outputs.finish_empty()
+            while not self._stopped:
+                item = self._queue.get()
+                if item is None:
+                    break
+                for stretch, data in zip(*item, strict=True):
+                    self._write(stretch, data)
+                del item, data
+                self._busy -= 1
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self._error = error
+        self._outputs.abort()
+
+    def _write(self, stretch: Stretch, data: U8) -> None:
+        samples = self._samples.get(stretch.file)
+        if samples is None:
+            samples = self._samples[stretch.file] = self._executor.samples(stretch.file)
+        samples.look(stretch.lo, data)
+        self._outputs.append(stretch.file, data)
+        self._executor.written(len(data))
+
+    def _done(self, draft: FileDraft, index: DigestIndex) -> None:
+        samples = self._samples.pop(draft.number, None)
+        self._on_done(draft, index, samples or self._executor.samples(draft.number))

@@ -1,0 +1,70 @@
+"""What fills a chunk of the target: copies out of source chunks, fills, or bytes as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ckptd.layout.block import Block
+from ckptd.layout.lay.regions import Fill
+
+__all__ = ["Change", "Feed", "Feeds", "Take"]
+
+
+class Change(Protocol):
+    """What happens to values on their way: a cast, a scale."""
+
+    def put(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+        """Write `source` into `target`; both are views of one shape, of the tensors' types."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """Copies out of one source piece.
+
+    Attributes
+    ----------
+    tensor, piece
+        Of the source.
+    blocks
+        Source positions are relative to the piece, target positions to the chunk that is filled.
+    change
+        None: bytes as they are.
+    turn
+        Takes of a later turn come when those of all earlier ones are done: what multiplies or
+        adds to a value must come after it.
+    """
+
+    tensor: int
+    piece: int
+    blocks: tuple[Block, ...]
+    change: Change | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """Everything that fills one chunk.
+
+    Attributes
+    ----------
+    takes
+        Copies; those of one turn never write one element twice.
+    fills
+        Elements that no source has: padding.
+    literal
+        The chunk's bytes, where it is an object that was made anew.
+    """
+
+    takes: tuple[Take, ...] = ()
+    fills: tuple[Fill, ...] = ()
+    literal: bytes | None = None
+
+
+class Feeds(Protocol):
+    """Where feeds come from: a composition of two layouts."""
+
+    def feed(self, tensor: int, piece: int) -> Feed:
+        """Return what fills a piece of target tensor number `tensor`."""

@@ -1,0 +1,299 @@
+"""One process at work on a reshard: its share of the files, and the commit if it is the last.
+
+Everything about the target follows from the source and the two layouts, so that any number of
+processes, on any machines, started together or one after the other, work at one result without
+speaking to each other. A killed one is started again: files with a part are complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.reshard.execute import Budget, Executor
+from ckptd.engine.reshard.finish import (
+    Place,
+    commit_parts,
+    find_commit,
+    missing_files,
+    remove_parts,
+)
+from ckptd.engine.reshard.outputs import FileDraft
+from ckptd.engine.reshard.parts import FilePart, load_part, save_part
+from ckptd.engine.reshard.samples import Expected, FileSamples
+from ckptd.engine.reshard.source import Source
+from ckptd.engine.reshard.target import Target, share
+from ckptd.engine.working import Working, refuse_others
+from ckptd.errors import RefusedError, TransientStoreError, UsageError
+from ckptd.format.container import build_header
+from ckptd.format.digest import DigestIndex, digest_hex
+from ckptd.format.manifest import FileEntry
+from ckptd.format.names import digests_key
+from ckptd.store.base import Store
+from ckptd.store.retry import Backoff
+from ckptd.store.spec import RetrySpec
+
+__all__ = ["REASON", "Job", "Resharded", "Share"]
+
+REASON = "reshard"
+"""Begins the reason of generations that are claimed for this."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The files of process `number` (from 1) of `count`."""
+
+    number: int = 1
+    count: int = 1
+
+    def files(self, target: Target) -> list[int]:
+        """Return the target files that this process writes: those with chunks."""
+        mine = share(target.sizes, self.number - 1, self.count)
+        return [f for f in mine if target.filemap.nchunks(f)]
+
+
+class Resharded(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process did.
+
+    Attributes
+    ----------
+    step, generation
+        Of the target.
+    state
+        ``committed``: the checkpoint exists, and this process made it exist. ``present``: it
+        existed already. ``waiting``: files of other processes are missing.
+    files, reused_files
+        Data files of this process's share, and how many of them were complete already.
+    missing_files
+        Files of others that are missing, when `state` is ``waiting``.
+    bytes_needed, bytes_read, bytes_written
+        Of data sections, by this process: what the copies take from the source, what was read for
+        that, what was written.
+    witness_values
+        Values of the source's witness that were found at their places.
+    peak_staged
+        Most bytes staged at a time.
+    rounds, seconds
+        Rounds, and the time in all.
+    """
+
+    step: int
+    generation: int
+    state: str
+    files: int
+    reused_files: int = 0
+    missing_files: int = 0
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    witness_values: int = 0
+    peak_staged: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+
+
+class Job:
+    """A reshard into a root.
+
+    Parameters
+    ----------
+    source, target
+        Both sides.
+    catalogue
+        The root that is written to; made when it is none yet.
+    step
+        Of the target.
+    identity
+        What is done, as text: source, layouts, options. Processes with the same one work together.
+    bulk
+        The root's store without a `Retry` around it.
+    expected
+        What the source's witness wants to see, by target tensor.
+    progress
+        Called with ``(bytes done, bytes in all)`` of this process.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        catalogue: Catalogue,
+        *,
+        step: int,
+        identity: str,
+        bulk: Store,
+        expected: Mapping[int, Expected],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._catalogue = catalogue
+        self._step = step
+        self._attempt = f"rs{digest_hex(identity.encode())[:24]}"
+        self._bulk = bulk
+        self._expected = expected
+        self._progress = progress
+
+    def run(self, share: Share, budget: Budget) -> Resharded:
+        """Write the files of one share, and commit if no other is missing.
+
+        Raises
+        ------
+        CorruptError
+            The source is damaged, or its witness does not agree. Nothing was committed.
+        RefusedError
+            Kind ``behind``: the target has this step, or a later one, and it is another one.
+        ConflictError
+            Kind ``busy``: another process is at work on this very share.
+        """
+        begun = time.monotonic()
+        self._catalogue.create_or_open()
+        done = self._present(share)
+        if done is not None:
+            return done
+        generation = self._catalogue.join(f"{REASON} {self._attempt}").generation
+        place = Place(self._step, generation, self._attempt)
+        reason = f"{REASON}-{share.number}/{share.count}"
+        refuse_others(self._catalogue, generation, reason, "")
+        working = Working(self._catalogue, generation, reason)
+        try:
+            working.touch(place.name)
+            work = _Work(self, place, working, share, budget)
+            return work.run(begun)
+        finally:
+            working.end()
+
+    def _present(self, share: Share) -> Resharded | None:
+        """Return a report when the target's line has the result already."""
+        line = self._catalogue.line()
+        for name in line:
+            if name.step == self._step and self._catalogue.commit(name).attempt == self._attempt:
+                return Resharded(
+                    step=self._step,
+                    generation=name.generation,
+                    state="present",
+                    files=len(share.files(self._target)),
+                )
+        if line and line[-1].step >= self._step:
+            raise RefusedError(
+                f"the target has step {line[-1].step} already, and this must come after it",
+                kind="behind",
+                where=self._catalogue.store.url,
+                wanted=f"a step after {line[-1].step}",
+                found=f"step {self._step}",
+                hint="write older steps first, or into a root of their own",
+            )
+        return None
+
+
+class _Work:
+    """The files of one share."""
+
+    def __init__(
+        self, job: Job, place: Place, working: Working, share: Share, budget: Budget
+    ) -> None:
+        self._job = job
+        self._place = place
+        self._working = working
+        self._files = share.files(job._target)
+        self._store = job._catalogue.store
+        self._total = sum(job._target.sizes[f] for f in self._files)
+        self._written = self._checked = 0
+        self._executor = Executor(job._source, job._target, budget, job._expected, self._count)
+
+    def run(self, begun: float) -> Resharded:
+        """Write what is missing, and commit if that was all."""
+        job, place = self._job, self._place
+        todo = missing_files(self._store, place, self._files)
+        reused = len(self._files) - len(todo)
+        self._count(self._total - sum(job._target.sizes[f] for f in todo))
+        backoff = Backoff(RetrySpec())
+        while todo:
+            try:
+                self._write(todo)
+                break
+            except TransientStoreError as error:
+                backoff.wait(error)
+                left = missing_files(self._store, place, todo)
+                self._written = self._total - sum(job._target.sizes[f] for f in left)
+                todo = left
+        known = find_commit(job._catalogue, place)
+        commit = known or commit_parts(job._catalogue, place, job._target)
+        if commit is not None:
+            remove_parts(self._store, place)
+        return self._report(begun, reused, known is not None, commit is not None)
+
+    def _write(self, todo: list[int]) -> None:
+        drafts = {f: self._draft(f) for f in todo}
+        self._executor.run(self._job._bulk, drafts, self._done)
+
+    def _draft(self, number: int) -> FileDraft:
+        filemap = self._job._target.filemap
+        metadata = {"format": "pt", "ckptd": f"step {self._job._step} rank {number}"}
+        header, data_bytes = build_header(filemap.header_entries(number), metadata)
+        ends = [c.end for c in filemap.chunks(number)]
+        return FileDraft(number, self._place.entry(number).path, header, data_bytes, ends)
+
+    def _done(self, draft: FileDraft, index: DigestIndex, samples: FileSamples) -> None:
+        raw = index.encode()
+        self._store.put(digests_key(draft.key), raw)
+        self._store.sync(self._place.folder)
+        slots, values = samples.taken()
+        entry = FileEntry(
+            draft.key, draft.number, len(draft.header), draft.data_bytes, digest_hex(raw)
+        )
+        part = FilePart(entry, slots, values, samples.checked)
+        # Last: whoever finds the part knows that the file is complete.
+        save_part(self._store, self._place.folder, draft.number, part)
+        self._checked += samples.checked
+
+    def _count(self, nbytes: int) -> None:
+        self._written += nbytes
+        self._working.touch(self._place.name)
+        if self._job._progress is not None:
+            self._job._progress(self._written, self._total)
+
+    def _report(self, begun: float, reused: int, known: bool, committed: bool) -> Resharded:
+        spent, target = self._executor.spent, self._job._target
+        missing = 0
+        if not committed:
+            missing = sum(
+                load_part(self._store, self._place.folder, f) is None
+                for f in range(target.world)
+                if target.filemap.nchunks(f)
+            )
+        state = "present" if known else "committed" if committed else "waiting"
+        return Resharded(
+            step=self._place.name.step,
+            generation=self._place.name.generation,
+            state=state,
+            files=len(self._files),
+            reused_files=reused,
+            missing_files=missing,
+            bytes_needed=spent.bytes_needed,
+            bytes_read=spent.bytes_read,
+            bytes_written=spent.bytes_written,
+            witness_values=self._checked,
+            peak_staged=spent.peak_staged,
+            rounds=spent.rounds,
+            seconds=time.monotonic() - begun,
+        )
+
+
+def check_share(text: str) -> Share:
+    """Parse ``3/16``.
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    number, slash, count = text.partition("/")
+    good = slash and number.isdecimal() and count.isdecimal()
+    if not good or not 1 <= int(number) <= int(count) <= 1 << 20:
+        raise UsageError(
+            "not a shard", kind="bad-argument", where="--shard", wanted="1/16 to 16/16", found=text
+        )
+    return Share(int(number), int(count))
