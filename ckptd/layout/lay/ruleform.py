@@ -103,16 +103,16 @@ class RuleForm:
         return write_name(self.equation.name, self._numbers(indexes))
 
     def _numbers(self, indexes: tuple[int, ...]) -> dict[str, int]:
-        return dict(zip(self.indexes, indexes, strict=True)) | self.fixed(indexes)
+        return {**dict(zip(self.indexes, indexes, strict=True)), **self.on, **self.fixed(indexes)}
 
     def local_name(self, indexes: tuple[int, ...]) -> str:
         """Return the name of the rank-local tensor: numbers within the rank after ``#``."""
         fixed = self.fixed(indexes)
-        numbers = dict(zip(self.indexes, indexes, strict=True))
+        numbers = self._numbers(indexes)
         for p in self.equation.name.parts:
-            if isinstance(p, Index) and p.local and p.axis in numbers:
+            if isinstance(p, Index) and p.local and p.axis in self.indexes:
                 numbers[p.axis] -= self.cuts[p.axis].start(fixed)
-        return write_name(self.equation.name, numbers | fixed)
+        return write_name(self.equation.name, numbers)
 
     # --- who holds it ---------------------------------------------------------------------------
 
