@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptd.errors import MismatchError, UsageError
@@ -45,6 +45,10 @@ class Finding:
         """File and line, and the rule."""
         place = f"{self.at.file}:{self.at.line}" if self.at.line else ""
         return "  ".join(p for p in (place, self.rule) if p)
+
+    def as_warning(self) -> Finding:
+        """Return the same as something that may be meant."""
+        return replace(self, severity="warning")
 
     def render(self) -> str:
         """Return the finding as text: where, what, and the notes, each on its line."""

@@ -18,6 +18,7 @@ MAX_WORLD = 2**24
 """Most ranks of a mesh; one with more is a mistake."""
 
 _MAX_DEPTH = 16
+_MAX_COUNTED = 2**20
 
 
 def mesh_shape(meshes: Sequence[Mesh]) -> MeshShape:
@@ -52,13 +53,14 @@ def independent(shape: MeshShape, axes: Sequence[str]) -> bool:
     """Whether each combination of coordinates on some axes is a rank's.
 
     An axis and a part of it are not independent, nor are, as a rule, axes of different meshes
-    over the same ranks: a tensor cut along both would have cells that no rank holds.
+    over the same ranks: a tensor cut along both would have cells that no rank holds. On a million
+    ranks and more, only axes that lie one within the other are known to be.
     """
     spans = sorted((shape.strides[a], shape.extents[a]) for a in axes if shape.strides[a])
     if all(s * n <= t for (s, n), (t, _) in pairwise(spans)):
         return True
     combinations = math.prod(n for _, n in spans)
-    if combinations > shape.world:
+    if combinations > shape.world or shape.world > _MAX_COUNTED:
         return False
     ranks = np.arange(shape.world, dtype=np.int64)
     number = np.zeros_like(ranks)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from ckptd.errors import CkptdError
 from ckptd.layout.lay.dims import Atom, Dim, Even, Operation, Pad, Product, Size, Split, Sum, Value
 from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.held import split_axes
 from ckptd.layout.lay.observe_indexes import extents, local_numbers
 from ckptd.layout.lay.observed import Coordinates, Instance, Observed
 from ckptd.layout.lay.pipe import stage_parts
 from ckptd.layout.lay.sizes import Constraint, Origin, Solution, solve
-from ckptd.layout.lay.sizes_length import Lengths, Polynomial, split_axes, summable
+from ckptd.layout.lay.sizes_length import Lengths, Polynomial, summable
 
 __all__ = ["needed", "solved"]
 
@@ -56,7 +57,8 @@ def needed(layout: Resolved, solution: Solution) -> Iterator[Finding]:
             users.setdefault(name, []).append(equation)
     missing = sorted(n for n in users if n not in solution.sizes)
     while missing:
-        group = _together(missing, solution)
+        first = users[missing[0]][0]
+        group = _in_order(_together(missing, solution), first)
         missing = [n for n in missing if n not in group]
         yield _unsolved(group, [e for n in group for e in users[n]], solution)
 
@@ -140,7 +142,7 @@ def _lengths(
     dim: Dim, counts: Mapping[Coordinates, int], lengths: Lengths, origin: Origin
 ) -> Iterator[Constraint]:
     """Yield the lengths of a dimension at some coordinates, and their sum if all are known."""
-    axes = split_axes(dim)
+    axes = frozenset(split_axes(dim))
     everywhere = math.prod(lengths.extents.get(a, 1) for a in axes)
     if len(counts) == everywhere > 1 and summable(dim):
         total = Origin(
@@ -180,6 +182,12 @@ def _sizes_in(value: Value) -> set[str]:
     return {value.name} if isinstance(value, Size) else set()
 
 
+def _in_order(names: Iterable[str], equation: Equation) -> list[str]:
+    """Return names in the order in which a rule's tensors have them."""
+    order = {a: k for f in equation.families.values() for k, a in enumerate(f.axes)}
+    return sorted(names, key=lambda n: (order.get(n, len(order)), n))
+
+
 def _together(missing: Sequence[str], solution: Solution) -> list[str]:
     """Return the first missing size and those that it is only known in a product with."""
     group = {missing[0]}
@@ -204,7 +212,7 @@ def _unsolved(group: Sequence[str], users: Sequence[Equation], solution: Solutio
         message = f"padding leaves open how long {names} is: {low} to {high}"
         notes.append(f"declare it: let {names} = {high}")
     elif known:
-        shown = " and ".join(f"{'*'.join(m)} = {v}" for m, v in known[:3])
+        shown = " and ".join(f"{'*'.join(_in_order(m, users[0]))} = {v}" for m, v in known[:3])
         message = f"the shapes do not say how long {names} are; all they say is {shown}"
         some = "one of them" if len(group) == 2 else "all of them but one"
         notes.append(f"declare {some}: let {group[0]} = <a divisor of {known[0][1]}>")

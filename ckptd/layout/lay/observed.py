@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.held import split_axes
 from ckptd.layout.lay.matching import Match, Matcher, Templates, holds, stored_name
 from ckptd.layout.lay.name import Index
 from ckptd.layout.lay.printer import show
-from ckptd.layout.lay.sizes_length import split_axes
 
 __all__ = ["Coordinates", "Instance", "Observed", "Seen", "axes_of", "from_ranks", "from_stored"]
 
@@ -55,6 +55,8 @@ class Instance:
         All shapes at the coordinates that the rule uses.
     numbers
         Numbers in names, at the coordinates that the rule uses.
+    ranks
+        Who has one.
     """
 
     equation: int
@@ -62,6 +64,7 @@ class Instance:
     first: str
     shapes: dict[Coordinates, dict[Shape, Seen]] = field(default_factory=dict)
     numbers: dict[Coordinates, set[Numbers]] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -85,13 +88,18 @@ class Observed:
     ranks: tuple[int, ...] = ()
     unmatched: list[Seen] = field(default_factory=list)
 
-    def add(self, match: Match, at: Coordinates, numbers: Numbers, seen: Seen | None) -> None:
-        """Add a tensor; one without `seen` has a shape that says nothing about its rule."""
-        name = seen.name if seen else ""
+    def add(
+        self, match: Match, at: Coordinates, numbers: Numbers, seen: Seen, *, packed: bool = False
+    ) -> None:
+        """Add a tensor; the shape of one that is packed says nothing about its rule."""
         key = (match.equation, match.texts)
-        instance = self.instances.setdefault(key, Instance(*key, name))
+        instance = self.instances.get(key)
+        if instance is None:
+            instance = self.instances[key] = Instance(*key, seen.name)
         instance.numbers.setdefault(at, set()).add(numbers)
-        if seen is not None:
+        if seen.rank is not None:
+            instance.ranks.add(seen.rank)
+        if not packed:
             instance.shapes.setdefault(at, {}).setdefault(seen.shape, seen)
 
 
@@ -131,7 +139,7 @@ def from_ranks(resolved: Resolved, ranks: Mapping[int, Mapping[str, Shape]]) -> 
                 numbers, at = _placed(match, coordinates, mesh, axes[match.equation])
                 undressed = templates.take(name)
                 state = (undressed.state if undressed else "") or "params"
-                out.add(match, at, numbers, None if {state, "*"} & packed else seen)
+                out.add(match, at, numbers, seen, packed=bool({state, "*"} & packed))
     _add_empty(out, resolved, mesh, axes)
     return out
 
@@ -202,12 +210,12 @@ def unmatched(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
     for seen in observed.unmatched:
         groups.setdefault(_DIGITS.sub("0", seen.name), []).append(seen)
     for group in itertools.islice(groups.values(), 50):
-        yield _unmatched(group, patterns)
+        yield _unmatched(group, patterns, f"layout {resolved.name}")
     if len(groups) > 50:
         yield Finding("unmatched", f"and {len(groups) - 50} more kinds of names", fit=True)
 
 
-def _unmatched(group: list[Seen], patterns: Mapping[str, Equation]) -> Finding:
+def _unmatched(group: list[Seen], patterns: Mapping[str, Equation], layout: str) -> Finding:
     first = group[0]
     names = {s.name for s in group}
     more = f" (nor {len(names) - 1} more names like it)" if len(names) > 1 else ""
@@ -220,7 +228,8 @@ def _unmatched(group: list[Seen], patterns: Mapping[str, Equation]) -> Finding:
         if on and _like(near[0], first.name):
             notes.append(f"which is only for ranks {' '.join(on)}")
     notes.append(f"to leave it out, write: {_pattern(first.name)} = drop")
-    return Finding("unmatched", f"no rule matches {first}{more}", notes=tuple(notes), fit=True)
+    message = f"no rule matches {first}{more}"
+    return Finding("unmatched", message, rule=layout, notes=tuple(notes), fit=True)
 
 
 def _like(pattern: str, name: str) -> bool:

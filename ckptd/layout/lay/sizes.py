@@ -9,7 +9,7 @@ give both products); and sizes follow from ratios of known products. All in exac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from ckptd.errors import CkptdError
@@ -72,7 +72,7 @@ class Solution:
     ----------
     sizes
         Of axes, as far as they are known.
-    reasons
+    origins
         For each size where it is from.
     products
         Products of unknown sizes of which the value is known.
@@ -83,7 +83,7 @@ class Solution:
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
     products: dict[Monomial, Fraction] = field(default_factory=dict)
     bounds: dict[str, tuple[int, int]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -113,7 +113,7 @@ def solve(
     for name, value in (relations or {}).items():
         solver.relate(name, value)
     for name, number in declared.items():
-        solver.learn(name, Fraction(number), f"declared: {name} = {number}", NOWHERE)
+        solver.learn(name, Fraction(number), Origin(what="declaration"))
     solver.run()
     return solver.out
 
@@ -151,20 +151,24 @@ class _Solver:
         negative[(name,)] = negative.get((name,), Fraction(0)) + 1
         self._open.append(Constraint(negative, 0, Origin(what=f"let {name} = ...")))
 
-    def learn(self, name: str, value: Fraction, reason: str, at: Position) -> bool:
-        """Note a size; whether it is one."""
+    def learn(self, name: str, value: Fraction, origin: Origin) -> bool:
+        """Note a size; whether it is one, and new."""
         if name in self._known:
             return False
         if value.denominator != 1 or value < 0:
-            shown = value.numerator if value.denominator == 1 else f"{float(value):.6g}"
-            if name.startswith("#"):
-                return False
-            message = f"{name} would have to be {shown}, which is no size"
-            self.out.findings.append(Finding("sizes", message, at, "", (reason,), fit=True))
+            if not name.startswith("#"):
+                message = f"{origin.what} would make {name} = {_number(value)}, which is no length"
+                self._tell(message, origin)
             return False
         self._known[name] = int(value)
-        self.out.reasons[name] = reason
+        self.out.origins[name] = origin
         return True
+
+    def _tell(self, message: str, origin: Origin, names: Iterable[str] = ()) -> None:
+        notes = tuple(f"{n} = {self._known[n]} by {self.out.origins[n]}" for n in names)
+        finding = Finding("sizes", message, origin.at, origin.rule, notes, fit=True)
+        if finding not in self.out.findings:
+            self.out.findings.append(finding)
 
     def run(self) -> None:
         """Solve until nothing more follows."""
@@ -185,9 +189,7 @@ class _Solver:
             elif len(unknown) == 1 and all(len(m) <= 1 for m in rest):
                 name = unknown.pop()
                 value = (constraint.total - rest.get((), Fraction(0))) / rest[(name,)]
-                origin = constraint.origin
-                if self.learn(name, value, str(origin), origin.at):
-                    progress = True
+                progress |= self.learn(name, value, constraint.origin)
             else:
                 left.append(constraint)
         self._open = left
@@ -196,28 +198,14 @@ class _Solver:
     def _check(self, constraint: Constraint, value: Fraction) -> None:
         if value == constraint.total:
             return
-        names = {n for m in constraint.polynomial for n in m}
-        atoms = self._atoms_of(names)
-        shown = str(value) if value.denominator == 1 else f"{float(value):.6g}"
-        sizes = " ".join(f"{n}={self._known[n]}" for n in sorted(atoms) if n in self._known)
+        names = self._atoms_of(n for m in constraint.polynomial for n in m)
+        sizes = " ".join(f"{n}={self._known[n]}" for n in names)
         origin = constraint.origin
-        self.out.findings.append(
-            Finding(
-                "sizes",
-                f"{origin.what} has length {constraint.total}, and {sizes} make it {shown}",
-                origin.at,
-                origin.rule,
-                tuple(
-                    f"{n} = {self._known[n]}  by {self.out.reasons[n]}"
-                    for n in sorted(atoms)
-                    if n in self._known
-                ),
-                fit=True,
-            )
-        )
+        message = f"{origin.what} has length {constraint.total}, and {sizes} make it"
+        self._tell(f"{message} {_number(value)}", origin, names)
 
-    def _atoms_of(self, names: Iterable[str]) -> set[str]:
-        """Return the sizes behind some unknowns of their own."""
+    def _atoms_of(self, names: Iterable[str]) -> list[str]:
+        """Return the known sizes behind some unknowns."""
         out: set[str] = set()
         stack = list(names)
         while stack:
@@ -227,7 +215,7 @@ class _Solver:
                 stack += [n for m in inner for n in m]
             else:
                 out.add(name)
-        return out
+        return sorted(out & set(self._known))
 
     def _forward(self) -> bool:
         """Work out derived lengths, and stated sizes, from what is known by now."""
@@ -243,7 +231,7 @@ class _Solver:
                 continue
             del self._derived[name]
             if name not in self._known:
-                progress |= self.learn(name, Fraction(value), "", NOWHERE)
+                progress |= self.learn(name, Fraction(value), Origin())
             elif self._known[name] != value:
                 self._off(name, derived, int(number), value)
         for name, stated in list(self._late.items()):
@@ -252,18 +240,16 @@ class _Solver:
             except CkptdError:
                 continue
             del self._late[name]
-            progress |= self.learn(name, Fraction(value), f"let {name} = ...", NOWHERE)
+            progress |= self.learn(name, Fraction(value), Origin(what=f"let {name} = ..."))
         return progress
 
     def _off(self, name: str, derived: Derived, inner: int, value: int) -> None:
         """Note that a padded or cut length is not what was observed."""
         what = "padded" if isinstance(derived, Padded) else "cut"
-        names = sorted(self._atoms_of([name]))
+        names = self._atoms_of([name])
         sizes = " ".join(f"{n}={self._known[n]}" for n in names)
         message = f"{sizes}: {inner} {what} gives {value}, and {self._known[name]} was observed"
-        notes = tuple(f"{n} = {self._known[n]}  by {self.out.reasons[n]}" for n in names)
-        reason = self.out.reasons[name]
-        self.out.findings.append(Finding("sizes", message, notes=(reason, *notes), fit=True))
+        self._tell(message, self.out.origins[name], names)
 
     def _joint(self) -> bool:
         """Solve for unknown products together, then for sizes from their ratios."""
@@ -275,21 +261,22 @@ class _Solver:
         for members in wrong:
             self._contradict(sorted(members))
         progress = False
-        reasons = {m: self._reason(members) for m, (_, members) in products.items()}
         self.out.products = {m: value for m, (value, _) in products.items()}
         for monomial, (value, members) in products.items():
             if len(monomial) == 1:
-                at = self._open[min(members)].origin.at
-                progress |= self.learn(monomial[0], value, reasons[monomial], at)
+                progress |= self.learn(monomial[0], value, self._origin(members))
         if progress:
             return True
         for name, value in ratios(self.out.products).items():
-            progress |= self.learn(name, value, "ratios of observed lengths", NOWHERE)
+            progress |= self.learn(name, value, Origin(what="ratios of observed lengths"))
         return progress
 
-    def _reason(self, members: Iterable[int]) -> str:
-        origins = [str(self._open[k].origin) for k in sorted(members)]
-        return " and ".join(origins[:3])
+    def _origin(self, members: Iterable[int]) -> Origin:
+        """Return where something is from that several constraints together say."""
+        first, *others = (self._open[k].origin for k in sorted(members))
+        if not others:
+            return first
+        return replace(first, what=f"{first.what} and {others[0]}")
 
     def _contradict(self, members: Sequence[int]) -> None:
         first, *others = (self._open[k].origin for k in members)
@@ -312,7 +299,10 @@ class _Solver:
             except CkptdError:
                 continue
             whole, factor = self._known[name], inner[names[0]]
-            if len(names[0]) == 1 and multiple > 0 and factor.denominator == 1:
+            if multiple < 1 or whole % multiple:
+                message = f"{whole} is no multiple of {multiple}, to which this rule pads"
+                self._tell(message, self.out.origins[name])
+            elif len(names[0]) == 1 and factor.denominator == 1:
                 low = (whole - multiple) // int(factor) + 1
                 self.out.bounds[names[0][0]] = (max(low, 0), whole // int(factor))
 
@@ -326,3 +316,7 @@ def _derived(derived: Derived, inner: int | Fraction, scope: Scope) -> int | Non
     except CkptdError:
         return None
     return stop - start
+
+
+def _number(value: Fraction) -> str:
+    return str(value) if value.denominator == 1 else f"{float(value):.6g}"

@@ -30,6 +30,7 @@ from ckptd.layout.lay.dims import (
     Value,
     Widths,
 )
+from ckptd.layout.lay.held import split_axes
 
 __all__ = [
     "Derived",
@@ -39,7 +40,6 @@ __all__ = [
     "Polynomial",
     "constant",
     "of_value",
-    "split_axes",
     "substituted",
     "summable",
     "times",
@@ -115,7 +115,7 @@ class Lengths:
                 out = constant(1)
                 left = axes
                 for part in dim.parts:
-                    mine = frozenset(left & split_axes(part))
+                    mine = left & frozenset(split_axes(part))
                     left -= mine
                     out = times(out, self.summed(part, mine))
                 return times(out, constant(self._count(left)))
@@ -234,20 +234,6 @@ def _sum(polynomials: list[Polynomial]) -> Polynomial:
     if len(out) > _MAX_TERMS:
         raise UsageError(f"a dimension with more than {_MAX_TERMS} terms", kind="lay-rule")
     return out
-
-
-def split_axes(dim: Dim) -> frozenset[str]:
-    """Return the mesh axes that a dimension is split over."""
-    match dim:
-        case Split():
-            return split_axes(dim.inner) | {dim.axis}
-        case Pad():
-            return split_axes(dim.inner)
-        case Product():
-            return frozenset().union(*map(split_axes, dim.parts))
-        case Sum():
-            return frozenset().union(*(split_axes(b.dim) for b in dim.branches))
-    return frozenset()
 
 
 def summable(dim: Dim) -> bool:

@@ -1,0 +1,139 @@
+"""Everything that can be said of a layout without data.
+
+`check` needs the program only, `check_bound` sizes, and with what was observed also tells which
+rules would fit. Nothing here looks at single cells: rules are compared by what they hold along
+each axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ckptd.errors import UsageError
+from ckptd.layout.lay.check_blocks import block_findings
+from ckptd.layout.lay.check_cover import between_findings, uncovered_findings
+from ckptd.layout.lay.check_fit import Shapes, fit_findings
+from ckptd.layout.lay.check_names import missing_findings
+from ckptd.layout.lay.check_rules import rule_findings
+from ckptd.layout.lay.check_statements import statement_findings
+from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.node import NOWHERE
+from ckptd.layout.lay.observe import bind_all
+from ckptd.layout.lay.observed import Observed, Seen, from_ranks, from_stored, unmatched
+from ckptd.layout.lay.program import File
+from ckptd.layout.lay.resolve import Loader, resolve_all
+
+__all__ = ["Observation", "check", "check_bound", "check_program"]
+
+Shape: TypeAlias = tuple[int, ...]
+
+Observation: TypeAlias = Mapping[str, Shape] | Mapping[int, Mapping[str, Shape]]
+"""Shapes of stored tensors by name, or of local tensors by rank and name."""
+
+
+def check(resolved: Resolved) -> list[Finding]:
+    """Check a layout by itself.
+
+    Returns
+    -------
+    list of Finding
+        Axes that a rule misses or has twice, mesh axes that cut twice, names that are never
+        reached, tensors that two rules hold or none, and what does not exist.
+    """
+    return [
+        *rule_findings(resolved),
+        *between_findings(resolved),
+        *uncovered_findings(resolved),
+        *statement_findings(resolved),
+    ]
+
+
+def check_bound(bound: Bound, observed: Observation | None = None) -> list[Finding]:
+    """Check a layout with its sizes, and what was observed.
+
+    Parameters
+    ----------
+    bound
+        The layout and its sizes; sizes may be missing, what needs them is then not checked.
+    observed
+        Names and shapes.
+
+    Returns
+    -------
+    list of Finding
+        Splits that do not divide, recorded widths that do not add up, cuts inside of quantized
+        blocks, cells that no rule holds, names without a rule, shapes that the rules do not make;
+        with rules that would fit.
+    """
+    found = None if observed is None else _sorted(bound.layout, observed)
+    findings = list(fit_findings(bound, _shapes(found)))
+    findings += block_findings(bound)
+    stored = found is not None and found.stored
+    for finding in uncovered_findings(bound.layout, bound.sizes):
+        # What a checkpoint does not have cannot be held; a model's first layers may differ.
+        findings.append(finding.as_warning() if stored else finding)
+    if found is not None:
+        findings += unmatched(found, bound.layout)
+        findings += missing_findings(found, bound.layout)
+    return findings
+
+
+def check_program(
+    files: Sequence[File],
+    layout: str,
+    load: Loader | None = None,
+    observed: Observation | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> list[Finding]:
+    """Check a layout of a program as far as possible; the findings are in the program's order.
+
+    Parameters
+    ----------
+    files, layout, load
+        As `ckptd.layout.lay.resolve.resolve`.
+    observed
+        Names and shapes; None to check the program alone.
+    sizes
+        Sizes of axes that are known besides.
+    """
+    try:
+        resolved, findings = resolve_all(files, layout, load)
+    except UsageError as error:
+        notes = tuple(t for t in (error.wanted, error.hint) if t)
+        return [Finding("program", error.message, NOWHERE, error.where or "", notes)]
+    findings += check(resolved)
+    if observed is not None or sizes:
+        found = None if observed is None else _sorted(resolved, observed)
+        bound, unbound = bind_all(resolved, found, sizes)
+        # Names are compared with all rules of the program, not only with those that are used.
+        fits = [f for f in check_bound(bound, observed) if f.code != "unmatched"]
+        told = {(f.at, f.code) for f in fits}
+        rules = {f.at for f in fits if f.code in ("shape", "indivisible", "uncovered")}
+        # The solver tells that sizes contradict each other; a rule that would fit says more.
+        findings += fits
+        findings += [
+            f
+            for f in unbound
+            if (f.at, f.code) not in told and not (f.code == "sizes" and f.at in rules)
+        ]
+    return sorted(dict.fromkeys(findings), key=lambda f: (f.at.file, f.at.line, f.at.column))
+
+
+def _sorted(layout: Resolved, observed: Observation) -> Observed:
+    names = {n: s for n, s in observed.items() if isinstance(n, str) and isinstance(s, Sequence)}
+    if names or not observed:
+        return from_stored(layout, names)
+    ranks = {r: s for r, s in observed.items() if isinstance(r, int) and isinstance(s, Mapping)}
+    return from_ranks(layout, ranks)
+
+
+def _shapes(observed: Observed | None) -> Shapes:
+    """Return the observed shape of each rule at coordinates, the first of several."""
+    out: dict[int, dict[tuple[tuple[str, int], ...], Seen]] = {}
+    for instance in observed.instances.values() if observed else ():
+        mine = out.setdefault(instance.equation, {})
+        for at, shapes in instance.shapes.items():
+            mine.setdefault(at, next(iter(shapes.values())))
+    return out

@@ -1,0 +1,280 @@
+"""Checks with sizes: what divides, what adds up, and what the observed shapes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from ckptd.errors import CkptdError
+from ckptd.layout.lay.boxes import padded, sequence
+from ckptd.layout.lay.check_suggest import Candidate, candidates, put, split_candidates
+from ckptd.layout.lay.cut import Scope, evaluate, part
+from ckptd.layout.lay.dims import Atom, Dim, Even, One, Pad, Product, Split, Sum, Widths
+from ckptd.layout.lay.equation import Bound, Equation, MeshShape
+from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.observed import Coordinates, Seen
+from ckptd.layout.lay.printer import show
+
+__all__ = ["Shapes", "fit_findings"]
+
+Shape = tuple[int, ...]
+Shapes = Mapping[int, Mapping[Coordinates, Seen]]
+"""By number of the equation in the bound layout: the observed shape at coordinates."""
+
+_MAX_LENGTHS = 4096
+
+
+def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:
+    """Yield the splits that do not divide or add up, and shapes that are not the rules'."""
+    mesh = bound.layout.mesh or MeshShape(1, {}, {})
+    scope = Scope(bound.sizes, mesh.extents, bound.layout.refined)
+    piped = {(p.axis, p.splits) for p in bound.layout.pipes}
+    for number, looked_up in enumerate(bound.layout.equations):
+        equation = _as_written(looked_up, bound.layout.refined)
+        seen = shapes.get(number, {})
+        told = False
+        for index in (p for p in equation.name.parts if isinstance(p, Index)):
+            if (index.axis, tuple(a for a, _ in index.splits)) in piped:
+                continue
+            dim: Dim = Atom(index.axis)
+            for axis, how in index.splits:
+                dim = Split(dim, axis, how)
+            for finding in _splits(equation, -1, dim, scope, {}):
+                told = True
+                yield finding
+        for k, dim in enumerate(equation.dims):
+            for finding in _splits(equation, k, dim, scope, seen):
+                told = True
+                yield finding
+        if not told:
+            yield from _shapes(equation, scope, seen)
+
+
+def _as_written(equation: Equation, refined: Mapping[str, Dim]) -> Equation:
+    """Return a rule with the names of refined atoms, as people write it."""
+    dims = equation.dims
+    for name, parts in refined.items():
+        dims = tuple(put(d, parts, Atom(name)) for d in dims)
+    return replace(equation, dims=dims)
+
+
+# --- splits -------------------------------------------------------------------------------------
+
+
+def _splits(
+    equation: Equation, k: int, dim: Dim, scope: Scope, seen: Mapping[Coordinates, Seen]
+) -> Iterator[Finding]:
+    """Yield what is wrong with the splits of a dimension; `k` is -1 for an index in the name."""
+    for split in _all_splits(dim):
+        lengths = _lengths(split.inner, scope)
+        extent = scope.extents.get(split.axis)
+        if lengths is None or extent is None:
+            continue
+        for length in sorted(lengths):
+            wrong = _wrong_split(split, length, extent, scope)
+            if wrong is None:
+                continue
+            message, code = wrong
+            found: Sequence[Candidate] = ()
+            if code == "indivisible" and k >= 0:
+                found = split_candidates(equation, k, split, scope)
+            head, notes = _fits(found, equation, scope, seen)
+            if k < 0 and code == "indivisible":
+                cut = f"{{#{show(replace(split, how=Even('ceil')))}}}"
+                notes = (f"uneven, in the name: {cut}; or say which stage has which: pipe",)
+            text = f"{message}{'. ' + head if head else ''}"
+            yield Finding(code, text, equation.at, equation.text, notes, fit=True)
+            return
+
+
+def _wrong_split(split: Split, length: int, extent: int, scope: Scope) -> tuple[str, str] | None:
+    """Return what is wrong with a split of a sequence of some length, and its code."""
+    what = _named(split.inner, length)
+    if isinstance(split.how, Widths):
+        total = sum(split.how.widths)
+        if total == length:
+            return None
+        left = length - total
+        rest = (
+            f"the last {left if left > 1 else 'one'} {'are' if left > 1 else 'is'} held by nobody"
+            if total < length
+            else (f"the widths hold {total - length} too many")
+        )
+        widths = " ".join(map(str, split.how.widths))
+        return f"{what}, and the widths [{widths}] add up to {total}: {rest}", "uncovered"
+    grain = evaluate(split.how.grain, scope)
+    if grain < 1:
+        return f"the grain of @{split.axis} is {grain}", "grain"
+    units = -(-length // grain)
+    if split.how.rule != "even" or units % extent == 0:
+        return None
+    unit = f", in {units} units of {grain}," if grain > 1 else ""
+    return f"{what}{unit} does not divide over {split.axis}={extent} (even)", "indivisible"
+
+
+def _named(dim: Dim, length: int) -> str:
+    if isinstance(dim, Atom):
+        return f"{dim.name}={length}"
+    return f"{show(dim)}, which is {length} long,"
+
+
+def _all_splits(dim: Dim) -> Iterator[Split]:
+    """Yield the splits of a dimension, inner ones first."""
+    match dim:
+        case Split():
+            yield from _all_splits(dim.inner)
+            yield dim
+        case Pad():
+            yield from _all_splits(dim.inner)
+        case Product():
+            for one in dim.parts:
+                yield from _all_splits(one)
+        case Sum():
+            for branch in dim.branches:
+                yield from _all_splits(branch.dim)
+
+
+def _lengths(dim: Dim, scope: Scope) -> frozenset[int] | None:
+    """Return all lengths that a dimension has on some rank; None if a size is not known."""
+    try:
+        return _all_lengths(dim, scope)
+    except CkptdError:
+        return None
+
+
+def _all_lengths(dim: Dim, scope: Scope) -> frozenset[int]:
+    match dim:
+        case Atom() if dim.name in scope.refined:
+            return _all_lengths(scope.refined[dim.name], scope)
+        case Atom():
+            return frozenset([scope.size(dim.name)])
+        case One():
+            return frozenset([1])
+        case Pad():
+            return frozenset(padded(n, dim, scope) for n in _all_lengths(dim.inner, scope))
+        case Product():
+            out = frozenset([1])
+            for one in dim.parts:
+                out = _few(a * b for a, b in product(out, _all_lengths(one, scope)))
+            return out
+        case Sum():
+            out = frozenset([0])
+            for branch in dim.branches:
+                out = _few(a + b for a, b in product(out, _all_lengths(branch.dim, scope)))
+            return out
+        case Split():
+            return _few(_part_lengths(dim, scope))
+    return frozenset()
+
+
+def _part_lengths(split: Split, scope: Scope) -> Iterator[int]:
+    extent = scope.extent(split.axis)
+    for length in _all_lengths(split.inner, scope):
+        if isinstance(split.how, Widths):
+            yield from split.how.widths
+            continue
+        # First, last and the ones next to where a formula changes: parts have few lengths.
+        grain = max(1, evaluate(split.how.grain, scope))
+        units = -(-length // grain)
+        edges = {0, extent - 1, units % extent, -(-units // max(1, -(-units // extent)))}
+        edges |= {e - 1 for e in edges}
+        rule = Even("ceil", split.how.grain) if split.how.rule == "even" else split.how
+        for coordinate in sorted(e for e in edges if 0 <= e < extent):
+            start, stop = part(length, rule, extent, coordinate, scope)
+            yield stop - start
+
+
+def _few(lengths: Iterator[int]) -> frozenset[int]:
+    out: set[int] = set()
+    for length in lengths:
+        out.add(length)
+        if len(out) == _MAX_LENGTHS:
+            break
+    return frozenset(out)
+
+
+# --- observed shapes ----------------------------------------------------------------------------
+
+
+def _shapes(
+    equation: Equation, scope: Scope, seen: Mapping[Coordinates, Seen]
+) -> Iterator[Finding]:
+    """Yield a finding if the observed shapes are not those of a rule."""
+    for at, found in seen.items():
+        shape = _shape(equation.dims, scope, dict(at) if at or not _stored(seen) else None)
+        if shape is None or shape == found.shape:
+            continue
+        where = f" on rank {found.rank}" if found.rank is not None else ""
+        message = (
+            f"{found.name} is {_show(found.shape)}{where}, and this rule makes it {_show(shape)}"
+        )
+        head, notes = _fits(candidates(equation, scope), equation, scope, seen)
+        text = f"{message}. {head}" if notes else message
+        yield Finding("shape", text, equation.at, equation.text, notes, fit=True)
+        return
+
+
+def _stored(seen: Mapping[Coordinates, Seen]) -> bool:
+    return all(s.rank is None for s in seen.values())
+
+
+def _fits(
+    found: Sequence[Candidate],
+    equation: Equation,
+    scope: Scope,
+    seen: Mapping[Coordinates, Seen],
+) -> tuple[str, tuple[str, ...]]:
+    """Return which candidates have the observed shapes, as text."""
+    if not found:
+        return "", ()
+    accepted, rejected = [], []
+    for candidate in found:
+        wide = replace(scope, extents={**scope.extents, **candidate.extents})
+        needs = None
+        for at, observed in seen.items():
+            shape = _shape(candidate.dims, wide, candidate.coordinates(dict(at)))
+            if shape != observed.shape:
+                needs = shape
+                break
+        else:
+            if seen or _divides(candidate.dims, wide):
+                accepted.append(candidate)
+            continue
+        if needs is not None and candidate.worth_telling:
+            rejected.append((candidate, needs))
+    accepted, rejected = accepted[:4], rejected[:2]
+    width = max((len(c.shown) for c in (*accepted, *(c for c, _ in rejected))), default=0)
+    notes = [f"{c.shown:<{width}}   {c.why}" for c in accepted]
+    notes += [f"{c.shown:<{width}}   {c.why}: needs {_show(s)}, rejected" for c, s in rejected]
+    if not seen:
+        return ("These would:" if notes else "", tuple(notes))
+    first = next(iter(seen.values()))
+    local = "local " if first.rank is not None else ""
+    verb = "fits:" if accepted else "fits none of:"
+    return (f"Observed {local}shape {_show(first.shape)} {verb}" if notes else "", tuple(notes))
+
+
+def _divides(dims: Sequence[Dim], scope: Scope) -> bool:
+    return all(
+        lengths is not None
+        and all(_wrong_split(s, n, scope.extents.get(s.axis, 1), scope) is None for n in lengths)
+        for d in dims
+        for s in _all_splits(d)
+        for lengths in [_lengths(s.inner, scope)]
+    )
+
+
+def _shape(
+    dims: Sequence[Dim], scope: Scope, coordinates: Mapping[str, int] | None
+) -> Shape | None:
+    """Return a shape at some coordinates; None if it cannot be computed."""
+    try:
+        return tuple(sequence(d, scope, coordinates).length for d in dims)
+    except CkptdError:
+        return None
+
+
+def _show(shape: Shape) -> str:
+    return f"[{','.join(map(str, shape))}]"
