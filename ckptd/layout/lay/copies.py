@@ -8,7 +8,7 @@ and states in nothing but what flats make of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.boxes import Run
 from ckptd.layout.lay.equation import Bound, Tags
 from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
-from ckptd.layout.lay.meet import Meeting, meetings, piece_blocks
+from ckptd.layout.lay.meet import Meeting, every_meeting, meetings, piece_blocks
 from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
@@ -28,7 +28,11 @@ from ckptd.layout.lay.values import Values, values
 from ckptd.layout.templates import Templates
 from ckptd.types import Box
 
-__all__ = ["Composition", "Copy", "TargetPlan", "compose"]
+__all__ = ["Composition", "Copy", "TargetPlan", "compose", "gap"]
+
+
+Group = tuple[Meeting, ...]
+"""Meetings with one source tensor."""
 
 
 class Copy(NamedTuple):
@@ -86,16 +90,19 @@ class Composition:
     grids
         The pieces of a stored source tensor by its name, where they are other ones than those
         of the source's own stored form.
+    receivers
+        Read backwards: `target` gives, and all rules of `source` that want something get it.
     """
 
     source: StoredForm
     target: StoredForm
     grids: Callable[[str], Grid] | None = None
+    receivers: bool = False
     _parts: Templates[object, Parts] = field(default_factory=lambda: Templates(_KEPT))
-    _meetings: Templates[object, tuple[Meeting, ...]] = field(
+    _meetings: Templates[object, tuple[Group, ...]] = field(
         default_factory=lambda: Templates(_KEPT)
     )
-    _pieces: Templates[tuple[Meeting, Grid], tuple[tuple[int, tuple[Block, ...]], ...]] = field(
+    _pieces: Templates[tuple[Group, Grid], tuple[tuple[int, tuple[Block, ...]], ...]] = field(
         default_factory=lambda: Templates(_KEPT)
     )
 
@@ -159,10 +166,10 @@ class Composition:
             rule = self.target.rules[p.rule]
             name, parts = self.local_parts(rule, rule.who(coordinates), p)
             copies += self._copies(rule, p.indexes, tensor.state, name, parts)
-            fills += _gap(end, p.at)
+            fills += gap(end, p.at)
             fills += parts.fills
             end = p.at + p.hi - p.lo
-        fills += _gap(end, tensor.numel)
+        fills += gap(end, tensor.numel)
         return TargetPlan(tensor.numel, _ordered(copies), tuple(fills))
 
     # --- targets --------------------------------------------------------------------------------
@@ -183,11 +190,12 @@ class Composition:
     @cached_property
     def holders(self) -> Mapping[str, tuple[tuple[RuleForm, Tags], ...]]:
         """The source's rules by the families that they hold."""
-        out: dict[str, tuple[tuple[RuleForm, Tags], ...]] = {}
-        for rule in self.source.stored_rules:
-            for tags, family in rule.equation.families.items():
-                out[family.name] = (*out.get(family.name, ()), (rule, tags))
-        return out
+        return _by_family(self.source.rules if self.receivers else self.source.stored_rules)
+
+    @cached_property
+    def givers(self) -> Mapping[str, tuple[tuple[RuleForm, Tags], ...]]:
+        """The target's rules by the families that they hold, for reading backwards."""
+        return _by_family(self.target.stored_rules)
 
     @cached_property
     def _free(self) -> dict[int, tuple[bool, ...]]:
@@ -205,13 +213,15 @@ class Composition:
                 for source, tags in self.holders.get(family.name, ()):
                     asked |= set(source.equation.pinned)
                     asked |= {r.axis for d in source.whole.get(tags, ()) for r in d.runs}
+                for giver, _ in self.givers[family.name] if self.receivers else ():
+                    asked |= set(giver.equation.pinned)
             self._free[rule.number] = tuple(a not in asked for a in rule.indexes)
         return self._free[rule.number]
 
     def meetings(
         self, rule: RuleForm, indexes: tuple[int, ...], name: object, parts: Parts
-    ) -> tuple[Meeting, ...]:
-        """Return where the parts of a target meet the source.
+    ) -> tuple[Group, ...]:
+        """Return where the parts of a target meet the source, by source tensor.
 
         Parameters
         ----------
@@ -232,8 +242,12 @@ class Composition:
         key = (name, asked)
         found = self._meetings.get(key)
         if found is None:
-            found = tuple(m for p in parts.parts for m in self._meet(rule, asked, indexes, p))
-            self._meetings.put(key, found, weight=1 + len(found))
+            groups: dict[object, list[Meeting]] = {}
+            for part in parts.parts:
+                for m in self._meet(rule, asked, indexes, part):
+                    groups.setdefault((m.rule.number, m.indexes), []).append(m)
+            found = tuple(tuple(g) for g in groups.values())
+            self._meetings.put(key, found, weight=1 + sum(len(g) for g in found))
         return found
 
     def _meet(
@@ -248,9 +262,13 @@ class Composition:
         ranges |= {a: Run(a, n, 1, 0) for a, n in rule.equation.pinned.items()}
         ranges |= {r.axis: r for r in part.runs}
         names = [a for a, n in zip(rule.indexes, asked, strict=True) if n is None]
-        yield from meetings(
-            ranges, names, part.start, self.holders.get(family.name, ()), family.name
-        )
+        holders = self.holders.get(family.name, ())
+        if self.receivers:
+            givers = self.givers[family.name]
+            before = givers[: givers.index((rule, part.tags))]
+            yield from every_meeting(ranges, names, part.start, holders, before)
+        else:
+            yield from meetings(ranges, names, part.start, holders, family.name)
 
     def _copies(
         self, rule: RuleForm, indexes: tuple[int, ...], state: str, name: object, parts: Parts
@@ -258,27 +276,29 @@ class Composition:
         """Return the copies of one target tensor's parts, with where their sources stand."""
         out = []
         numbers = dict(zip(rule.indexes, indexes, strict=True))
-        for meeting in self.meetings(rule, indexes, name, parts):
+        for group in self.meetings(rule, indexes, name, parts):
+            giver = group[0].rule
             at = tuple(
                 numbers[a] if n is None else n
-                for a, n in zip(meeting.rule.indexes, meeting.indexes, strict=True)
+                for a, n in zip(giver.indexes, group[0].indexes, strict=True)
             )
-            key = (meeting.rule.number, at, state)
+            key = (giver.number, at, state)
             tensor = self._source(key)
-            change = self.values(meeting.rule, rule, state)
+            change = self.values(giver, rule, state)
             out += [
                 (key, Copy(tensor, piece, blocks, change))
-                for piece, blocks in self._cut(meeting, tensor.grid)
+                for piece, blocks in self._cut(group, tensor.grid)
             ]
         return out
 
-    def _cut(self, meeting: Meeting, grid: Grid) -> tuple[tuple[int, tuple[Block, ...]], ...]:
-        key = (meeting, grid)
+    def _cut(self, group: Group, grid: Grid) -> tuple[tuple[int, tuple[Block, ...]], ...]:
+        key = (group, grid)
         found = self._pieces.get(key)
         if found is None:
             blocks: dict[int, list[Block]] = {}
-            for piece, block in piece_blocks(meeting, grid):
-                blocks.setdefault(piece, []).append(block)
+            for meeting in group:
+                for piece, block in piece_blocks(meeting, grid):
+                    blocks.setdefault(piece, []).append(block)
             found = tuple((p, tuple(blocks[p])) for p in sorted(blocks))
             self._pieces.put(key, found, weight=1 + sum(len(b) for _, b in found))
         return found
@@ -315,14 +335,26 @@ class Composition:
         return {}
 
     @cached_property
-    def _values(self) -> dict[tuple[int, int, str], Values | None]:
+    def _values(self) -> dict[tuple[int, int, str, bool], Values | None]:
         return {}
 
-    def values(self, source: RuleForm, target: RuleForm, state: str) -> Values | None:
-        """Return what happens to values between two rules; None: nothing."""
-        key = (source.number, target.number, state)
+    def values(
+        self, source: RuleForm, target: RuleForm, state: str, *, live: bool = False
+    ) -> Values | None:
+        """Return what happens to values between two rules; None: nothing.
+
+        Parameters
+        ----------
+        source, target
+            The rules.
+        state
+            Short name of the state, or empty.
+        live
+            Whether the source is ranks: a stored tensor's replicas are combined already.
+        """
+        key = (source.number, target.number, state, live)
         if key not in self._values:
-            self._values[key] = values(source.equation, target.equation, state)
+            self._values[key] = values(source.equation, target.equation, state, live=live)
         return self._values[key]
 
 
@@ -351,6 +383,16 @@ def compose(
     return Composition(*agreed(source, target), grids)
 
 
+def _by_family(
+    rules: Iterable[RuleForm],
+) -> Mapping[str, tuple[tuple[RuleForm, Tags], ...]]:
+    out: dict[str, tuple[tuple[RuleForm, Tags], ...]] = {}
+    for rule in rules:
+        for tags, family in rule.equation.families.items():
+            out[family.name] = (*out.get(family.name, ()), (rule, tags))
+    return out
+
+
 def _ordered(copies: list[tuple[TensorKey, Copy]]) -> tuple[Copy, ...]:
     """Bring copies in the order of the source, one for each of its pieces."""
     merged: dict[tuple[TensorKey, int, Values | None], Copy] = {}
@@ -361,6 +403,6 @@ def _ordered(copies: list[tuple[TensorKey, Copy]]) -> tuple[Copy, ...]:
     return tuple(merged[at] for at in sorted(merged, key=lambda k: k[:2]))
 
 
-def _gap(lo: int, hi: int) -> list[Fill]:
-    """What lies between the tensors of a buffer."""
+def gap(lo: int, hi: int) -> list[Fill]:
+    """Return the fill between two tensors of a buffer."""
     return [Fill(((hi - lo, 1),), lo, 0.0)] if lo < hi else []

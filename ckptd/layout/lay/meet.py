@@ -28,6 +28,7 @@ __all__ = [
     "block",
     "crossings",
     "cut_flat",
+    "every_meeting",
     "meetings",
     "piece_blocks",
 ]
@@ -117,6 +118,35 @@ def meetings(
             where=where,
             wanted=shown,
         )
+
+
+def every_meeting(
+    ranges: Mapping[str, Run],
+    names: Sequence[str],
+    start: int,
+    holders: Sequence[tuple[RuleForm, Tags]],
+    before: Sequence[tuple[RuleForm, Tags]],
+) -> Iterator[Meeting]:
+    """Yield what each of some rules holds of a box over axes, whatever the others hold.
+
+    Parameters
+    ----------
+    ranges, names, start, holders
+        As in `meetings`.
+    before
+        Rules that take their part of the box first; nothing of it is left for `holders`.
+    """
+    left = [(dict(ranges), start)]
+    for rule, _ in before:
+        rest: list[tuple[dict[str, Run], int]] = []
+        for box, at in left:
+            _pinned(box, at, rule, rest)
+        left = rest
+    for rule, tags in holders:
+        for box, at in left:
+            inside = _pinned(box, at, rule, [])
+            if inside is not None:
+                yield from _meet(*inside, names, rule, tags)
 
 
 def _pinned(

@@ -28,7 +28,7 @@ class Values(NamedTuple):
     target: tuple[Modifier, ...]
 
 
-def values(source: Equation, target: Equation, state: str) -> Values | None:
+def values(source: Equation, target: Equation, state: str, *, live: bool) -> Values | None:
     """Return what happens to the values of a state; None: nothing.
 
     Types and quantization are those of the parameter, shifts and scales also those of its master
@@ -40,12 +40,15 @@ def values(source: Equation, target: Equation, state: str) -> Values | None:
         The rules.
     state
         Short name of the state, or empty.
+    live
+        Whether the source is ranks: a stored tensor's replicas are combined already.
     """
-    kinds: tuple[type[Modifier], ...] = (Average,)
+    kinds: tuple[type[Modifier], ...] = ()
     if state == "":
-        kinds = (Average, Cast, Affine, Quantized)
+        kinds = (Cast, Affine, Quantized)
     elif state == MASTER:
-        kinds = (Average, Affine)
-    read = tuple(m for m in source.modifiers if isinstance(m, kinds))
+        kinds = (Affine,)
+    combined = (Average, *kinds) if live else kinds
+    read = tuple(m for m in source.modifiers if isinstance(m, combined))
     written = tuple(m for m in target.modifiers if isinstance(m, kinds))
     return Values(read, written) if read or written else None

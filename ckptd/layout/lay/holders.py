@@ -1,0 +1,144 @@
+"""All ranks that hold a cell, without a list of them, and which of them gives it to whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.layout.lay.cut import Ints
+from ckptd.layout.lay.equation import MeshShape
+from ckptd.layout.lay.places import free_ranges
+from ckptd.layout.lay.ruleform import RuleForm
+
+__all__ = ["Holders", "choose", "holders_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Ranks: one of some numbers, plus any digits at some places.
+
+    Attributes
+    ----------
+    numbers
+        Without the free digits.
+    free
+        ``(stride, count)`` of digits that may be anything.
+    """
+
+    numbers: Ints
+    free: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def count(self) -> int:
+        """Number of ranks."""
+        return len(self.numbers) * math.prod(n for _, n in self.free)
+
+    @cached_property
+    def first(self) -> int:
+        """Lowest rank."""
+        return int(self.numbers.min())
+
+    def all(self) -> Ints:
+        """Return all ranks, in no order."""
+        return self.nth(np.arange(self.count, dtype=np.int64))
+
+    def nth(self, which: Ints) -> Ints:
+        """Return the ranks of some numbers below `count`."""
+        which, at = np.divmod(which, len(self.numbers))
+        ranks: Ints = self.numbers[at]
+        for stride, n in self.free:
+            which, digit = np.divmod(which, n)
+            ranks = ranks + digit * stride
+        return ranks
+
+    def has(self, ranks: Ints) -> NDArray[np.bool_]:
+        """Whether each of some ranks is one of them."""
+        left = ranks
+        for stride, n in self.free:
+            left = left - ranks // stride % n * stride
+        return np.isin(left, self.numbers)
+
+
+def holders_of(
+    rule: RuleForm, indexes: tuple[int, ...], cell: Sequence[int], zero: Sequence[str]
+) -> Holders:
+    """Return the ranks that hold a cell of a tensor.
+
+    Parameters
+    ----------
+    rule, indexes
+        The tensor.
+    cell
+        Number of the cell in each dimension. Cells that no rank has (fills inside of a split)
+        have no holders.
+    zero
+        Axes on which only coordinate 0 counts: those of flats and of averages.
+    """
+    axes = rule.axes | set(zero)
+    free = free_ranges(rule.mesh, axes) if rule.plain else None
+    if free is None:
+        return Holders(_listed(rule, indexes, cell, zero), ())
+    numbers = np.array([rule.base(indexes)], dtype=np.int64)
+    for held, places, c in zip(rule.held, rule.places, cell, strict=True):
+        numbers = np.add.outer(numbers, places.ranks[held.holders(c)]).reshape(-1)
+    return Holders(numbers, tuple(free))
+
+
+def _listed(
+    rule: RuleForm, indexes: tuple[int, ...], cell: Sequence[int], zero: Sequence[str]
+) -> Ints:
+    """Look at all ranks: for meshes whose axes share digits of a rank's number."""
+    mesh: MeshShape = rule.mesh
+    wanted = rule.fixed(indexes) | dict(rule.on) | dict.fromkeys(zero, 0)
+    ranks = np.arange(mesh.world, dtype=np.int64)
+    keep = np.ones(mesh.world, dtype=bool)
+    for axis, coordinate in wanted.items():
+        if mesh.strides[axis]:
+            keep &= ranks // mesh.strides[axis] % mesh.extents[axis] == coordinate
+    found = []
+    for rank in ranks[keep].tolist():
+        who = rule.who(mesh.coordinates(rank))
+        pairs = zip(rule.held, who, cell, strict=True)
+        if all(i in held.holders(c) for held, i, c in pairs):
+            found.append(rank)
+    return np.array(found, dtype=np.int64)
+
+
+def choose(holders: Holders, ranks: Ints, nearest: Ints, seed: Sequence[int]) -> Ints:
+    """Return for each of some ranks which holder it takes a cell from.
+
+    The nearest if it is one, else one by a hash of the rank's number and the cell: a pure
+    function, so that the two sides of a transfer agree without a word, and the load is spread.
+
+    Parameters
+    ----------
+    holders
+        Who has the cell.
+    ranks
+        Who wants it.
+    nearest
+        For each of them the rank that it would best take it from: itself, as numbers on either
+        side mean the same process, or the one that leads its flat.
+    seed
+        What tells the cell from others.
+    """
+    number = np.zeros(len(ranks), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for value in (*seed, None):
+            mixed = ranks.astype(np.uint64) if value is None else np.uint64(value)
+            number = _mixed(number ^ mixed)
+    which = (number % np.uint64(holders.count)).astype(np.int64)
+    return np.where(holders.has(nearest), nearest, holders.nth(which))
+
+
+def _mixed(number: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of splitmix64."""
+    number = number + np.uint64(0x9E3779B97F4A7C15)
+    number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return number ^ (number >> np.uint64(31))
