@@ -10,10 +10,10 @@ from ckptd.errors import CkptdError
 from ckptd.layout.lay.boxes import padded, sequence
 from ckptd.layout.lay.check_suggest import Candidate, candidates, put, split_candidates
 from ckptd.layout.lay.cut import Scope, evaluate, part
-from ckptd.layout.lay.dims import Atom, Dim, Even, One, Pad, Product, Split, Sum, Widths
+from ckptd.layout.lay.dims import Atom, Dim, Even, How, One, Pad, Product, Split, Sum, Widths
 from ckptd.layout.lay.equation import Bound, Equation, MeshShape
 from ckptd.layout.lay.finding import Finding
-from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.name import Index, Name
 from ckptd.layout.lay.observed import Coordinates, Seen
 from ckptd.layout.lay.printer import show
 
@@ -31,19 +31,17 @@ def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:
     mesh = bound.layout.mesh or MeshShape(1, {}, {})
     scope = Scope(bound.sizes, mesh.extents, bound.layout.refined)
     piped = {(p.axis, p.splits) for p in bound.layout.pipes}
+    indexes: set[tuple[str, tuple[tuple[str, How], ...]]] = set()
     for number, looked_up in enumerate(bound.layout.equations):
         equation = _as_written(looked_up, bound.layout.refined)
         seen = shapes.get(number, {})
         told = False
         for index in (p for p in equation.name.parts if isinstance(p, Index)):
-            if (index.axis, tuple(a for a, _ in index.splits)) in piped:
-                continue
-            dim: Dim = Atom(index.axis)
-            for axis, how in index.splits:
-                dim = Split(dim, axis, how)
-            for finding in _splits(equation, -1, dim, scope, {}):
-                told = True
-                yield finding
+            key = (index.axis, index.splits)
+            # Many rules have the same index: the first one is told.
+            if key not in indexes and (index.axis, tuple(a for a, _ in key[1])) not in piped:
+                indexes.add(key)
+                yield from _index(equation, index, scope)
         for k, dim in enumerate(equation.dims):
             for finding in _splits(equation, k, dim, scope, seen):
                 told = True
@@ -58,6 +56,20 @@ def _as_written(equation: Equation, refined: Mapping[str, Dim]) -> Equation:
     for name, parts in refined.items():
         dims = tuple(put(d, parts, Atom(name)) for d in dims)
     return replace(equation, dims=dims)
+
+
+def _index(equation: Equation, index: Index, scope: Scope) -> Iterator[Finding]:
+    """Yield what is wrong with the splits of an index in a name."""
+    dim: Dim = Atom(index.axis)
+    for axis, how in index.splits:
+        dim = Split(dim, axis, how)
+    for finding in _splits(equation, -1, dim, scope, {}):
+        notes = finding.notes
+        if finding.code == "indivisible":
+            uneven = tuple((a, Even("ceil") if isinstance(h, Even) else h) for a, h in index.splits)
+            cut = show(Name((replace(index, splits=uneven),)))
+            notes = (f"uneven, in the name: {cut}; or say which stage has which: pipe",)
+        yield replace(finding, notes=notes)
 
 
 # --- splits -------------------------------------------------------------------------------------
@@ -81,9 +93,6 @@ def _splits(
             if code == "indivisible" and k >= 0:
                 found = split_candidates(equation, k, split, scope)
             head, notes = _fits(found, equation, scope, seen)
-            if k < 0 and code == "indivisible":
-                cut = f"{{#{show(replace(split, how=Even('ceil')))}}}"
-                notes = (f"uneven, in the name: {cut}; or say which stage has which: pipe",)
             text = f"{message}{'. ' + head if head else ''}"
             yield Finding(code, text, equation.at, equation.text, notes, fit=True)
             return

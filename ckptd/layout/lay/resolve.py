@@ -4,6 +4,8 @@ What a rule may leave out, and where it comes from:
 
 - A rule whose name matches names of a layout that is used (``**.q_proj.weight``) overrides those
   rules: it takes over their names, and where it has ``_`` or ``...`` their dimensions.
+- ``use`` of a layout without rules (``fsdp``, ``zero1``) says what that layout says: how imported
+  rules are wrapped, which buffers there are. Of a layout with rules it takes over these only.
 - A reference may be the end of a tensor's name (``q``); the rule's sums append their tags.
 - ``alias E`` without dimensions takes those of the rule that holds E.
 - ``follow rows(linear_qkv)`` takes the first dimension of that rule. The tensors that it leads to
@@ -116,7 +118,7 @@ def _shipped(name: str) -> File:
 
 @dataclass(frozen=True)
 class _Statements:
-    """What a layout says besides its rules; it takes over nothing of that from what it uses."""
+    """What a layout says besides its rules."""
 
     flats: tuple[Flat, ...]
     pipes: tuple[Pipe, ...]
@@ -131,7 +133,7 @@ class _Statements:
             tuple(_flat(s, lets) for s in layout.statements if isinstance(s, Flat)),
             tuple(s for s in layout.statements if isinstance(s, Pipe)),
             tuple(s for s in layout.statements if isinstance(s, Object)),
-            files[-1] if files else None,
+            files[0] if files else None,
         )
 
 

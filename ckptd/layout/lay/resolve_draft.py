@@ -14,6 +14,7 @@ from ckptd.layout.lay.node import NOWHERE, Position
 from ckptd.layout.lay.pattern import encoded, filled, rule_regex
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Default, Layout, Rule, Stored, Use
+from ckptd.layout.lay.recipe import with_recipes
 from ckptd.layout.lay.resolve_lets import Lets
 from ckptd.layout.lay.resolve_source import Source
 
@@ -81,6 +82,7 @@ def draft(
     if name in inside or len(inside) == _MAX_DEPTH:
         raise UsageError(f"layout {name} uses itself", kind="lay-rule", where=_place(at))
     layout, file = source.layout(name, at)
+    layout = with_recipes(layout, lambda use: source.layout(use.name, use.at)[0])
     lets = Lets.of(source.lets_of(file), source.own_lets())
     out = Drafts(layout, spaces=[layout.space])
     imported = _imported(source, out, (*inside, name))
@@ -89,7 +91,7 @@ def draft(
     defaults = [s for s in layout.statements if isinstance(s, Default)]
     out.rules += _wrapped(out, left, [_with_lets(d, lets) for d in defaults])
     own_stored = [s for s in layout.statements if isinstance(s, Stored)]
-    out.stored = own_stored[-1] if own_stored else out.stored
+    out.stored = own_stored[0] if own_stored else out.stored
     return out
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 from ckptd.errors import CkptdError, UsageError
 from ckptd.layout.lay.node import Node, Position
 from ckptd.layout.lay.program import File, Layout, Let, Mesh, Space, Use
-from ckptd.layout.lay.recipe import with_recipes
+from ckptd.layout.lay.recipe import is_recipe, with_recipes
 
 __all__ = ["Loader", "Source"]
 
@@ -72,6 +72,10 @@ class Source:
         else:
             spaces = list(_items(self._own, Space)) or list(_items(self.files, Space))
         spaces = list(dict.fromkeys(spaces))
+        if not spaces and is_recipe(layout):
+            message = f"layout {layout.name} has no rules: it says how those of others are cut"
+            hint = f"layout x on M {{ use hf.llama; use {layout.name} }}"
+            raise _wrong(message, layout.at, hint)
         exact = [s for s in spaces if s.name == name]
         if len(exact or spaces) != 1:
             raise _unknown("space", name or f"that layout {layout.name} is of", spaces, layout.at)
