@@ -193,8 +193,8 @@ def measure(model: str, source_name: str, target_name: str, ranks: int) -> dict[
                 "plan_s": seconds,
                 "plan_cpu_s": cpu,
                 "tensors": len(plans),
-                "pieces": sum(len(p.copies) for p in plans),
-                "blocks": sum(len(c.blocks) for p in plans for c in p.copies),
+                "pieces": sum(len(s.pieces) for p in plans for s in p.sources),
+                "blocks": sum(len(b) for p in plans for s in p.sources for _, b in s.pieces),
                 "elements": sum(p.numel for p in plans),
                 "rank": rank,
             }

@@ -28,11 +28,15 @@ from ckptd.layout.lay.values import Values, values
 from ckptd.layout.templates import Templates
 from ckptd.types import Box
 
-__all__ = ["Composition", "Copy", "TargetPlan", "compose", "gap"]
+__all__ = ["Composition", "Copy", "SourceCopies", "TargetPlan", "compose", "gap"]
 
 
 Group = tuple[Meeting, ...]
 """Meetings with one source tensor."""
+
+
+Pieces = tuple[tuple[int, tuple[Block, ...]], ...]
+"""Pieces of a source tensor and what to copy out of each."""
 
 
 class Copy(NamedTuple):
@@ -61,6 +65,24 @@ class Copy(NamedTuple):
         return sum(b.numel for b in self.blocks)
 
 
+class SourceCopies(NamedTuple):
+    """What to copy out of one source tensor.
+
+    Attributes
+    ----------
+    source
+        The stored source tensor.
+    pieces
+        ``(piece, blocks)`` in rising order; layers and states share them.
+    values
+        What happens to the values on the way; None: nothing.
+    """
+
+    source: StoredTensor
+    pieces: Pieces
+    values: Values | None
+
+
 class TargetPlan(NamedTuple):
     """How one target buffer is filled.
 
@@ -68,15 +90,24 @@ class TargetPlan(NamedTuple):
     ----------
     numel
         Its number of elements.
-    copies
-        In the order of the source: rule by rule, index by index, piece by piece.
+    sources
+        In the order of the source: rule by rule, index by index.
     fills
         What no logical element stands for, and what to write there.
     """
 
     numel: int
-    copies: tuple[Copy, ...]
+    sources: tuple[SourceCopies, ...]
     fills: tuple[Fill, ...]
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """All copies, one for each source piece, in the order of the source."""
+        return tuple(
+            Copy(s.source, piece, blocks, s.values)
+            for s in self.sources
+            for piece, blocks in s.pieces
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +133,7 @@ class Composition:
     _meetings: Templates[object, tuple[Group, ...]] = field(
         default_factory=lambda: Templates(_KEPT)
     )
-    _pieces: Templates[tuple[Group, Grid], tuple[tuple[int, tuple[Block, ...]], ...]] = field(
-        default_factory=lambda: Templates(_KEPT)
-    )
+    _pieces: Templates[tuple[Group, Grid], Pieces] = field(default_factory=lambda: Templates(_KEPT))
 
     # --- what is asked for ----------------------------------------------------------------------
 
@@ -159,7 +188,7 @@ class Composition:
             As `piece`.
         """
         coordinates = self.target.mesh.coordinates(rank)
-        copies: list[tuple[TensorKey, Copy]] = []
+        copies: list[tuple[TensorKey, SourceCopies]] = []
         fills: list[Fill] = []
         end = 0
         for p in tensor.pieces:
@@ -272,7 +301,7 @@ class Composition:
 
     def _copies(
         self, rule: RuleForm, indexes: tuple[int, ...], state: str, name: object, parts: Parts
-    ) -> list[tuple[TensorKey, Copy]]:
+    ) -> list[tuple[TensorKey, SourceCopies]]:
         """Return the copies of one target tensor's parts, with where their sources stand."""
         out = []
         numbers = dict(zip(rule.indexes, indexes, strict=True))
@@ -285,13 +314,10 @@ class Composition:
             key = (giver.number, at, state)
             tensor = self._source(key)
             change = self.values(giver, rule, state)
-            out += [
-                (key, Copy(tensor, piece, blocks, change))
-                for piece, blocks in self._cut(group, tensor.grid)
-            ]
+            out.append((key, SourceCopies(tensor, self._cut(group, tensor.grid), change)))
         return out
 
-    def _cut(self, group: Group, grid: Grid) -> tuple[tuple[int, tuple[Block, ...]], ...]:
+    def _cut(self, group: Group, grid: Grid) -> Pieces:
         key = (group, grid)
         found = self._pieces.get(key)
         if found is None:
@@ -393,14 +419,22 @@ def _by_family(
     return out
 
 
-def _ordered(copies: list[tuple[TensorKey, Copy]]) -> tuple[Copy, ...]:
-    """Bring copies in the order of the source, one for each of its pieces."""
-    merged: dict[tuple[TensorKey, int, Values | None], Copy] = {}
+def _ordered(copies: list[tuple[TensorKey, SourceCopies]]) -> tuple[SourceCopies, ...]:
+    """Bring copies in the order of the source, together for each of its tensors."""
+    found: dict[tuple[TensorKey, Values | None], list[SourceCopies]] = {}
     for key, copy in copies:
-        at = (key, copy.piece, copy.values)
-        before = merged.get(at)
-        merged[at] = copy if before is None else before._replace(blocks=before.blocks + copy.blocks)
-    return tuple(merged[at] for at in sorted(merged, key=lambda k: k[:2]))
+        found.setdefault((key, copy.values), []).append(copy)
+    ordered = sorted(found.items(), key=lambda item: item[0][0])
+    return tuple(c[0] if len(c) == 1 else _together(c) for _, c in ordered)
+
+
+def _together(copies: list[SourceCopies]) -> SourceCopies:
+    """Merge what several parts of a buffer take from one source tensor."""
+    blocks: dict[int, tuple[Block, ...]] = {}
+    for copy in copies:
+        for piece, found in copy.pieces:
+            blocks[piece] = blocks.get(piece, ()) + found
+    return copies[0]._replace(pieces=tuple(sorted(blocks.items())))
 
 
 def gap(lo: int, hi: int) -> list[Fill]:

@@ -230,6 +230,10 @@ def crossings(first: int, steps: tuple[Step, ...], axis: Axis) -> Iterator[Cross
     axis
         The cells.
     """
+    steps = _joined(steps)
+    if len(steps) < 2 and all(s.source == 1 for s in steps):
+        yield from _interval(first, steps[0] if steps else Step(1, 1, 0), axis)
+        return
     lattice = [(s.size, s.source) for s in steps]
     at = first_from(lattice, 0) if all(s.size for s in steps) else None
     while at is not None:
@@ -244,6 +248,34 @@ def crossings(first: int, steps: tuple[Step, ...], axis: Axis) -> Iterator[Cross
         at = first_from(lattice, start + size - first)
 
 
+def _interval(first: int, step: Step, axis: Axis) -> Iterator[Crossing]:
+    """Yield the crossings of neighbours: what is left of most dimensions, and long for some."""
+    end = first + step.size
+    at, width, steps = first, -1, (step,)
+    while at < end:
+        cell = axis.cell_at(at)
+        start, size = axis.cell(cell)
+        n = min(end, start + size) - at
+        if n != width:
+            width, steps = n, (Step(n, 1, step.target),)
+        yield Crossing(cell, size, at - start, steps, (at - first) * step.target)
+        at += n
+
+
+def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Leave out dimensions of one, and join neighbours that step on alike on both sides."""
+    out: list[Step] = []
+    for size, source, target in steps:
+        if size == 1:
+            continue
+        last = out[-1] if out else None
+        if last is not None and (last.source, last.target) == (source * size, target * size):
+            out[-1] = Step(last.size * size, source, target)
+        else:
+            out.append(Step(size, source, target))
+    return tuple(out)
+
+
 def piece_blocks(meeting: Meeting, grid: Grid) -> Iterator[tuple[int, Block]]:
     """Yield ``(piece, block)`` for each piece of the source tensor that a meeting touches.
 
@@ -254,53 +286,60 @@ def piece_blocks(meeting: Meeting, grid: Grid) -> Iterator[tuple[int, Block]]:
     grid
         The source tensor's pieces; blocks are relative to a piece's first element.
     """
-    partials: list[tuple[int, int, int, int, tuple[Step, ...]]] = [(0, 1, 0, meeting.target, ())]
+    partials: list[_Partial] = [(0, 1, 0, meeting.target, ())]
     cells = 1
+    # Cells repeat a few shapes; each is worked out once.
+    made: dict[tuple[object, ...], tuple[Step, ...]] = {}
+    lowest: dict[tuple[Step, ...], _Lowest] = {}
     for (first, steps), axis in zip(reversed(meeting.dims), reversed(grid.axes), strict=True):
         found = list(crossings(first, steps, axis))
-        partials = [
-            (
-                c.cell * cells + cell,
-                numel * c.size,
-                source + c.offset * numel,
-                target + c.target,
-                (*(Step(n, s * numel, t) for n, s, t in c.steps), *inner),
-            )
-            for c in found
-            for cell, numel, source, target, inner in partials
-        ]
+        partials = [_extended(p, c, cells, made) for c in found for p in partials]
         cells *= axis.ncells
-    for cell, _, source, target, steps in partials:
-        whole = block(source, target, steps)
+    for cell, _, source, target, all_steps in partials:
+        shape = lowest.get(all_steps)
+        if shape is None:
+            shape = lowest[all_steps] = _lowest(all_steps)
+        whole = Block(shape[0], source, shape[1], target, shape[2])
         flat = grid.flat_axis(cell)
         if flat is None:
             yield cell, whole
         else:
             piece = grid.first_piece(cell)
-            for part, start, found_block in cut_flat(whole, flat):
-                yield piece + part, _moved(found_block, -start)
+            for part, start, block_in_flat in cut_flat(whole, flat):
+                yield piece + part, _moved(block_in_flat, -start)
+
+
+_Partial = tuple[int, int, int, int, tuple[Step, ...]]
+"""Cell number, cell elements, source start, target start and steps of the dimensions done."""
+
+_Lowest = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Shape, source strides and target strides of a block."""
+
+
+def _extended(
+    partial: _Partial, c: Crossing, cells: int, made: dict[tuple[object, ...], tuple[Step, ...]]
+) -> _Partial:
+    """Add one dimension's crossing to those inside of it."""
+    cell, numel, source, target, inner = partial
+    key = (c.steps, numel, inner)
+    steps = made.get(key)
+    if steps is None:
+        steps = made[key] = (*(Step(n, s * numel, t) for n, s, t in c.steps), *inner)
+    cell += c.cell * cells
+    return cell, numel * c.size, source + c.offset * numel, target + c.target, steps
 
 
 def block(source: int, target: int, steps: Sequence[Step]) -> Block:
     """Return a copy in lowest terms: in the order of the target, neighbours joined."""
-    kept: list[Step] = []
-    for step in sorted(steps, key=lambda s: (-s.target, -s.source)):
-        if step.size == 1:
-            continue
-        last = kept[-1] if kept else None
-        if (
-            last is not None
-            and last.source == step.source * step.size
-            and last.target == step.target * step.size
-        ):
-            kept[-1] = Step(last.size * step.size, step.source, step.target)
-        else:
-            kept.append(step)
-    return Block(
+    shape, sources, targets = _lowest(steps)
+    return Block(shape, source, sources, target, targets)
+
+
+def _lowest(steps: Sequence[Step]) -> _Lowest:
+    kept = _joined(sorted(steps, key=lambda s: (-s.target, -s.source)))
+    return (
         tuple(s.size for s in kept),
-        source,
         tuple(s.source for s in kept),
-        target,
         tuple(s.target for s in kept),
     )
 

@@ -59,13 +59,14 @@ def prove(plan: TargetPlan) -> Proof:
     if len(wrong):
         at = int(wrong[0])
         raise _wrong("1 write", f"{int(marks[at])} at element {at * unit}")
-    return Proof(plan.numel, len(plan.copies), sum(len(c.blocks) for c in plan.copies))
+    found = [blocks for s in plan.sources for _, blocks in s.pieces]
+    return Proof(plan.numel, len(found), sum(len(b) for b in found))
 
 
 def _pieces(plan: TargetPlan) -> Iterator[tuple[int, _Steps]]:
     """Yield start and steps of everything that is written."""
-    for copy in plan.copies:
-        for b in copy.blocks:
+    for source in plan.sources:
+        for b in (b for _, blocks in source.pieces for b in blocks):
             steps = zip(b.shape, b.target_strides, strict=True)
             yield b.target_start, [(n, s) for n, s in steps if n > 1]
     for f in plan.fills:

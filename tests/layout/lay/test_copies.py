@@ -140,9 +140,9 @@ def test_layers_and_states_share_their_blocks() -> None:
     c = composed("mg", "tf")
     plans = dict(c.local(0))
     by_name = {t.name: p for t, p in plans.items()}
-    first = by_name["l.0.q.weight"].copies
+    first = by_name["l.0.q.weight"].sources
     for name in ("l.1.q.weight", "optim.l.0.q.weight.m"):
-        assert all(a.blocks is b.blocks for a, b in zip(first, by_name[name].copies, strict=True))
+        assert all(a.pieces is b.pieces for a, b in zip(first, by_name[name].sources, strict=True))
     sources = {p.copies[0].source.name for n, p in by_name.items() if n.endswith("q.weight")}
     assert sources == {f"decoder.layers.{i}.qkv.weight" for i in range(3)}
 

@@ -5,7 +5,7 @@ import pytest
 from ckptd.errors import UsageError
 from ckptd.layout.block import Block
 from ckptd.layout.grid import whole
-from ckptd.layout.lay.copies import Copy, TargetPlan
+from ckptd.layout.lay.copies import SourceCopies, TargetPlan
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.stored import StoredTensor
@@ -16,7 +16,7 @@ TENSOR = StoredTensor("w", 0, (), "", whole((10**9,)), single_owner(0), 0)
 
 
 def plan(numel: int, *blocks: Block, fills: tuple[Fill, ...] = ()) -> TargetPlan:
-    return TargetPlan(numel, (Copy(TENSOR, 0, blocks, None),), fills)
+    return TargetPlan(numel, (SourceCopies(TENSOR, ((0, blocks),), None),), fills)
 
 
 def to(start: int, *steps: tuple[int, int]) -> Block:
