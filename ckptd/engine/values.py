@@ -178,6 +178,10 @@ class Reader:
         """
         return {o.name: self._raw(o) for o in self.manifest.objects}
 
+    def raw_object(self, entry: ObjectEntry) -> Any:
+        """Return one object as `raw_objects` does."""
+        return self._raw(entry)
+
     def objects(self) -> dict[str, Any]:
         """Return all objects by name; per-rank objects are `PerRankValues`.
 

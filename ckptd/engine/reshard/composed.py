@@ -1,0 +1,272 @@
+"""Two layouts and a source, combined: the target's tensors, and where each comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ckptd.engine.reshard.changes import change_of, changed_dtype, step_promise
+from ckptd.engine.reshard.feed import Feed, Take
+from ckptd.engine.reshard.stock import Stock, StockTensor
+from ckptd.errors import MismatchError
+from ckptd.layout.grid import Grid
+from ckptd.layout.lay.copies import Composition, compose
+from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.matching import Matcher, Templates
+from ckptd.layout.lay.observe import bind_sizes, bind_stored
+from ckptd.layout.lay.promise import PROMISES, Promise
+from ckptd.layout.lay.regions import box_parts
+from ckptd.layout.lay.stored import StoredTensor, TensorKey
+from ckptd.types import Box, DType
+
+__all__ = ["Composed", "Link", "compose_layouts"]
+
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """A target tensor and where it comes from.
+
+    Attributes
+    ----------
+    key
+        Of the target tensor.
+    tensor
+        The target tensor.
+    dtype
+        Its type.
+    sources
+        Keys of the source tensors that feed it, and those tensors.
+    promise
+        Of its values.
+    """
+
+    key: TensorKey
+    tensor: StoredTensor
+    dtype: DType
+    sources: Mapping[TensorKey, StockTensor]
+    promise: Promise
+
+
+@dataclass(frozen=True, eq=False)
+class Composed:
+    """Everything about the tensors of a reshard that follows from layouts and source.
+
+    Attributes
+    ----------
+    stock
+        The source.
+    composition
+        The two layouts.
+    links
+        The target's tensors, in the order of the source where that is possible.
+    dropped
+        Source tensors that a rule leaves out.
+    left_out
+        Rules of the target whose logical tensors the source does not have.
+    """
+
+    stock: Stock
+    composition: Composition
+    links: Sequence[Link]
+    dropped: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+
+    @cached_property
+    def promise(self) -> Promise:
+        """The worst promise of all."""
+        found: list[Promise] = [link.promise for link in self.links]
+        if self.dropped:
+            found.append("lossy")
+        return max(found, key=PROMISES.index, default="exact")
+
+    def feed(self, number: int, piece: int) -> Feed:
+        """Return what fills a piece of the target tensor of link `number`."""
+        link = self.links[number]
+        plan = self.composition.piece(link.key, piece)
+        takes = []
+        for copy in plan.copies:
+            source = self.stock.by_name[copy.source.name]
+            change = change_of(source.dtype, link.dtype, copy.values, link.tensor.name)
+            takes.append(Take(source.number, copy.piece, copy.blocks, change))
+        return Feed(tuple(takes), plan.fills)
+
+
+def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Composed:
+    """Combine two layouts over a source.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: a layout does not fit the source, or the two do not fit each other.
+        ``lay-cover``: the source lacks what the target needs, or holds what the target lacks.
+    UsageError
+        A layout is wrong by itself.
+    """
+    bound = bind_stored(source, stock.shapes)
+    held = {f.name for e in bound.layout.equations for f in e.families.values()}
+    narrowed, left_out = _narrowed(target, held)
+    other = bind_sizes(narrowed, _known_sizes(bound, narrowed))
+    composition = compose(bound, other, lambda name: _grid(stock, name))
+    dropped = _dropped(source, stock)
+    links = _links(composition, stock)
+    _check_all_fed(composition, stock, links, set(dropped))
+    links.sort(key=lambda link: min((s.number for s in link.sources.values()), default=-1))
+    return Composed(stock, composition, links, dropped, left_out)
+
+
+def _grid(stock: Stock, name: str) -> Grid:
+    found = stock.by_name.get(name)
+    if found is None:
+        raise MismatchError(
+            "the source holds no such tensor", kind="lay-cover", where=name, wanted=name
+        )
+    return found.grid
+
+
+def _narrowed(target: Resolved, held: set[str]) -> tuple[Resolved, list[str]]:
+    """Leave out rules for logical tensors that the source does not have at all."""
+    kept, left_out, places = [], [], [0]
+    for equation in target.equations:
+        if any(f.name in held for f in equation.families.values()):
+            kept.append(equation)
+        else:
+            left_out.append(equation.text or str(equation.at))
+        places.append(len(kept))
+    drop_places = tuple(places[p] for p in target.drop_places)
+    return replace(target, equations=tuple(kept), drop_places=drop_places), left_out
+
+
+def _known_sizes(bound: Bound, target: Resolved) -> dict[str, int]:
+    """Return the source's sizes that the target's rules may ask for."""
+    return {a: n for a, n in bound.sizes.items() if a not in target.sizes}
+
+
+def _dropped(source: Resolved, stock: Stock) -> list[str]:
+    """Return the tensors that the source's layout leaves out on purpose."""
+    if not source.drops:
+        return []
+    bare = replace(source, equations=(), drops=source.drops, drop_places=(0,) * len(source.drops))
+    drops, rules = Matcher(bare, stored=True), Matcher(source, stored=True)
+    templates = Templates(source)
+    out = []
+    for name in stock.shapes:
+        undressed = templates.take(name)
+        inner = undressed.name if undressed else name
+        found = rules.match(inner)
+        if found is not None and found.equation == -1 and drops.match(inner) is not None:
+            out.append(name)
+    return out
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def _links(composition: Composition, stock: Stock) -> list[Link]:
+    links = []
+    keys = composition.target.keys()
+    for key in keys:
+        sources = _sources(composition, stock, key)
+        if sources:
+            links.append(_link(composition, key, sources))
+    return links
+
+
+def _sources(
+    composition: Composition, stock: Stock, key: TensorKey
+) -> dict[TensorKey, StockTensor]:
+    """Return the source tensors of a target tensor; none when the source has none of them."""
+    found: dict[TensorKey, StockTensor] = {}
+    missing = []
+    for other in source_keys(composition, key):
+        rule, indexes, state = other
+        form = composition.source
+        if state not in form.states:
+            return {}
+        name = form.name(form.rules[rule].global_name(indexes), state)
+        tensor = stock.by_name.get(name)
+        if tensor is None:
+            missing.append(name)
+        else:
+            found[other] = tensor
+    if found and missing:
+        raise MismatchError(
+            "the source lacks a part of a tensor",
+            kind="lay-cover",
+            where=composition.target.tensor(*key).name,
+            wanted=", ".join(missing[:_MOST_NAMED]),
+        )
+    return found
+
+
+def source_keys(composition: Composition, key: TensorKey) -> Iterator[TensorKey]:
+    """Yield the keys of the source tensors that a target tensor needs."""
+    number, indexes, state = key
+    rule = composition.target.rules[number]
+    whole = Box((0,) * len(rule.shape), rule.shape)
+    parts = box_parts(rule.dims, whole)
+    numbers = dict(zip(rule.indexes, indexes, strict=True))
+    seen = set()
+    for group in composition.meetings(rule, indexes, ("whole", number), parts):
+        meeting = group[0]
+        at = tuple(
+            numbers[a] if n is None else n
+            for a, n in zip(meeting.rule.indexes, meeting.indexes, strict=True)
+        )
+        found = (meeting.rule.number, at, state)
+        if found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _link(
+    composition: Composition, key: TensorKey, sources: Mapping[TensorKey, StockTensor]
+) -> Link:
+    rule = composition.target.rules[key[0]]
+    tensor = composition.target.tensor(*key)
+    found = []
+    for other, stocked in sources.items():
+        values = composition.values(composition.source.rules[other[0]], rule, key[2])
+        dtype = changed_dtype(stocked.dtype, values, tensor.name)
+        change = change_of(stocked.dtype, dtype, values, tensor.name)
+        equation = composition.source.rules[other[0]].equation
+        found.append((dtype, step_promise(equation, rule.equation, stocked.dtype, dtype, change)))
+    dtypes = dict.fromkeys(d.name for d, _ in found)
+    if len(dtypes) != 1:
+        raise MismatchError(
+            "tensors of different types become one",
+            kind="lay-fit",
+            where=tensor.name,
+            wanted="one type",
+            found=", ".join(dtypes),
+            hint="say which: cast(float32) in the target's rule",
+        )
+    worst = max((p for _, p in found), key=PROMISES.index)
+    return Link(key, tensor, found[0][0], sources, worst)
+
+
+def _check_all_fed(
+    composition: Composition, stock: Stock, links: Sequence[Link], dropped: set[str]
+) -> None:
+    """Every tensor of the source goes somewhere, or is left out by a rule of its layout."""
+    fed = {s.name for link in links for s in link.sources.values()} | dropped
+    templates = Templates(composition.source.bound.layout)
+    lost = []
+    for tensor in stock.tensors:
+        if tensor.name in fed or tensor.encoded:
+            continue
+        undressed = templates.take(tensor.name)
+        if undressed is not None and undressed.scalar:
+            continue
+        lost.append(tensor.name)
+    if lost:
+        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        raise MismatchError(
+            "the target holds no such tensor",
+            kind="lay-cover",
+            where=", ".join(lost[:_MOST_NAMED]) + more,
+            wanted="a rule of the target for everything that the source has",
+            hint="to leave it out, say so in the source's layout: -e 'from: NAME = drop'",
+        )

@@ -1,0 +1,122 @@
+"""A layout for a checkpoint that has no program: its tensors are their own logical tensors.
+
+Names that differ in numbers only, and whose tensors are alike, become one rule; optimizer state
+with the shape of its parameter follows it. So recipes such as ``fsdp`` and ``zero1``, and rules of
+one's own, apply to any checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from ckptd.engine.reshard.layouts import Program
+from ckptd.layout.lay.dims import Atom
+from ckptd.layout.lay.name import Index, Name, NamePart, Text, join
+from ckptd.layout.lay.program import Family, File, Layout, Rule, Scalar, Space, State, Stored
+
+__all__ = ["infer"]
+
+NAME = "stored"
+"""Of the layout and of its space."""
+
+_PARAMS = "model."
+_STATES = "optim."
+_SHORT = {"exp_avg": "m", "exp_avg_sq": "s", "master": "w"}
+"""Short names that recipes speak of."""
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a dotted name
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Shape = tuple[int, ...]
+
+
+def infer(shapes: Mapping[str, Shape]) -> Program:
+    """Return the layout of some stored tensors, on no mesh.
+
+    Parameters
+    ----------
+    shapes
+        Shape of each tensor by name.
+    """
+    states, scalars = _states(shapes)
+    prefix = _PARAMS if states or scalars else ""
+    following = {f"{_STATES}{n.removeprefix(_PARAMS)}." for n in shapes if n.startswith(prefix)}
+    params = {
+        n.removeprefix(prefix): s
+        for n, s in shapes.items()
+        if not (prefix and n.rpartition(".")[0] + "." in following)
+    }
+    families, rules = [], []
+    for number, (name, shape) in enumerate(_grouped(params)):
+        atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
+        families.append(Family(name, atoms))
+        rules.append(Rule(name, name, tuple(Atom(a) for a in atoms)))
+    space = Space(
+        NAME,
+        tuple(families),
+        tuple(State(_SHORT.get(s, s), s) for s in states),
+        tuple(Scalar(s) for s in scalars),
+    )
+    stored = (Stored(f"{prefix}{{name}}", f"{_STATES}{{name}}.{{state}}"),) if prefix else ()
+    return Program(File((space, Layout(NAME, NAME, (), (*stored, *rules)))), NAME)
+
+
+def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
+    """Return the states and scalars that follow parameters; none if anything else is there."""
+    states: dict[str, None] = {}
+    scalars: dict[str, None] = {}
+    for name, shape in shapes.items():
+        if name.startswith(_PARAMS):
+            continue
+        base, _, state = name.removeprefix(_STATES).rpartition(".")
+        param = shapes.get(f"{_PARAMS}{base}")
+        if not name.startswith(_STATES) or param is None or not _WORD.fullmatch(state):
+            return [], []
+        if shape == param and shape != ():
+            states[state] = None
+        elif shape == ():
+            scalars[state] = None
+        else:
+            return [], []
+    mixed = states.keys() & scalars.keys()
+    return [s for s in states if s not in mixed], [s for s in scalars if s not in mixed]
+
+
+def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:
+    """Yield a name pattern for each group of alike tensors."""
+    groups: dict[tuple[str, Shape], list[str]] = {}
+    for name, shape in params.items():
+        groups.setdefault((_NUMBER.sub("0", name), shape), []).append(name)
+    kinds: dict[str, int] = {}
+    for pattern, _ in groups:
+        kinds[pattern] = kinds.get(pattern, 0) + 1
+    for (pattern, shape), names in groups.items():
+        if kinds[pattern] == 1 and len(names) > 1 and _is_full(names):
+            yield _pattern(names[0]), shape
+        else:
+            for name in names:
+                yield Name((Text(name),)), shape
+
+
+def _is_full(names: Sequence[str]) -> bool:
+    """Tell whether names have all combinations of numbers from zero on, each once."""
+    found = [tuple(_NUMBER.findall(n)) for n in names]
+    if any(t != str(int(t)) for numbers in found for t in numbers):
+        return False
+    numbers = {tuple(map(int, f)) for f in found}
+    extents = [max(column) + 1 for column in zip(*numbers, strict=True)]
+    size = 1
+    for n in extents:
+        size *= n
+    return size == len(names) and numbers == set(product(*map(range, extents)))
+
+
+def _pattern(name: str) -> Name:
+    """Return a name with an index for each component that is a number."""
+    parts: list[NamePart] = []
+    at = 0
+    for number, found in enumerate(_NUMBER.finditer(name)):
+        parts += [Text(name[at : found.start()]), Index(f"i{number}")]
+        at = found.end()
+    return Name(join([*parts, Text(name[at:])]))
