@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Piece
-from ckptd.layout.lay.copies import Composition, TargetPlan, compose
+from ckptd.layout.lay.copies import Composition, Copy, TargetPlan, compose
 from ckptd.layout.lay.equation import Bound
+from ckptd.layout.lay.live import LiveCopy, LivePlan, Transfers
 from ckptd.layout.lay.modifiers import Alias
 from ckptd.layout.lay.regions import Fill
 from tests.layout.lay.brute import Brute, Cells, Numbering
 
 __all__ = ["Judge", "apply", "piece_of", "positions"]
 
-_UNTOUCHED = -(2**50)
+_Way: TypeAlias = tuple[int, str, int, str]
+"""Rank and name in the source, rank and name in the target."""
 
 
 def positions(start: int, steps: Iterable[tuple[int, int]]) -> Cells:
@@ -37,10 +39,12 @@ def piece_of(tensor: NDArray[Any], piece: Piece) -> NDArray[Any]:
 
 
 def apply(
-    plan: TargetPlan,
-    pieces: Mapping[tuple[str, int], NDArray[Any]],
-    fill: Any = float,
-    dtype: Any = np.float64,
+    plan: TargetPlan | LivePlan,
+    sources: Mapping[Any, NDArray[Any]],
+    fill: Callable[[float], Any],
+    dtype: Any,
+    change: Callable[[Any, NDArray[Any]], NDArray[Any]] = lambda copy, x: x,
+    whole: bool = True,
 ) -> NDArray[Any]:
     """Carry a plan out.
 
@@ -48,12 +52,17 @@ def apply(
     ----------
     plan
         How a buffer is filled.
-    pieces
-        Contents of the pieces of stored source tensors, by name and number.
+    sources
+        Contents of the pieces of stored source tensors, by name and number; for a plan of live
+        ranks those of their tensors, by rank and name.
     fill
         Returns what to write for a fill.
     dtype
         Of the buffer.
+    change
+        What happens to the values of a copy.
+    whole
+        Whether the plan has to write everything.
 
     Raises
     ------
@@ -61,20 +70,38 @@ def apply(
         An element is written twice, or never.
     """
     out = np.zeros(plan.numel, dtype=dtype)
-    times = np.zeros(plan.numel, dtype=np.int64)
+    # An element that several ranks give a part of is written once by each of them.
+    times = np.zeros(plan.numel)
     for copy in plan.copies:
-        source = pieces[copy.source.name, copy.piece]
+        source = sources[_key(copy)]
         for b in copy.blocks:
             read, written = _both(b)
             assert written.size == 0 or (written.min() >= 0 and read.min() >= 0)
-            out[written] = source[read]
-            np.add.at(times, written, 1)
+            out[written] = change(copy, source[read])
+            np.add.at(times, written, 1 / copy.of if isinstance(copy, LiveCopy) else 1)
     for f in plan.fills:
         written = _fill_positions(f)
         out[written] = fill(f.value)
         np.add.at(times, written, 1)
-    assert (times == 1).all(), f"written {times.tolist()} times"
+    assert not whole or np.allclose(times, 1), f"written {times.tolist()} times"
     return out
+
+
+def _key(copy: Copy | LiveCopy) -> object:
+    if isinstance(copy, LiveCopy):
+        return copy.rank, copy.name
+    return copy.source.name, copy.piece
+
+
+def _pairs(block: Block) -> Cells:
+    """Return what a block reads and writes, as one number for each element."""
+    read, written = _both(block)
+    return read * 2**31 + written
+
+
+def _sorted(ways: Mapping[_Way, list[Cells]]) -> dict[_Way, list[int]]:
+    found = {way: np.sort(np.concatenate(pairs)).tolist() for way, pairs in ways.items()}
+    return {way: pairs for way, pairs in found.items() if pairs}
 
 
 def _both(block: Block) -> tuple[Cells, Cells]:
@@ -109,6 +136,7 @@ class Judge:
         self.check_owners()
         self.check_ranks()
         self.check_pieces()
+        self.check_live()
 
     def check_stored(self) -> None:
         """Names and shapes of stored tensors are what they should be."""
@@ -179,6 +207,37 @@ class Judge:
             for i in range(tensor.grid.npieces):
                 wanted = piece_of(stored[name][1], tensor.grid.piece(i))
                 self._same(self.composition.piece(key, i), wanted, f"piece {i} of {name}")
+
+    def check_live(self) -> None:
+        """Each rank of the target takes the cells that it should hold from ranks of the source.
+
+        And what each rank of the source gives, which it plans by itself, is what is taken.
+        """
+        transfers = Transfers(self.composition)
+        held = {
+            (rank, name): cells.reshape(-1)
+            for rank in range(self.source.mesh.world)
+            for name, (_, cells) in self.source.local(rank).items()
+        }
+        taken: dict[_Way, list[Cells]] = {}
+        for rank in range(self.target.mesh.world):
+            wanted = self.target.local(rank)
+            for tensor, plan in transfers.local(rank):
+                cells = wanted[tensor.name][1]
+                what = f"{tensor.name} of live rank {rank}"
+                found = apply(plan, held, self._fill, np.int64)
+                assert np.array_equal(found, cells.reshape(-1)), self._difference(
+                    found, cells, what
+                )
+                for copy in plan.copies:
+                    way = (copy.rank, copy.name, rank, tensor.name)
+                    taken.setdefault(way, []).extend(map(_pairs, copy.blocks))
+        given: dict[_Way, list[Cells]] = {}
+        for rank in range(self.source.mesh.world):
+            for sent in transfers.sent(rank):
+                way = (rank, sent.source, sent.rank, sent.target)
+                given.setdefault(way, []).extend(map(_pairs, sent.blocks))
+        assert _sorted(given) == _sorted(taken), "what is given is not what is taken"
 
     def _same(self, plan: TargetPlan, cells: Cells, what: str) -> None:
         assert plan.numel == cells.size, what
