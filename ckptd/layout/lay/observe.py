@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptd.layout.lay.equation import Bound, Equation, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
-from ckptd.layout.lay.observe_indexes import index_findings, pinned
+from ckptd.layout.lay.observe_indexes import extents, index_findings, pinned
 from ckptd.layout.lay.observe_sizes import needed, solved
 from ckptd.layout.lay.observed import (
     Observed,
@@ -119,12 +119,13 @@ def _instances(resolved: Resolved, observed: Observed) -> Resolved:
     equations = []
     places = [0]
     by_rule: dict[int, list[tuple[str, ...]]] = {}
+    all_of = extents(observed, resolved) if observed.stored else {}
     for number, texts in observed.instances:
         by_rule.setdefault(number, []).append(texts)
     for number, equation in enumerate(resolved.equations):
         for texts in by_rule.get(number, []):
             found = replace(equation, name=filled(equation.name, texts))
-            equations += pinned(found, observed, (number, texts))
+            equations += pinned(found, observed, (number, texts), all_of)
         places.append(len(equations))
     return replace(
         resolved,

@@ -30,11 +30,17 @@ def index_findings(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
         yield from _local(observed, resolved)
 
 
-def extents(observed: Observed) -> dict[str, tuple[int, Instance]]:
-    """Return how many numbers each axis in stored names has, and a rule that has the last."""
+def extents(observed: Observed, resolved: Resolved) -> dict[str, tuple[int, Instance]]:
+    """Return how many numbers each axis in stored names has, and a rule that has the last.
+
+    Numbers that rules fix (``X{0}``) count where some name has the axis as an index.
+    """
     out: dict[str, tuple[int, Instance]] = {}
+    indexed = {a for i in observed.instances.values() for a in _by_axis(i, ())}
     for instance in observed.instances.values():
-        for axis, numbers in _by_axis(instance, ()).items():
+        fixed = resolved.equations[instance.equation].pinned
+        found = {a: {n} for a, n in fixed.items() if a in indexed} | _by_axis(instance, ())
+        for axis, numbers in found.items():
             count = max(numbers) + 1
             if count > out.get(axis, (0, instance))[0]:
                 out[axis] = (count, instance)
@@ -58,17 +64,19 @@ def local_numbers(
 
 
 def pinned(
-    equation: Equation, observed: Observed, key: tuple[int, tuple[str, ...]]
+    equation: Equation,
+    observed: Observed,
+    key: tuple[int, tuple[str, ...]],
+    all_of: Mapping[str, tuple[int, Instance]],
 ) -> list[Equation]:
     """Return a rule as one for each number, where it does not have all numbers of an axis.
 
     The first layers of a model may be dense and the others have experts: the rule for experts
-    then holds some of the layers only.
+    then holds some of the layers only. `all_of` is what `extents` returns.
     """
     if not observed.stored:
         return [equation]
     instance = observed.instances[key]
-    all_of = extents(observed)
     some = {
         axis: sorted(numbers)
         for axis, numbers in _by_axis(instance, ()).items()
@@ -87,22 +95,30 @@ def pinned(
 
 
 def _stored(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
-    all_of = extents(observed)
+    all_of = extents(observed, resolved)
+    together: dict[str, set[int]] = {}
+    by_family: dict[tuple[str, str], set[int]] = {}
+    for instance in observed.instances.values():
+        equation = resolved.equations[instance.equation]
+        fixed = {a: {n} for a, n in equation.pinned.items() if a in all_of}
+        for axis, numbers in (*fixed.items(), *_by_axis(instance, ()).items()):
+            together.setdefault(axis, set()).update(numbers)
+            for family in equation.families.values():
+                by_family.setdefault((family.name, axis), set()).update(numbers)
     for axis, (count, instance) in all_of.items():
-        found: set[int] = set()
-        for other in observed.instances.values():
-            found |= _by_axis(other, ()).get(axis, set())
-        if len(found) < count:
-            yield _gap(resolved.equations[instance.equation], axis, found, range(count))
+        if len(together[axis]) < count:
+            equation = resolved.equations[instance.equation]
+            yield _gap(equation, axis, together[axis], range(count))
     for instance in observed.instances.values():
         equation = resolved.equations[instance.equation]
         by_axis = _by_axis(instance, ())
-        found_tuples = instance.numbers.get((), set())
-        if math.prod(len(n) for n in by_axis.values()) > len(found_tuples):
-            yield _hole(equation, by_axis, found_tuples)
-        for axis, numbers in by_axis.items():
-            if len(numbers) < all_of[axis][0]:
-                yield _some(equation, axis, numbers, all_of[axis][0])
+        found = instance.numbers.get((), set())
+        if math.prod(len(n) for n in by_axis.values()) > len(found):
+            yield _hole(equation, by_axis, found)
+        for axis in by_axis:
+            held = set.union(*(by_family[f.name, axis] for f in equation.families.values()))
+            if held < together[axis]:
+                yield _some(equation, axis, held, all_of[axis][0])
 
 
 def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, in
     mesh = resolved.mesh or MeshShape(1, {}, {})
     lengths = Lengths(mesh.extents)
     declared, twice = _declared(resolved, sizes)
-    constraints = list(_refined(resolved, lengths))
+    constraints = list(_refined(resolved, lengths, declared))
     constraints += _piped(resolved, mesh)
     if observed is not None:
         constraints += _indexes(observed, resolved, lengths)
@@ -43,6 +43,8 @@ def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, in
             constraints += _dims(instance, resolved, lengths)
     solution = solve(constraints, lengths, declared, resolved.relations)
     solution.findings[:0] = twice
+    for name, number in _fixed(resolved).items():
+        solution.sizes.setdefault(name, number + 1)
     return solution
 
 
@@ -74,11 +76,27 @@ def _declared(resolved: Resolved, sizes: Mapping[str, int]) -> tuple[dict[str, i
     return {**sizes, **resolved.sizes}, findings
 
 
-def _refined(resolved: Resolved, lengths: Lengths) -> Iterator[Constraint]:
+def _fixed(resolved: Resolved) -> dict[str, int]:
+    """Return the last number of each axis that all rules fix at numbers: nothing else says more."""
+    out: dict[str, int] = {}
+    free: set[str] = set()
+    for equation in resolved.equations:
+        for family in equation.families.values():
+            for axis in family.axes:
+                if axis in equation.pinned:
+                    out[axis] = max(out.get(axis, 0), equation.pinned[axis])
+                else:
+                    free.add(axis)
+    return {axis: number for axis, number in out.items() if axis not in free}
+
+
+def _refined(
+    resolved: Resolved, lengths: Lengths, declared: Mapping[str, int]
+) -> Iterator[Constraint]:
     """Yield the constraints of refined atoms of which the whole size is stated."""
     for name, dim in resolved.refined.items():
         polynomial: Polynomial = dict(lengths.stored(dim))
-        if name in resolved.sizes or name in resolved.relations:
+        if name in declared or name in resolved.relations:
             polynomial[(name,)] = Fraction(-1)
             yield Constraint(polynomial, 0, Origin(what=f"let {name}"))
 
@@ -100,7 +118,7 @@ def _piped(resolved: Resolved, mesh: MeshShape) -> Iterator[Constraint]:
 def _indexes(observed: Observed, resolved: Resolved, lengths: Lengths) -> Iterator[Constraint]:
     """Yield how many numbers of each index there are."""
     if observed.stored:
-        for axis, (count, instance) in extents(observed).items():
+        for axis, (count, instance) in extents(observed, resolved).items():
             origin = _origin(resolved, instance, f"numbers in names ({axis})")
             yield Constraint({(axis,): Fraction(1)}, count, origin)
         return
