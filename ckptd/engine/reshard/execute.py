@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,10 @@ class Spent:
     rounds: int = 0
     peak_staged: int = 0
 
+    def figures(self) -> dict[str, int]:
+        """Return all of it by name."""
+        return asdict(self)
+
 
 class Executor:
     """Fills target files from a source.
@@ -132,8 +136,6 @@ class Executor:
         The memory.
     expected
         What the source's witness wants to see, by target tensor.
-    progress
-        Called with the bytes written since the last call, from threads.
     """
 
     def __init__(
@@ -142,13 +144,12 @@ class Executor:
         target: Target,
         budget: Budget,
         expected: Mapping[int, Expected],
-        progress: Callable[[int], None] = lambda n: None,
     ) -> None:
         self._source = source
         self._target = target
         self._budget = budget
         self._expected = expected
-        self._progress = progress
+        self._progress: Callable[[int], None] = lambda n: None
         self._line = BlockLine([f.data_bytes for f in source.files])
         self.planner = Planner(source, target, self._line)
         self._cache = BlockCache(budget.cache)
@@ -172,7 +173,13 @@ class Executor:
                 yield self.planner.plan(stretches)
             self.planner.forget(group)
 
-    def run(self, store: Store, drafts: Mapping[int, FileDraft], on_done: Done) -> None:
+    def run(
+        self,
+        store: Store,
+        drafts: Mapping[int, FileDraft],
+        on_done: Done,
+        progress: Callable[[int], None],
+    ) -> None:
         """Write some files; each is durable when `on_done` is called for it.
 
         Parameters
@@ -181,6 +188,8 @@ class Executor:
             Where they go, without a `Retry` around it.
         drafts
             The files.
+        progress
+            Called with the bytes written since the last call, from a thread.
 
         Raises
         ------
@@ -189,6 +198,7 @@ class Executor:
         StoreError, TransientStoreError, DeadlineError
             As the stores say.
         """
+        self._progress = progress
         before = self._reading.bytes_read
         writing = _Writing(self, store, drafts, on_done)
         try:

@@ -10,30 +10,18 @@ import numpy as np
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.reshard.parts import FilePart, load_part
+from ckptd.engine.reshard.place import OwnPlace, Place
 from ckptd.engine.reshard.target import Target
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.digest import digest_hex
 from ckptd.format.invariants import check_files, check_manifest
 from ckptd.format.manifest import FileEntry, Manifest, WitnessEntry, encode_manifest
-from ckptd.format.names import PARTS, WITNESS, CommitName, data_folder, file_key
+from ckptd.format.names import PARTS, WITNESS
 from ckptd.format.records import Commit
 from ckptd.format.witness import SAMPLE, Witness
 from ckptd.store.base import Store
 
-__all__ = ["Place", "commit_parts", "find_commit", "missing_files", "remove_parts"]
-
-
-class Place:
-    """Where the target's checkpoint goes: step, generation, attempt, and the folder of these."""
-
-    def __init__(self, step: int, generation: int, attempt: str) -> None:
-        self.name = CommitName(step, generation)
-        self.attempt = attempt
-        self.folder = data_folder(self.name, attempt)
-
-    def entry(self, number: int) -> FileEntry:
-        """Return the entry of a file that is not written yet, or that no rank writes."""
-        return FileEntry(file_key(self.folder, number), number)
+__all__ = ["commit_parts", "find_commit", "missing_files", "remove_parts"]
 
 
 def missing_files(store: Store, place: Place, files: Sequence[int]) -> list[int]:
@@ -41,7 +29,7 @@ def missing_files(store: Store, place: Place, files: Sequence[int]) -> list[int]
     return [f for f in files if load_part(store, place.folder, f) is None]
 
 
-def find_commit(catalogue: Catalogue, place: Place) -> Commit | None:
+def find_commit(catalogue: Catalogue, place: OwnPlace) -> Commit | None:
     """Return the commit that this work ends in, if it exists already."""
     try:
         commit = catalogue.commit(place.name)
@@ -50,7 +38,7 @@ def find_commit(catalogue: Catalogue, place: Place) -> Commit | None:
     return commit if commit.attempt == place.attempt else None
 
 
-def commit_parts(catalogue: Catalogue, place: Place, target: Target) -> Commit | None:
+def commit_parts(catalogue: Catalogue, place: OwnPlace, target: Target) -> Commit | None:
     """Make the checkpoint exist if all of its files do; None when one is missing.
 
     Any process may do this, and several at a time: they make the same bytes, and the record is
@@ -92,7 +80,7 @@ def remove_parts(store: Store, place: Place) -> None:
 
 
 def _manifest(
-    place: Place, target: Target, files: Sequence[FileEntry], witness: WitnessEntry | None
+    place: OwnPlace, target: Target, files: Sequence[FileEntry], witness: WitnessEntry | None
 ) -> Manifest:
     return Manifest(
         step=place.name.step,
@@ -112,7 +100,7 @@ def _manifest(
 
 
 def _witness(
-    store: Store, place: Place, target: Target, parts: Sequence[FilePart]
+    store: Store, place: OwnPlace, target: Target, parts: Sequence[FilePart]
 ) -> WitnessEntry | None:
     if not target.witness.total:
         return None
@@ -130,7 +118,7 @@ def _witness(
     return WitnessEntry(SAMPLE, digest_hex(raw))
 
 
-def _record(manifest: Manifest, place: Place, name: str, raw: bytes) -> Commit:
+def _record(manifest: Manifest, place: OwnPlace, name: str, raw: bytes) -> Commit:
     return Commit(
         step=place.name.step,
         generation=place.name.generation,

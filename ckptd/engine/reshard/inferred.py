@@ -39,13 +39,12 @@ def infer(shapes: Mapping[str, Shape]) -> Program:
     shapes
         Shape of each tensor by name.
     """
-    states, scalars = _states(shapes)
-    prefix = _PARAMS if states or scalars else ""
-    following = {f"{_STATES}{n.removeprefix(_PARAMS)}." for n in shapes if n.startswith(prefix)}
+    states, scalars, prefix = _states(shapes)
+    following = {f"{_STATES}{n.removeprefix(prefix)}." for n in shapes if n.startswith(prefix)}
     params = {
         n.removeprefix(prefix): s
         for n, s in shapes.items()
-        if not (prefix and n.rpartition(".")[0] + "." in following)
+        if not ((states or scalars) and n.rpartition(".")[0] + "." in following)
     }
     families, rules = [], []
     for number, (name, shape) in enumerate(_grouped(params)):
@@ -58,29 +57,37 @@ def infer(shapes: Mapping[str, Shape]) -> Program:
         tuple(State(_SHORT.get(s, s), s) for s in states),
         tuple(Scalar(s) for s in scalars),
     )
-    stored = (Stored(f"{prefix}{{name}}", f"{_STATES}{{name}}.{{state}}"),) if prefix else ()
+    stored = (Stored(f"{prefix}{{name}}"),) if prefix else ()
     return Program(File((space, Layout(NAME, NAME, (), (*stored, *rules)))), NAME)
 
 
-def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
-    """Return the states and scalars that follow parameters; none if anything else is there."""
+def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str], str]:
+    """Return states and scalars that follow parameters, and what names of parameters begin with.
+
+    None if there is anything else than parameters and what follows them.
+    """
+    for prefix in (_PARAMS, ""):
+        found = _following(shapes, prefix)
+        if found is not None:
+            return (*found, prefix)
+    return [], [], ""
+
+
+def _following(shapes: Mapping[str, Shape], prefix: str) -> tuple[list[str], list[str]] | None:
     states: dict[str, None] = {}
     scalars: dict[str, None] = {}
     for name, shape in shapes.items():
-        if name.startswith(_PARAMS):
-            continue
         base, _, state = name.removeprefix(_STATES).rpartition(".")
-        param = shapes.get(f"{_PARAMS}{base}")
-        if not name.startswith(_STATES) or param is None or not _WORD.fullmatch(state):
-            return [], []
-        if shape == param and shape != ():
-            states[state] = None
-        elif shape == ():
-            scalars[state] = None
-        else:
-            return [], []
-    mixed = states.keys() & scalars.keys()
-    return [s for s in states if s not in mixed], [s for s in scalars if s not in mixed]
+        param = shapes.get(f"{prefix}{base}")
+        if name.startswith(_STATES) and param is not None and _WORD.fullmatch(state):
+            if shape not in (param, ()):
+                return None
+            (states if shape == param and shape else scalars)[state] = None
+        elif not name.startswith(prefix):
+            return None
+    if not states or states.keys() & scalars.keys():
+        return None
+    return list(states), list(scalars)
 
 
 def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:

@@ -15,26 +15,20 @@ import msgspec
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.reshard.execute import Budget, Executor
 from ckptd.engine.reshard.finish import (
-    Place,
     commit_parts,
     find_commit,
     missing_files,
     remove_parts,
 )
-from ckptd.engine.reshard.outputs import FileDraft
-from ckptd.engine.reshard.parts import FilePart, load_part, save_part
-from ckptd.engine.reshard.samples import Expected, FileSamples
+from ckptd.engine.reshard.place import OwnPlace
+from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.source import Source
 from ckptd.engine.reshard.target import Target, share
+from ckptd.engine.reshard.work import Work
 from ckptd.engine.working import Working, refuse_others
-from ckptd.errors import RefusedError, TransientStoreError, UsageError
-from ckptd.format.container import build_header
-from ckptd.format.digest import DigestIndex, digest_hex
-from ckptd.format.manifest import FileEntry
-from ckptd.format.names import digests_key
+from ckptd.errors import RefusedError, UsageError
+from ckptd.format.digest import digest_hex
 from ckptd.store.base import Store
-from ckptd.store.retry import Backoff
-from ckptd.store.spec import RetrySpec
 
 __all__ = ["REASON", "Job", "Resharded", "Share"]
 
@@ -154,16 +148,45 @@ class Job:
         if done is not None:
             return done
         generation = self._catalogue.join(f"{REASON} {self._attempt}").generation
-        place = Place(self._step, generation, self._attempt)
+        place = OwnPlace(self._step, generation, self._attempt)
         reason = f"{REASON}-{share.number}/{share.count}"
         refuse_others(self._catalogue, generation, reason, "")
         working = Working(self._catalogue, generation, reason)
         try:
             working.touch(place.name)
-            work = _Work(self, place, working, share, budget)
-            return work.run(begun)
+            return self._work(place, working, share, budget, begun)
         finally:
             working.end()
+
+    def _work(
+        self, place: OwnPlace, working: Working, share: Share, budget: Budget, begun: float
+    ) -> Resharded:
+        def progress(done: int, total: int) -> None:
+            working.touch(place.name)
+            if self._progress is not None:
+                self._progress(done, total)
+
+        store = self._catalogue.store
+        files = share.files(self._target)
+        executor = Executor(self._source, self._target, budget, self._expected)
+        work = Work(executor, self._target, place, store, self._bulk, files, progress)
+        reused = work.run()
+        known = find_commit(self._catalogue, place)
+        commit = known or commit_parts(self._catalogue, place, self._target)
+        if commit is not None:
+            remove_parts(store, place)
+        missing = [] if commit else missing_files(store, place, Share().files(self._target))
+        return Resharded(
+            step=place.name.step,
+            generation=place.name.generation,
+            state="present" if known else "committed" if commit else "waiting",
+            files=len(files),
+            reused_files=reused,
+            missing_files=len(missing),
+            witness_values=work.checked,
+            seconds=time.monotonic() - begun,
+            **executor.spent.figures(),
+        )
 
     def _present(self, share: Share) -> Resharded | None:
         """Return a report when the target's line has the result already."""
@@ -186,100 +209,6 @@ class Job:
                 hint="write older steps first, or into a root of their own",
             )
         return None
-
-
-class _Work:
-    """The files of one share."""
-
-    def __init__(
-        self, job: Job, place: Place, working: Working, share: Share, budget: Budget
-    ) -> None:
-        self._job = job
-        self._place = place
-        self._working = working
-        self._files = share.files(job._target)
-        self._store = job._catalogue.store
-        self._total = sum(job._target.sizes[f] for f in self._files)
-        self._written = self._checked = 0
-        self._executor = Executor(job._source, job._target, budget, job._expected, self._count)
-
-    def run(self, begun: float) -> Resharded:
-        """Write what is missing, and commit if that was all."""
-        job, place = self._job, self._place
-        todo = missing_files(self._store, place, self._files)
-        reused = len(self._files) - len(todo)
-        self._count(self._total - sum(job._target.sizes[f] for f in todo))
-        backoff = Backoff(RetrySpec())
-        while todo:
-            try:
-                self._write(todo)
-                break
-            except TransientStoreError as error:
-                backoff.wait(error)
-                left = missing_files(self._store, place, todo)
-                self._written = self._total - sum(job._target.sizes[f] for f in left)
-                todo = left
-        known = find_commit(job._catalogue, place)
-        commit = known or commit_parts(job._catalogue, place, job._target)
-        if commit is not None:
-            remove_parts(self._store, place)
-        return self._report(begun, reused, known is not None, commit is not None)
-
-    def _write(self, todo: list[int]) -> None:
-        drafts = {f: self._draft(f) for f in todo}
-        self._executor.run(self._job._bulk, drafts, self._done)
-
-    def _draft(self, number: int) -> FileDraft:
-        filemap = self._job._target.filemap
-        metadata = {"format": "pt", "ckptd": f"step {self._job._step} rank {number}"}
-        header, data_bytes = build_header(filemap.header_entries(number), metadata)
-        ends = [c.end for c in filemap.chunks(number)]
-        return FileDraft(number, self._place.entry(number).path, header, data_bytes, ends)
-
-    def _done(self, draft: FileDraft, index: DigestIndex, samples: FileSamples) -> None:
-        raw = index.encode()
-        self._store.put(digests_key(draft.key), raw)
-        self._store.sync(self._place.folder)
-        slots, values = samples.taken()
-        entry = FileEntry(
-            draft.key, draft.number, len(draft.header), draft.data_bytes, digest_hex(raw)
-        )
-        part = FilePart(entry, slots, values, samples.checked)
-        # Last: whoever finds the part knows that the file is complete.
-        save_part(self._store, self._place.folder, draft.number, part)
-        self._checked += samples.checked
-
-    def _count(self, nbytes: int) -> None:
-        self._written += nbytes
-        self._working.touch(self._place.name)
-        if self._job._progress is not None:
-            self._job._progress(self._written, self._total)
-
-    def _report(self, begun: float, reused: int, known: bool, committed: bool) -> Resharded:
-        spent, target = self._executor.spent, self._job._target
-        missing = 0
-        if not committed:
-            missing = sum(
-                load_part(self._store, self._place.folder, f) is None
-                for f in range(target.world)
-                if target.filemap.nchunks(f)
-            )
-        state = "present" if known else "committed" if committed else "waiting"
-        return Resharded(
-            step=self._place.name.step,
-            generation=self._place.name.generation,
-            state=state,
-            files=len(self._files),
-            reused_files=reused,
-            missing_files=missing,
-            bytes_needed=spent.bytes_needed,
-            bytes_read=spent.bytes_read,
-            bytes_written=spent.bytes_written,
-            witness_values=self._checked,
-            peak_staged=spent.peak_staged,
-            rounds=spent.rounds,
-            seconds=time.monotonic() - begun,
-        )
 
 
 def check_share(text: str) -> Share:

@@ -45,7 +45,7 @@ class Prepared:
     @property
     def identity(self) -> str:
         """Text that is the same for all processes of this reshard, and for no others."""
-        return "\n".join((self.stock.identity, self.source.text, self.target.text))
+        return f"{self.stock.identity}\n{self.source.text}\n{self.target.text}"
 
 
 def source_program(stock: Stock, given: Program | None) -> Program:

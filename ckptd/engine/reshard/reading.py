@@ -92,13 +92,14 @@ def _without(runs: Runs, cuts: Sequence[int]) -> Runs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Window:
-    """Blocks ``[lo, hi)`` of one file, and the moves that take from them."""
+    """Blocks ``[lo, hi)`` of one file, the moves that take from them, and which ends are kept."""
 
     file: int
     lo: int
     hi: int
     data: U8 | None
     moves: list[Move]
+    kept: tuple[int, ...]
 
 
 class Reading:
@@ -197,12 +198,14 @@ class Reading:
         missing, known = self._cache.split(runs)
         windows: list[tuple[int, int, U8 | None]] = [(p, p + 1, data) for p, data in known]
         windows += [(lo, hi, None) for _, lo, hi in self._line.windows(missing, self._blocks)]
+        begins, ends = set(runs[:, 0].tolist()), set(runs[:, 1].tolist())
         for lo, hi, data in sorted(windows, key=lambda w: w[0]):
             first = int(np.searchsorted(reach, lo, side="right"))
             last = int(np.searchsorted(spans[:, 0], hi, side="left"))
             inside = [i for i in range(first, last) if spans[i, 1] > lo]
             found = [moves[order[i]] for i in inside]
-            yield _Window(self._line.file_at(lo), lo, hi, data, found)
+            kept = {p for p, is_end in ((lo, lo in begins), (hi - 1, hi in ends)) if is_end}
+            yield _Window(self._line.file_at(lo), lo, hi, data, found, tuple(kept))
 
     def _span(self, move: Move) -> tuple[int, int]:
         lo, hi = move.block.source_span
@@ -241,8 +244,8 @@ class Reading:
             raise missing_file(entry.path, entry.rank) from None
 
     def _keep(self, window: _Window, data: U8) -> None:
-        """Keep the outer blocks, which another round may want as well."""
-        for position in {window.lo, window.hi - 1}:
+        """Keep the blocks at the ends of runs, which another round may want as well."""
+        for position in window.kept:
             at = (position - window.lo) * BLOCK_BYTES
             self._cache.keep(position, data[at : at + BLOCK_BYTES])
 
