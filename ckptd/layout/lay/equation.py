@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ckptd.layout.lay.dims import Dim, How, Value
+from ckptd.layout.lay.dims import Dim, Value
 from ckptd.layout.lay.modifiers import Modifier
 from ckptd.layout.lay.name import Name
 from ckptd.layout.lay.node import NOWHERE, Position
@@ -123,8 +123,6 @@ class Resolved:
         What follows each parameter.
     flats, pipes, objects
         As written.
-    index_splits
-        How name indexes are cut where ``pipe`` does not say it: ``(mesh axis, how)`` by axis.
     drops
         Name patterns left out on purpose.
     drop_places
@@ -149,7 +147,6 @@ class Resolved:
     flats: tuple[Flat, ...] = ()
     pipes: tuple[Pipe, ...] = ()
     objects: tuple[Object, ...] = ()
-    index_splits: Mapping[str, tuple[tuple[str, How], ...]] = field(default_factory=dict)
     drops: tuple[Name, ...] = ()
     drop_places: tuple[int, ...] = ()
     relations: Mapping[str, Value] = field(default_factory=dict)

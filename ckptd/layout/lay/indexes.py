@@ -76,7 +76,7 @@ class IndexCut:
 
 
 def index_cut(layout: Resolved, index: Index, scope: Scope) -> IndexCut:
-    """Return how an index is cut: as its ``pipe`` says, as it says itself, or as others do.
+    """Return how an index is cut: as a ``pipe`` over its mesh axes says, or as it says itself.
 
     Raises
     ------
@@ -86,7 +86,8 @@ def index_cut(layout: Resolved, index: Index, scope: Scope) -> IndexCut:
         A size or a mesh axis is not known.
     """
     size = scope.size(index.axis)
-    pipe = next((p for p in layout.pipes if p.axis == index.axis), None)
+    said = tuple(axis for axis, _ in index.splits)
+    pipe = next((p for p in layout.pipes if (p.axis, p.splits) == (index.axis, said)), None)
     if pipe is not None and layout.mesh is not None:
         stages = stage_parts(pipe, layout.mesh)
         total = sum(s.size for s in stages)
@@ -101,14 +102,12 @@ def index_cut(layout: Resolved, index: Index, scope: Scope) -> IndexCut:
         starts = tuple(s.start for s in stages)
         extents = tuple(scope.extent(a) for a in pipe.splits)
         return IndexCut(size, pipe.splits, extents, (*starts, size))
-    splits = index.splits or layout.index_splits.get(index.axis, ())
-    if not splits:
+    if not said:
         return IndexCut(size, (), (), (0, size))
     dim: Dim = Atom(index.axis)
-    for axis, how in splits:
+    for axis, how in index.splits:
         dim = Split(dim, axis, how)
-    axes = tuple(axis for axis, _ in splits)
-    return _from_split(dim, axes, size, scope)
+    return _from_split(dim, said, size, scope)
 
 
 def _from_split(dim: Dim, axes: tuple[str, ...], size: int, scope: Scope) -> IndexCut:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.cut import Scope, evaluate
-from ckptd.layout.lay.dims import Atom, How, Number, Operation, Value
-from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
+from ckptd.layout.lay.dims import Atom, Number, Operation, Value
+from ckptd.layout.lay.equation import MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
 from ckptd.layout.lay.mesh import mesh_shape
-from ckptd.layout.lay.name import Index, Name
+from ckptd.layout.lay.name import Name
 from ckptd.layout.lay.pipe import stage_parts
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import File, Files, Flat, Layout, Object, Pipe, Stored
@@ -98,7 +98,6 @@ def resolve_all(
         flats=stated.flats,
         pipes=stated.pipes,
         objects=stated.objects,
-        index_splits=_index_splits(rules.equations),
         drops=tuple(name for name, _ in rules.drops),
         drop_places=tuple(place for _, place in rules.drops),
         relations=sizes.relations,
@@ -184,16 +183,6 @@ def _flat(flat: Flat, lets: Lets) -> Flat:
     axis, how = flat.split
     start, end = lets.value(flat.start), lets.value(flat.end)
     return replace(flat, group=group, split=(axis, lets.how(how)), start=start, end=end)
-
-
-def _index_splits(equations: Iterable[Equation]) -> dict[str, tuple[tuple[str, How], ...]]:
-    """Return how the indexes of names are cut: as the first rule that cuts one does."""
-    out: dict[str, tuple[tuple[str, How], ...]] = {}
-    for equation in equations:
-        for part in equation.name.parts:
-            if isinstance(part, Index) and part.splits:
-                out.setdefault(part.axis, part.splits)
-    return out
 
 
 def _names(value: Value) -> set[str]:

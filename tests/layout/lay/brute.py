@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.layout.lay.dims import Atom, Dim, How, Split
+from ckptd.layout.lay.dims import Atom, Dim, Split
 from ckptd.layout.lay.equation import Bound, Equation, Family, Tags
 from ckptd.layout.lay.modifiers import Alias, On
 from ckptd.layout.lay.name import Glob, Index, Name, Text
-from ckptd.layout.lay.program import Flat
+from ckptd.layout.lay.program import Flat, Pipe
 from tests.layout.lay.brute_sequences import Entry, Place, Sequences, Wrong, dealt, split_axes
 
 __all__ = ["Brute", "Cells", "Numbering", "Place", "Wrong", "load", "save"]
@@ -181,8 +181,8 @@ class Brute(Sequences):
     def numbers(self, index: Index, place: Place) -> list[int]:
         """Return the numbers that an index has at some coordinates, in order."""
         size = self.sizes[index.axis]
-        pipe = next((p for p in self.layout.pipes if p.axis == index.axis), None)
-        if pipe is not None and self.layout.mesh is not None:
+        pipe = self._pipe(index)
+        if pipe is not None:
             stage = 0
             for axis in pipe.splits:
                 stage = stage * self.mesh.extents[axis] + place[axis]
@@ -193,19 +193,20 @@ class Brute(Sequences):
                 raise Wrong(f"{pipe} does not fit {size} layers")
             return dealt(list(range(size)), counts)[stage]
         dim: Dim = Atom(index.axis)
-        for axis, how in self._splits(index):
+        for axis, how in index.splits:
             dim = Split(dim, axis, how)
         return [e.axes[index.axis] for e in self.seq(dim, place)]
 
-    def _splits(self, index: Index) -> tuple[tuple[str, How], ...]:
-        return index.splits or tuple(self.layout.index_splits.get(index.axis, ()))
+    def _pipe(self, index: Index) -> Pipe | None:
+        """Return the stage string of an index that is cut over its mesh axes."""
+        said = (index.axis, tuple(a for a, _ in index.splits))
+        return next((p for p in self.layout.pipes if (p.axis, p.splits) == said), None)
 
     def _cutting(self, index: Index) -> tuple[str, ...]:
         """Return the mesh axes that an index speaks of."""
         if index.axis in self.mesh.extents:
             return (index.axis,)
-        pipe = next((p for p in self.layout.pipes if p.axis == index.axis), None)
-        return pipe.splits if pipe is not None else tuple(a for a, _ in self._splits(index))
+        return tuple(a for a, _ in index.splits)
 
     def _indexes(self, equation: Equation) -> list[Index]:
         """Return the indexes of a name that are axes of families."""

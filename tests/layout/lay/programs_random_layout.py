@@ -317,14 +317,13 @@ class LayoutMaker:
         rng.shuffle(order)
         vpp = False
         for axis in order:
-            cut = self.cuts[axis]
+            # A bare index is cut nowhere.
+            cut = self.cuts[axis] if rng.random() < 0.85 else Cut()
             local = rng.random() < 0.6
             if "vpp" in cut.axes and (local or rng.random() < 0.3) and not vpp:
                 vpp = True
                 parts += [Text(".v"), Index("vpp")]
-            written = cut.splits if not cut.pipe or rng.random() < 0.5 else ()
-            if cut.pipe and not written and rng.random() < 0.6:
-                written = tuple((a, Even()) for a in cut.axes)
+            written = cut.splits or tuple((a, Even()) for a in cut.axes)
             parts += [Text(f".{axis}."), Index(axis, written, local)]
             used += [a for a in cut.axes if self.mesh.strides[a]]
         parts.append(Text(f".r{len(self.rules)}"))
