@@ -171,12 +171,15 @@ class Side:
         slot = form.packing.slot(flat, rule.number, indexes, state, rank)
         starts = form.packing.starts(flat, slot.length)
         axis, whose = flat_axis(shares(slot.numel, slot.offset, starts))
-        name = form.name(rule.local_name(indexes), state)
-        if form.bound.layout.flats[flat].group.kind != "each":
-            first = form.packing.first_buffer(flat, state, rank)
-            name = f"flat.{first + slot.buffer}.{state or 'params'}"
+        own_name = form.name(rule.local_name(indexes), state)
+        stride = self.stride(rule, indexes, state)
         for part, start, found in cut_flat(whole, axis):
             coordinate = int(whose[part])
+            name = own_name
+            if form.bound.layout.flats[flat].group.kind != "each":
+                # Ranks that share a buffer may have others before it.
+                first = form.packing.first_buffer(flat, state, rank + coordinate * stride)
+                name = f"flat.{first + slot.buffer}.{state or 'params'}"
             # The range's place in the part of the buffer that its rank holds.
             at = slot.offset + start - int(starts[coordinate])
             yield coordinate, name, _moved(found, at - start)

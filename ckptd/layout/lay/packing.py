@@ -13,7 +13,7 @@ import numpy as np
 from ckptd.layout.lay.cut import Ints, Scope, evaluate, parts
 from ckptd.layout.lay.equation import MeshShape, Resolved
 from ckptd.layout.lay.flats import Packed, Slot, pack
-from ckptd.layout.lay.indexes import index_cut
+from ckptd.layout.lay.indexes import IndexCut, index_cut
 from ckptd.layout.lay.name import Index
 from ckptd.layout.lay.pattern import found_regex
 from ckptd.layout.lay.places import apart
@@ -170,7 +170,14 @@ class Packing:
             if index.axis in coordinates:
                 return [coordinates[index.axis]]
             return range(self.mesh.extents[index.axis])
-        return index_cut(self.layout, index, self.scope).all_numbers(coordinates)
+        cut = self._cuts.get(index)
+        if cut is None:
+            cut = self._cuts[index] = index_cut(self.layout, index, self.scope)
+        return cut.all_numbers(coordinates)
+
+    @cached_property
+    def _cuts(self) -> dict[Index, IndexCut]:
+        return {}
 
     # --- buffers --------------------------------------------------------------------------------
 
@@ -184,7 +191,7 @@ class Packing:
         """
         axis = self.layout.flats[flat].split[0]
         rank -= self.mesh.coordinates(rank)[axis] * self.mesh.strides[axis]
-        key = (flat, rank, self._alike(state))
+        key = (flat, rank, self.alike(state))
         if key not in self._buffers:
             self._buffers[key] = self._packed(flat, state, rank)
         return self._buffers[key]
@@ -195,17 +202,27 @@ class Packing:
 
     def packed_flats(self, state: str, rank: int) -> list[int]:
         """Return the flats that pack several tensors of a state in one buffer, on a rank."""
-        found = (self.flat_of(*t, state) for t in self.on_rank(rank))
-        shared = {f for f in found if f is not None and self.layout.flats[f].group.kind != "each"}
-        return sorted(shared)
+        # A list of tensors is kept for all ranks that have the same.
+        tensors = self.on_rank(rank)
+        key = (id(tensors), self.alike(state))
+        if key not in self._packed_flats:
+            found = (self.flat_of(*t, state) for t in tensors)
+            flats = self.layout.flats
+            shared = {f for f in found if f is not None and flats[f].group.kind != "each"}
+            self._packed_flats[key] = sorted(shared)
+        return self._packed_flats[key]
+
+    @cached_property
+    def _packed_flats(self) -> dict[tuple[int, tuple[bool, ...]], list[int]]:
+        return {}
 
     def first_buffer(self, flat: int, state: str, rank: int) -> int:
         """Return the number of a flat's first buffer among all of a state on a rank."""
         before = (f for f in self.packed_flats(state, rank) if f < flat)
         return sum(len(self.buffers(f, state, rank).packed.lengths) for f in before)
 
-    def _alike(self, state: str) -> tuple[bool, ...]:
-        """Which flats speak of a state: states that are alike in that are packed alike."""
+    def alike(self, state: str) -> tuple[bool, ...]:
+        """Return which flats speak of a state: states that are alike in that are packed alike."""
         return tuple(_takes(f, state) for f in self.layout.flats)
 
     def _packed(self, number: int, state: str, rank: int) -> Buffer:

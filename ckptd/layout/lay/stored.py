@@ -195,7 +195,12 @@ class StoredForm:
         if flat is None:
             grid, owners = self._cells(rule, indexes)
         else:
-            grid, owners = self._pieces(rule, indexes, state, flat, base)
+            same = (number, indexes, self.packing.alike(state))
+            found = self._state_pieces.get(same)
+            if found is None:
+                found = self._pieces(rule, indexes, state, flat, base)
+                self._state_pieces[same] = found
+            grid, owners = found
         return StoredTensor(name, number, indexes, state, grid, owners, base)
 
     # --- cells ----------------------------------------------------------------------------------
@@ -250,6 +255,10 @@ class StoredForm:
         if found is None:
             found = self._flat_pieces[key] = self._cut(rule, flat, holders, slots)
         return found
+
+    @cached_property
+    def _state_pieces(self) -> dict[object, tuple[Grid, Owners]]:
+        return {}
 
     @cached_property
     def _flat_pieces(self) -> dict[object, tuple[Grid, Owners]]:

@@ -69,11 +69,10 @@ def places(b: Block) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_both_sides_agree(source: str, target: str) -> None:
-    c = composed(source, target)
-    transfers = Transfers(c)
-    taken = Counter(
+def moved(transfers: Transfers) -> tuple[Counter[object], Counter[object]]:
+    """Every element that is taken, and every one that is given: from where to where."""
+    c = transfers.composition
+    taken: Counter[object] = Counter(
         (copy.rank, copy.name, rank, tensor.name, *at)
         for rank in range(c.target.mesh.world)
         for tensor, plan in transfers.local(rank)
@@ -81,14 +80,39 @@ def test_both_sides_agree(source: str, target: str) -> None:
         for b in copy.blocks
         for at in places(b)
     )
-    given = Counter(
+    given: Counter[object] = Counter(
         (rank, s.source, s.rank, s.target, *at)
         for rank in range(c.source.mesh.world)
         for s in transfers.sent(rank)
         for b in s.blocks
         for at in places(b)
     )
+    return taken, given
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_both_sides_agree(source: str, target: str) -> None:
+    taken, given = moved(Transfers(composed(source, target)))
     assert set(taken.values()) == {1}
+    assert given == taken
+
+
+def test_ranks_that_share_a_buffer_may_number_it_differently() -> None:
+    text = """
+    mesh A = pp:2 tp:2
+    space s { a[x] b[x] }
+    layout mine of s on A {
+      a = a[x] on pp=0
+      b = b[x@tp]
+      flat bucket 100 @tp of params
+      flat bucket 100 @pp of params
+    }
+    """
+    found = bound(text, "mine", x=8)
+    transfers = Transfers(compose(found, found))
+    names = [[t.name for t, _ in transfers.local(r)] for r in (0, 2)]
+    assert names == [["flat.0.params", "flat.1.params"], ["flat.0.params"]]
+    taken, given = moved(transfers)
     assert given == taken
 
 
