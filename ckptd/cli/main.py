@@ -36,6 +36,9 @@ VERBS = {
     " stopped. It claims a generation of the target, so a job that saves there is told to stop.",
     "export": "Write weights as Hugging Face safetensors with an index."
     "\n\nMemory stays small whatever the size of the model; no torch is needed.",
+    "reshard": "Write a checkpoint of one layout as one of another."
+    "\n\nLayouts are programs in Lay: files, or shipped ones. --explain says what it costs before a"
+    " byte moves. Killed, it goes on where it stopped; --shard lets several processes share it.",
     "rollback": "Make an older checkpoint the newest that counts."
     "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes"
     " here is told so at its next save.",
