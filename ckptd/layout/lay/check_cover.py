@@ -16,7 +16,7 @@ from ckptd.layout.lay.equation import Equation, Family, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.modifiers import Alias, On, Replicas
 from ckptd.layout.lay.name import Index, Name, Text, join
-from ckptd.layout.lay.pattern import covers
+from ckptd.layout.lay.pattern import covers, encoded
 
 __all__ = ["between_findings", "uncovered_findings"]
 
@@ -38,21 +38,29 @@ def between_findings(resolved: Resolved) -> Iterator[Finding]:
 
 def _shadows(resolved: Resolved) -> Iterator[tuple[int, Equation]]:
     """Yield the number of each rule that is never used, and a rule that is used instead."""
-    equations = resolved.equations
-    if len(equations) * len(equations) > _MAX_PAIRS:
-        return
-    for k, later in enumerate(equations):
-        if k and (later.at, later.text) == (equations[k - 1].at, equations[k - 1].text):
-            continue
-        for name, place in zip(resolved.drops, resolved.drop_places, strict=True):
-            if place <= k and covers(name, later.name):
-                yield k, Equation(name, {}, (), at=name.at, text="a rule that says drop")
-                break
-        else:
-            for earlier in equations[:k]:
+    patterns: list[Equation] = []
+    texts: dict[str, list[Equation]] = {}
+    drops = iter(zip(resolved.drop_places, resolved.drops, strict=True))
+    drop = next(drops, None)
+    compared = 0
+    before = None
+    for k, later in enumerate(resolved.equations):
+        while drop is not None and drop[0] <= k:
+            patterns.append(Equation(drop[1], {}, (), at=drop[1].at, text="a rule that says drop"))
+            drop = next(drops, None)
+        compared += len(patterns)
+        # A rule that stands for several, by its globs or alternatives, does not shadow itself.
+        twin = before is not None and (later.at, later.text) == (before.at, before.text)
+        if not twin and compared < _MAX_PAIRS:
+            for earlier in (*texts.get(encoded(later.name), ()), *patterns):
                 if _is_subset(later, earlier) and covers(earlier.name, later.name):
                     yield k, earlier
                     break
+        if all(isinstance(p, Text) for p in later.name.parts):
+            texts.setdefault(encoded(later.name), []).append(later)
+        else:
+            patterns.append(later)
+        before = later
 
 
 def _is_subset(later: Equation, earlier: Equation) -> bool:

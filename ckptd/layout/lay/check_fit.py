@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[int, Mapping[Coordinates, Seen]]
 """By number of the equation in the bound layout: the observed shape at coordinates."""
 
-_MAX_LENGTHS = 4096
+_MAX_LENGTHS = 256
 
 
 def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:

@@ -54,12 +54,29 @@ class _Pattern:
         return found_regex(self.name)
 
     @cached_property
+    def text(self) -> str | None:
+        """The name, if it stands for no other."""
+        if all(isinstance(p, Text) for p in self.name.parts):
+            return "".join(p.text for p in self.name.parts if isinstance(p, Text))
+        return None
+
+    @cached_property
+    def alike(self) -> re.Pattern[str]:
+        """An expression like the name's in which all numbers are 0."""
+        parts = (
+            Text(_NUMBERS.sub("0", p.text)) if isinstance(p, Text) else p for p in self.name.parts
+        )
+        return found_regex(Name(join(parts), at=self.name.at))
+
+    @cached_property
     def groups(self) -> tuple[str | None, ...]:
         """Axis of each group; None for globs."""
         parts = (p for p in self.name.parts if isinstance(p, Index | Glob))
         return tuple(p.axis if isinstance(p, Index) else None for p in parts)
 
     def match(self, name: str) -> Match | None:
+        if self.text is not None:
+            return Match(self.number, (), ()) if name == self.text else None
         found = self.regex.fullmatch(name)
         if found is None:
             return None
@@ -93,7 +110,14 @@ class Matcher:
             self._patterns += [_Pattern(-1, scale, on) for scale in _scales(equation, name)]
         self._patterns += [_Pattern(-1, d, ()) for d in drops[len(resolved.equations)]]
         self._extents = resolved.mesh.extents if resolved.mesh else {}
-        self._candidates: dict[str, list[_Pattern]] = {}
+        self._candidates: dict[str, list[int]] = {}
+        self._indexed: list[int] = []
+        self._plain: dict[str, list[int]] = {}
+        for k, pattern in enumerate(self._patterns):
+            if pattern.text is None:
+                self._indexed.append(k)
+            else:
+                self._plain.setdefault(pattern.text, []).append(k)
 
     def match(self, name: str, coordinates: Mapping[str, int] | None = None) -> Match | None:
         """Return what a name matches; None if no rule has it.
@@ -117,20 +141,16 @@ class Matcher:
                 return found
         return None
 
-    def _candidates_of(self, name: str) -> list[_Pattern]:
-        """Return the rules that can match a name whatever its numbers are."""
+    def _candidates_of(self, name: str) -> Iterator[_Pattern]:
+        """Return the rules that can match a name: by its text, or whatever its numbers are."""
         shape = _NUMBERS.sub("0", name)
         found = self._candidates.get(shape)
         if found is None:
-            found = [p for p in self._patterns if _same_numbers(p.name).fullmatch(shape)]
+            found = [k for k in self._indexed if self._patterns[k].alike.fullmatch(shape)]
             self._candidates[shape] = found
-        return found
-
-
-def _same_numbers(name: Name) -> re.Pattern[str]:
-    """Return an expression like the name's in which all numbers are 0."""
-    parts = (Text(_NUMBERS.sub("0", p.text)) if isinstance(p, Text) else p for p in name.parts)
-    return found_regex(Name(join(parts), at=name.at))
+        exact = self._plain.get(name)
+        places = sorted((*exact, *found)) if exact else found
+        return (self._patterns[k] for k in places)
 
 
 def stored_name(name: Name, local: Iterable[str]) -> Name:

@@ -17,6 +17,7 @@ from ckptd.layout.lay.observed import Coordinates, Instance, Observed
 __all__ = ["extents", "index_findings", "local_numbers", "pinned"]
 
 _MAX_PINNED = 4096
+_MAX_SHOWN = 6
 
 Signature: TypeAlias = tuple[str, tuple[tuple[str, How], ...], bool]
 """Of an index: axis, splits, and whether numbers count from 0 on each rank."""
@@ -115,6 +116,10 @@ def _stored(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
         found = instance.numbers.get((), set())
         if math.prod(len(n) for n in by_axis.values()) > len(found):
             yield _hole(equation, by_axis, found)
+        some = [n for a, n in by_axis.items() if len(n) < all_of[a][0]]
+        if math.prod(map(len, some)) > _MAX_PINNED:
+            message = f"this rule has more than {_MAX_PINNED} combinations of some of the numbers"
+            yield Finding("numbers", message, equation.at, equation.text, fit=True)
         for axis in by_axis:
             held = set.union(*(by_family[f.name, axis] for f in equation.families.values()))
             if held < together[axis]:
@@ -123,23 +128,38 @@ def _stored(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
 
 def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
     together = local_numbers(observed, resolved)
-    for (axis, _, local), by_coordinates in together.items():
+    for (axis, splits, local), by_coordinates in together.items():
         for at, (numbers, instance) in by_coordinates.items():
+            if len(at) < len(splits):
+                # A name that does not say the virtual stage: numbers of several, with gaps.
+                continue
             equation = resolved.equations[instance.equation]
             wanted = range(len(numbers)) if local else _span(numbers)
-            if numbers != set(wanted):
+            if len(wanted) != len(numbers) or any(n not in numbers for n in wanted):
                 yield _gap(equation, axis, numbers, wanted, at)
     for instance in observed.instances.values():
         equation = resolved.equations[instance.equation]
-        for index in _indexes(equation):
-            axes = {axis for axis, _ in index.splits}
-            mine = together[index.axis, index.splits, index.local]
-            for at in instance.numbers:
-                numbers = _by_axis(instance, at).get(index.axis, set())
-                wanted_all = mine[tuple((a, c) for a, c in at if a in axes)][0]
-                if numbers != wanted_all:
-                    yield _gap(equation, index.axis, numbers, wanted_all, at)
-                    break
+        for at in instance.numbers:
+            found = _by_axis(instance, at)
+            wanted_here = {i.axis: _wanted(together, i, at) for i in _indexes(equation)}
+            # Where one index has no number there is no tensor, whatever the others have.
+            wrong = [a for a, w in wanted_here.items() if found.get(a, set()) != w]
+            if wrong and all(wanted_here.values()):
+                yield _gap(
+                    equation, wrong[0], found.get(wrong[0], set()), wanted_here[wrong[0]], at
+                )
+                break
+
+
+def _wanted(
+    together: Mapping[Signature, Mapping[Coordinates, tuple[set[int], Instance]]],
+    index: Index,
+    at: Coordinates,
+) -> set[int]:
+    """Return the numbers that an index has at some coordinates by all rules together."""
+    axes = {axis for axis, _ in index.splits}
+    key = tuple((a, c) for a, c in at if a in axes)
+    return together[index.axis, index.splits, index.local][key][0]
 
 
 def _by_axis(instance: Instance, at: Coordinates) -> dict[str, set[int]]:
@@ -178,8 +198,9 @@ def _gap(
     wanted: Iterable[int],
     at: Coordinates = (),
 ) -> Finding:
-    missing = sorted(set(wanted) - found)
-    too_many = sorted(found - set(wanted))
+    # A single huge number makes a huge range: only its beginning is looked at.
+    missing = list(islice((n for n in wanted if n not in found), _MAX_SHOWN))
+    too_many = sorted(found - set(wanted)) if not missing else []
     where = " at " + " ".join(f"{a}={c}" for a, c in at) if at else ""
     shown = _shown(missing or too_many)
     verb = "is missing" if missing else "was not expected"
@@ -203,11 +224,10 @@ def _hole(
 
 
 def _some(equation: Equation, axis: str, numbers: set[int], count: int) -> Finding:
-    missing = sorted(set(range(count)) - numbers)
+    missing = list(islice((n for n in range(count) if n not in numbers), _MAX_SHOWN))
     message = f"this rule has no tensor for {axis} {_shown(missing)}; other rules have {count}"
     return Finding("numbers", message, equation.at, equation.text, severity="warning", fit=True)
 
 
 def _shown(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:5]))
-    return shown + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+    return ", ".join(map(str, numbers[: _MAX_SHOWN - 1])) + " ..." * (len(numbers) >= _MAX_SHOWN)

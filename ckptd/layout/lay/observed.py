@@ -27,6 +27,10 @@ Numbers: TypeAlias = tuple[tuple[str, int], ...]
 _FLAT = re.compile(r"flat\.[0-9]+\.[^.]+")
 _DIGITS = re.compile("[0-9]+")
 
+_MAX_KINDS = 20
+_MAX_COMPARED = 200
+"""Longest name that is compared with patterns, which takes the square of its length."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -209,10 +213,12 @@ def unmatched(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
     groups: dict[str, list[Seen]] = {}
     for seen in observed.unmatched:
         groups.setdefault(_DIGITS.sub("0", seen.name), []).append(seen)
-    for group in itertools.islice(groups.values(), 50):
-        yield _unmatched(group, patterns, f"layout {resolved.name}")
-    if len(groups) > 50:
-        yield Finding("unmatched", f"and {len(groups) - 50} more kinds of names", fit=True)
+    layout = f"layout {resolved.name}"
+    for group in itertools.islice(groups.values(), _MAX_KINDS):
+        yield _unmatched(group, patterns, layout)
+    if len(groups) > _MAX_KINDS:
+        message = f"no rule matches {len(groups) - _MAX_KINDS} more kinds of names"
+        yield Finding("unmatched", message, rule=layout, fit=True)
 
 
 def _unmatched(group: list[Seen], patterns: Mapping[str, Equation], layout: str) -> Finding:
@@ -220,7 +226,9 @@ def _unmatched(group: list[Seen], patterns: Mapping[str, Equation], layout: str)
     names = {s.name for s in group}
     more = f" (nor {len(names) - 1} more names like it)" if len(names) > 1 else ""
     notes = []
-    near = get_close_matches(first.name, patterns, n=1, cutoff=0.4)
+    near: list[str] = []
+    if len(first.name) <= _MAX_COMPARED:
+        near = get_close_matches(first.name, patterns, n=1, cutoff=0.4)
     if near:
         equation = patterns[near[0]]
         notes.append(f"closest is {equation.at.file}:{equation.at.line}  {near[0]}")

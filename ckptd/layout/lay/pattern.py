@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, NamePart, Text, join
 
-__all__ = ["MAX_GLOBS", "covers", "encoded", "filled", "found_regex", "rule_regex"]
+__all__ = ["MAX_DEEP", "MAX_GLOBS", "covers", "encoded", "filled", "found_regex", "rule_regex"]
 
-MAX_GLOBS = 4
-"""Most globs of a name; matching one more costs a factor of the name's length."""
+MAX_GLOBS = 8
+MAX_DEEP = 2
+"""Most globs of a name, and most ``**``: one more costs a factor of the name's length."""
 
 _OPEN, _CLOSE, _STAR, _STARS = "\ue000", "\ue001", "\ue002", "\ue003"
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -101,7 +103,6 @@ def filled(name: Name, texts: Sequence[str], indexes: Collection[Index] = ()) ->
         if isinstance(part, Glob):
             text = left.pop(0)
             out += _decoded(text, by_axis)
-            # A deep glob matches with the dot behind it, so that it can match nothing at all.
             glued = part.deep
             continue
         if isinstance(part, Text) and glued:
@@ -118,23 +119,41 @@ def _decoded(text: str, by_axis: dict[str, Index]) -> list[NamePart]:
 
 
 def _regex(name: Name, index: Callable[[Index], str]) -> str:
-    """Return a name as an expression."""
-    if sum(isinstance(p, Glob) for p in name.parts) > MAX_GLOBS:
-        raise _wrong(name, f"more than {MAX_GLOBS} globs in one name")
-    out = []
+    """Return a name as an expression.
+
+    What a ``*`` matches ends at the first place where what stands behind it matches, if another
+    ``*`` follows: no later place could be better. So the time stays within the length of the name
+    (squared by each ``**``), whatever the pattern is.
+    """
     parts = name.parts
-    for k, part in enumerate(parts):
-        match part:
+    globs = [k for k, p in enumerate(parts) if isinstance(p, Glob)]
+    deep = [k for k in globs if parts[k] == Glob(deep=True)]
+    if len(globs) > MAX_GLOBS or len(deep) > MAX_DEEP:
+        raise _wrong(name, f"more than {MAX_GLOBS} globs in one name, or {MAX_DEEP} times '**'")
+    out = [_plain(name, 0, globs[0] if globs else len(parts), index)]
+    for k, end in pairwise([*globs, len(parts)]):
+        behind = _plain(name, k + 1, end, index)
+        if k in deep:
+            out.append(_deep(name, k) + behind)
+        elif end in globs and end not in deep:
+            out.append(f"(?>([^.{_STARS}]*?){behind})")
+        else:
+            out.append(f"([^.{_STARS}]*?){behind}")
+    return "".join(out)
+
+
+def _plain(name: Name, start: int, stop: int, index: Callable[[Index], str]) -> str:
+    """Return the parts of a name between globs as an expression."""
+    out = []
+    for k in range(start, stop):
+        match part := name.parts[k]:
             case Text():
-                after = k > 0 and isinstance(before := parts[k - 1], Glob) and before.deep
+                # A deep glob matches with the dot behind it, so that it can match nothing at all.
+                after = k > 0 and name.parts[k - 1] == Glob(deep=True)
                 out.append(re.escape(part.text[1:] if after else part.text))
             case Index():
                 out.append(index(part))
-            case Glob(deep=False):
-                out.append(f"([^.{_STARS}]*)")
-            case Glob():
-                out.append(_deep(name, k))
-            case Alternatives():
+            case _:
                 raise _wrong(name, "alternatives are expanded before names are matched")
     return "".join(out)
 

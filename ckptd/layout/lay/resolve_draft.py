@@ -22,6 +22,7 @@ __all__ = ["Draft", "Drafts", "draft", "has_globs", "is_drop"]
 
 _MAX_DEPTH = 16
 _MAX_WAYS = 64
+_MAX_HEIGHT = 64
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def _taken_over(rule: Draft, other: Draft, texts: tuple[str, ...]) -> Draft | Fi
     dims: tuple[Dim, ...] | None = rule.dims
     if any(map(_wilds, rule.dims)):
         dims = wrapped(rule.dims, tuple(other.lets.dim(d) for d in other.dims))
-    if dims is None:
+    if dims is None or max(map(height, dims), default=0) > _MAX_HEIGHT:
         message = f"'_' and '...' do not fit the {len(other.dims)} dimensions of {show(other.name)}"
         return Finding("wild", message, rule.at, rule.text)
     return replace(rule, name=name, dims=dims, near=near)
@@ -245,6 +246,10 @@ def _wrapped(out: Drafts, rules: Sequence[Draft], defaults: Sequence[Default]) -
             continue
         for default in defaults:
             dims = wrapped(default.dims, rule.dims)
+            if dims is not None and max(map(height, dims)) > _MAX_HEIGHT:
+                message = "defaults of defaults nest too deeply"
+                out.findings.append(Finding("wild", message, default.at, show(default)))
+                break
             if dims is not None:
                 kinds = {type(m) for m in default.modifiers}
                 kept = tuple(m for m in rule.modifiers if type(m) not in kinds)
@@ -292,6 +297,23 @@ def _wrong_default(default: Default) -> str | None:
     if any(_wilds(d) != 1 for d in default.dims if not isinstance(d, Rest)):
         return "each dimension of a default has one '_', the imported dimension at its place"
     return None
+
+
+def height(dim: Dim) -> int:
+    """Return how deep a dimension nests; without recursion, so that it may be deep."""
+    found = 0
+    stack = [(dim, 1)]
+    while stack:
+        node, level = stack.pop()
+        found = max(found, level)
+        match node:
+            case Split() | Pad():
+                stack.append((node.inner, level + 1))
+            case Product():
+                stack += [(p, level + 1) for p in node.parts]
+            case Sum():
+                stack += [(b.dim, level + 1) for b in node.branches]
+    return found
 
 
 def _wilds(dim: Dim) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import (
     Atom,
-    Branch,
     Dim,
     Even,
     How,
@@ -28,7 +27,8 @@ from ckptd.layout.lay.program import Let
 __all__ = ["Lets", "atoms_of"]
 
 _MAX_DEPTH = 16
-_MAX_NODES = 10_000
+_MAX_LEVEL = 64
+_MAX_NODES = 1_000_000
 _MAX_PARTS = 256
 
 
@@ -97,54 +97,55 @@ class Lets:
             raise _wrong(f"{head} goes in circles", let.at)
         return self.name(out, depth + 1)
 
-    def dim(self, dim: Dim, depth: int = 0) -> Dim:
+    def dim(self, dim: Dim, depth: int = 0, level: int = 0) -> Dim:
         """Return a dimension with all lets put in, those of its grains and multiples as well."""
-        self._count(dim.at)
+        self._count(dim.at, depth, level)
         match dim:
             case Atom() if dim.name in self.dims:
                 let = self.dims[dim.name]
                 if depth == _MAX_DEPTH:
                     raise _wrong(f"{dim.name} goes in circles", let.at)
-                return self.dim(let.value, depth + 1)  # type: ignore[arg-type]
+                return self.dim(let.value, depth + 1, level + 1)  # type: ignore[arg-type]
             case Split():
-                inner = self.dim(dim.inner, depth)
+                inner = self.dim(dim.inner, depth, level + 1)
                 return replace(dim, inner=inner, how=self.how(dim.how))
             case Product():
-                return replace(dim, parts=tuple(self.dim(p, depth) for p in dim.parts))
+                parts = [self.dim(p, depth, level + 1) for p in dim.parts]
+                return replace(dim, parts=tuple(parts))
             case Sum():
-                found = (Branch(b.tag, self.dim(b.dim, depth), at=b.at) for b in dim.branches)
+                found = [replace(b, dim=self.dim(b.dim, depth, level + 1)) for b in dim.branches]
                 return replace(dim, branches=tuple(found))
             case Pad():
-                return replace(
-                    dim, inner=self.dim(dim.inner, depth), multiple=self.value(dim.multiple)
-                )
+                inner = self.dim(dim.inner, depth, level + 1)
+                return replace(dim, inner=inner, multiple=self.value(dim.multiple))
         return dim
 
     def how(self, how: How) -> How:
         """Return a split's rule with lets put into its grain."""
         return replace(how, grain=self.value(how.grain)) if isinstance(how, Even) else how
 
-    def value(self, value: Value, depth: int = 0) -> Value:
+    def value(self, value: Value, depth: int = 0, level: int = 0) -> Value:
         """Return a value with lets put in."""
-        self._count(value.at)
+        self._count(value.at, depth, level)
         if isinstance(value, Operation):
-            left, right = self.value(value.left, depth), self.value(value.right, depth)
-            return replace(value, left=left, right=right)
+            left = self.value(value.left, depth, level + 1)
+            return replace(value, left=left, right=self.value(value.right, depth, level + 1))
         if isinstance(value, Number) or value.name not in self.values:
             return value
         let = self.values[value.name]
         if depth == _MAX_DEPTH:
             raise _wrong(f"{value.name} goes in circles", let.at)
-        return self.value(let.value, depth + 1)  # type: ignore[arg-type]
+        return self.value(let.value, depth + 1, level + 1)  # type: ignore[arg-type]
 
     def index(self, index: Index) -> Index:
         """Return an index of a name with lets put into its splits."""
         return replace(index, splits=tuple((a, self.how(h)) for a, h in index.splits))
 
-    def _count(self, at: Position) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise _wrong(f"lets lead to more than {_MAX_NODES} parts of rules", at)
+    def _count(self, at: Position, depth: int, level: int) -> None:
+        """Refuse what lets make too deep, or too much: each may use another one twice."""
+        self._left -= depth > 0
+        if level > _MAX_LEVEL or self._left < 0:
+            raise _wrong("lets make this too large, or nest too deeply", at)
 
 
 def atoms_of(dim: Dim) -> tuple[str, ...] | None:
