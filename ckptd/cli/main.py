@@ -39,6 +39,7 @@ VERBS = {
     "reshard": "Write a checkpoint of one layout as one of another."
     "\n\nLayouts are programs in Lay: files, or shipped ones. --explain says what it costs before a"
     " byte moves. Killed, it goes on where it stopped; --shard lets several processes share it.",
+    "lay": "Check, format and draw layout programs (Lay).",
     "rollback": "Make an older checkpoint the newest that counts."
     "\n\nMoves and deletes nothing. Later checkpoints no longer count, and a job that still writes"
     " here is told so at its next save.",

@@ -46,7 +46,7 @@ from ckptd.engine.values import Reader
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.spec import StoreSpec
 
-__all__ = ["ReshardDocument", "reshard"]
+__all__ = ["ReshardDocument", "open_stock", "reshard"]
 
 _SAID = 6
 _FROM = "from:"
@@ -165,7 +165,7 @@ def reshard(
     wanted = read_program(to, "--to", lambda run: run.target).with_rules(theirs)
     given = read_program(from_, "--from", lambda run: run.source) if from_ else None
     part, memory = check_share(shard), size_of(budget, "--budget")
-    with _stock(source, step) as stock:
+    with open_stock(source, step) as stock:
         own = source_program(stock, given).with_rules(mine)
         prepared = prepare(stock, own, wanted, allow_lossy=allow == "lossy")
         most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
@@ -182,8 +182,8 @@ def reshard(
 
 
 @contextmanager
-def _stock(source: str, step: int) -> Iterator[Stock]:
-    """Open the source: a root of ckptd, or any folder of safetensors files."""
+def open_stock(source: str, step: int) -> Iterator[Stock]:
+    """Open a source: a root of ckptd, or any folder of safetensors files."""
     address = Address.of(source)
     try:
         with opened(address.root) as catalogue:

@@ -11,8 +11,10 @@ from ckptd.engine.reshard.feed import Feed, Take
 from ckptd.engine.reshard.stock import Stock, StockTensor
 from ckptd.errors import MismatchError
 from ckptd.layout.grid import Grid
+from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.copies import Composition, compose
 from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.finding import raise_first
 from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.observe import bind_sizes, bind_stored
 from ckptd.layout.lay.promise import PROMISES, Promise
@@ -107,8 +109,11 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     """
     bound = bind_stored(source, stock.shapes)
     held = {f.name for e in bound.layout.equations for f in e.families.values()}
+    raise_first(check(source))
+    raise_first(check(target))
     narrowed, left_out = _narrowed(target, held)
     other = bind_sizes(narrowed, _known_sizes(bound, narrowed))
+    raise_first(check_bound(other))
     composition = compose(bound, other, lambda name: _grid(stock, name))
     dropped = _dropped(source, stock)
     links = _links(composition, stock)

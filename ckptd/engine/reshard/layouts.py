@@ -27,7 +27,7 @@ from ckptd.layout.lay.recipe import is_recipe
 from ckptd.layout.lay.resolve import resolve
 from ckptd.layout.lay.toml import read_toml
 
-__all__ = ["Program", "read_program", "read_text", "wrapped"]
+__all__ = ["Program", "layout_names", "read_file", "read_program", "read_text", "wrapped"]
 
 Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
 
@@ -160,14 +160,32 @@ def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> Prog
     UsageError
         ``lay-syntax``, ``lay-rule``: not a program, no such layout, or several.
     """
+    program, named = read_file(spec)
+    if named or not program.file.items:
+        return program
+    return Program(program.file, _the_layout(program.file, spec, side, choose))
+
+
+def read_file(spec: str) -> tuple[Program, str]:
+    """Read what a user names; return the program, and the layout if it is named.
+
+    Raises
+    ------
+    NotFoundError, UsageError
+        As `read_program`.
+    """
     path, colon, name = spec.rpartition(":")
     if not (colon and path.endswith(_ENDS)):
         path, name = spec, ""
     if not path.endswith(_ENDS):
         library.load(spec)
-        return Program(File(()), spec)
-    file = _parse(path)
-    return Program(file, name or _the_layout(file, path, side, choose))
+        return Program(File(()), spec), spec
+    return Program(_parse(path), name), name
+
+
+def layout_names(file: File) -> list[str]:
+    """Return the names of all layouts of a program, in order."""
+    return [i.name for i in file.items if isinstance(i, Layout)]
 
 
 def _parse(path: str) -> File:

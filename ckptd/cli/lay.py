@@ -1,0 +1,225 @@
+"""``ckptd lay``: check, format and draw layout programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from ckptd.cli.output import Document, Json, flag, note, print_document
+from ckptd.errors import NotFoundError, UsageError
+
+__all__ = ["CheckDocument", "FmtDocument", "ShowDocument", "lay"]
+
+lay = App(
+    name="lay",
+    help="Check, format and draw layout programs (Lay).",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+)
+
+Program = Annotated[
+    str, Parameter(help="FILE.lay, FILE.toml, either with :LAYOUT, or a shipped layout.")
+]
+Against = Annotated[
+    str | None,
+    Parameter(
+        help="ROOT, ROOT@STEP or a folder of safetensors files: compare with what is there.",
+        show_default=False,
+    ),
+]
+Rules = Annotated[
+    list[str] | None,
+    Parameter(
+        name=("-e", "--rule"),
+        help="A statement of Lay that goes before those of the layout. May be repeated.",
+        show_default=False,
+    ),
+]
+
+Shape = tuple[int, ...]
+
+
+class CheckDocument(Document, frozen=True, kw_only=True, tag="lay check"):
+    """What ``ckptd lay check --json`` prints.
+
+    Attributes
+    ----------
+    program, layouts
+        What was checked.
+    findings
+        severity (``error`` or ``warning``), code, file, line, column, rule, message, notes.
+    """
+
+    program: str
+    layouts: tuple[str, ...]
+    findings: tuple[dict[str, Any], ...]
+
+
+class FmtDocument(Document, frozen=True, kw_only=True, tag="lay fmt"):
+    """What ``ckptd lay fmt --json`` prints.
+
+    Attributes
+    ----------
+    files
+        The files.
+    changed
+        Those that were not in normal form.
+    """
+
+    files: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+class ShowDocument(Document, frozen=True, kw_only=True, tag="lay show"):
+    """What ``ckptd lay show --json`` prints.
+
+    Attributes
+    ----------
+    program, layout, tensor, rule
+        What is shown.
+    shape
+        Of the stored tensor.
+    cells
+        offset and shape of each cell, the ranks that hold it, the lowest of which writes it, and
+        what it holds, as text; with `flat`, its parts as start, end and rank.
+    """
+
+    program: str
+    layout: str
+    tensor: str
+    rule: str
+    shape: tuple[int, ...]
+    cells: tuple[dict[str, Any], ...]
+
+
+@lay.command
+def check(
+    program: Program, /, *, against: Against = None, rule: Rules = None, json: Json = False
+) -> int:
+    """Check a program, alone or against a checkpoint.
+
+    The exit code is 1 when there are errors; warnings alone are fine.
+    """
+    from ckptd.layout.lay.check import check_program
+    from ckptd.layout.lay.finding import render
+
+    read, names = _programs(program, rule or ())
+    shapes = _shapes(against) if against else None
+    findings = []
+    for name in names:
+        findings += check_program([read.file], name, observed=shapes)
+    findings = list(dict.fromkeys(findings))
+    errors = sum(1 for f in findings if f.severity == "error")
+    if json:
+        found = tuple(f.to_dict() for f in findings)
+        print_document(CheckDocument(program=program, layouts=tuple(names), findings=found))
+    elif findings:
+        print(render(findings))
+    if not json:
+        layouts = ", ".join(names)
+        warnings = len(findings) - errors
+        print(
+            f"{layouts}: {errors} errors, {warnings} warnings" if findings else f"{layouts}: good"
+        )
+    return 1 if errors else 0
+
+
+def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
+    """Return a program, and the layouts of it that are meant: all, unless one is named."""
+    from ckptd.engine.reshard.layouts import layout_names, read_file
+
+    read, named = read_file(spec)
+    names = [named] if named else layout_names(read.file) or [read.layout]
+    if rules:
+        if len(names) > 1:
+            raise UsageError("-e needs one layout", where=spec, wanted=f"{spec}:LAYOUT")
+        read = type(read)(read.file, names[0]).with_rules(list(rules))
+    return read, names
+
+
+def _shapes(against: str) -> Mapping[str, Shape]:
+    """Return the shapes of stored tensors."""
+    from ckptd.cli.reshard import open_stock
+
+    with open_stock(against, 0) as stock:
+        return dict(stock.shapes)
+
+
+@lay.command
+def fmt(
+    *files: Annotated[Path, Parameter(help="Programs, as text (.lay).")],
+    check: Annotated[bool, flag("Change nothing; exit with 1 if a file would change.")] = False,
+    json: Json = False,
+) -> int:
+    """Put programs in normal form; comments stay."""
+    from ckptd.layout.lay.formatter import format_text
+
+    changed = []
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFoundError("there is no such program", where=str(path)) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError("a program cannot be read", where=str(path), found=error) from None
+        new = format_text(text, str(path))
+        if new == text:
+            continue
+        changed.append(str(path))
+        if not check:
+            path.write_text(new, encoding="utf-8")
+    if json:
+        document = FmtDocument(files=tuple(map(str, files)), changed=tuple(changed))
+        print_document(document)
+    else:
+        for name in changed:
+            print(f"{'would change' if check else 'changed'} {name}")
+    return 1 if check and changed else 0
+
+
+@lay.command
+def show(
+    program: Program,
+    tensor: Annotated[str, Parameter(help="Name of a stored tensor; states as well.")],
+    /,
+    *,
+    against: Against = None,
+    rule: Rules = None,
+    svg: Annotated[
+        Path | None, Parameter(help="Write a drawing to this file.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Draw which rank holds which part of a tensor.
+
+    Sizes come from --against, or from 'let' statements in the program or with -e.
+    """
+    from ckptd.cli.picture import drawing, picture, text_of
+    from ckptd.engine.reshard.layouts import read_program
+    from ckptd.layout.lay.observe import bind_sizes, bind_stored
+    from ckptd.layout.lay.stored import StoredForm
+
+    read = read_program(program, "PROGRAM", lambda run: run.target).with_rules(rule or ())
+    resolved = read.resolve()
+    bound = bind_stored(resolved, _shapes(against)) if against else bind_sizes(resolved, {})
+    found = picture(StoredForm(bound), tensor)
+    if svg is not None:
+        svg.write_text(drawing(found), encoding="utf-8")
+        note(f"drawn to {svg}")
+    if json:
+        print_document(
+            ShowDocument(
+                program=program,
+                layout=read.layout,
+                tensor=tensor,
+                rule=found.rule,
+                shape=found.shape,
+                cells=tuple(c.to_dict() for c in found.cells),
+            )
+        )
+    else:
+        print(text_of(found))
+    return 0
