@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ckptd.errors import UsageError
 from ckptd.layout.lay.check_blocks import block_findings
 from ckptd.layout.lay.check_cover import between_findings, uncovered_findings
-from ckptd.layout.lay.check_fit import Shapes, fit_findings
+from ckptd.layout.lay.check_fit import fit_findings, with_fits
 from ckptd.layout.lay.check_names import missing_findings
 from ckptd.layout.lay.check_rules import rule_findings
 from ckptd.layout.lay.check_statements import statement_findings
@@ -21,7 +21,7 @@ from ckptd.layout.lay.equation import Bound, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.node import NOWHERE
 from ckptd.layout.lay.observe import bind_all
-from ckptd.layout.lay.observed import Observed, Seen, from_ranks, from_stored, unmatched
+from ckptd.layout.lay.observed import Observed, from_ranks, from_stored, unmatched
 from ckptd.layout.lay.program import File
 from ckptd.layout.lay.resolve import Loader, resolve_all
 
@@ -68,7 +68,7 @@ def check_bound(bound: Bound, observed: Observation | None = None) -> list[Findi
         with rules that would fit.
     """
     found = None if observed is None else _sorted(bound.layout, observed)
-    findings = list(fit_findings(bound, _shapes(found)))
+    findings = list(fit_findings(bound, found.first_shapes() if found else {}))
     findings += block_findings(bound)
     stored = found is not None and found.stored
     for finding in uncovered_findings(bound.layout, bound.sizes):
@@ -109,15 +109,7 @@ def check_program(
         bound, unbound = bind_all(resolved, found, sizes)
         # Names are compared with all rules of the program, not only with those that are used.
         fits = [f for f in check_bound(bound, observed) if f.code != "unmatched"]
-        told = {(f.at, f.code) for f in fits}
-        rules = {f.at for f in fits if f.code in ("shape", "indivisible", "uncovered")}
-        # The solver tells that sizes contradict each other; a rule that would fit says more.
-        findings += fits
-        findings += [
-            f
-            for f in unbound
-            if (f.at, f.code) not in told and not (f.code == "sizes" and f.at in rules)
-        ]
+        findings += with_fits(unbound, fits)
     return sorted(dict.fromkeys(findings), key=lambda f: (f.at.file, f.at.line, f.at.column))
 
 
@@ -127,13 +119,3 @@ def _sorted(layout: Resolved, observed: Observation) -> Observed:
         return from_stored(layout, names)
     ranks = {r: s for r, s in observed.items() if isinstance(r, int) and isinstance(s, Mapping)}
     return from_ranks(layout, ranks)
-
-
-def _shapes(observed: Observed | None) -> Shapes:
-    """Return the observed shape of each rule at coordinates, the first of several."""
-    out: dict[int, dict[tuple[tuple[str, int], ...], Seen]] = {}
-    for instance in observed.instances.values() if observed else ():
-        mine = out.setdefault(instance.equation, {})
-        for at, shapes in instance.shapes.items():
-            mine.setdefault(at, next(iter(shapes.values())))
-    return out

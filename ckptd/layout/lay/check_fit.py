@@ -15,9 +15,10 @@ from ckptd.layout.lay.equation import Bound, Equation, MeshShape
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.name import Index, Name
 from ckptd.layout.lay.observed import Coordinates, Seen
+from ckptd.layout.lay.paths import paths
 from ckptd.layout.lay.printer import show
 
-__all__ = ["Shapes", "fit_findings"]
+__all__ = ["Shapes", "fit_findings", "with_fits"]
 
 Shape = tuple[int, ...]
 Shapes = Mapping[int, Mapping[Coordinates, Seen]]
@@ -48,6 +49,22 @@ def fit_findings(bound: Bound, shapes: Shapes) -> Iterator[Finding]:
                 yield finding
         if not told:
             yield from _shapes(equation, scope, seen)
+
+
+def with_fits(findings: Sequence[Finding], fits: Sequence[Finding]) -> list[Finding]:
+    """Return findings of `ckptd.layout.lay.observe` and of `fit_findings` as one list.
+
+    That sizes contradict each other, and that a rule does not make an observed shape, is often
+    one mistake; the latter says which rule would.
+    """
+    told = {(f.at, f.code) for f in fits}
+    rules = {f.at for f in fits if f.code in ("shape", "indivisible", "uncovered")}
+    left = [
+        f
+        for f in findings
+        if (f.at, f.code) not in told and not (f.code == "sizes" and f.at in rules)
+    ]
+    return [*fits, *left]
 
 
 def _as_written(equation: Equation, refined: Mapping[str, Dim]) -> Equation:
@@ -221,8 +238,15 @@ def _shapes(
         )
         head, notes = _fits(candidates(equation, scope), equation, scope, seen)
         text = f"{message}. {head}" if notes else message
-        yield Finding("shape", text, equation.at, equation.text, notes, fit=True)
+        used = f"this rule's shape is with {_sizes_of(equation, scope)}"
+        yield Finding("shape", text, equation.at, equation.text, (*notes, used), fit=True)
         return
+
+
+def _sizes_of(equation: Equation, scope: Scope) -> str:
+    """Return the sizes that a rule's shape comes from."""
+    names = dict.fromkeys(leaf.atom for path in paths(equation.dims) for leaf in path.leaves)
+    return " ".join(f"{n}={scope.sizes[n]}" for n in names if n in scope.sizes)
 
 
 def _stored(seen: Mapping[Coordinates, Seen]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ckptd.layout.lay.check_fit import fit_findings, with_fits
 from ckptd.layout.lay.equation import Bound, Equation, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
 from ckptd.layout.lay.observe_indexes import extents, index_findings, pinned
@@ -73,9 +74,13 @@ def bind_ranks(
     Raises
     ------
     MismatchError
-        ``lay-fit``, as `bind_stored`.
+        ``lay-fit``, as `bind_stored`, and if a split does not divide; the hint shows rules that
+        would fit.
     """
-    return _bound(*bind_all(resolved, from_ranks(resolved, ranks), sizes))
+    observed = from_ranks(resolved, ranks)
+    bound, findings = bind_all(resolved, observed, sizes)
+    kept = from_ranks(bound.layout, ranks).first_shapes() if findings else {}
+    return _bound(bound, with_fits(findings, list(fit_findings(bound, kept))))
 
 
 def bind_sizes(resolved: Resolved, sizes: Mapping[str, int]) -> Bound:
@@ -84,9 +89,10 @@ def bind_sizes(resolved: Resolved, sizes: Mapping[str, int]) -> Bound:
     Raises
     ------
     MismatchError
-        ``lay-fit``: a size is missing, or two contradict each other.
+        ``lay-fit``: a size is missing, two contradict each other, or a split does not divide.
     """
-    return _bound(*bind_all(resolved, None, sizes))
+    bound, findings = bind_all(resolved, None, sizes)
+    return _bound(bound, with_fits(findings, list(fit_findings(bound, {}))))
 
 
 def bind_all(

@@ -106,6 +106,15 @@ class Observed:
         if not packed:
             instance.shapes.setdefault(at, {}).setdefault(seen.shape, seen)
 
+    def first_shapes(self) -> dict[int, dict[Coordinates, Seen]]:
+        """Return the shape of each rule at coordinates, the first of several."""
+        out: dict[int, dict[Coordinates, Seen]] = {}
+        for instance in self.instances.values():
+            mine = out.setdefault(instance.equation, {})
+            for at, shapes in instance.shapes.items():
+                mine.setdefault(at, next(iter(shapes.values())))
+        return out
+
 
 def from_stored(resolved: Resolved, shapes: Mapping[str, Shape]) -> Observed:
     """Sort the tensors of a checkpoint."""
