@@ -223,6 +223,14 @@ def test_a_hole_in_two_indexes_is_told() -> None:
     assert "the tensor of l=1 e=2 is missing" in str(wrong(text, found))
 
 
+def test_a_huge_number_in_a_name_is_told_and_costs_nothing() -> None:
+    found: dict[str, Shape] = {"layers.0.d": (12, 10), "layers.999999999.d": (12, 10)}
+    assert "l 1, 2, 3, 4, 5 ... is missing" in str(wrong(LLAMA + HF, found))
+    text = LLAMA + "mesh P = ep:1\nlayout x on P { a.{e@ep} = L{0}.X{e}.w[f h] }"
+    with pytest.raises(MismatchError, match=r"e 1, 2, 3, 4, 5 \.\.\. is missing"):
+        bind_ranks(looked_up(text), {0: {"a.0": (3, 2), "a.999999999": (3, 2)}})
+
+
 def test_contradictions_name_both_rules() -> None:
     text = LLAMA + "layout x on none { a = E[v h]\n b = nf[h]\n}"
     error = str(wrong(text, {"a": (3, 4), "b": (5,)}))

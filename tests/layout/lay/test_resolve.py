@@ -274,3 +274,22 @@ def test_one_space_under_two_definitions_is_refused() -> None:
         resolve(files, "x", nothing)
     again = [parse(SPACE, "a.lay"), parse(SPACE + "layout x on M { a = nf[h] }", "b.lay")]
     assert lines(resolve(again, "x", nothing)) == ["a = nf [h]"]
+
+
+def test_lets_that_nest_deeply_are_refused() -> None:
+    lets = "".join(f"let a{i} = {'(' * 50}a{i + 1} v{')' * 50}\n" for i in range(10))
+    assert "nest too deeply" in str(wrong(SPACE + lets + "layout x on M { w = E[a0 h] }"))
+
+
+def test_lets_that_double_are_refused() -> None:
+    lets = "".join(f"let a{i} = ({' '.join([f'a{i + 1}'] * 20)})\n" for i in range(10))
+    assert "too large" in str(wrong(SPACE + lets + "layout x on M { w = E[a0 h] }"))
+
+
+def test_defaults_of_defaults_are_refused_when_they_nest_deeply() -> None:
+    layouts = "layout l0 of llama on M { w = E[v h] }\n" + "".join(
+        f"layout l{i} on M {{ use l{i - 1}; default [{'(' * 20}_{')' * 20} ...] }}\n"
+        for i in range(1, 8)
+    )
+    error = wrong(SPACE + layouts + "layout x on M { use l7 }")
+    assert "nest too deeply" in str(error)
