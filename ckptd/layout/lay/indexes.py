@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -41,8 +42,18 @@ class IndexCut:
     extents: tuple[int, ...]
     starts: tuple[int, ...]
 
-    def coordinates(self, number: int) -> dict[str, int]:
+    def coordinates(self, number: int) -> Mapping[str, int]:
         """Return the coordinates that a number lies at."""
+        found = self._coordinates.get(number)
+        if found is None:
+            found = self._coordinates[number] = self._find(number)
+        return found
+
+    @cached_property
+    def _coordinates(self) -> dict[int, Mapping[str, int]]:
+        return {}
+
+    def _find(self, number: int) -> Mapping[str, int]:
         # The last combination that starts there: the ones before it are empty.
         at = bisect_right(self.starts, number, 0, len(self.starts) - 1) - 1
         out = {}

@@ -223,7 +223,14 @@ class Packing:
 
     def alike(self, state: str) -> tuple[bool, ...]:
         """Return which flats speak of a state: states that are alike in that are packed alike."""
-        return tuple(_takes(f, state) for f in self.layout.flats)
+        found = self._states.get(state)
+        if found is None:
+            found = self._states[state] = tuple(_takes(f, state) for f in self.layout.flats)
+        return found
+
+    @cached_property
+    def _states(self) -> dict[str, tuple[bool, ...]]:
+        return {}
 
     def _packed(self, number: int, state: str, rank: int) -> Buffer:
         flat = self.layout.flats[number]

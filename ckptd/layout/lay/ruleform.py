@@ -130,7 +130,7 @@ class RuleForm:
         """Return the coordinates that the indexes of a tensor say."""
         out: dict[str, int] = {}
         for cut, number in zip(self.cuts.values(), indexes, strict=True):
-            out |= cut.coordinates(number)
+            out.update(cut.coordinates(number))
         return out
 
     def holds(self, indexes: tuple[int, ...], coordinates: Mapping[str, int]) -> bool:
