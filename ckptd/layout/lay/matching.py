@@ -17,7 +17,7 @@ from ckptd.layout.lay.modifiers import On, Quantized
 from ckptd.layout.lay.name import Glob, Index, Name, NamePart, Text, join
 from ckptd.layout.lay.pattern import found_regex
 
-__all__ = ["Match", "Matcher", "Templates", "Undressed", "holds", "stored_name"]
+__all__ = ["Match", "Matcher", "Templates", "Undressed", "alike", "holds", "stored_name"]
 
 _NUMBERS = re.compile("[0-9]+")
 
@@ -62,11 +62,7 @@ class _Pattern:
 
     @cached_property
     def alike(self) -> re.Pattern[str]:
-        """An expression like the name's in which all numbers are 0."""
-        parts = (
-            Text(_NUMBERS.sub("0", p.text)) if isinstance(p, Text) else p for p in self.name.parts
-        )
-        return found_regex(Name(join(parts), at=self.name.at))
+        return _alike(self.name)
 
     @cached_property
     def groups(self) -> tuple[str | None, ...]:
@@ -151,6 +147,19 @@ class Matcher:
         exact = self._plain.get(name)
         places = sorted((*exact, *found)) if exact else found
         return (self._patterns[k] for k in places)
+
+
+def _alike(name: Name) -> re.Pattern[str]:
+    """Return an expression like the name's in which all numbers are 0."""
+    parts = (Text(_NUMBERS.sub("0", p.text)) if isinstance(p, Text) else p for p in name.parts)
+    return found_regex(Name(join(parts), at=name.at))
+
+
+def alike(pattern: Name, name: Name) -> bool:
+    """Whether a pattern matches some of a name's, if all numbers are taken for the same."""
+    parts = (Text("0") if isinstance(p, Index) else p for p in name.parts)
+    texts = [p.text for p in parts if isinstance(p, Text)]
+    return _alike(pattern).fullmatch(_NUMBERS.sub("0", "".join(texts))) is not None
 
 
 def stored_name(name: Name, local: Iterable[str]) -> Name:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ckptd.layout.lay.check_fit import fit_findings, with_fits
 from ckptd.layout.lay.equation import Bound, Equation, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
+from ckptd.layout.lay.observe_first import first_wins
 from ckptd.layout.lay.observe_indexes import extents, index_findings, pinned
 from ckptd.layout.lay.observe_sizes import needed, solved
 from ckptd.layout.lay.observed import (
@@ -112,6 +113,9 @@ def bind_all(
     findings += solution.findings
     findings += needed(layout, solution)
     sizes = {n: size for n, size in solution.sizes.items() if not n.startswith("#")}
+    if observed is None or not observed.stored:
+        layout, more = first_wins(layout, sizes)
+        findings += more
     return Bound(layout, sizes), findings
 
 

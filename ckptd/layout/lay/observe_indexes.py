@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice, product
 from typing import TypeAlias
 
 from ckptd.layout.lay.dims import How
 from ckptd.layout.lay.equation import Equation, Resolved
 from ckptd.layout.lay.finding import Finding
-from ckptd.layout.lay.name import Index, Name, Text, join
+from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.observe_first import numbered
 from ckptd.layout.lay.observed import Coordinates, Instance, Observed
 
 __all__ = ["extents", "index_findings", "local_numbers", "pinned"]
@@ -86,11 +86,7 @@ def pinned(
     if not some:
         return [equation]
     return [
-        replace(
-            equation,
-            name=_numbered(equation.name, at := dict(zip(some, numbers, strict=True))),
-            pinned={**equation.pinned, **at},
-        )
+        numbered(equation, dict(zip(some, numbers, strict=True)))
         for numbers in islice(product(*some.values()), _MAX_PINNED)
     ]
 
@@ -179,13 +175,6 @@ def _indexes(equation: Equation) -> list[Index]:
 
 def _span(numbers: set[int]) -> range:
     return range(min(numbers), max(numbers) + 1) if numbers else range(0)
-
-
-def _numbered(name: Name, at: Mapping[str, int]) -> Name:
-    parts = (
-        Text(str(at[p.axis])) if isinstance(p, Index) and p.axis in at else p for p in name.parts
-    )
-    return Name(join(parts), at=name.at)
 
 
 # --- messages -----------------------------------------------------------------------------------

@@ -346,6 +346,34 @@ def test_sizes_alone() -> None:
         bind_sizes(looked_up("let kv = 8\n" + LLAMA + HF), SIZES)
 
 
+def test_the_first_rule_of_a_name_wins() -> None:
+    """A later rule keeps the numbers that no earlier rule or drop has."""
+    text = (
+        LLAMA
+        + """layout x on none {
+      a.0 = L{0}.X{0}.w[h f]
+      b.1.* = drop
+      a.{e} = L{0}.X{e}.w[f h]
+      b.{e}.w = L{1}.X{e}.w[f h]
+      b.{e}.v = L{2}.X{e}.w[f h]
+    }"""
+    )
+    bound = bind_sizes(looked_up(text), {"l": 3, "e": 3, "f": 2, "h": 5})
+    assert [(show(e.name), dict(e.pinned)) for e in bound.layout.equations] == [
+        ("a.0", {"l": 0, "e": 0}),
+        ("a.1", {"l": 0, "e": 1}),
+        ("a.2", {"l": 0, "e": 2}),
+        ("b.0.w", {"l": 1, "e": 0}),
+        ("b.2.w", {"l": 1, "e": 2}),
+        ("b.0.v", {"l": 2, "e": 0}),
+        ("b.2.v", {"l": 2, "e": 2}),
+    ]
+    assert bound.layout.drop_places == (1,)
+    found: dict[str, Shape] = {"a.0": (5, 2), "a.1": (2, 5), "a.2": (2, 5)}
+    again = bind_stored(looked_up(text), found)
+    assert [show(e.name) for e in again.layout.equations] == ["a.0", "a.1", "a.2"]
+
+
 # --- at random ----------------------------------------------------------------------------------
 
 HOWS = ["", ":ceil", ":bal", "/2", ":ceil/3"]
