@@ -52,6 +52,7 @@ class Families:
         self.by_name: dict[str, Family] = {}
         self.refined: set[str] = set()
         self._components: dict[str, Components] = {}
+        self._by_last: dict[str, list[str]] = {}
         for declared in space.families:
             components = _components(declared.name)
             indexes = [a for c in components for a in c.axes]
@@ -74,6 +75,7 @@ class Families:
         """Add a tensor."""
         self.by_name[family.name] = family
         self._components[family.name] = components
+        self._by_last.setdefault(components[-1].text, []).append(family.name)
 
     def derived(self, base: Family, suffix: str, axes: tuple[str, ...]) -> Family:
         """Return the tensor that is called like another one with a suffix; declare it if needed."""
@@ -95,7 +97,8 @@ class Families:
             ``lay-rule``: there is none, or more than one.
         """
         wanted = (*_components(reference), *map(Component, tags))
-        found = [n for n, c in self._components.items() if _ends(c, wanted)]
+        last = self._by_last.get(wanted[-1].text, ()) if wanted else ()
+        found = [n for n in last if _ends(self._components[n], wanted)]
         exact = [n for n in found if len(self._components[n]) == len(wanted)]
         close = [
             n for n in found if any(_begins(self._components[n], _components(r)) for r in near)
@@ -169,7 +172,10 @@ def _components(name: Name) -> Components:
                 out[-1] = Component(out[-1].text, (*out[-1].axes, part.axis))
             case Glob():
                 raise _wrong(f"{show(name)}: a reference has no globs")
-    return tuple(c for c in out if c.text or c.axes)
+    found = tuple(c for c in out if c.text or c.axes)
+    if not found:
+        raise _wrong("a tensor's name has more than dots")
+    return found
 
 
 def _ends(have: Components, wanted: Components, only_begin: bool = False) -> bool:

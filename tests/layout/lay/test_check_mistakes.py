@@ -7,11 +7,14 @@ Each program says in comments what it is checked with: ``#: layout NAME``, ``#: 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ckptd.errors import NotFoundError
+from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.check import Observation, check_program
 from ckptd.layout.lay.finding import render
 from ckptd.layout.lay.parser import parse
@@ -67,6 +70,30 @@ def test_what_is_said_about_a_mistake(path: Path) -> None:
 def test_there_are_ten_mistakes_and_each_is_told() -> None:
     assert len(PROGRAMS) >= 10
     assert all(path.with_suffix(".txt").read_text().strip() for path in PROGRAMS)
+
+
+SOURCES = [p.read_text() for p in (*PROGRAMS, *(HERE.parent / "programs").glob("*.lay"))]
+PIECES = re.compile(r"[A-Za-z_]+|[0-9]+|\s+|.", re.DOTALL)
+
+
+@given(st.sampled_from(SOURCES), st.lists(st.tuples(st.integers(0), st.integers(0)), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_broken_program_is_told_and_breaks_nothing(
+    text: str, swaps: list[tuple[int, int]]
+) -> None:
+    """Pieces of real programs at wrong places end in findings or in errors of ours."""
+    pieces = PIECES.findall(text)
+    for one, two in swaps:
+        pieces[one % len(pieces)] = pieces[two % len(pieces)]
+    names = re.findall(r"^layout (\S+)", text, re.MULTILINE)
+    sizes = {"kv": 4, "rep": 2, "hd": 8, "h": 64, "f": 96, "v": 100, "l": 4, "e": 8, "half": 4}
+    try:
+        program = parse("".join(pieces))
+    except UsageError:
+        return
+    for name in names:
+        for finding in check_program([program], name, nothing, {"model.norm.weight": (64,)}, sizes):
+            assert finding.render()
 
 
 def test_the_example_of_few_heads_names_what_fits() -> None:
