@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
+from ckptd.engine import reseed
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format import codec
 
-__all__ = ["DROP", "Dropped", "OnChange", "PerRank", "Reseed", "derive_seed"]
+__all__ = ["DROP", "Dropped", "Gathered", "OnChange", "PerRank", "Reseed", "derive_seed"]
 
 OnChange = Literal["error", "drop", "reseed", "reduce"]
 
@@ -110,14 +110,16 @@ class Reseed:
     seed: int
 
 
-def derive_seed(material: Any, rank: int, world: int) -> int:
-    """Return a seed in ``[0, 2**63)`` for `rank` of `world`, from a saved value.
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The values of all ranks of another world, which the live declaration has to reduce."""
 
-    The same on every call: a load that is repeated gives the same streams. `material` moves on
-    with training, so that two resumes from different steps do not replay the same numbers.
-    """
-    text = json.dumps([codec.encode(material, "seed"), rank, world], sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    values: list[Any]
+
+
+def derive_seed(material: Any, rank: int, world: int) -> int:
+    """Return `ckptd.engine.reseed.derive_seed` of a saved value."""
+    return reseed.derive_seed(codec.encode(material, "seed"), rank, world)
 
 
 def choose(
@@ -149,7 +151,7 @@ def choose(
         kind ``per-rank``: the world changed and the declaration says that this is an error.
     """
     if saved_world == world:
-        return read(rank)
+        return _settled(name, reduce, read(rank))
     if on_change == "drop":
         return DROP
     if on_change == "error":
@@ -162,6 +164,9 @@ def choose(
             hint='declare PerRank(value, on_change="drop" | "reseed" | "reduce")',
         )
     values = [read(r) for r in range(saved_world)]
+    if values and isinstance(values[0], Gathered):
+        # Resharded since it was saved: every rank has the values of all that saved it.
+        values = values[0].values
     if on_change == "reduce" and reduce is not None:
         return reduce(values)
     texts = {json.dumps(codec.encode(v, name), sort_keys=True) for v in values}
@@ -170,3 +175,34 @@ def choose(
         # drift apart because a rank more takes part.
         return values[0]
     return Reseed(derive_seed(values[0], rank, world))
+
+
+def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -> Any:
+    """Return the value of a rank; one that a reshard left to be reduced is reduced now."""
+    if not isinstance(value, Gathered):
+        return value
+    if reduce is None:
+        raise MismatchError(
+            "the values of several ranks are to be reduced, and nothing says how",
+            kind="per-rank",
+            where=name,
+            wanted='PerRank(value, on_change="reduce", reduce=...)',
+        )
+    return reduce(value.values)
+
+
+def _reseed(raw: Any) -> Reseed:
+    if type(raw) is not int or not 0 <= raw < 1 << 63:
+        raise ValueError("not a seed")
+    return Reseed(raw)
+
+
+def _gathered(raw: Any) -> Gathered:
+    if not isinstance(raw, list):
+        raise ValueError("not a list of values")
+    return Gathered(raw)
+
+
+codec.register(Reseed, name=reseed.RESEED, encode=lambda r: r.seed, decode=_reseed)
+codec.register(Gathered, name=reseed.REDUCE, encode=lambda g: g.values, decode=_gathered)
+codec.register(Dropped, name=reseed.DROP, encode=lambda d: None, decode=lambda raw: DROP)

@@ -54,7 +54,7 @@ def infer(shapes: Mapping[str, Shape]) -> Program:
     space = Space(
         NAME,
         tuple(families),
-        tuple(State(_SHORT.get(s, s), s) for s in states),
+        tuple(State(_SHORT.get(s, s), s) for s in _with_known(states, scalars)),
         tuple(Scalar(s) for s in scalars),
     )
     stored = (Stored(f"{prefix}{{name}}"),) if prefix else ()
@@ -71,6 +71,13 @@ def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str], str]:
         if found is not None:
             return (*found, prefix)
     return [], [], ""
+
+
+def _with_known(states: Sequence[str], scalars: Sequence[str]) -> list[str]:
+    """Add the states that recipes speak of: one that no tensor has costs nothing."""
+    if not states:
+        return []
+    return [*states, *(s for s in _SHORT if s not in states and s not in scalars)]
 
 
 def _following(shapes: Mapping[str, Shape], prefix: str) -> tuple[list[str], list[str]] | None:

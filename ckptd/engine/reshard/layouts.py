@@ -15,9 +15,13 @@ from ckptd.layout.lay.parser import parse, parse_statement
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import (
     File,
+    Files,
+    Flat,
     Layout,
     Let,
     Mesh,
+    Object,
+    Pipe,
     Reshard,
     Space,
     Statement,
@@ -34,6 +38,7 @@ Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
 MAX_BYTES = 1 << 20
 _TITLE = re.compile(r"# layout (\S+)\n")
 _ENDS = (".lay", ".toml")
+_GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Program:
         """Return the program with further statements.
 
         A mesh, space or ``let`` is put beside the layout, and replaces one of the same name; other
-        statements go into the layout, before its own.
+        statements go into the layout, before its own; rules override those of one name.
 
         Raises
         ------
@@ -88,15 +93,28 @@ class Program:
                 items += parse(text, where).items
             else:
                 statements.append(parse_statement(text, where))
-        kept = [i for i in self.file.items if not _replaced(i, items)]
-        out = [*items, *kept]
-        if statements:
-            old = self._layout()
-            new = replace(old, statements=(*statements, *old.statements))
-            out = [new if i is old else i for i in out]
-            if new not in out:
-                out = [*out, *_companions(self.layout, out), new]
-        return replace(self, file=File(tuple(out)))
+        kept: list[Item] = [i for i in self.file.items if not _replaced(i, items)]
+        items += kept
+        if not statements:
+            return replace(self, file=File(tuple(items)))
+        old = self._layout()
+        if old not in items:
+            items += _companions(self.layout, items)
+        items = [i for i in items if i is not old and i != old]
+        return replace(self, file=File((*items, *_overridden(old, statements))))
+
+
+def _overridden(old: Layout, statements: Sequence[Statement]) -> tuple[Layout, ...]:
+    """Return a layout with further statements, which go before its own.
+
+    Rules override those of a layout that is used, so the old rules move to a layout of their own.
+    """
+    if is_recipe(old):
+        return (replace(old, statements=(*statements, *old.statements)),)
+    inner = replace(old, name=f"{old.name}.{_GIVEN}")
+    # What a layout says besides its rules is not taken over by those that use it.
+    besides = [s for s in old.statements if isinstance(s, Flat | Pipe | Object | Files)]
+    return inner, replace(old, statements=(*statements, Use(inner.name), *besides))
 
 
 def _replaced(item: object, by: Iterable[object]) -> bool:
@@ -124,15 +142,36 @@ def _shipped_layout(name: str) -> Layout:
 
 
 def wrapped(recipe: Program, base: Program) -> Program:
-    """Return a layout with the tensors of `base`, cut as a recipe says.
+    """Return a layout with the tensors of `base`, which is on no mesh, cut as a recipe says.
 
-    Both keep their meshes, spaces and lets; the layout is called like the recipe.
+    It keeps what it needs of both: meshes of the recipe, layouts and spaces of the base.
     """
-    name, old = f"{recipe.layout}.{base.layout}", recipe._layout()
-    new = Layout(name, "", old.meshes, (Use(base.layout), *old.statements))
-    items = list(dict.fromkeys([*recipe.file.items, *base.file.items]))
+    old = recipe._layout()
+    new = Layout(
+        f"{recipe.layout}.{base.layout}", "", old.meshes, (Use(base.layout), *old.statements)
+    )
+    needed = _reachable(base.file, base.layout)
+    items: list[Item] = [i for i in recipe.file.items if not isinstance(i, Layout | Reshard)]
     items += _own_companions(recipe, items)
-    return Program(File((*items, new)), name)
+    for item in base.file.items:
+        is_other = isinstance(item, Layout) and item.name not in needed
+        if is_other or isinstance(item, Mesh | Reshard) or _replaced(item, items):
+            continue
+        items.append(item)
+    return Program(File((*items, new)), new.name)
+
+
+def _reachable(file: File, layout: str) -> set[str]:
+    """Return the names of a layout and of all that it uses."""
+    found: set[str] = set()
+    todo = [layout]
+    while todo:
+        name = todo.pop()
+        known = _named(file, name)
+        if name not in found and known is not None:
+            found.add(name)
+            todo += [s.name for s in known.statements if isinstance(s, Use)]
+    return found
 
 
 def _own_companions(program: Program, have: Sequence[object]) -> list[Mesh | Let | Space | Use]:

@@ -8,7 +8,6 @@ for it, since no live object is here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,12 @@ from typing import Any
 
 import msgspec
 
+from ckptd.engine.reseed import DROP, REDUCE, RESEED, derive_seed, marked
 from ckptd.engine.reshard.stock import Stock, StockTensor
 from ckptd.errors import CorruptError, MismatchError
 from ckptd.format.manifest import ObjectEntry
 
-__all__ = ["REDUCE", "RESEED", "Carried", "Changed", "carry_objects", "derive_seed"]
-
-RESEED = "ckptd.Reseed"
-REDUCE = "ckptd.Reduce"
-"""Types under which a load finds what `reseed` and `reduce` have to do (spec section 7.1)."""
+__all__ = ["Carried", "Changed", "carry_objects"]
 
 Renames = Mapping[str, Sequence[str]]
 
@@ -50,7 +46,7 @@ class Carried:
     changed
         Objects with new values.
     dropped
-        Names of those left out.
+        Names of those whose values are left out.
     """
 
     entries: Sequence[ObjectEntry]
@@ -93,7 +89,6 @@ def carry_objects(
             on_change = declared.get(entry.name, entry.per_rank)
             if on_change == "drop":
                 dropped.append(entry.name)
-                continue
             values = _changed(stock, entry, on_change, world)
             entry = msgspec.structs.replace(entry, per_rank=on_change)
             changed.append(Changed(entry, values))
@@ -121,17 +116,18 @@ def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> li
             found=f"{world} ranks",
             hint=f"say what becomes of it in the target's layout: obj {entry.name} on-change drop",
         )
+    if on_change == "drop":
+        return [msgspec.json.encode(marked(DROP, None))] * world
     by_rank = stock.per_rank(entry.name)
     values = [_decoded(by_rank[rank], entry.name) for rank in sorted(by_rank)]
     if on_change == "reduce":
-        gathered = {"$": "type", "name": REDUCE, "v": values}
-        return [msgspec.json.encode(gathered)] * world
+        return [msgspec.json.encode(marked(REDUCE, values))] * world
     texts = {json.dumps(v, sort_keys=True) for v in values}
     if len(texts) == 1 and len(values) > 1:
         # Streams that all ranks shared must not drift apart because a rank more takes part.
         return [msgspec.json.encode(values[0])] * world
     seeds = (derive_seed(values[0], rank, world) for rank in range(world))
-    return [msgspec.json.encode({"$": "type", "name": RESEED, "v": seed}) for seed in seeds]
+    return [msgspec.json.encode(marked(RESEED, seed)) for seed in seeds]
 
 
 def _decoded(raw: bytes, where: str) -> Any:
@@ -141,15 +137,6 @@ def _decoded(raw: bytes, where: str) -> Any:
         raise CorruptError(
             "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
         ) from None
-
-
-def derive_seed(encoded: Any, rank: int, world: int) -> int:
-    """Return a seed in ``[0, 2**63)`` for `rank` of `world`, from an encoded value.
-
-    The same on every call: a load that is repeated gives the same streams.
-    """
-    text = json.dumps([encoded, rank, world], sort_keys=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 # --- groups -------------------------------------------------------------------------------------

@@ -1,0 +1,32 @@
+"""What stands for a per-rank value that was resharded to another world without a live object.
+
+A load finds one of these types (spec section 7.1) where the value was, and does what the live
+declaration could not do before: draw a seed, reduce all values, keep the live value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+__all__ = ["DROP", "REDUCE", "RESEED", "derive_seed", "marked"]
+
+RESEED = "ckptd.Reseed"
+REDUCE = "ckptd.Reduce"
+DROP = "ckptd.Drop"
+
+
+def marked(name: str, value: Any) -> dict[str, Any]:
+    """Return an encoded value of one of these types."""
+    return {"$": "type", "name": name, "v": value}
+
+
+def derive_seed(encoded: Any, rank: int, world: int) -> int:
+    """Return a seed in ``[0, 2**63)`` for `rank` of `world`, from an encoded saved value.
+
+    The same on every call: a load that is repeated gives the same streams. The value moves on with
+    training, so that two resumes from different steps do not replay the same numbers.
+    """
+    text = json.dumps([encoded, rank, world], sort_keys=True)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
