@@ -142,7 +142,7 @@ def main() -> None:
                 args = ["--dir", options.dir, "--layers", str(options.layers), "--case", name]
                 found[name].append(common.in_fresh_process(__file__, args))
             print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
-    report(found, size)
+        report(found, size)  # after each, so that an interrupted run leaves what it has
 
 
 def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
