@@ -29,6 +29,7 @@ Who = tuple[int, ...]
 """For each dimension, the number of a rank's combination of coordinates on its split axes."""
 
 _MAX_CELLS = 2**26
+_MAX_NAMES = 2**24
 _NOBODY = 2**62
 
 
@@ -72,12 +73,28 @@ class RuleForm:
 
     @cached_property
     def cuts(self) -> Mapping[str, IndexCut]:
-        """How the indexes of the name are dealt out, by axis."""
-        return {
+        """How the indexes of the name are dealt out, by axis.
+
+        Raises
+        ------
+        UsageError
+            There are absurdly many tensors of this name.
+        """
+        found = {
             p.axis: index_cut(self.layout, p, self.scope)
             for p in self.equation.name.parts
             if isinstance(p, Index) and p.axis not in self.mesh.extents
         }
+        count = math.prod(c.size for c in found.values())
+        if count > _MAX_NAMES:
+            raise UsageError(
+                "a rule names too many tensors",
+                kind="lay-value",
+                where=self.equation.text or None,
+                wanted=f"at most {_MAX_NAMES}",
+                found=count,
+            )
+        return found
 
     @cached_property
     def indexes(self) -> tuple[str, ...]:

@@ -168,3 +168,13 @@ def test_empty_tensor() -> None:
     found = form(RULES["gate and up"], f=0)
     assert {t.shape for t in found.tensors()} == {(0, 4)}
     assert all(t.owners.npieces == t.grid.npieces == 1 for t in found.tensors())
+
+
+def test_absurd_numbers() -> None:
+    with pytest.raises(UsageError, match="too many tensors"):
+        next(form(RULES["replicated"], l=2**40).tensors())
+    with pytest.raises(UsageError, match="too many segments"):
+        next(form("w = E[(v h@tp)]", v=2**40).tensors())
+    huge = "w = E[v@tp h]"
+    with pytest.raises(UsageError, match="longer"):
+        next(form(huge.replace("v@tp h", "(v h)@tp"), v=2**62, h=2**62).tensors())
