@@ -139,7 +139,7 @@ EXPERT_BUCKETS = BUCKETS + "\n  " + BUCKETS.replace("dp", "edp")
 def meshes(ranks: int) -> str:
     """Return the meshes of a world: Megatron's, the experts' over the same ranks, and FSDP's."""
     tp = 8
-    pp = {16: 1, 256: 4}.get(ranks, 16)
+    pp = {16: 1, 64: 2, 256: 4}.get(ranks, 16)
     dp = ranks // (tp * pp)
     # Experts over as many ranks as there are, at most 64; two ranks share one.
     ep, etp = min(64, ranks // pp // 2), 2
@@ -166,18 +166,19 @@ CASES = [
         ("fs", "mg"),
         ("mg-bucket", "fs"),
         ("fs", "mg-bucket"),
-        ("mg-bucket", "half"),
+        ("mg-bucket", "quarter"),
     )
 ]
-"""``half``: the buckets of half as many ranks."""
+"""``quarter``: the buckets of a quarter of the ranks, at least 16."""
 
 
 def measure(model: str, source_name: str, target_name: str, ranks: int) -> dict[str, Any]:
     """Measure one case in this process."""
     start = time.perf_counter()
     source = bound(model, source_name, ranks)
-    if target_name == "half":
-        target, world = bound(model, source_name, max(16, ranks // 4)), max(16, ranks // 4)
+    if target_name == "quarter":
+        world = max(16, ranks // 4)
+        target = bound(model, source_name, world)
     else:
         target, world = bound(model, target_name, ranks), ranks
     out: dict[str, Any] = {"resolve_s": time.perf_counter() - start}
