@@ -100,6 +100,7 @@ def assemble(
         meshes=plan.meshes,
         witness=witness,
         metadata=parts[0].metadata,
+        lay=plan.lay,
     )
 
 

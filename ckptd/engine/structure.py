@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -42,6 +42,9 @@ class LocalTensor(msgspec.Struct, frozen=True):
         group holds whole.
     placements
         One per mesh dimension, see `ckptd.layout.sharding`.
+    grid, owners, base
+        Of a tensor that a layout program describes: numbers in `Structure.grids` and
+        `Structure.owners`, and what is added to the owners. -1 for all others.
     """
 
     name: str
@@ -50,18 +53,25 @@ class LocalTensor(msgspec.Struct, frozen=True):
     mesh: int = -1
     placements: tuple[Any, ...] = ()
     aliases: tuple[str, ...] = ()
+    grid: int = -1
+    owners: int = -1
+    base: int = 0
 
 
 class Structure(msgspec.Struct, frozen=True):
     """A rank's description of its state; equal on all ranks that hold alike things.
 
     `objects` names the replicated objects; their values change from save to save and are not
-    part of the structure.
+    part of the structure. `grids` and `owners` are those of tensors that a layout describes, and
+    `lay` is its program.
     """
 
     meshes: tuple[MeshEntry, ...]
     tensors: tuple[LocalTensor, ...]
     objects: tuple[str, ...] = ()
+    grids: tuple[GridEntry, ...] = ()
+    owners: tuple[Runs3, ...] = ()
+    lay: str = ""
 
     def encode(self) -> bytes:
         """Return canonical JSON."""
@@ -80,6 +90,18 @@ class Group(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
+class Cut(msgspec.Struct, frozen=True):
+    """How a layout cuts a tensor, and who writes each piece."""
+
+    grid: GridEntry
+    owners: Runs3
+    base: int
+
+    def files(self) -> np.ndarray[Any, Any]:
+        """Return the rank that writes each piece."""
+        return Owners(self.owners).array(self.base)
+
+
 class SavePlan(msgspec.Struct, frozen=True, dict=True):
     """The tables of the coming manifest, identical on every rank; file number is rank.
 
@@ -89,6 +111,8 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
         Lowest rank of each group of alike ranks: it reports the group's objects.
     homes
         For each replicated object the rank that stores it when it is too large for the manifest.
+    lay
+        The program of the layout that described tensors, or empty.
     digest
         Names the plan: a rank that reports another one has a different idea of the state.
     """
@@ -100,6 +124,7 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
     meshes: tuple[MeshEntry, ...]
     leaders: tuple[int, ...] = (0,)
     homes: dict[str, int] = {}
+    lay: str = ""
     digest: str = ""
 
     @cached_property
@@ -176,11 +201,13 @@ def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
     entries: dict[str, TensorEntry] = {}
     plain: list[tuple[LocalTensor, tuple[int, ...]]] = []
     replicas: dict[tuple[int, ...], list[int]] = {}
-    for name, (tensor, mesh, ranks) in merged.items():
-        if mesh is None:
+    for name, (tensor, place, ranks) in merged.items():
+        if place is None:
             plain.append((tensor, ranks))
+        elif isinstance(place, Cut):
+            entries[name] = _cut_entry(tensor, place, ranks, tables, balance)
         else:
-            entries[name] = _sharded_entry(tensor, mesh, ranks, tables, balance, replicas)
+            entries[name] = _sharded_entry(tensor, place, ranks, tables, balance, replicas)
     # Big pieces first: that is what makes the greedy assignment a good one.
     share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
     pieces: dict[str, list[tuple[int, int, int]]] = {}
@@ -205,6 +232,7 @@ def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
         meshes=tuple(meshes)[:64],
         leaders=tuple(g.ranks[0] for g in groups),
         homes=homes,
+        lay=_lay(groups),
     ).stamped()
 
 
@@ -216,14 +244,37 @@ def _bare(tensor: LocalTensor, grid: int) -> TensorEntry:
     return TensorEntry(tensor.name, tensor.dtype, tensor.shape, grid, 0, 0, tensor.aliases)
 
 
+def _lay(groups: Sequence[Group]) -> str:
+    """Return the one layout program of all ranks."""
+    first = groups[0].structure.lay
+    other = next((g for g in groups if g.structure.lay != first), None)
+    if other is not None:
+        raise UsageError(
+            "ranks have different layout programs",
+            kind="structure",
+            wanted=f"the program of rank {groups[0].ranks[0]} on every rank",
+            found=f"another one on rank {other.ranks[0]}",
+        )
+    return first
+
+
+_Place: TypeAlias = MeshEntry | Cut | None
+
+
+def _place(structure: Structure, tensor: LocalTensor) -> _Place:
+    if tensor.grid >= 0:
+        return Cut(structure.grids[tensor.grid], structure.owners[tensor.owners], tensor.base)
+    return structure.meshes[tensor.mesh] if tensor.mesh >= 0 else None
+
+
 def _merge(
     groups: Sequence[Group],
-) -> dict[str, tuple[LocalTensor, MeshEntry | None, tuple[int, ...]]]:
+) -> dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]]:
     """Join the groups' tensors by name, in order of first appearance."""
-    merged: dict[str, tuple[LocalTensor, MeshEntry | None, tuple[int, ...]]] = {}
+    merged: dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]] = {}
     for group in groups:
         for tensor in group.structure.tensors:
-            mesh = group.structure.meshes[tensor.mesh] if tensor.mesh >= 0 else None
+            mesh = _place(group.structure, tensor)
             seen = merged.get(tensor.name)
             if seen is None:
                 merged[tensor.name] = (tensor, mesh, group.ranks)
@@ -238,9 +289,43 @@ def _merge(
                     hint="declare values that differ per rank with ckptd.PerRank, or give tensors "
                     "of different stages different names",
                 )
+            if seen[1] != mesh and (isinstance(seen[1], Cut) or isinstance(mesh, Cut)):
+                raise _two_cuts(tensor.name, seen[2][0], group.ranks[0])
             if seen[1] == mesh and seen[0].placements == tensor.placements:
                 merged[tensor.name] = (seen[0], mesh, tuple(sorted({*seen[2], *group.ranks})))
     return merged
+
+
+def _two_cuts(name: str, first: int, second: int) -> UsageError:
+    return UsageError(
+        "ranks disagree on how a tensor is cut",
+        kind="structure",
+        where=name,
+        found=f"one way on rank {first}, another on rank {second}",
+        hint="every rank must give the checkpointer the same layout",
+    )
+
+
+def _cut_entry(
+    tensor: LocalTensor, cut: Cut, holders: tuple[int, ...], tables: _Tables, balance: _Balance
+) -> TensorEntry:
+    """Return the entry of a tensor whose pieces and owners a layout says."""
+    files = cut.files()
+    lacking = set(files.tolist()) - set(holders)
+    if lacking:
+        raise UsageError(
+            "a rank lacks a tensor of which it holds a part by the layout",
+            kind="structure",
+            where=tensor.name,
+            wanted=f"the tensor on rank {min(lacking)} as well",
+            found=f"ranks {list(holders[:16])} have it",
+        )
+    number, base = tables.owner(files)
+    each = _nbytes(tensor) // max(1, len(files))
+    for rank in files if len(files) <= 64 else ():
+        balance.load[int(rank)] += each
+    entry = _bare(tensor, tables.grid(cut.grid.grid()))
+    return msgspec.structs.replace(entry, owners=number, base=base)
 
 
 def _sharded_entry(

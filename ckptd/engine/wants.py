@@ -16,13 +16,14 @@ from ckptd.errors import MismatchError, UsageError
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
 from ckptd.layout.block import Block
+from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import plan
 from ckptd.layout.region import Region
 from ckptd.store.base import Store
 from ckptd.types import Box
 
-__all__ = ["Move", "ReadPlan", "Want", "read_plan"]
+__all__ = ["Move", "PlannedWant", "ReadPlan", "Want", "read_plan"]
 
 _MOST_NAMED = 8
 
@@ -46,6 +47,36 @@ class Want:
     tensor: int
     regions: tuple[Region, ...]
     target: NDArray[Any]
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the buffer that is written."""
+        return max((r.span[1] for r in self.regions if r.numel), default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedWant:
+    """What a live buffer wants from one tensor, planned already: a layout was composed with it.
+
+    Attributes
+    ----------
+    tensor
+        Number of the tensor in the manifest.
+    pieces
+        Numbers of pieces of its grid, and the copies out of each: sources from the first element
+        of the piece on, targets in the buffer.
+    target
+        The buffer, as in `Want`.
+    """
+
+    tensor: int
+    pieces: tuple[tuple[int, tuple[Block, ...]], ...]
+    target: NDArray[Any]
+
+    @property
+    def end(self) -> int:
+        """One past the last element of the buffer that is written."""
+        return max((b.target_span[1] for _, blocks in self.pieces for b in blocks), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +181,7 @@ class ReadPlan:
 def read_plan(
     manifest: Manifest,
     filemap: FileMap,
-    wants: Iterable[Want],
+    wants: Iterable[Want | PlannedWant],
     *,
     store: Store | None = None,
     allow_absent: bool = False,
@@ -192,26 +223,39 @@ def read_plan(
     return ReadPlan(manifest, places, moves, absent)
 
 
-def _plan_one(places: Places, want: Want, moves: list[Move], absent: list[tuple[int, Box]]) -> None:
+def _plan_one(
+    places: Places,
+    want: Want | PlannedWant,
+    moves: list[Move],
+    absent: list[tuple[int, Box]],
+) -> None:
     filemap, tensor = places.filemap, want.tensor
     grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
     name = filemap.tensors[tensor].name
     target = _as_bytes(want, itemsize, name)
+    for piece, blocks in _copies(grid, want, name):
+        file, start = places.of(tensor, piece)
+        if file == ABSENT:
+            absent.append((tensor, grid.piece(piece).box))
+            continue
+        moves += [Move(file, start, itemsize, block, tensor, target) for block in blocks]
+
+
+def _copies(
+    grid: Grid, want: Want | PlannedWant, name: str
+) -> Iterable[tuple[int, tuple[Block, ...]]]:
+    """Return the copies out of each piece."""
+    if isinstance(want, PlannedWant):
+        return want.pieces
     try:
-        copies = plan(grid, want.regions)
+        return [(c.piece, c.blocks) for c in plan(grid, want.regions)]
     except MismatchError as error:
         raise MismatchError(
             error.message, where=f"tensor {name}", wanted=error.wanted, found=error.found
         ) from None
-    for copy in copies:
-        file, start = places.of(tensor, copy.piece)
-        if file == ABSENT:
-            absent.append((tensor, grid.piece(copy.piece).box))
-            continue
-        moves += [Move(file, start, itemsize, block, tensor, target) for block in copy.blocks]
 
 
-def _as_bytes(want: Want, itemsize: int, name: str) -> NDArray[np.uint8]:
+def _as_bytes(want: Want | PlannedWant, itemsize: int, name: str) -> NDArray[np.uint8]:
     array = want.target
     good = array.ndim == 1 and array.flags.c_contiguous and array.flags.writeable
     if not good or array.dtype.itemsize not in (1, itemsize):
@@ -221,7 +265,7 @@ def _as_bytes(want: Want, itemsize: int, name: str) -> NDArray[np.uint8]:
             wanted=f"one contiguous dimension of uint8 or of {itemsize}-byte items",
             found=f"shape {array.shape}, dtype {array.dtype}, strides {array.strides}",
         )
-    end = max((r.span[1] for r in want.regions if r.numel), default=0)
+    end = want.end
     if end * itemsize > array.nbytes:
         raise UsageError(
             "a buffer is too small for its regions",

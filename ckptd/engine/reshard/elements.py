@@ -6,6 +6,9 @@ sums and an index for some axes; the tags name a logical tensor, the indexes an 
 the target's rule for that logical tensor says at which position it has the element. What a
 dimension means is in ``docs/design/005-lay.md``; nothing here is shared with `boxes` and the like,
 so that a mistake there does not excuse itself here. Arrays are int64 and of one length.
+
+The same is done for the tensors of a rank: with its coordinates, a split leaves a part of its
+dimension, and positions count within that.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.cut import MAX_DEPTH, Scope, evaluate
+from ckptd.layout.lay.cut import MAX_DEPTH, Scope, evaluate, part
 from ckptd.layout.lay.dims import Atom, Dim, One, Pad, Product, Split, Sum
 from ckptd.layout.lay.equation import Equation, Tags
 from ckptd.layout.lay.name import Index
 
-__all__ = ["Found", "Placed", "entries", "extent", "find", "place"]
+__all__ = ["At", "Found", "Placed", "entries", "extent", "find", "place"]
 
 I64 = NDArray[np.int64]
+At = Mapping[str, int] | None
+"""Coordinates of a rank; None for stored tensors."""
 
 
 class Found(NamedTuple):
@@ -74,70 +79,84 @@ class _Entry:
     axes: Mapping[str, I64]
 
 
-def extent(dim: Dim, scope: Scope, depth: int = 0) -> int:
-    """Return the number of entries of a dimension in stored form."""
+def extent(dim: Dim, scope: Scope, at: At = None, depth: int = 0) -> int:
+    """Return the number of entries of a dimension, in stored form or on a rank."""
     if depth > MAX_DEPTH:
         raise UsageError("a dimension is nested too deeply", kind="lay-value")
     match dim:
         case Atom():
             inner = scope.refined.get(dim.name)
-            return scope.size(dim.name) if inner is None else extent(inner, scope, depth + 1)
+            return scope.size(dim.name) if inner is None else extent(inner, scope, at, depth + 1)
         case One():
             return 1
         case Product():
-            return math.prod(extent(p, scope, depth + 1) for p in dim.parts)
+            return math.prod(extent(p, scope, at, depth + 1) for p in dim.parts)
         case Sum():
-            return sum(extent(b.dim, scope, depth + 1) for b in dim.branches)
+            return sum(extent(b.dim, scope, at, depth + 1) for b in dim.branches)
         case Split():
-            return extent(dim.inner, scope, depth + 1)
+            start, stop = _window(dim, scope, at, depth)
+            return stop - start
         case Pad():
-            n, multiple = extent(dim.inner, scope, depth + 1), evaluate(dim.multiple, scope)
+            n, multiple = extent(dim.inner, scope, at, depth + 1), evaluate(dim.multiple, scope)
             return -(-n // multiple) * multiple
     raise UsageError("_ and ... only stand in a default", kind="lay-value")
 
 
-def entries(dim: Dim, at: I64, scope: Scope) -> list[_Entry]:
-    """Return what entries number `at` of a dimension are, by the way through its sums."""
-    return list(_entries(dim, at, np.arange(len(at), dtype=np.int64), scope))
+def _window(dim: Split, scope: Scope, at: At, depth: int = 0) -> tuple[int, int]:
+    """Return which entries of what is split there are."""
+    n = extent(dim.inner, scope, at, depth + 1)
+    if at is None:
+        return 0, n
+    return part(n, dim.how, scope.extent(dim.axis), at[dim.axis], scope)
 
 
-def _entries(dim: Dim, at: I64, which: I64, scope: Scope) -> Iterator[_Entry]:
+def entries(dim: Dim, numbers: I64, scope: Scope, at: At = None) -> list[_Entry]:
+    """Return what entries number `numbers` of a dimension are, by the way through its sums."""
+    which = np.arange(len(numbers), dtype=np.int64)
+    return list(_entries(dim, numbers, which, scope, at))
+
+
+def _entries(dim: Dim, numbers: I64, which: I64, scope: Scope, at: At) -> Iterator[_Entry]:
     if not len(which):
         return
     match dim:
         case Atom() if dim.name in scope.refined:
-            yield from _entries(scope.refined[dim.name], at, which, scope)
+            yield from _entries(scope.refined[dim.name], numbers, which, scope, at)
         case Atom():
-            yield _Entry(which, (), {dim.name: at})
+            yield _Entry(which, (), {dim.name: numbers})
         case One():
             yield _Entry(which, (), {})
         case Split():
-            yield from _entries(dim.inner, at, which, scope)
+            start, _ = _window(dim, scope, at)
+            yield from _entries(dim.inner, numbers + start, which, scope, at)
         case Pad():
-            real = at < extent(dim.inner, scope)
-            yield from _entries(dim.inner, at[real], which[real], scope)
+            real = numbers < extent(dim.inner, scope, at)
+            yield from _entries(dim.inner, numbers[real], which[real], scope, at)
         case Sum():
             start = 0
             for branch in dim.branches:
-                end = start + extent(branch.dim, scope)
-                here = (at >= start) & (at < end)
-                for found in _entries(branch.dim, at[here] - start, which[here], scope):
+                end = start + extent(branch.dim, scope, at)
+                here = (numbers >= start) & (numbers < end)
+                inner = numbers[here] - start
+                for found in _entries(branch.dim, inner, which[here], scope, at):
                     yield _Entry(found.which, (branch.tag, *found.tags), found.axes)
                 start = end
         case Product():
-            yield from _product(dim.parts, at, which, scope)
+            yield from _product(dim.parts, numbers, which, scope, at)
 
 
-def _product(parts: Sequence[Dim], at: I64, which: I64, scope: Scope) -> Iterator[_Entry]:
+def _product(
+    parts: Sequence[Dim], numbers: I64, which: I64, scope: Scope, at: At
+) -> Iterator[_Entry]:
     if not parts:
         yield _Entry(which, (), {})
         return
-    inner = math.prod(extent(p, scope) for p in parts[1:])
-    outer, rest = np.divmod(at, max(1, inner))
+    inner = math.prod(extent(p, scope, at) for p in parts[1:])
+    outer, rest = np.divmod(numbers, max(1, inner))
     place = {w: i for i, w in enumerate(which.tolist())}
-    for first in _entries(parts[0], outer, which, scope):
+    for first in _entries(parts[0], outer, which, scope, at):
         rows = np.array([place[w] for w in first.which.tolist()], dtype=np.int64)
-        for last in _product(parts[1:], rest[rows], first.which, scope):
+        for last in _product(parts[1:], rest[rows], first.which, scope, at):
             yield _joined(first, last)
 
 
@@ -149,9 +168,13 @@ def _joined(a: _Entry, b: _Entry) -> _Entry:
 
 
 def find(
-    equation: Equation, numbers: Mapping[str, int], positions: I64, scope: Scope
+    equation: Equation,
+    numbers: Mapping[str, int],
+    positions: I64,
+    scope: Scope,
+    at: At = None,
 ) -> list[Found]:
-    """Return which logical elements lie at positions of a stored tensor; fills are left out.
+    """Return which logical elements lie at positions of a tensor; fills are left out.
 
     Parameters
     ----------
@@ -163,15 +186,17 @@ def find(
         Row-major.
     scope
         Sizes.
+    at
+        Coordinates of the rank that holds it; None for a stored tensor.
     """
     found = [_Entry(np.arange(len(positions), dtype=np.int64), (), {})]
     rest = positions
     columns = []
     for dim in reversed(equation.dims):
-        rest, at = np.divmod(rest, max(1, extent(dim, scope)))
-        columns.append(at)
-    for dim, at in zip(equation.dims, reversed(columns), strict=True):
-        parts = entries(dim, at, scope)
+        rest, column = np.divmod(rest, max(1, extent(dim, scope, at)))
+        columns.append(column)
+    for dim, column in zip(equation.dims, reversed(columns), strict=True):
+        parts = entries(dim, column, scope, at)
         found = [_joined(a, b) for a in found for b in parts]
     out = []
     for entry in found:
@@ -184,7 +209,9 @@ def find(
     return out
 
 
-def place(equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: Scope) -> Placed:
+def place(
+    equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: Scope, at: At = None
+) -> Placed:
     """Return where logical elements stand in the tensors of a rule.
 
     Parameters
@@ -197,6 +224,9 @@ def place(equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: Scope)
         Index of each element on each axis.
     scope
         Sizes.
+    at
+        Coordinates of the rank whose tensors are meant; None for stored tensors. Elements that
+        its splits do not leave to it are left out; which indexes it has is not looked at.
     """
     count = len(next(iter(axes.values()))) if axes else 1
     inside = np.ones(count, dtype=np.bool_)
@@ -207,32 +237,45 @@ def place(equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: Scope)
     positions = np.zeros(len(which), dtype=np.int64)
     left = list(tags)
     for dim in equation.dims:
-        at = _position(dim, left, mine, scope, len(which))
-        positions = positions * extent(dim, scope) + at
+        column = _position(dim, left, mine, scope, at, len(which))
+        positions = _inner(positions, column, extent(dim, scope, at))
+    here = positions >= 0
     names = [p.axis for p in equation.name.parts if isinstance(p, Index) and p.axis in mine]
-    return Placed(which, {a: mine[a] for a in names}, positions)
+    return Placed(which[here], {a: mine[a][here] for a in names}, positions[here])
 
 
-def _position(dim: Dim, tags: list[str], axes: Mapping[str, I64], scope: Scope, count: int) -> I64:
+def _inner(outer: I64, inner: I64, n: int) -> I64:
+    """Return combined positions; -1 for what is not there."""
+    return np.where((outer < 0) | (inner < 0), -1, outer * n + inner)
+
+
+def _position(
+    dim: Dim, tags: list[str], axes: Mapping[str, I64], scope: Scope, at: At, count: int
+) -> I64:
     """Return the entry of a dimension that has given indexes; tags are used up from the left."""
     match dim:
         case Atom() if dim.name in scope.refined:
-            return _position(scope.refined[dim.name], tags, axes, scope, count)
+            return _position(scope.refined[dim.name], tags, axes, scope, at, count)
         case Atom():
             return axes[dim.name]
-        case Split() | Pad():
-            return _position(dim.inner, tags, axes, scope, count)
+        case Split():
+            start, stop = _window(dim, scope, at)
+            found = _position(dim.inner, tags, axes, scope, at, count)
+            return np.where((found >= start) & (found < stop), found - start, -1)
+        case Pad():
+            return _position(dim.inner, tags, axes, scope, at, count)
         case Product():
-            at = np.zeros(count, dtype=np.int64)
-            for part in dim.parts:
-                inner = _position(part, tags, axes, scope, count)
-                at = at * extent(part, scope) + inner
-            return at
+            found = np.zeros(count, dtype=np.int64)
+            for inner in dim.parts:
+                column = _position(inner, tags, axes, scope, at, count)
+                found = _inner(found, column, extent(inner, scope, at))
+            return found
         case Sum():
             tag = tags.pop(0)
             start = 0
             for branch in dim.branches:
                 if branch.tag == tag:
-                    return start + _position(branch.dim, tags, axes, scope, count)
-                start += extent(branch.dim, scope)
+                    found = _position(branch.dim, tags, axes, scope, at, count)
+                    return np.where(found < 0, -1, found + start)
+                start += extent(branch.dim, scope, at)
     return np.zeros(count, dtype=np.int64)

@@ -25,6 +25,7 @@ from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.values import Values, values
+from ckptd.layout.region import Region
 from ckptd.layout.templates import Templates
 from ckptd.types import Box
 
@@ -167,6 +168,37 @@ class Composition:
             self._parts.put(name, parts, weight=1 + len(parts.parts))
         copies = self._copies(rule, tensor.indexes, tensor.state, name, parts)
         return TargetPlan(found.numel, _ordered(copies), parts.fills)
+
+    def regions(self, key: TensorKey, regions: Iterable[Region]) -> TargetPlan:
+        """Plan a buffer that holds boxes of a stored target tensor.
+
+        Parameters
+        ----------
+        key
+            The tensor.
+        regions
+            What the buffer holds, in coordinates of the stored tensor; no two overlap.
+
+        Raises
+        ------
+        MismatchError
+            As `piece`.
+        """
+        number, indexes, state = key
+        rule = self.target.rules[number]
+        copies: list[tuple[TensorKey, SourceCopies]] = []
+        fills: list[Fill] = []
+        numel = 0
+        for region in regions:
+            name = (number, region)
+            parts = self._parts.get(name)
+            if parts is None:
+                parts = box_parts(rule.dims, region.box, region.strides, region.start)
+                self._parts.put(name, parts, weight=1 + len(parts.parts))
+            copies += self._copies(rule, indexes, state, name, parts)
+            fills += parts.fills
+            numel += region.numel
+        return TargetPlan(numel, _ordered(copies), tuple(fills))
 
     def local(self, rank: int) -> Iterator[tuple[LocalTensor, TargetPlan]]:
         """Yield everything that a rank of the target holds, and how it is filled.
