@@ -24,6 +24,10 @@ from tests.cli.running import COMMAND, TIMEOUT_S, Cli, process
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
 
 
+INNER = {"lay": ("check", "fmt", "show")}
+"""Verbs that are a family of verbs."""
+
+
 def modules_after(*commands: Sequence[str]) -> set[str]:
     """Modules that a process has imported when it ran some commands."""
     code = (
@@ -54,6 +58,10 @@ def test_version(cli: Cli) -> None:
 def test_every_verb_explains_itself(cli: Cli, verb: str) -> None:
     out = cli.good(verb, "--help").out
     assert out.startswith(f"Usage: ckptd {verb}")
+    for inner in INNER.get(verb, ()):
+        assert f" {inner} " in cli.good(verb, "--help").out
+        out = cli.good(verb, inner, "--help").out
+        assert out.startswith(f"Usage: ckptd {verb} {inner}")
     assert "--json" in out
 
 
@@ -72,13 +80,18 @@ def test_verbs_on_a_local_root_import_nothing_heavy(root: str, tmp_path: Path) -
     commands += [["ls", root, "--json"], ["cp", root, str(tmp_path / "x")]]
     commands += [["export", root, str(tmp_path / "y")], ["diff", root, root]]
     commands += [["rollback", f"{root}@10"], ["unpin", f"{root}@20"]]
+    commands += [
+        ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
+        ["lay", "check", "hf.llama"],
+    ]
     assert {c[0] for c in commands} == set(VERBS) - {"demo"}
     assert not modules_after(*commands) & {*HEAVY, "rich"}
 
 
 def test_every_verb_is_a_function_of_its_module() -> None:
     for verb in VERBS:
-        assert app[verb].default_command is not None, verb
+        for command in [app[verb][i] for i in INNER.get(verb, ())] or [app[verb]]:
+            assert command.default_command is not None, verb
 
 
 # -- errors ----------------------------------------------------------------------------------------

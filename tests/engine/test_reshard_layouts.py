@@ -18,6 +18,7 @@ from ckptd.engine.verify import verify
 from ckptd.errors import CorruptError, MismatchError, RefusedError, UsageError
 from ckptd.format.manifest import ObjectEntry
 from ckptd.store import open_store
+from tests.cli.roots import make_root
 from tests.engine.builder import Array
 from tests.engine.llama import (
     HEAD,
@@ -353,3 +354,14 @@ def test_every_chunk_is_proved_and_every_rule_explained(
     fused = rules["decoder.layers.{#l@pp}.self_attention.linear_qkv.weight"]
     assert (fused.tensors, fused.promise, len(fused.sources)) == (12, "exact", 2)
     assert rules["embedding.word_embeddings.weight"].promise == "exact up to fill"
+
+
+def test_tied_names_and_empty_tensors_stay(tmp_path: Path) -> None:
+    make_root(tmp_path / "a", [10])
+    resharded(tmp_path / "a", tmp_path / "b", program("fsdp", "mesh fsdp = dp:3"))
+    same(everything(tmp_path / "b"), everything(tmp_path / "a"))
+    with open_store(tmp_path / "a") as one, open_store(tmp_path / "b") as two:
+        left, right = latest(one), latest(two)
+        assert left.objects() == right.objects()
+        assert left.aliases("model.embed.weight") == right.aliases("model.embed.weight")
+        assert right.aliases("model.embed.weight") == ("model.head.weight",)

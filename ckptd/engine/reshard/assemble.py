@@ -106,7 +106,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
             t.owners,
             t.base,
             _Linked(composed, number),
-            aliases.get(t.name, ()),
+            aliases.get(t.name) or _kept_aliases(link),
         )
     _add_scalars(build, composed)
     declared = {o.name: o.on_change for o in layout.objects}
@@ -146,6 +146,14 @@ def _meshes(layout: Resolved) -> tuple[MeshEntry, ...]:
 
 
 # --- aliases ------------------------------------------------------------------------------------
+
+
+def _kept_aliases(link: Link) -> tuple[str, ...]:
+    """Return the further names of a tensor that keeps its own."""
+    sources = list(link.sources.values())
+    if len(sources) == 1 and sources[0].name == link.tensor.name:
+        return sources[0].aliases
+    return ()
 
 
 def _aliases(form: StoredForm) -> dict[str, tuple[str, ...]]:
@@ -250,6 +258,8 @@ def _groups(composed: Composed) -> dict[str, tuple[str, dict[str, list[str]]]]:
         for rule, indexes, _ in link.sources:
             old = source.rules[rule].global_name(indexes)
             renames.setdefault(old, []).append(new)
+    for name in composed.dropped:
+        renames.setdefault(name, [])
     before = source.bound.layout.state_names.partition("{name}")[0]
     after = target.bound.layout.state_names.partition("{name}")[0]
     return {f"{before}groups": (f"{after}groups", renames)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from ckptd.engine.reshard.changes import change_of, changed_dtype, step_promise
 from ckptd.engine.reshard.feed import Feed, Take
@@ -19,6 +20,7 @@ from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.observe import bind_sizes, bind_stored
 from ckptd.layout.lay.promise import PROMISES, Promise
 from ckptd.layout.lay.regions import box_parts
+from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredTensor, TensorKey
 from ckptd.types import Box, DType
 
@@ -213,6 +215,9 @@ def source_keys(composition: Composition, key: TensorKey) -> Iterator[TensorKey]
     whole = Box((0,) * len(rule.shape), rule.shape)
     parts = box_parts(rule.dims, whole)
     numbers = dict(zip(rule.indexes, indexes, strict=True))
+    if not whole.numel:
+        yield from _of_empty(composition, rule, numbers, state)
+        return
     seen = set()
     for group in composition.meetings(rule, indexes, ("whole", number), parts):
         meeting = group[0]
@@ -224,6 +229,22 @@ def source_keys(composition: Composition, key: TensorKey) -> Iterator[TensorKey]
         if found not in seen:
             seen.add(found)
             yield found
+
+
+def _of_empty(
+    composition: Composition, rule: RuleForm, numbers: Mapping[str, int], state: str
+) -> Iterator[TensorKey]:
+    """Yield the sources of a tensor without elements: all tensors of its families."""
+    seen = set()
+    for family in rule.equation.families.values():
+        for source, _ in composition.holders.get(family.name, ()):
+            choices = [
+                [numbers[a]] if a in numbers else range(cut.size) for a, cut in source.cuts.items()
+            ]
+            for at in product(*choices):
+                if (source.number, at) not in seen:
+                    seen.add((source.number, at))
+                    yield source.number, at, state
 
 
 def _link(

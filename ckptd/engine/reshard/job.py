@@ -193,6 +193,9 @@ class Job:
         line = self._catalogue.line()
         for name in line:
             if name.step == self._step and self._catalogue.commit(name).attempt == self._attempt:
+                # Who committed may have been killed before it tidied up.
+                place = OwnPlace(name.step, name.generation, self._attempt)
+                remove_parts(self._catalogue.store, place)
                 return Resharded(
                     step=self._step,
                     generation=name.generation,

@@ -149,7 +149,8 @@ def _renamed(entry: ObjectEntry, renames: Renames) -> list[dict[str, Any]]:
     for number, group in enumerate(entry.value):
         names: dict[str, None] = {}
         for old in group["params"]:
-            for new in renames.get(old, ()):
+            # What is no tensor of the checkpoint keeps its name.
+            for new in renames.get(old, (old,)):
                 names[new] = None
                 if home.setdefault(new, number) != number:
                     raise MismatchError(
