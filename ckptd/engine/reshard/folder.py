@@ -1,0 +1,200 @@
+"""A folder of safetensors files as the source of a reshard: whole tensors under global names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.engine.reshard.stock import Stock, StockTensor
+from ckptd.errors import CorruptError, NotFoundError, UsageError
+from ckptd.format.container import Chunk, header_bytes, parse_header
+from ckptd.format.digest import DigestIndex, digest_hex
+from ckptd.format.manifest import FileEntry
+from ckptd.layout.grid import whole
+from ckptd.store.base import Store
+from ckptd.types import DTYPES, ByteRange, DType
+
+__all__ = ["FolderSource", "HeaderOf", "open_folder", "read_headers"]
+
+END = ".safetensors"
+INDEX_END = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 1 << 28
+_MAX_FILES = 1 << 20
+_BY_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
+
+HeaderOf = tuple[FileEntry, dict[str, Chunk], str]
+"""A file, its chunks by name, and a digest of its header."""
+
+
+class FolderSource:
+    """Files that somebody else wrote: nothing but their lengths can be checked."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Sequence[FileEntry],
+        names: Sequence[str],
+        dtypes: Sequence[DType],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        self.store = store
+        self.files = files
+        self.names = names
+        self.dtypes = dtypes
+        self._places = places
+
+    def place(self, tensor: int, piece: int) -> tuple[int, int]:
+        """Return where a tensor lies; each is one piece."""
+        return self._places[tensor]
+
+    def open_file(self, file: int) -> None:
+        """Check that the file has the length that its header says."""
+        entry = self.files[file]
+        try:
+            size = self.store.stat(entry.path).size
+        except NotFoundError:
+            raise _missing(entry.path) from None
+        if size != entry.data_start + entry.data_bytes:
+            raise CorruptError(
+                "a file has changed under our hands",
+                kind="bad-size",
+                where=entry.path,
+                wanted=f"{entry.data_start + entry.data_bytes} bytes",
+                found=f"{size} bytes",
+            )
+
+    def index(self, file: int) -> DigestIndex | None:
+        """Return None: nobody wrote digests."""
+        return None
+
+    def holders(self, file: int, start: int, end: int) -> str:
+        """Return the tensors that lie there."""
+        return ", ".join(n for n, p in zip(self.names, self._places, strict=True) if p[0] == file)
+
+
+def read_headers(store: Store) -> list[HeaderOf]:
+    """Read the headers of the safetensors files of a folder: those of its index, if it has one.
+
+    Raises
+    ------
+    NotFoundError
+        kind ``no-root``: there is none.
+    CorruptError
+        One is missing, or is no safetensors file.
+    """
+    keys = _listed(store)
+    if not keys:
+        raise NotFoundError(
+            "no safetensors files here", kind="no-root", where=store.url, wanted=f"*{END}"
+        )
+    return [_header(store, number, key) for number, key in enumerate(keys)]
+
+
+def _listed(store: Store) -> list[str]:
+    names = store.children("")
+    indexes = [n for n in names if n.endswith(INDEX_END)]
+    files = sorted(n for n in names if n.endswith(END))
+    if len(indexes) != 1:
+        return files[:_MAX_FILES]
+    if store.stat(indexes[0]).size > _MAX_INDEX_BYTES:
+        raise CorruptError("an index is too large", kind="limits", where=indexes[0])
+    try:
+        weights = json.loads(store.get(indexes[0]))["weight_map"]
+        wanted = sorted({str(v) for v in weights.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            "not an index of safetensors files",
+            kind="bad-json",
+            where=indexes[0],
+            found=str(error)[:200],
+        ) from None
+    for name in wanted:
+        if name not in files:
+            raise _missing(name)
+    return wanted
+
+
+def _missing(path: str) -> CorruptError:
+    return CorruptError("a file of the source is missing", kind="missing-file", where=path)
+
+
+def _header(store: Store, number: int, key: str) -> HeaderOf:
+    info = store.stat(key)
+    prefix = store.get(key, ByteRange(0, min(8, info.size)))
+    length = header_bytes(prefix, key, info.size)
+    raw = store.get(key, ByteRange(0, length))
+    chunks, _ = parse_header(raw, key, info.size - length)
+    entry = FileEntry(key, 0, length, info.size - length)
+    return entry, chunks, f"{digest_hex(raw)} {info.size} {info.modified}"
+
+
+def open_folder(store: Store, step: int) -> Stock:
+    """Describe a folder whose tensors are whole.
+
+    Parameters
+    ----------
+    store
+        The folder.
+    step
+        Of the checkpoint that it becomes.
+
+    Raises
+    ------
+    NotFoundError, CorruptError
+        As `read_headers`; kind ``bad-header``: two files have one tensor.
+    """
+    headers = read_headers(store)
+    tensors: list[StockTensor] = []
+    places: list[tuple[int, int]] = []
+    seen: dict[str, str] = {}
+    for file, (entry, chunks, _) in enumerate(headers):
+        for chunk in chunks.values():
+            if chunk.name in seen:
+                raise CorruptError(
+                    "two files have one tensor",
+                    kind="bad-header",
+                    where=f"{entry.path}: {chunk.name}",
+                    found=seen[chunk.name],
+                )
+            seen[chunk.name] = entry.path
+            dtype = _BY_CODE[chunk.code]
+            number = len(tensors)
+            tensors.append(StockTensor(number, chunk.name, dtype, chunk.shape, whole(chunk.shape)))
+            places.append((file, chunk.start))
+    source = FolderSource(
+        store,
+        [entry for entry, _, _ in headers],
+        [t.name for t in tensors],
+        [t.dtype for t in tensors],
+        places,
+    )
+    return Stock(
+        source,
+        identity="\n".join([store.url, f"step {step}", *(found for _, _, found in headers)]),
+        tensors=tensors,
+        values=lambda names: _values(source, tensors, names),
+        step=step,
+        witness_note="the source has no witness",
+    )
+
+
+def _values(
+    source: FolderSource, tensors: Sequence[StockTensor], names: Sequence[str]
+) -> Mapping[str, NDArray[Any]]:
+    by_name = {t.name: t for t in tensors}
+    out: dict[str, NDArray[Any]] = {}
+    for name in names:
+        t = by_name[name]
+        file, start = source.place(t.number, 0)
+        entry = source.files[file]
+        count = t.grid.piece(0).numel * t.dtype.itemsize
+        at = entry.data_start + start
+        if count > _MAX_INDEX_BYTES:
+            raise UsageError("a small tensor was expected", where=name, found=f"{count} bytes")
+        raw = source.store.get(entry.path, ByteRange(at, at + count))
+        out[name] = np.frombuffer(raw, dtype=t.dtype.numpy).reshape(t.shape)
+    return out
