@@ -129,9 +129,17 @@ def _indexes(observed: Observed, resolved: Resolved, lengths: Lengths) -> Iterat
         dim: Dim = Atom(axis)
         for mesh_axis, how in splits:
             dim = Split(dim, mesh_axis, how)
-        counts = {at: len(numbers) for at, (numbers, _) in by_coordinates.items()}
         instance = next(iter(by_coordinates.values()))[1]
         origin = _origin(resolved, instance, f"numbers in names ({axis})")
+        if any(len(at) < len(splits) for at in by_coordinates):
+            # Names that do not say the virtual stage: numbers of several. All ranks together
+            # have all of them.
+            named = [a for a, _ in splits if any(a == b for at in by_coordinates for b, _ in at)]
+            if len(by_coordinates) == math.prod(lengths.extents[a] for a in named):
+                every = set[int]().union(*(numbers for numbers, _ in by_coordinates.values()))
+                yield Constraint({(axis,): Fraction(1)}, len(every), origin)
+            continue
+        counts = {at: len(numbers) for at, (numbers, _) in by_coordinates.items()}
         yield from _lengths(dim, counts, lengths, origin)
 
 
