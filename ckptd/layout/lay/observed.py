@@ -198,7 +198,9 @@ def _add_empty(
     for instance in out.instances.values():
         equation = resolved.equations[instance.equation]
         mine = axes[instance.equation]
-        local = sorted(mine & set(mesh.local))
+        # A name that does not say the virtual stage has the numbers of all of them.
+        said = {p.axis for p in equation.name.parts if isinstance(p, Index)}
+        local = sorted(mine & said & set(mesh.local))
         for rank in out.ranks:
             coordinates = mesh.coordinates(rank)
             if not holds(equation, coordinates, mesh.extents):

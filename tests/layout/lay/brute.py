@@ -104,6 +104,7 @@ class Brute(Sequences):
         self.fills: list[float] = [0.0]
         self._cells: dict[object, Cells] = {}
         self._ranks: dict[int, list[Tensor]] = {}
+        self._local: dict[int, dict[str, tuple[str, Cells]]] = {}
 
     # --- tensors --------------------------------------------------------------------------------
 
@@ -262,6 +263,11 @@ class Brute(Sequences):
 
     def local(self, rank: int) -> dict[str, tuple[str, Cells]]:
         """Return state and cells of each tensor and buffer that a rank holds, by name."""
+        if rank not in self._local:
+            self._local[rank] = self._all_local(rank)
+        return self._local[rank]
+
+    def _all_local(self, rank: int) -> dict[str, tuple[str, Cells]]:
         place = self.mesh.coordinates(rank)
         out: dict[str, tuple[str, Cells]] = {}
         for state in self.states:
@@ -294,7 +300,7 @@ class Brute(Sequences):
                 same = [u for u in found if u.name == t.name]
                 if any(not np.array_equal(u.cells, t.cells) for u in same):
                     raise Wrong(f"two tensors {t.name} on rank {rank}")
-            self._ranks[rank] = self._ordered(found, 0)
+            self._ranks[rank] = self._ordered(found, list(range(len(self.layout.equations))), 0)
         return self._ranks[rank]
 
     def _unordered(self, rank: int) -> list[Tensor]:
@@ -340,32 +346,31 @@ class Brute(Sequences):
                     return False
         return True
 
-    def _ordered(self, tensors: list[Tensor], depth: int) -> list[Tensor]:
+    def _ordered(self, tensors: list[Tensor], rules: list[int], depth: int) -> list[Tensor]:
         """Order tensors by modules.
 
         Rules that follow each other and whose names begin alike up to an index are one module for
         each number of that index.
         """
-        out: list[Tensor] = []
-        runs: list[tuple[object, list[Tensor]]] = []
-        for t in tensors:
-            beginning = self._beginning(t, depth)
+        runs: list[tuple[object, list[int]]] = []
+        for rule in rules:
+            beginning = self._beginning(rule, depth)
             if not runs or beginning is None or runs[-1][0] != beginning:
                 runs.append((beginning, []))
-            runs[-1][1].append(t)
+            runs[-1][1].append(rule)
+        out: list[Tensor] = []
         for beginning, run in runs:
+            mine = [t for t in tensors if t.rule in run]
             if beginning is None:
-                out += run
+                out += mine
                 continue
-            by_number: dict[int, list[Tensor]] = {}
-            for t in run:
-                by_number.setdefault(self._written(t, depth), []).append(t)
-            for number in sorted(by_number):
-                out += self._ordered(by_number[number], depth + 1)
+            for number in sorted({self._written(t, depth) for t in mine}):
+                module = [t for t in mine if self._written(t, depth) == number]
+                out += self._ordered(module, run, depth + 1)
         return out
 
-    def _beginning(self, tensor: Tensor, depth: int) -> object:
-        parts = self.layout.equations[tensor.rule].name.parts
+    def _beginning(self, rule: int, depth: int) -> object:
+        parts = self.layout.equations[rule].name.parts
         found = [i for i, p in enumerate(parts) if isinstance(p, Index)]
         return parts[: found[depth] + 1] if depth < len(found) else None
 

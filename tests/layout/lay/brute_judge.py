@@ -83,7 +83,7 @@ def apply(
         written = _fill_positions(f)
         out[written] = fill(f.value)
         np.add.at(times, written, 1)
-    assert not whole or np.allclose(times, 1), f"written {times.tolist()} times"
+    assert not whole or (np.abs(times - 1) < 1e-6).all(), f"written {times.tolist()} times"
     return out
 
 
@@ -124,8 +124,13 @@ class Judge:
         self.pieces: dict[tuple[str, int], Cells] = {}
         """Cells of each piece of each stored source tensor."""
 
-    def check(self) -> None:
+    def check(self, live: bool = True) -> None:
         """Compare everything.
+
+        Parameters
+        ----------
+        live
+            Whether to compare transfers between live ranks too; they take most of the time.
 
         Raises
         ------
@@ -136,7 +141,8 @@ class Judge:
         self.check_owners()
         self.check_ranks()
         self.check_pieces()
-        self.check_live()
+        if live:
+            self.check_live()
 
     def check_stored(self) -> None:
         """Names and shapes of stored tensors are what they should be."""
@@ -146,8 +152,9 @@ class Judge:
         ):
             wanted = {n: c.shape for n, (_, c) in side.stored().items()}
             assert {t.name: t.shape for t in form.tensors()} == wanted
+        stored = self.source.stored()
         for tensor in self.composition.source.tensors():
-            cells = self.source.stored()[tensor.name][1]
+            cells = stored[tensor.name][1]
             for i in range(tensor.grid.npieces):
                 self.pieces[tensor.name, i] = piece_of(cells, tensor.grid.piece(i))
 

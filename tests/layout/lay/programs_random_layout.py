@@ -279,6 +279,9 @@ class LayoutMaker:
             last = self.mesh.extents[axis] - 1
             modifiers.append(On(axis, rng.choice([0, last, "last"])))
             used.append(axis)
+        if not in_name and self.mesh.local and rng.random() < 0.4:
+            name = Name(join((name.parts[0], Text(".v"), Index("vpp"), *name.parts[1:])))
+            modifiers.append(On("vpp", rng.choice([0, 1, "last"])))
         if rng.random() < 0.2:
             modifiers.append(Replicas(rng.choice(["same", "any"])))
         stacked = tuple(a for a in block.indexes if a not in in_name)

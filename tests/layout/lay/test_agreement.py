@@ -10,9 +10,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.dims import Dim, Pad, Product, Split, Sum
 from ckptd.layout.lay.equation import Bound, Equation
 from ckptd.layout.lay.node import NOWHERE
+from ckptd.layout.lay.observe import bind_ranks, bind_stored
 from ckptd.layout.lay.parser import parse
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.resolve import resolve
@@ -25,23 +27,25 @@ SHORT = 2000
 LONG = 60_000
 
 
-def judged(drawn: Pair) -> None:
+def judged(drawn: Pair, live: bool = True) -> None:
     """Compare a pair; the program is part of the message."""
     try:
-        Judge(drawn.source, drawn.target).check()
+        Judge(drawn.source, drawn.target).check(live)
     except Exception as error:
         error.add_note(str(drawn))
         raise
 
 
-def campaign(seeds: Iterable[int], report: Callable[[str], None], what: str) -> None:
+def campaign(
+    seeds: Iterable[int], report: Callable[[str], None], what: str, live_every: int = 1
+) -> None:
     """Compare the pairs of some seeds and say what occurred in them."""
     seen: Counter[str] = Counter()
     count = cells = 0
     for seed in seeds:
         drawn = pair(random.Random(seed))
         try:
-            judged(drawn)
+            judged(drawn, live=count % live_every == 0)
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
@@ -58,7 +62,7 @@ def campaign(seeds: Iterable[int], report: Callable[[str], None], what: str) -> 
 
 
 def test_agreement(report: Callable[[str], None]) -> None:
-    campaign(range(SHORT), report, f"seeds 0 to {SHORT - 1}")
+    campaign(range(SHORT), report, f"seeds 0 to {SHORT - 1}", live_every=10)
 
 
 @settings(max_examples=60)
@@ -73,6 +77,27 @@ def test_agreement_shrinks(drawn: Pair) -> None:
 def test_long_agreement(report: Callable[[str], None]) -> None:
     first = random.SystemRandom().randrange(10**6, 10**12)
     campaign(range(first, first + LONG), report, f"seeds {first} to {first + LONG - 1}")
+
+
+def test_what_is_right_is_not_found_fault_with() -> None:
+    """Nothing is said against random programs, and they bind to their tensors' shapes."""
+    for seed in range(100):
+        drawn = pair(random.Random(seed))
+        for bound in (drawn.source, drawn.target):
+            meaning = Brute(bound)
+            stored = {n: c.shape for n, (_, c) in meaning.stored().items()}
+            ranks = {
+                r: {n: c.shape for n, (_, c) in meaning.local(r).items()}
+                for r in range(meaning.mesh.world)
+            }
+            found = check(bound.layout)
+            for observed, again in (
+                (stored, bind_stored(bound.layout, stored, bound.sizes)),
+                (ranks, bind_ranks(bound.layout, ranks, bound.sizes)),
+            ):
+                found += check_bound(again, observed)
+            errors = [f.render() for f in found if f.severity == "error"]
+            assert not errors, "\n".join([f"seed {seed}", *errors, str(drawn)])
 
 
 def test_programs_are_text() -> None:
