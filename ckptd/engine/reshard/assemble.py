@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ckptd.engine.reshard.composed import Composed, Link
 from ckptd.engine.reshard.feed import Feed, Feeds
 from ckptd.engine.reshard.feeds import Literal, MixedFeeds, Recut
@@ -16,6 +18,7 @@ from ckptd.format.manifest import GridEntry, MeshEntry, TensorEntry
 from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.lay.equation import Resolved
 from ckptd.layout.lay.modifiers import Alias
+from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.owners import Owners
 
@@ -108,6 +111,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
             _Linked(composed, number),
             aliases.get(t.name) or _kept_aliases(link),
         )
+    _add_scales(build, composed)
     _add_scalars(build, composed)
     declared = {o.name: o.on_change for o in layout.objects}
     carried = carry_objects(stock, build.world, _groups(composed), declared)
@@ -143,6 +147,31 @@ def _meshes(layout: Resolved) -> tuple[MeshEntry, ...]:
         left = mesh.strides[found[0]]
     shape = tuple(mesh.extents[a] for a in chosen)
     return (MeshEntry(tuple(chosen), shape, ((0, 1, mesh.world),)),) if chosen else ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Scales:
+    """Feeds of the scales of one quantized tensor."""
+
+    composed: Composed
+    link: Link
+    grid: Grid
+
+    def feed(self, tensor: int, piece: int) -> Feed:
+        """Return what fills a piece."""
+        box = self.grid.piece(piece).box
+        at = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
+        scales = self.composed.target_scales
+        return Feed(literal=lambda: np.ascontiguousarray(scales(self.link)[at]).tobytes())
+
+
+def _add_scales(build: _Builder, composed: Composed) -> None:
+    form = composed.composition.target
+    for link in composed.links:
+        found = None if link.key[2] else scale_tensor(form, link.key[0], link.key[1])
+        if found is not None:
+            feeds = _Scales(composed, link, found.grid)
+            build.add(found.name, "float32", found.grid, found.owners, found.base, feeds)
 
 
 # --- aliases ------------------------------------------------------------------------------------

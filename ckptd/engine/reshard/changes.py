@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, UsageError
+from ckptd.layout.block import Block
 from ckptd.layout.lay.equation import Equation
-from ckptd.layout.lay.modifiers import Affine, Cast, Modifier
+from ckptd.layout.lay.modifiers import Affine, Cast, Modifier, Quantized
 from ckptd.layout.lay.promise import PROMISES, Promise, promise
 from ckptd.layout.lay.values import Values
 from ckptd.types import DType, dtype_of
 
-__all__ = ["Linear", "change_of", "changed_dtype", "step_promise"]
+__all__ = ["Linear", "change_of", "changed_dtype", "quantized", "step_promise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,11 @@ class Linear:
     scale: float = 1.0
     shift: float = 0.0
 
-    def put(self, target: NDArray[Any], source: NDArray[Any]) -> None:
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write the values, wherever they are; as `apply`."""
+        self.apply(target, source)
+
+    def apply(self, target: NDArray[Any], source: NDArray[Any]) -> None:
         """Write the values; one that overflows to infinity is an error.
 
         Raises
@@ -68,20 +73,33 @@ def _infinite(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def changed_dtype(source: DType, values: Values | None, where: str) -> DType:
-    """Return the type of the target's values: what its rule casts to, or the source's."""
-    for modifier in values.target if values is not None else ():
-        if isinstance(modifier, Cast):
-            name = _LONG.get(modifier.dtype, modifier.dtype)
-            try:
-                return dtype_of(name, where)
-            except CorruptError:
-                raise UsageError(
-                    "a cast to a type that does not exist",
-                    kind="lay-value",
-                    where=where,
-                    found=modifier.dtype,
-                ) from None
+    """Return the type of the target's values.
+
+    What its rule quantizes or casts to; else the source's, or float32 if the source is quantized.
+    """
+    if values is None:
+        return source
+    for kind in (Quantized, Cast):
+        for modifier in values.target:
+            if isinstance(modifier, kind):
+                return _named(modifier.dtype, where)
+    if quantized(values.source) is not None:
+        return dtype_of("float32")
     return source
+
+
+def quantized(modifiers: tuple[Modifier, ...]) -> Quantized | None:
+    """Return what modifiers say about quantization."""
+    return next((m for m in modifiers if isinstance(m, Quantized)), None)
+
+
+def _named(dtype: str, where: str) -> DType:
+    try:
+        return dtype_of(_LONG.get(dtype, dtype), where)
+    except CorruptError:
+        raise UsageError(
+            "a cast to a type that does not exist", kind="lay-value", where=where, found=dtype
+        ) from None
 
 
 _LONG = {

@@ -6,22 +6,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
-from ckptd.engine.reshard.changes import change_of, changed_dtype, step_promise
-from ckptd.engine.reshard.feed import Feed, Take
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.engine.reshard.changes import change_of, changed_dtype, quantized, step_promise
+from ckptd.engine.reshard.feed import Change, Feed, Take
+from ckptd.engine.reshard.scaled import Scaled, largest
 from ckptd.engine.reshard.stock import Stock, StockTensor
 from ckptd.errors import MismatchError
-from ckptd.layout.grid import Grid
+from ckptd.layout.grid import Grid, Piece
 from ckptd.layout.lay.check import check, check_bound
-from ckptd.layout.lay.copies import Composition, compose
+from ckptd.layout.lay.copies import Composition, Copy, compose
 from ckptd.layout.lay.equation import Bound, Resolved
 from ckptd.layout.lay.finding import raise_first
 from ckptd.layout.lay.matching import Matcher, Templates
+from ckptd.layout.lay.modifiers import Affine
 from ckptd.layout.lay.observe import bind_sizes, bind_stored
 from ckptd.layout.lay.promise import PROMISES, Promise
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.lay.stored import StoredTensor, TensorKey
+from ckptd.layout.lay.values import Values
 from ckptd.types import Box, DType
 
 __all__ = ["Composed", "Link", "compose_layouts"]
@@ -93,9 +101,74 @@ class Composed:
         takes = []
         for copy in plan.copies:
             source = self.stock.by_name[copy.source.name]
-            change = change_of(source.dtype, link.dtype, copy.values, link.tensor.name)
+            change = self._change(link, piece, source, copy)
             takes.append(Take(source.number, copy.piece, copy.blocks, change))
         return Feed(tuple(takes), plan.fills)
+
+    def _change(self, link: Link, piece: int, source: StockTensor, copy: Copy) -> Change | None:
+        values = copy.values
+        if values is not None and quantized(values.source) is not None:
+            key = (copy.source.rule, copy.source.indexes, "")
+            return self.dequantized(key, source, source.grid.piece(copy.piece))
+        if values is not None and quantized(values.target) is not None:
+            return self.quantized(link, link.tensor.grid.piece(piece))
+        return change_of(source.dtype, link.dtype, values, link.tensor.name)
+
+    def dequantized(self, key: TensorKey, source: StockTensor, piece: Piece) -> Scaled:
+        """Return the change from a quantized source piece to logical values."""
+        form = self.composition.source
+        found = scale_tensor(form, key[0], key[1])
+        modifier = quantized(form.rules[key[0]].equation.modifiers)
+        if found is None or modifier is None or found.name not in self.stock.by_name:
+            raise MismatchError(
+                "the source lacks the scales of a quantized tensor",
+                kind="lay-cover",
+                where=source.name,
+                wanted=found.name if found else None,
+            )
+        name = found.name
+        return Scaled(
+            source.name,
+            lambda: self._scales_of(name),
+            modifier.block,
+            source.shape,
+            piece.box,
+            piece.flat,
+            "source",
+        )
+
+    def _scales_of(self, name: str) -> NDArray[Any]:
+        if name not in self._scales:
+            self._scales[name] = self.stock.values([name])[name].astype(np.float32)
+        return self._scales[name]
+
+    @cached_property
+    def _scales(self) -> dict[str, NDArray[Any]]:
+        return {}
+
+    def quantized(self, link: Link, piece: Piece) -> Scaled:
+        """Return the change from logical values to a quantized target piece."""
+        modifier = quantized(self.composition.target.rules[link.key[0]].equation.modifiers)
+        return Scaled(
+            link.tensor.name,
+            lambda: self.target_scales(link),
+            modifier.block if modifier else (),
+            link.tensor.shape,
+            piece.box,
+            piece.flat,
+            "target",
+            largest(link.dtype),
+        )
+
+    def target_scales(self, link: Link) -> NDArray[Any]:
+        """Return the scales of a target tensor; its values are read for that."""
+        name = f"target {link.tensor.name}"
+        if name not in self._scales:
+            # Imported when it is needed: it reads by way of a small reshard of its own.
+            from ckptd.engine.reshard.quantize import measured_scales
+
+            self._scales[name] = measured_scales(self, link)
+        return self._scales[name]
 
 
 def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Composed:
@@ -256,8 +329,11 @@ def _link(
     for other, stocked in sources.items():
         values = composition.values(composition.source.rules[other[0]], rule, key[2])
         dtype = changed_dtype(stocked.dtype, values, tensor.name)
-        change = change_of(stocked.dtype, dtype, values, tensor.name)
         equation = composition.source.rules[other[0]].equation
+        if values is not None and _is_scaled(values, tensor.name):
+            found.append((dtype, PROMISES[-1]))
+            continue
+        change = change_of(stocked.dtype, dtype, values, tensor.name)
         found.append((dtype, step_promise(equation, rule.equation, stocked.dtype, dtype, change)))
     dtypes = dict.fromkeys(d.name for d, _ in found)
     if len(dtypes) != 1:
@@ -273,15 +349,35 @@ def _link(
     return Link(key, tensor, found[0][0], sources, worst)
 
 
+def _is_scaled(values: Values, where: str) -> bool:
+    """Tell whether values are quantized on one side; refuse what is not done in one go."""
+    sides = [quantized(values.source), quantized(values.target)]
+    others = [m for m in (*values.source, *values.target) if isinstance(m, Affine)]
+    if not any(sides):
+        return False
+    if all(sides) or others:
+        raise MismatchError(
+            "quantized values are read or written, not both at once, and not shifted",
+            kind="lay-fit",
+            where=where,
+            hint="reshard twice: first into a layout without q(...)",
+        )
+    return True
+
+
 def _check_all_fed(
     composition: Composition, stock: Stock, links: Sequence[Link], dropped: set[str]
 ) -> None:
     """Every tensor of the source goes somewhere, or is left out by a rule of its layout."""
     fed = {s.name for link in links for s in link.sources.values()} | dropped
+    form = composition.source
+    keys = {key for link in links for key in link.sources if not key[2]}
+    found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
+    scales = {t.name for t in found if t is not None}
     templates = Templates(composition.source.bound.layout)
     lost = []
     for tensor in stock.tensors:
-        if tensor.name in fed or tensor.encoded:
+        if tensor.name in fed or tensor.encoded or tensor.name in scales:
             continue
         undressed = templates.take(tensor.name)
         if undressed is not None and undressed.scalar:

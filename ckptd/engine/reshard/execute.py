@@ -228,8 +228,9 @@ class Executor:
             at = fill.start * dtype.itemsize
             view = np.ndarray(shape, dtype.numpy, memory[stretch], at, steps)
             view[...] = fill.value
-        for stretch, at, raw in plan.literals:
-            memory[stretch][at : at + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
+        for stretch, at, literal, part in plan.literals:
+            raw = np.frombuffer(literal()[part], dtype=np.uint8)
+            memory[stretch][at : at + len(raw)] = raw
         self._reading.run(plan, memory, dtypes, lambda: None)
 
     def samples(self, file: int) -> FileSamples:

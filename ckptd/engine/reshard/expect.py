@@ -7,20 +7,22 @@ and where the target's rules put that element. The values go through the same ch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.engine.reshard.changes import Linear, change_of
-from ckptd.engine.reshard.composed import Composed
+from ckptd.engine.reshard.changes import Linear, change_of, quantized
+from ckptd.engine.reshard.composed import Composed, Link
 from ckptd.engine.reshard.elements import find, place
 from ckptd.engine.reshard.samples import Expected
 from ckptd.format.witness import VALUE_BYTES, Witness, WitnessPlan
 from ckptd.layout.lay.equation import Equation, Tags
 from ckptd.layout.lay.stored import TensorKey
+from ckptd.layout.lay.values import Values
 from ckptd.types import DType
 
-__all__ = ["expect"]
+__all__ = ["by_indexes", "changed", "expect"]
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -69,14 +71,17 @@ def _tensor(
                 r for r in composed.composition.target.stored_rules if r.equation is other
             )
             columns = [placed.indexes[a] for a in target_rule.indexes]
-            for indexes, rows in _by_indexes(columns, len(which)):
+            for indexes, rows in by_indexes(columns, len(which)):
                 number = by_key.get((target_rule.number, indexes, key[2]))
                 if number is None:
                     continue
                 change = composed.composition.values(rule, target_rule, key[2])
-                stocked, link = composed.stock.tensors[source], composed.links[number]
-                operation = change_of(stocked.dtype, link.dtype, change, stocked.name)
-                wanted = _changed(values[which[rows]], stocked.dtype, link.dtype, operation)
+                if change is not None and quantized(change.target) is not None:
+                    continue  # rounded to steps that the witness does not know
+                here = which[rows]
+                wanted = _wanted(
+                    composed, key, composed.links[number], change, values[here], positions[here]
+                )
                 sources = np.full(len(rows), source, dtype=np.int64)
                 yield number, (placed.positions[rows], wanted, sources)
 
@@ -91,7 +96,7 @@ def _holders(composed: Composed, family: str) -> list[tuple[Equation, Tags]]:
     ]
 
 
-def _by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...], I64]]:
+def by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...], I64]]:
     """Yield the rows of each combination of numbers in names."""
     if not count:
         return
@@ -104,16 +109,39 @@ def _by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...
         yield tuple(row), np.flatnonzero(inverse.reshape(-1) == i).astype(np.int64)
 
 
-def _changed(values: U8, source: DType, target: DType, change: Linear | None) -> U8:
+def _wanted(
+    composed: Composed,
+    key: TensorKey,
+    link: Link,
+    change: Values | None,
+    values: U8,
+    positions: I64,
+) -> U8:
+    """Return witness values of a source tensor as they are in the target."""
+    stocked = link.sources[key]
+    if change is None or quantized(change.source) is None:
+        operation = change_of(stocked.dtype, link.dtype, change, stocked.name)
+        return changed(values, stocked.dtype, link.dtype, operation)
+    scaled = composed.dequantized(key, stocked, stocked.grid.piece(0))
+    raw = np.ascontiguousarray(values[:, : stocked.dtype.itemsize]).reshape(-1)
+    new = scaled.at(raw.view(stocked.dtype.numpy), positions, link.dtype.numpy)
+    return _rows(new, link.dtype)
+
+
+def _rows(values: NDArray[Any], dtype: DType) -> U8:
+    out = np.zeros((len(values), VALUE_BYTES), dtype=np.uint8)
+    out[:, : dtype.itemsize] = values.view(np.uint8).reshape(-1, dtype.itemsize)
+    return out
+
+
+def changed(values: U8, source: DType, target: DType, change: Linear | None) -> U8:
     """Return witness values as they are in the target's type."""
     if change is None:
         return values
     raw = np.ascontiguousarray(values[:, : source.itemsize]).reshape(-1).view(source.numpy)
     new = np.empty(len(raw), dtype=target.numpy)
-    change.put(new, raw)
-    out = np.zeros((len(raw), VALUE_BYTES), dtype=np.uint8)
-    out[:, : target.itemsize] = new.view(np.uint8).reshape(-1, target.itemsize)
-    return out
+    change.apply(new, raw)
+    return _rows(new, target)
 
 
 def _sorted(rows: list[_Row]) -> Expected:

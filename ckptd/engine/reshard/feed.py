@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +17,18 @@ __all__ = ["Change", "Feed", "Feeds", "Take"]
 class Change(Protocol):
     """What happens to values on their way: a cast, a scale."""
 
-    def put(self, target: NDArray[Any], source: NDArray[Any]) -> None:
-        """Write `source` into `target`; both are views of one shape, of the tensors' types."""
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write `source` into `target`.
+
+        Parameters
+        ----------
+        target, source
+            Views of one shape, of the tensors' types.
+        block
+            The copy: its source positions are relative to the source piece.
+        shift
+            Where the first element of the target's chunk is, as the block counts its target.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +66,12 @@ class Feed:
     fills
         Elements that no source has: padding.
     literal
-        The chunk's bytes, where it is an object that was made anew.
+        Gives the chunk's bytes, where they are made anew: objects, scales.
     """
 
     takes: tuple[Take, ...] = ()
     fills: tuple[Fill, ...] = ()
-    literal: bytes | None = None
+    literal: Callable[[], bytes] | None = None
 
 
 class Feeds(Protocol):

@@ -43,7 +43,7 @@ class Literal:
 
     def feed(self, tensor: int, piece: int) -> Feed:
         """Return what fills a piece."""
-        return Feed(literal=self.pieces[piece])
+        return Feed(literal=lambda: self.pieces[piece])
 
 
 @dataclass(frozen=True, eq=False)

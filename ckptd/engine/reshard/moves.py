@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ __all__ = ["Move", "Planner", "RoundPlan"]
 
 _KEPT_FEEDS = 256
 
+Literal: TypeAlias = tuple[int, int, Callable[[], bytes], slice]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
@@ -40,6 +43,8 @@ class Move:
         Target tensor.
     source_tensor
         Source tensor.
+    shift
+        Where the first element of the target's chunk is in the stretch; may be negative.
     """
 
     file: int
@@ -50,6 +55,7 @@ class Move:
     source_tensor: int
     change: Change | None
     turn: int
+    shift: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +71,7 @@ class RoundPlan:
     fills
         ``(stretch, target tensor, fill)``, positions relative to the stretch.
     literals
-        ``(stretch, first byte, bytes)``.
+        ``(stretch, first byte, bytes of a chunk, range of them)``.
     bytes_needed
         Bytes of the source that the copies take.
     """
@@ -73,7 +79,7 @@ class RoundPlan:
     stretches: Sequence[Stretch]
     turns: Sequence[tuple[list[Move], Runs]]
     fills: Sequence[tuple[int, int, Fill]]
-    literals: Sequence[tuple[int, int, bytes]]
+    literals: Sequence[Literal]
     bytes_needed: int
 
 
@@ -122,12 +128,12 @@ class Planner:
         """
         moves: list[Move] = []
         fills: list[tuple[int, int, Fill]] = []
-        literals: list[tuple[int, int, bytes]] = []
+        literals: list[Literal] = []
         for number, stretch in enumerate(stretches):
             for chunk in self._within(stretch):
                 feed = self._feed(chunk)
                 if feed.literal is not None:
-                    literals += _literal(chunk, stretch, number, feed.literal)
+                    literals.append(_literal(chunk, stretch, number, feed.literal))
                 moves += self._moves(chunk, stretch, number, feed)
                 fills += self._fills(chunk, stretch, number, feed)
         turns = [[m for m in moves if m.turn == turn] for turn in sorted({m.turn for m in moves})]
@@ -176,6 +182,7 @@ class Planner:
                         take.tensor,
                         take.change,
                         take.turn,
+                        at,
                     )
 
     def _fills(
@@ -215,7 +222,7 @@ def _moved(block: Block, at: int) -> Block:
 
 
 def _literal(
-    chunk: ChunkRef, stretch: Stretch, number: int, literal: bytes
-) -> Iterator[tuple[int, int, bytes]]:
+    chunk: ChunkRef, stretch: Stretch, number: int, literal: Callable[[], bytes]
+) -> Literal:
     lo, hi = max(stretch.lo, chunk.start), min(stretch.hi, chunk.end)
-    yield number, lo - stretch.lo, literal[lo - chunk.start : hi - chunk.start]
+    return number, lo - stretch.lo, literal, slice(lo - chunk.start, hi - chunk.start)

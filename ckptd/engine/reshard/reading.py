@@ -310,7 +310,7 @@ def put(
     if move.change is None:
         np.copyto(views[1], views[0], casting="no")
     else:
-        move.change.put(views[1], views[0])
+        move.change.put(views[1], views[0], block, move.shift)
 
 
 def _view(
