@@ -145,24 +145,39 @@ class Packing:
         numbers: Mapping[str, int],
         depth: int,
     ) -> Iterator[_Tensor]:
-        """Yield the tensors of rules whose names have the first `depth` indexes in common."""
-        for start, found in groupby(rules, lambda r: _beginning(r, depth)):
-            group = list(found)
+        """Yield the tensors of rules whose names have the first `depth` indexes in common.
+
+        Parameters
+        ----------
+        rules
+            The rules.
+        coordinates
+            Of the rank, and on local axes what the numbers so far say.
+        numbers
+            By axis, for the indexes so far.
+        depth
+            How many these are.
+        """
+        for start, group in groupby(rules, lambda r: _beginning(r, depth)):
             if start is None:
                 for rule in group:
-                    indexes = tuple(numbers[a] for a in rule.indexes)
                     if all(coordinates.get(a, c) == c for a, c in rule.on.items()):
-                        yield rule.number, indexes
+                        yield rule.number, tuple(numbers[a] for a in rule.indexes)
                 continue
-            index = start[1]
+            index, found = start[1], list(group)
             for number in self._numbers(index, coordinates):
-                fixed = (
-                    {**coordinates, index.axis: number} if self._is_local(index) else coordinates
-                )
-                yield from self._modules(group, fixed, {**numbers, index.axis: number}, depth + 1)
+                fixed = {**coordinates, **self._said(index, number)}
+                yield from self._modules(found, fixed, {**numbers, index.axis: number}, depth + 1)
 
     def _is_local(self, index: Index) -> bool:
         return index.axis in self.mesh.extents
+
+    def _said(self, index: Index, number: int) -> Mapping[str, int]:
+        """Return the coordinates on local axes that a number says."""
+        if self._is_local(index):
+            return {index.axis: number}
+        said = self._cut(index).coordinates(number)
+        return {a: c for a, c in said.items() if not self.mesh.strides[a]}
 
     def _numbers(self, index: Index, coordinates: Mapping[str, int]) -> Sequence[int]:
         """Return the numbers that an index has on a rank."""
@@ -170,10 +185,22 @@ class Packing:
             if index.axis in coordinates:
                 return [coordinates[index.axis]]
             return range(self.mesh.extents[index.axis])
-        cut = self._cuts.get(index)
-        if cut is None:
-            cut = self._cuts[index] = index_cut(self.layout, index, self.scope)
-        return cut.all_numbers(coordinates)
+        cut = self._cut(index)
+        key = (index, tuple(coordinates.get(a) for a in cut.axes))
+        found = self._dealt.get(key)
+        if found is None:
+            found = self._dealt[key] = cut.all_numbers(coordinates)
+        return found
+
+    @cached_property
+    def _dealt(self) -> dict[tuple[Index, tuple[int | None, ...]], list[int]]:
+        return {}
+
+    def _cut(self, index: Index) -> IndexCut:
+        found = self._cuts.get(index)
+        if found is None:
+            found = self._cuts[index] = index_cut(self.layout, index, self.scope)
+        return found
 
     @cached_property
     def _cuts(self) -> dict[Index, IndexCut]:

@@ -178,3 +178,10 @@ def test_absurd_numbers() -> None:
     huge = "w = E[v@tp h]"
     with pytest.raises(UsageError, match="longer"):
         next(form(huge.replace("v@tp h", "(v h)@tp"), v=2**62, h=2**62).tensors())
+
+
+def test_a_virtual_stage_behind_the_number_of_a_layer() -> None:
+    found = form("w.{#l@vpp@pp}.v{vpp} = L{l}.n[h]", "mesh M = pp:2 local vpp:2", l=8)
+    names = [t.name for t in local_tensors(found, 1) if not t.state]
+    assert names == ["w.0.v0", "w.1.v0", "w.0.v1", "w.1.v1"]
+    assert found.packing.on_rank(1) == ((0, (2,)), (0, (3,)), (0, (6,)), (0, (7,)))
