@@ -1,0 +1,50 @@
+"""How `scripts/test` spreads tests over its workers: worlds of ranks never run side by side."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+RANKS = """
+import pytest
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", range(6))
+def test_ranks(number):
+    pass
+"""
+PLAIN = """
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_plain(number):
+    pass
+"""
+
+
+def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    (tmp_path / "tests").mkdir()
+    for name in ("__init__.py", "conftest.py", "reporting.py"):
+        shutil.copy(here / name, tmp_path / "tests")
+    shutil.copy(here.parent / "pyproject.toml", tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / f"tests/test_ranks_{name}.py").write_text(RANKS)
+    (tmp_path / "tests/test_plain.py").write_text(PLAIN)
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [*command, "-n", "2", "--dist", "loadgroup"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    passed = re.findall(r"^\[(gw\d)\].* PASSED (\S+)", run.stdout, re.MULTILINE)
+    assert len(passed) == 18
+    workers = {worker for worker, test in passed if "test_ranks_" in test}
+    assert len(workers) == 1
+    assert {worker for worker, _ in passed} == {"gw0", "gw1"}
