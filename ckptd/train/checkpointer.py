@@ -18,6 +18,8 @@ from ckptd.format.names import CommitName, check_step
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence
+from ckptd.train.laid import Laid
+from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.saver import Saver
@@ -53,6 +55,10 @@ class Checkpointer:
         Upper bound of the bytes a second that each rank writes; None is no bound.
     store_options
         For the store: endpoint, keys, region.
+    layout
+        What rank-local tensors of the state are parts of, in Lay: a file (``job.lay:mg``), the
+        name of a shipped layout, or a program as text. Without one plain tensors are the same on
+        all ranks that have them. See ``docs/guide/layouts.md``.
 
     Examples
     --------
@@ -74,6 +80,7 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         throttle: float | None = None,
         store_options: Mapping[str, Any] | None = None,
+        layout: LayoutSpec | None = None,
     ) -> None:
         self._spec = root_spec(url, store_options, throttle)
         self._store = self._spec.open()
@@ -85,8 +92,9 @@ class Checkpointer:
         catalogue = Catalogue(self._store)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         ranks = global_ranks(process_group)
-        self._saver = Saver(agreement, ranks, timeout_s)
-        self._loader = Loader(catalogue, agreement, ranks, timeout_s)
+        laid = None if layout is None else Laid(layout, agreement)
+        self._saver = Saver(agreement, ranks, timeout_s, laid)
+        self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid)
         self._client: WriterClient | None = None
         self._handles: list[SaveHandle] = []
         self._poisoned: CkptdError | None = None
@@ -172,6 +180,7 @@ class Checkpointer:
         weights_only: bool = False,
         device: Any = None,
         progress: Callable[[int, int], None] | None = None,
+        source_layout: LayoutSpec | None = None,
     ) -> int:
         """Load a checkpoint into `state`, in place, from any layout to any layout.
 
@@ -196,6 +205,9 @@ class Checkpointer:
             Where modules on the meta device get their memory.
         progress
             Called with bytes done and bytes in all.
+        source_layout
+            The layout of the checkpoint, where it does not keep its program itself: one that was
+            saved without ``layout``. Needs a checkpointer with a layout.
 
         Returns
         -------
@@ -223,6 +235,7 @@ class Checkpointer:
                 weights_only=weights_only,
                 device=device,
                 progress=progress,
+                source_layout=source_layout,
             )
         except CkptdError as error:
             if error.poisoned:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,33 +19,60 @@ from ckptd.train.dtypes import as_bytes
 from ckptd.train.leaves import TensorLeaf
 from ckptd.types import Box
 
-__all__ = ["CopyStep", "copy_all", "copy_steps"]
+__all__ = ["CopyStep", "Window", "copy_all", "copy_steps"]
 
 REPORT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class CopyStep:
-    """One chunk: which part of which local tensor goes where in the buffer.
+class Window:
+    """A strided part of a contiguous tensor, in elements."""
 
-    `box` is in the local tensor's own coordinates; None means all of it.
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """One chunk, or a part: which part of which local tensor goes where in the buffer.
+
+    `part` is in the local tensor's own coordinates; None means all of it.
     """
 
     name: str
-    box: Box | None
+    part: Box | Window | None
     start: int
     end: int
 
 
+class LaidSteps(Protocol):
+    """Knows the chunks of tensors that a layout describes."""
+
+    def steps(self, name: str, chunk: ChunkRef) -> Iterable[CopyStep] | None:
+        """Return the steps of a chunk; None when the layout does not describe its tensor."""
+
+
 def copy_steps(
-    plan: SavePlan, rank: int, leaves: Mapping[str, TensorLeaf], describer: Describer
+    plan: SavePlan,
+    rank: int,
+    leaves: Mapping[str, TensorLeaf],
+    describer: Describer,
+    laid: LaidSteps | None = None,
 ) -> list[CopyStep]:
-    """Return the steps for what `rank` writes under `plan`, in file order."""
-    steps = []
+    """Return the steps for what `rank` writes under `plan`, in file order.
+
+    `laid` gives the steps of tensors that a layout describes.
+    """
+    steps: list[CopyStep] = []
     for chunk in plan.filemap.chunks(rank):
         if chunk.end == chunk.start:
             continue
         name = plan.tensors[chunk.tensor].name
+        special = None if laid is None else laid.steps(name, chunk)
+        if special is not None:
+            steps += special
+            continue
         held = describer.held(name, leaves[name].tensor)
         box = _local_box(chunk, held.regions, tuple(held.local.shape))
         everything = box.shape == tuple(held.local.shape)
@@ -77,9 +105,15 @@ def copy_all(steps: Sequence[CopyStep], leaves: Mapping[str, TensorLeaf], stagin
         tensor = leaves[step.name].tensor
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         local = local.detach()
-        if step.box is not None:
-            for dim, (offset, size) in enumerate(zip(step.box.offset, step.box.shape, strict=True)):
+        if isinstance(step.part, Box):
+            pairs = zip(step.part.offset, step.part.shape, strict=True)
+            for dim, (offset, size) in enumerate(pairs):
                 local = local.narrow(dim, offset, size)
+        elif step.part is not None:
+            flat, window = local.contiguous().view(-1), step.part
+            local = flat.as_strided(
+                window.shape, window.strides, flat.storage_offset() + window.start
+            )
         _copy(local, target[step.start : step.end])
         done = step.end
         if done - reported >= REPORT_BYTES:

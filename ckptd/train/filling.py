@@ -32,16 +32,20 @@ class Filling:
     def add(self, name: str, tensor: torch.Tensor, number: int) -> None:
         """Ask for what this rank holds of `tensor`, from tensor `number` of the manifest."""
         held = self._describer.held(name, tensor)
-        local = held.local.detach()
+        target = self.buffer(held.local.detach())
+        if target is not None:
+            self.wants.append(Want(number, held.regions, target))
+
+    def buffer(self, local: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]] | None:
+        """Return the bytes that a read fills for a local tensor; None where there are none."""
         if not local.numel():
-            return
+            return None
         buffer = local
         lazy = local.is_conj() or local.is_neg()
         if local.device.type != "cpu" or not local.is_contiguous() or lazy:
             buffer = torch.empty(local.shape, dtype=local.dtype)
             self._later.append((local, buffer))
-        target: np.ndarray[tuple[int], np.dtype[np.uint8]] = as_bytes(buffer)
-        self.wants.append(Want(number, held.regions, target))
+        return as_bytes(buffer)
 
     def finish(self) -> None:
         """Copy the buffers into their tensors; the state is complete on return."""

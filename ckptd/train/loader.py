@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import hold
 from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
 from ckptd.engine.readahead import read_ahead
+from ckptd.engine.reshard.layouts import Program
 from ckptd.engine.witnesses import read_witness
-from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
@@ -29,6 +29,11 @@ from ckptd.train.agree import Agreement
 from ckptd.train.describe import Describer
 from ckptd.train.filling import Filling
 from ckptd.train.hosts import host_members
+from ckptd.train.laid import JobLayout, Laid
+from ckptd.train.laid_loading import LaidLoad, look
+from ckptd.train.laid_program import LayoutSpec, read_layout
+from ckptd.train.laid_source import LaidSource, source_program
+from ckptd.train.laid_witness import check_laid_witness
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.pauses import no_collection
 from ckptd.train.restore import apply_objects, check_objects, prepare
@@ -76,14 +81,22 @@ class _Options:
     device: Any
     progress: Callable[[int, int], None] | None
     filtered: bool
+    job: JobLayout | None = None
+    source: Program | None = None
 
 
 class Loader:
     """Loads checkpoints for one checkpointer."""
 
     def __init__(
-        self, catalogue: Catalogue, agreement: Agreement, ranks: Sequence[int], timeout_s: float
+        self,
+        catalogue: Catalogue,
+        agreement: Agreement,
+        ranks: Sequence[int],
+        timeout_s: float,
+        layout: Laid | None = None,
     ) -> None:
+        self._layout = layout
         self._catalogue = catalogue
         self._agreement = agreement
         self._describer = Describer(ranks)
@@ -102,6 +115,7 @@ class Loader:
         weights_only: bool,
         device: Any,
         progress: Callable[[int, int], None] | None,
+        source_layout: LayoutSpec | None = None,
     ) -> LoadReport:
         """See `ckptd.train.checkpointer.Checkpointer.load`."""
         inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
@@ -114,6 +128,7 @@ class Loader:
             device,
             progress,
             weights_only or only is not None,
+            *self._layouts(state, source_layout),
         )
         skipped: list[tuple[int, str]] = []
         for name in self._candidates(step):
@@ -135,6 +150,21 @@ class Loader:
                 read,
             )
         raise last
+
+    def _layouts(
+        self, state: Mapping[str, Any], source: LayoutSpec | None
+    ) -> tuple[JobLayout | None, Program | None]:
+        """Return the layout of the live state, and the one given for the checkpoint."""
+        program = None if source is None else read_layout(source)
+        if self._layout is None:
+            if program is not None:
+                raise UsageError(
+                    "a checkpoint's layout is of no use without one of the live state",
+                    kind="lay-use",
+                    hint="Checkpointer(..., layout=...) says the layout of the live state",
+                )
+            return None, None
+        return self._layout.bind(lambda: look(state)), program
 
     def _candidates(self, step: int | None) -> list[CommitName]:
         """Return the commits to try, newest first, the same on every rank."""
@@ -183,8 +213,10 @@ class Loader:
             witness = read_witness(store, manifest, values)
             with no_collection(), read_ahead(store, self._likely(manifest, options)):
                 saved = Saved.of(manifest)
-                matching, leaves, plan, filling = self._plan(state, saved, filemap, options)
+                matching, leaves, plan, filling, laid = self._plan(state, saved, filemap, options)
             objects, per_rank = self._objects(manifest, filemap, matching, leaves)
+            if laid is not None:
+                objects = laid.objects(objects)
             check_objects(leaves, objects, per_rank)
         except CkptdError as caught:
             error = caught
@@ -194,9 +226,9 @@ class Loader:
         with ThreadPoolExecutor(1, "ckptd-witness") as beside:
             places = beside.submit(witness_places, values, filling.wants)
             read = execute(plan, store, host=self._host_group(), progress=options.progress)
-        filling.finish()
+        self._finish(filling, laid)
         if isinstance(witness, Witness):
-            self._check_witness(witness, places.result(), manifest, filling)
+            self._check_witness(witness, places.result(), manifest, filling, laid)
         apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
         return matching, read
 
@@ -211,15 +243,39 @@ class Loader:
             return []
         return [f for f in manifest.files if f.rank == board.rank]
 
+    def _finish(self, filling: Filling, laid: LaidLoad | None) -> None:
+        """Bring what was read to its last place; a layout may change values on the way."""
+        if laid is None:
+            filling.finish()
+            return
+        error: CkptdError | None = None
+        try:
+            laid.filling.finish()
+        except CkptdError as caught:
+            error = caught
+        self._agree_on_damage(error)
+        filling.finish()
+
     def _check_witness(
-        self, witness: Witness, places: Sequence[Place], manifest: Manifest, filling: Filling
+        self,
+        witness: Witness,
+        places: Sequence[Place],
+        manifest: Manifest,
+        filling: Filling,
+        laid: LaidLoad | None,
     ) -> None:
         """Check what was filled; when one rank's is wrong, every rank's load has failed."""
         error: CkptdError | None = None
         try:
             check_witness(witness, places, manifest, filling.wants)
+            if laid is not None:
+                check_laid_witness(laid, WitnessPlan.of(manifest), witness)
         except CkptdError as caught:
             error = caught
+        self._agree_on_damage(error)
+
+    def _agree_on_damage(self, error: CkptdError | None) -> None:
+        """Raise on every rank when one found that the live state is wrong."""
         try:
             self._agree_on_error(error)
         except CkptdError as failed:
@@ -228,25 +284,34 @@ class Loader:
 
     def _plan(
         self, state: Mapping[str, Any], saved: Saved, filemap: FileMap, options: _Options
-    ) -> tuple[Matching, Any, Any, Filling]:
-        names = saved_names(saved, options.to_live, options.wanted)
+    ) -> tuple[Matching, Any, Any, Filling, LaidLoad | None]:
+        laid, to_saved, rest = None, options.to_saved, saved
+        if options.job is not None:
+            program = source_program(saved, options.source, options.job)
+            laid = LaidLoad(LaidSource(options.job, program, saved, filemap), self._describer)
+            to_saved, rest = laid.to_saved(to_saved), laid.source.rest
+        names = saved_names(rest, options.to_live, options.wanted)
+        names = names if laid is None else laid.names(names, options.wanted)
         leaves = prepare(state, names, device=options.device)
         wanted = options.wanted
         if options.weights_only:
             weights = {n for n, leaf in leaves.tensors.items() if leaf.kind in ("param", "buffer")}
             wanted = lambda n: n in weights and options.wanted(n)  # noqa: E731
-        matching = match(leaves, saved, wanted, options.to_saved, strict=options.strict)
+        others = leaves if laid is None else laid.rest(leaves)
+        matching = match(others, rest, wanted, to_saved, strict=options.strict)
         filling = Filling(self._describer)
         for name, number in matching.tensors.items():
             filling.add(name, leaves.tensors[name].tensor, number)
+        if laid is not None:
+            laid.match(leaves, wanted, filling, matching, strict=options.strict)
         plan = read_plan(
             saved.manifest,
             filemap,
-            filling.wants,
+            [*filling.wants, *(laid.wants if laid is not None else ())],
             store=self._catalogue.store,
             allow_absent=not options.strict,
         )
-        return matching, leaves, plan, filling
+        return matching, leaves, plan, filling, laid
 
     def _manifest(self, name: CommitName) -> tuple[Manifest, FileMap]:
         commit = self._catalogue.commit(name)
@@ -256,16 +321,7 @@ class Loader:
 
     def _agree_on_error(self, error: CkptdError | None) -> None:
         """Raise on every rank when any rank brings an error."""
-        own = msgspec.json.encode(error.to_dict() if error else None)
-
-        def first(reports: list[bytes]) -> bytes:
-            return next((r for r in reports if r != b"null"), b"null")
-
-        raw = self._agreement.all_reports("errors", own, first)
-        if error is not None:
-            raise error
-        if raw != b"null":
-            raise CkptdError.from_dict(msgspec.json.decode(raw))
+        self._agreement.no_errors(error)
 
     def _host_group(self) -> HostGroup | None:
         board = self._agreement.board

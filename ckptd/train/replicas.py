@@ -48,6 +48,7 @@ def replica_digests(
     objects: Mapping[str, ObjectLeaf],
     structure: str,
     leader: bool,
+    known: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
     """Digest what this rank holds in common with others.
 
@@ -57,6 +58,9 @@ def replica_digests(
         Digest of the rank's structure: ranks with the same one compare with each other.
     leader
         Whether this is the first of those ranks.
+    known
+        Tables that a layout makes, by group; they hold all plain tensors then, and `tensors` are
+        left to those with meshes of their own.
 
     Returns
     -------
@@ -72,6 +76,8 @@ def replica_digests(
     for name, leaf in tensors.items():
         tensor = leaf.tensor
         if not isinstance(tensor, DTensor):
+            if known is not None:
+                continue
             common[name] = sample_digest(tensor)
         elif (
             any(isinstance(p, Replicate) for p in tensor.placements)
@@ -79,7 +85,7 @@ def replica_digests(
         ):
             group = _holders(tensor)
             sharded.setdefault(group, {})[name] = sample_digest(tensor)
-    tables = {f"all:{structure}": common}
+    tables: dict[str, Mapping[str, str]] = {f"all:{structure}": common, **(known or {})}
     tables |= {f"{group}:{structure}": table for group, table in sharded.items()}
     replicas, blobs = [], []
     for group, table in tables.items():

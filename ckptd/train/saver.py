@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
-from ckptd.engine.job import Extra, Save
+from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
 from ckptd.engine.staging import Staging
 from ckptd.engine.structure import SavePlan
@@ -20,6 +20,9 @@ from ckptd.train.agree import Agreement
 from ckptd.train.copying import CopyStep, copy_all, copy_steps
 from ckptd.train.describe import Describer
 from ckptd.train.flatten import flatten
+from ckptd.train.laid import Laid
+from ckptd.train.laid_replicas import replica_tables
+from ckptd.train.laid_saving import LaidLeaves, laid_leaves
 from ckptd.train.leaves import Leaves
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
@@ -38,9 +41,18 @@ class Saver:
     ----------
     ranks
         Global ranks of the process group by group rank.
+    layout
+        What says which tensors of the state are parts of larger ones.
     """
 
-    def __init__(self, agreement: Agreement, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        ranks: Sequence[int],
+        timeout_s: float,
+        layout: Laid | None = None,
+    ) -> None:
+        self._layout = layout
         self._board = agreement.board
         self._planner = Planner(agreement)
         self._describer = Describer(ranks)
@@ -78,16 +90,19 @@ class Saver:
         key = f"save/{generation}/{step}/{attempt}"
         try:
             with no_collection():
-                leaves = flatten(state)
+                leaves = taken = flatten(state)
+                laid = None
+                if self._layout is not None:
+                    laid = laid_leaves(self._layout.bind(lambda: taken), taken)
+                    leaves = laid.leaves
                 structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+                structure = structure if laid is None else laid.structure(structure)
             plan = self._planner.plan(structure)
             extras, bodies = self._extras(leaves, plan)
             own = self._planner.structure
             leader = self._board.rank in plan.leaders
             alone = self._board.world == 1
-            replicas, blobs = (
-                ((), ()) if alone else replica_digests(leaves.tensors, leaves.objects, own, leader)
-            )
+            replicas, blobs = ((), ()) if alone else self._replicas(leaves, laid, own, leader)
             save = Save(
                 job=job,
                 step=step,
@@ -102,12 +117,19 @@ class Saver:
                 keep=keep,
                 timeout_s=self._timeout_s,
             )
-            self._stage(client, save, plan, leaves, bodies, handle, key)
+            self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:
             self._planner.forget()
             self._tell_others(key, error)
             raise
         return handle
+
+    @staticmethod
+    def _replicas(
+        leaves: Leaves, laid: LaidLeaves | None, own: str, leader: bool
+    ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
+        known = None if laid is None or laid.job.whole else replica_tables(laid)
+        return replica_digests(leaves.tensors, leaves.objects, own, leader, known)
 
     def _tell_others(self, key: str, error: CkptdError) -> None:
         if self._board.world > 1:
@@ -122,12 +144,14 @@ class Saver:
         save: Save,
         plan: SavePlan,
         leaves: Leaves,
+        laid: LaidLeaves | None,
         bodies: list[bytes],
         handle: SaveHandle,
         key: str,
     ) -> None:
         if self._steps_of != plan.digest:
-            self._steps = copy_steps(plan, self._board.rank, leaves.tensors, self._describer)
+            rank = self._board.rank
+            self._steps = copy_steps(plan, rank, leaves.tensors, self._describer, laid)
             self._steps_of = plan.digest
         tensor_bytes = plan.filemap.data_bytes(self._board.rank)
         total = tensor_bytes + sum(map(len, bodies))
@@ -135,7 +159,7 @@ class Saver:
         staging = client.acquire(total, self._timeout_s)
         client.begin(save, plan, handle, key)
         try:
-            copy_all(self._steps, leaves.tensors, staging)
+            copy_all(self._steps, leaves.tensors if laid is None else laid.sources, staging)
             _append(staging, tensor_bytes, bodies)
         except BaseException as error:
             client.abandon(save.job, f"copying the state failed: {error!r}"[:500])
