@@ -39,11 +39,13 @@ from ckptd.engine.reshard.job import Job, Resharded, Share, check_share
 from ckptd.engine.reshard.layouts import read_program
 from ckptd.engine.reshard.own import open_own
 from ckptd.engine.reshard.prepare import Prepared, prepare, source_program
+from ckptd.engine.reshard.ranks import open_ranks
 from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.stock import Stock
 from ckptd.engine.reshard.target import Target
 from ckptd.engine.values import Reader
 from ckptd.errors import NotFoundError, UsageError
+from ckptd.layout.lay.equation import Resolved
 from ckptd.store.spec import StoreSpec
 
 __all__ = ["ReshardDocument", "open_stock", "reshard"]
@@ -165,7 +167,8 @@ def reshard(
     wanted = read_program(to, "--to", lambda run: run.target).with_rules(theirs)
     given = read_program(from_, "--from", lambda run: run.source) if from_ else None
     part, memory = check_share(shard), size_of(budget, "--budget")
-    with open_stock(source, step) as stock:
+    described = given.with_rules(mine).resolve() if given else None
+    with open_stock(source, step, described) as stock:
         own = source_program(stock, given).with_rules(mine)
         prepared = prepare(stock, own, wanted, allow_lossy=allow == "lossy")
         most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
@@ -182,8 +185,11 @@ def reshard(
 
 
 @contextmanager
-def open_stock(source: str, step: int) -> Iterator[Stock]:
-    """Open a source: a root of ckptd, or any folder of safetensors files."""
+def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterator[Stock]:
+    """Open a source: a root of ckptd, or any folder of safetensors files.
+
+    With a layout that says which file is which rank's, these are files of ranks.
+    """
     address = Address.of(source)
     try:
         with opened(address.root) as catalogue:
@@ -194,7 +200,10 @@ def open_stock(source: str, step: int) -> Iterator[Stock]:
         if error.kind not in ("not-a-root", "no-root"):
             raise
     with spec_of(source).open() as store:
-        yield open_folder(store, step)
+        if layout is not None and layout.files is not None:
+            yield open_ranks(store, layout, step)
+        else:
+            yield open_folder(store, step)
 
 
 class _Run:

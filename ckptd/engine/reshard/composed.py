@@ -102,7 +102,11 @@ class Composed:
         for copy in plan.copies:
             source = self.stock.by_name[copy.source.name]
             change = self._change(link, piece, source, copy)
-            takes.append(Take(source.number, copy.piece, copy.blocks, change))
+            if self.stock.locate is None:
+                takes.append(Take(source.number, copy.piece, copy.blocks, change))
+            else:
+                located = self.stock.locate(source.name, copy.piece, copy.blocks, link.dtype)
+                takes += [_both(take, change, link.tensor.name) for take in located]
         return Feed(tuple(takes), plan.fills)
 
     def _change(self, link: Link, piece: int, source: StockTensor, copy: Copy) -> Change | None:
@@ -182,7 +186,7 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     UsageError
         A layout is wrong by itself.
     """
-    bound = bind_stored(source, stock.shapes)
+    bound = bind_stored(source, stock.shapes, stock.sizes)
     held = {f.name for e in bound.layout.equations for f in e.families.values()}
     raise_first(check(source))
     raise_first(check(target))
@@ -195,6 +199,20 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     _check_all_fed(composition, stock, links, set(dropped))
     links.sort(key=lambda link: min((s.number for s in link.sources.values()), default=-1))
     return Composed(stock, composition, links, dropped, left_out)
+
+
+def _both(take: Take, change: Change | None, where: str) -> Take:
+    """Return a take with the change of the rules, unless replicas are combined on the way."""
+    if change is None:
+        return take
+    if take.change is not None or isinstance(change, Scaled):
+        raise MismatchError(
+            "what ranks hold is combined or scaled, and not changed at once",
+            kind="lay-fit",
+            where=where,
+            hint="reshard twice: first into a layout that only gathers what ranks hold",
+        )
+    return replace(take, change=change)
 
 
 def _grid(stock: Stock, name: str) -> Grid:

@@ -40,11 +40,14 @@ class FolderSource:
         names: Sequence[str],
         dtypes: Sequence[DType],
         places: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
     ) -> None:
         self.store = store
         self.files = files
         self.names = names
         self.dtypes = dtypes
+        self.lengths = lengths
+        """Bytes of each tensor."""
         self._places = places
 
     def place(self, tensor: int, piece: int) -> tuple[int, int]:
@@ -150,6 +153,7 @@ def open_folder(store: Store, step: int) -> Stock:
     headers = read_headers(store)
     tensors: list[StockTensor] = []
     places: list[tuple[int, int]] = []
+    lengths: list[int] = []
     seen: dict[str, str] = {}
     for file, (entry, chunks, _) in enumerate(headers):
         for chunk in chunks.values():
@@ -165,12 +169,14 @@ def open_folder(store: Store, step: int) -> Stock:
             number = len(tensors)
             tensors.append(StockTensor(number, chunk.name, dtype, chunk.shape, whole(chunk.shape)))
             places.append((file, chunk.start))
+            lengths.append(chunk.end - chunk.start)
     source = FolderSource(
         store,
         [entry for entry, _, _ in headers],
         [t.name for t in tensors],
         [t.dtype for t in tensors],
         places,
+        lengths,
     )
     return Stock(
         source,

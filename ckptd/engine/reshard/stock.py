@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.engine.reshard.feed import Take
 from ckptd.engine.reshard.source import Source
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.witness import Witness, WitnessPlan
+from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
 from ckptd.types import DType
 
@@ -67,6 +69,11 @@ class Stock:
         Its plan and values, where it has one that can be compared value by value.
     lay
         The program that it keeps, or empty.
+    sizes
+        Sizes of axes that its shapes alone do not say.
+    locate
+        Where pieces are not files' own: returns the takes for copies out of a piece, by name of the
+        tensor, number of the piece, blocks and type of the target.
     """
 
     source: Source
@@ -81,6 +88,8 @@ class Stock:
     witness: tuple[WitnessPlan, Witness] | None = None
     witness_note: str = ""
     lay: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    locate: Callable[[str, int, Sequence[Block], DType], Sequence[Take]] | None = None
 
     @cached_property
     def by_name(self) -> Mapping[str, StockTensor]:

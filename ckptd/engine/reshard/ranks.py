@@ -1,0 +1,343 @@
+"""Files of ranks as the source of a reshard: ``files "mp_rank_{tp}_{pp}.safetensors"`` in a layout.
+
+Each rank's file holds its local tensors under local names. The stored tensors that the layout makes
+of them exist nowhere; a piece of one is a box of a local tensor, and copies out of it become copies
+out of that. Replicas are compared, combined or chosen, as the rules say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ckptd.engine.reshard.clip import clip
+from ckptd.engine.reshard.feed import Take
+from ckptd.engine.reshard.folder import FolderSource, HeaderOf, read_headers
+from ckptd.engine.reshard.restride import restride
+from ckptd.engine.reshard.stock import Stock, StockTensor
+from ckptd.errors import CorruptError, MismatchError, UsageError
+from ckptd.format.container import Chunk
+from ckptd.layout.block import Block
+from ckptd.layout.grid import strides_of
+from ckptd.layout.lay.equation import Bound, MeshShape, Resolved
+from ckptd.layout.lay.indexes import write_name
+from ckptd.layout.lay.local import LocalPiece, local_tensors
+from ckptd.layout.lay.modifiers import Average, Replicas
+from ckptd.layout.lay.observe import bind_ranks, bind_sizes
+from ckptd.layout.lay.ruleform import RuleForm, Who
+from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
+from ckptd.store.base import Store
+from ckptd.types import DTYPES, ByteRange, DType
+
+__all__ = ["open_ranks"]
+
+_SLAB_BYTES = 16 << 20
+_BUFFER = re.compile(r"flat\.[0-9]+\.params")
+_BY_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
+
+_Where = tuple[int, tuple[LocalPiece, ...]]
+"""Number of a local tensor of the source, and what of rank-local tensors it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """``target += source / count``: the further replicas of what is averaged or summed."""
+
+    count: int
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Add the values, in double precision."""
+        total = target.astype(np.float64) + source.astype(np.float64) / self.count
+        target[...] = total.astype(target.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """``target = source / count``: the first replica of what is averaged."""
+
+    count: int
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write the values."""
+        target[...] = (source.astype(np.float64) / self.count).astype(target.dtype)
+
+
+@dataclass(eq=False)
+class _Ranks:
+    """What the ranks hold."""
+
+    form: StoredForm
+    source: FolderSource
+    places: list[dict[TensorKey, _Where]]
+    files: list[int]
+    keys: Mapping[str, TensorKey] = field(default_factory=dict)
+
+    def locate(self, name: str, piece: int, blocks: Sequence[Block], target: DType) -> list[Take]:
+        """Return copies out of a stored piece as copies out of local tensors."""
+        key = self.keys[name]
+        tensor = self.form.tensor(*key)
+        rule = self.form.rules[key[0]]
+        owner = tensor.owners.owner(piece, tensor.base)
+        average = next((m for m in rule.equation.modifiers if isinstance(m, Average)), None)
+        if average is None:
+            return [self._take(key, tensor, rule, piece, blocks, owner)]
+        if average.kind == "sum" and target.name.startswith(("int", "uint", "bool")):
+            raise UsageError("replicas of this type are not combined", where=name)
+        extent = self.form.mesh.extents[average.axis]
+        stride = self.form.mesh.strides[average.axis]
+        count = extent if average.kind == "avg" else 1
+        first = owner - self.form.mesh.coordinates(owner)[average.axis] * stride
+        takes = []
+        for i in range(extent):
+            found = self._take(key, tensor, rule, piece, blocks, first + i * stride)
+            change = Combine(count) if i else First(count)
+            takes.append(Take(found.tensor, 0, found.blocks, change, i))
+        return takes
+
+    def _take(
+        self,
+        key: TensorKey,
+        tensor: StoredTensor,
+        rule: RuleForm,
+        piece: int,
+        blocks: Sequence[Block],
+        rank: int,
+    ) -> Take:
+        number, parts = self.places[rank][key]
+        who = rule.who(self.form.mesh.coordinates(rank))
+        shape = rule.local_shape(who)
+        found = tensor.grid.piece(piece)
+        boxes = {rule.grid.cell_box(c): box for c, box in local_cells(rule, who)}
+        box = boxes[found.box]
+        strides = strides_of(shape)
+        base = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+        skip = found.flat[0] if found.flat else 0
+        moved = [
+            one
+            for block in blocks
+            for one in restride(_shifted(block, skip), found.box.shape, strides, base)
+        ]
+        out = [
+            _shifted(inside, part.at - part.lo)
+            for one in moved
+            for part in parts
+            for inside in clip(one, "source", part.lo, part.hi)
+        ]
+        return Take(number, 0, tuple(out))
+
+    # -- replicas ------------------------------------------------------------------------------
+
+    def check_replicas(self) -> None:
+        """Compare local tensors that different files hold as replicas of one another.
+
+        Raises
+        ------
+        CorruptError
+            kind ``replicas-differ``: names the tensor and two of its ranks.
+        """
+        groups: dict[tuple[TensorKey, Who], dict[int, int]] = {}
+        for rank, held in enumerate(self.places):
+            for key, (number, _) in held.items():
+                rule = self.form.rules[key[0]]
+                free = (Average, Replicas)
+                if any(
+                    isinstance(m, free) and getattr(m, "kind", "") != "same"
+                    for m in rule.equation.modifiers
+                ):
+                    continue
+                flat = self.form.packing.flat_of(*key)
+                who = rule.who(self.form.mesh.coordinates(rank))
+                if flat is None:
+                    groups.setdefault((key, who), {}).setdefault(number, rank)
+        for found in groups.values():
+            if len(found) > 1:
+                self._compare(found)
+
+    def _compare(self, found: Mapping[int, int]) -> None:
+        numbers = list(found)
+        digests = {n: _digest(self.source, n) for n in numbers}
+        for number in numbers[1:]:
+            if digests[number] != digests[numbers[0]]:
+                raise CorruptError(
+                    "replicas differ between ranks",
+                    kind="replicas-differ",
+                    where=self.source.names[number],
+                    wanted=f"what rank {found[numbers[0]]} holds",
+                    found=f"other values on rank {found[number]}",
+                    hint="if they may differ, say so in the rule: any, or avg(axis)",
+                )
+
+
+def _shifted(block: Block, shift: int) -> Block:
+    return Block(
+        block.shape,
+        block.source_start + shift,
+        block.source_strides,
+        block.target_start,
+        block.target_strides,
+    )
+
+
+def _digest(source: FolderSource, number: int) -> bytes:
+    file, start = source.place(number, 0)
+    entry = source.files[file]
+    state = xxhash.xxh3_128()
+    begin = entry.data_start + start
+    for at in range(0, source.lengths[number], _SLAB_BYTES):
+        end = min(at + _SLAB_BYTES, source.lengths[number])
+        state.update(source.store.get(entry.path, ByteRange(begin + at, begin + end)))
+    return state.digest()
+
+
+def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
+    """Describe the files of ranks as the stored tensors that a layout makes of them.
+
+    Parameters
+    ----------
+    store
+        The folder.
+    layout
+        Has ``files``.
+    step
+        Of the checkpoint that it becomes.
+
+    Raises
+    ------
+    CorruptError
+        A file is missing or is no safetensors file; kind ``replicas-differ``.
+    MismatchError
+        ``lay-fit``: the layout does not fit what the files hold.
+    """
+    headers = read_headers(store)
+    numbers, source = _source(store, headers)
+    mesh = layout.mesh or MeshShape(1, {}, {})
+    files = [_file_of(layout, mesh, rank, headers) for rank in range(mesh.world)]
+    shapes = {r: {n: c.shape for n, c in headers[f][1].items()} for r, f in enumerate(files)}
+    form = StoredForm(_bound(layout, shapes))
+    places: list[dict[TensorKey, _Where]] = []
+    dtypes: dict[TensorKey, DType] = {}
+    for rank, file in enumerate(files):
+        held: dict[TensorKey, _Where] = {}
+        for key, where, chunk in _held(form, rank, file, headers[file][1], numbers):
+            held[key] = where
+            dtype = dtypes.setdefault(key, _BY_CODE[chunk.code])
+            if dtype is not _BY_CODE[chunk.code]:
+                raise MismatchError(
+                    "ranks hold a tensor in different types",
+                    kind="lay-fit",
+                    where=f"{chunk.name} of rank {rank}",
+                    wanted=dtype.name,
+                    found=_BY_CODE[chunk.code].name,
+                )
+        places.append(held)
+    ranks = _Ranks(form, source, places, files)
+    ranks.check_replicas()
+    return _stock(store, headers, ranks, dtypes, step)
+
+
+def _bound(layout: Resolved, shapes: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Bound:
+    """Bind a layout; buffers of parameters say neither names nor shapes, so sizes must be known."""
+    if any(_BUFFER.fullmatch(name) for held in shapes.values() for name in held):
+        return bind_sizes(layout, {})
+    return bind_ranks(layout, shapes)
+
+
+def _source(
+    store: Store, headers: Sequence[HeaderOf]
+) -> tuple[dict[tuple[int, str], int], FolderSource]:
+    """Number all local tensors of all files."""
+    numbers: dict[tuple[int, str], int] = {}
+    names: list[str] = []
+    dtypes: list[DType] = []
+    places: list[tuple[int, int]] = []
+    lengths: list[int] = []
+    for file, (entry, chunks, _) in enumerate(headers):
+        for chunk in chunks.values():
+            numbers[file, chunk.name] = len(names)
+            names.append(f"{entry.path}: {chunk.name}")
+            dtypes.append(_BY_CODE[chunk.code])
+            places.append((file, chunk.start))
+            lengths.append(chunk.end - chunk.start)
+    entries = [entry for entry, _, _ in headers]
+    return numbers, FolderSource(store, entries, names, dtypes, places, lengths)
+
+
+def _file_of(layout: Resolved, mesh: MeshShape, rank: int, headers: Sequence[HeaderOf]) -> int:
+    if layout.files is None:
+        raise UsageError("the layout does not say which file is whose", kind="lay-rule")
+    name = write_name(layout.files, mesh.coordinates(rank))
+    for number, (entry, _, _) in enumerate(headers):
+        if entry.path == name:
+            return number
+    raise CorruptError(
+        "the file of a rank is missing", kind="missing-file", where=name, wanted=f"rank {rank}"
+    )
+
+
+def _held(
+    form: StoredForm,
+    rank: int,
+    file: int,
+    chunks: Mapping[str, Chunk],
+    numbers: Mapping[tuple[int, str], int],
+) -> Iterator[tuple[TensorKey, _Where, Chunk]]:
+    """Yield what a rank holds of each stored tensor. A tensor that is not there is passed over."""
+    found: dict[TensorKey, tuple[int, list[LocalPiece], Chunk]] = {}
+    for tensor in local_tensors(form, rank):
+        chunk = chunks.get(tensor.name)
+        if chunk is None:
+            continue
+        if chunk.shape != tensor.shape:
+            raise MismatchError(
+                "a rank's tensor has another shape than the layout says",
+                kind="lay-fit",
+                where=f"{tensor.name} of rank {rank}",
+                wanted=tensor.shape,
+                found=chunk.shape,
+            )
+        for piece in tensor.pieces:
+            key = (piece.rule, piece.indexes, tensor.state)
+            where = found.setdefault(key, (numbers[file, tensor.name], [], chunk))
+            where[1].append(piece)
+    for key, (number, pieces, chunk) in found.items():
+        yield key, (number, tuple(pieces)), chunk
+
+
+def _stock(
+    store: Store,
+    headers: Sequence[HeaderOf],
+    ranks: _Ranks,
+    dtypes: Mapping[TensorKey, DType],
+    step: int,
+) -> Stock:
+    form = ranks.form
+    keys = {name: key for name, key in form.by_name.items() if key in dtypes}
+    ranks.keys = keys
+    tensors = []
+    for number, (name, key) in enumerate(keys.items()):
+        tensor = form.tensor(*key)
+        tensors.append(StockTensor(number, name, dtypes[key], tensor.shape, tensor.grid))
+    return Stock(
+        ranks.source,
+        identity="\n".join([store.url, f"step {step}", *(found for _, _, found in headers)]),
+        tensors=tensors,
+        values=lambda names: _no_values(names),
+        step=step,
+        witness_note="the source has no witness",
+        sizes=form.bound.sizes,
+        locate=ranks.locate,
+    )
+
+
+def _no_values(names: Sequence[str]) -> Mapping[str, NDArray[Any]]:
+    raise UsageError(
+        "numbers that follow parameters, and scales, are not read from files of ranks",
+        where=", ".join(names[:4]),
+        hint="drop them in the source's layout",
+    )
