@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.errors import MismatchError, UsageError
+from ckptd.engine import reseed
+from ckptd.errors import CorruptError, MismatchError, UsageError
+from ckptd.format import codec
 from ckptd.train.perrank import DROP, PerRank, Reseed, choose, derive_seed
 from ckptd.train.rng import Rng
 
@@ -65,6 +67,36 @@ def test_streams_that_all_ranks_shared_stay_shared() -> None:
 
 def test_a_single_saved_stream_is_not_given_to_many() -> None:
     assert len({ask("reseed", [7], r, 4) for r in range(4)}) == 4
+
+
+def marked(name: str, value: Any) -> Any:
+    """Return what a load decodes where a reshard has been."""
+    return codec.decode(reseed.marked(name, value), "data")
+
+
+def test_what_a_reshard_left_to_the_load_is_done() -> None:
+    assert ask("drop", [marked(reseed.DROP, None)], 0, 1) is DROP
+    assert ask("reseed", [marked(reseed.RESEED, 5)] * 2, 1, 2) == Reseed(5)
+    gathered = [marked(reseed.REDUCE, [3, 1, 2])] * 2
+    assert ask("reduce", gathered, 1, 2, sum) == 6
+    assert ask("reduce", gathered, 1, 4, sum) == 6
+    with pytest.raises(MismatchError) as caught:
+        ask("drop", gathered, 1, 2)
+    assert caught.value.kind == "per-rank"
+
+
+def test_a_reshard_draws_the_seeds_that_a_load_would() -> None:
+    values = [11, 12]
+    drawn = [reseed.derive_seed(codec.encode(values[0]), r, 3) for r in range(3)]
+    assert [ask("reseed", values, r, 3).seed for r in range(3)] == drawn
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(reseed.RESEED, "5"), (reseed.RESEED, -1), (reseed.REDUCE, 5)]
+)
+def test_marks_that_are_none_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(CorruptError):
+        marked(name, value)
 
 
 def test_seeds_come_from_any_savable_value() -> None:
