@@ -11,13 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from ckptd.engine.board import Board
 from ckptd.errors import CkptdError, DeadlineError
 
-__all__ = ["STALL_S", "Pulse", "agree", "liveness", "wait"]
+__all__ = ["STALL_S", "Peers", "Pulse", "agree", "liveness", "wait"]
 
 STALL_S = 300.0
 """Longest time in seconds without progress of an awaited rank."""
@@ -75,6 +76,38 @@ class Pulse:
 
     def _name(self, rank: int) -> str:
         return f"{self._key}/pulse/{rank}"
+
+
+class Peers:
+    """The processes of the ranks, as far as one sees those of others.
+
+    Parameters
+    ----------
+    board
+        The job's board.
+    key
+        Unique to the group of ranks and its life; every rank makes one of these.
+    """
+
+    def __init__(self, board: Board, key: str) -> None:
+        self._board = board
+        self._key = key
+        self._tests: dict[int, Callable[[], bool] | None] = {}
+        if board.world > 1:
+            board.set(self._name(board.rank), msgspec.msgpack.encode(identity()))
+
+    def runs(self, rank: int) -> bool:
+        """Tell whether the process of `rank` runs; True where that cannot be known, or not yet."""
+        if rank not in self._tests:
+            raw = self._board.peek(self._name(rank))
+            if raw is None:
+                return True
+            self._tests[rank] = liveness(msgspec.msgpack.decode(raw, type=tuple[int, str, str]))
+        test = self._tests[rank]
+        return test is None or test()
+
+    def _name(self, rank: int) -> str:
+        return f"{self._key}/process/{rank}"
 
 
 def wait(
@@ -141,6 +174,7 @@ def agree(
     error: CkptdError | None,
     *,
     pulse: Pulse | None = None,
+    runs: Callable[[int], bool] | None = None,
     stall_s: float = STALL_S,
 ) -> None:
     """Return on every rank when no rank has an error, else raise on every rank.
@@ -156,16 +190,19 @@ def agree(
         What this rank failed with.
     pulse, stall_s
         See `wait`. Rank 0 is given twice as long, since it waits for the others first.
+    runs
+        Tells of a rank whether its process still runs, as far as that is known.
     """
     if board.world == 1:
         verdict = _verdict({0: error.to_dict()} if error else {})
     elif board.rank == 0:
-        verdict = _verdict(_gather(board, key, error, pulse, stall_s))
+        verdict = _verdict(_gather(board, key, error, pulse, runs, stall_s))
         board.set(f"{key}/all", verdict)
     else:
         board.set(f"{key}/{board.rank}", _encode(error))
         try:
-            verdict = wait(board, f"{key}/all", 0, pulse=pulse, stall_s=2 * stall_s)
+            alive = partial(runs, 0) if runs else None
+            verdict = wait(board, f"{key}/all", 0, pulse=pulse, alive=alive, stall_s=2 * stall_s)
         except CkptdError:
             if error is not None:
                 raise error from None
@@ -187,7 +224,12 @@ def _verdict(failed: dict[int, dict[str, str | None]]) -> bytes:
 
 
 def _gather(
-    board: Board, key: str, error: CkptdError | None, pulse: Pulse | None, stall_s: float
+    board: Board,
+    key: str,
+    error: CkptdError | None,
+    pulse: Pulse | None,
+    runs: Callable[[int], bool] | None,
+    stall_s: float,
 ) -> dict[int, dict[str, str | None]]:
     """Collect on rank 0. After the first rank that is lost the others are not waited for."""
     failed: dict[int, dict[str, str | None]] = {}
@@ -199,7 +241,15 @@ def _gather(
             if lost:
                 raw = board.peek(f"{key}/{rank}") or b"null"
             else:
-                raw = wait(board, f"{key}/{rank}", rank, pulse=pulse, stall_s=stall_s, own=pulse)
+                raw = wait(
+                    board,
+                    f"{key}/{rank}",
+                    rank,
+                    pulse=pulse,
+                    alive=partial(runs, rank) if runs else None,
+                    stall_s=stall_s,
+                    own=pulse,
+                )
             report = msgspec.json.decode(raw)
         except CkptdError as missing:
             lost, report = True, missing.to_dict()

@@ -8,12 +8,11 @@ has a deadline. `ckptd.train` implements it over the job store; one process need
 from __future__ import annotations
 
 import threading
-import time
 from typing import Protocol
 
 from ckptd.errors import DeadlineError
 
-__all__ = ["Board", "LocalBoard", "collect", "share"]
+__all__ = ["Board", "LocalBoard"]
 
 
 class Board(Protocol):
@@ -74,42 +73,3 @@ class LocalBoard:
         """See `Board`."""
         with self._changed:
             self._values.pop(key, None)
-
-
-def share(board: Board, key: str, value: bytes | None, timeout_s: float) -> bytes:
-    """Rank 0 publishes `value`; every rank returns it."""
-    if board.rank == 0:
-        if value is None:
-            raise ValueError("rank 0 must bring the value")
-        board.set(key, value)
-        return value
-    return board.get(key, timeout_s)
-
-
-def collect(board: Board, key: str, value: bytes, timeout_s: float) -> list[bytes] | None:
-    """Bring every rank's value to rank 0, which returns them by rank; the others return None.
-
-    Raises
-    ------
-    DeadlineError
-        On rank 0: names the ranks that did not report within `timeout_s`.
-    """
-    if board.rank != 0:
-        board.set(f"{key}/{board.rank}", value)
-        return None
-    out = [value]
-    end = time.monotonic() + timeout_s
-    for rank in range(1, board.world):
-        try:
-            out.append(board.get(f"{key}/{rank}", max(0.01, end - time.monotonic())))
-        except DeadlineError:
-            missing = [r for r in range(rank, board.world) if board.peek(f"{key}/{r}") is None]
-            raise DeadlineError(
-                "ranks did not report in time",
-                kind="board",
-                where=key,
-                wanted=f"all {board.world} ranks within {timeout_s:.0f} s",
-                found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
-                hint="every rank must make the same ckptd calls in the same order",
-            ) from None
-    return out

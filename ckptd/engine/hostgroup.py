@@ -106,11 +106,16 @@ class HostGroup:
     def agree(self, stage: str, error: CkptdError | None) -> None:
         """Let all ranks of the job agree that none has an error; see `ckptd.engine.agree.agree`."""
         key = f"{self.key}/{stage}"
-        agree(self.board, key, error, pulse=self.pulse, stall_s=self.stall_s)
+        agree(self.board, key, error, pulse=self.pulse, runs=self._runs, stall_s=self.stall_s)
         if self.board.rank == 0:
             # Whoever came this far has read the verdict before, and perhaps not yet this one.
             self._posted += self._verdict
             self._verdict = [f"{key}/all"]
+
+    def _runs(self, rank: int) -> bool:
+        """Tell whether a rank still runs; True for those of other hosts."""
+        alive = self._alive[self.members.index(rank)] if rank in self.members else None
+        return alive is None or alive()
 
     def barrier(self, tag: str) -> None:
         """Wait for all local ranks. One that failed has told so by its pulse: raises its error."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from ckptd.engine.board import Board, collect, share
-from ckptd.errors import CkptdError
+from ckptd.engine.agree import Peers, agree, wait
+from ckptd.engine.board import Board
+from ckptd.errors import CkptdError, DeadlineError
 
 __all__ = ["Agreement"]
 
 
 class Agreement:
     """Numbered rounds on a board: every rank makes the same calls in the same order.
+
+    A rank of this host that died is noticed at once, by `ckptd.engine.agree`.
 
     Parameters
     ----------
@@ -25,6 +30,7 @@ class Agreement:
     def __init__(self, board: Board, timeout_s: float) -> None:
         self.board = board
         self._timeout_s = timeout_s
+        self._peers = Peers(board, "agree")
         self._round = 0
 
     def _key(self, name: str) -> str:
@@ -37,23 +43,14 @@ class Agreement:
         Raises
         ------
         CkptdError
-            What `function` raised, on every rank; `DeadlineError` when rank 0 does not answer.
+            What `function` raised, on every rank; kind ``rank-died`` when rank 0 is gone;
+            `DeadlineError` when it does not answer.
         """
         if self.board.world == 1:
             return function()
         key = self._key(name)
-        answer: bytes | None = None
-        error: CkptdError | None = None
-        if self.board.rank == 0:
-            try:
-                answer = msgspec.json.encode({"value": function()})
-            except CkptdError as caught:
-                error = caught
-                answer = msgspec.json.encode({"error": caught.to_dict()})
-        outcome = msgspec.json.decode(share(self.board, key, answer, self._timeout_s))
-        if "error" in outcome:
-            raise error or CkptdError.from_dict(outcome["error"])
-        return outcome["value"]
+        raw = self._answer(key, lambda: msgspec.json.encode(function()), self._timeout_s)
+        return msgspec.json.decode(raw)
 
     def all_reports(self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring every rank's value to rank 0, which turns the list into one value for all.
@@ -61,22 +58,63 @@ class Agreement:
         Raises
         ------
         CkptdError
-            What `digest` raised, on every rank; `DeadlineError` naming the ranks that are missing.
+            What `digest` raised, on every rank; kind ``rank-died`` when a rank is gone;
+            `DeadlineError` naming the ranks that are missing.
         """
         if self.board.world == 1:
             return digest([value])
         key = self._key(name)
-        answer: bytes | None = None
-        error: CkptdError | None = None
-        try:
-            values = collect(self.board, key, value, self._timeout_s)
-            if values is not None:
-                answer = b"+" + digest(values)
-        except CkptdError as caught:
-            error = caught
-            answer = b"-" + msgspec.json.encode(caught.to_dict())
+        if self.board.rank != 0:
+            self.board.set(f"{key}/{self.board.rank}", value)
         # Rank 0 may have waited its whole time for a straggler before it answers.
-        raw = share(self.board, key + "/answer", answer, 2 * self._timeout_s)
-        if raw[:1] == b"-":
-            raise error or CkptdError.from_dict(msgspec.json.decode(raw[1:]))
+        patience = 2 * self._timeout_s
+        return self._answer(f"{key}/answer", lambda: digest(self._reports(key, value)), patience)
+
+    def no_errors(self, error: CkptdError | None) -> None:
+        """Raise on every rank when any rank brings an error; see `ckptd.engine.agree.agree`."""
+        key = self._key("errors")
+        agree(self.board, key, error, runs=self._peers.runs, stall_s=self._timeout_s)
+
+    def wait(self, key: str, rank: int, timeout_s: float) -> bytes:
+        """Return what `rank` publishes under `key`; see `ckptd.engine.agree.wait`."""
+        runs = partial(self._peers.runs, rank)
+        return wait(self.board, key, rank, alive=runs, stall_s=timeout_s)
+
+    def _answer(self, key: str, make: Callable[[], bytes], timeout_s: float) -> bytes:
+        """Rank 0 makes the answer; its error is everybody's."""
+        if self.board.rank == 0:
+            try:
+                value = make()
+            except CkptdError as error:
+                self.board.set(key, b"-" + msgspec.json.encode(error.to_dict()))
+                raise
+            self.board.set(key, b"+" + value)
+            return value
+        raw = self.wait(key, 0, timeout_s)
+        if raw.startswith(b"-"):
+            raise CkptdError.from_dict(msgspec.json.decode(raw[1:]))
         return raw[1:]
+
+    def _reports(self, key: str, own: bytes) -> list[bytes]:
+        """Collect on rank 0, by rank."""
+        out = [own]
+        end = time.monotonic() + self._timeout_s
+        for rank in range(1, self.board.world):
+            try:
+                left = max(0.01, end - time.monotonic())
+                out.append(self.wait(f"{key}/{rank}", rank, left))
+            except DeadlineError as error:
+                raise self._missing(key, rank) from error
+        return out
+
+    def _missing(self, key: str, first: int) -> DeadlineError:
+        world = self.board.world
+        missing = [r for r in range(first, world) if self.board.peek(f"{key}/{r}") is None]
+        return DeadlineError(
+            "ranks did not report in time",
+            kind="board",
+            where=key,
+            wanted=f"all {world} ranks within {self._timeout_s:.0f} s",
+            found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
+            hint="every rank must make the same ckptd calls in the same order",
+        )

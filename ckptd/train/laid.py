@@ -287,7 +287,8 @@ class Laid:
             board.set(f"layout/{own}", post)
         out = {}
         for digest, ranks in table.items():
-            body = post if digest == own else board.get(f"layout/{digest}", 600.0)
+            key = f"layout/{digest}"
+            body = post if digest == own else self.agreement.wait(key, ranks[0], 600.0)
             out[ranks] = msgspec.msgpack.decode(body, type=_Post)
         return out
 

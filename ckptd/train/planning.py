@@ -70,6 +70,7 @@ class Planner:
             board.set(f"structure/{own}", raw)
         groups = []
         for digest, ranks in by_digest.items():
-            body = raw if digest == own else board.get(f"structure/{digest}", 600.0)
+            key = f"structure/{digest}"
+            body = raw if digest == own else self._agreement.wait(key, ranks[0], 600.0)
             groups.append(Group(Structure.decode(body), ranks))
         return groups
