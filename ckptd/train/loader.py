@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,19 +188,19 @@ class Loader:
     def _load_one(
         self, state: Mapping[str, Any], name: CommitName, options: _Options
     ) -> tuple[Matching, ReadReport]:
-        lease = self._agreement.on_rank_zero("lease", lambda: self._lease(name))
-        try:
+        with self._lease(name):
             return self._load_held(state, name, options)
-        finally:
-            if lease is not None and self._agreement.board.rank == 0 and self._held is not None:
-                self._held.release()
-                self._held = None
 
-    _held: Any = None
+    @contextmanager
+    def _lease(self, name: CommitName) -> Iterator[None]:
+        """Keep the checkpoint from being deleted, for all ranks: rank 0 holds it."""
+        with ExitStack() as held:
 
-    def _lease(self, name: CommitName) -> str:
-        self._held = hold(self._catalogue, name, holder="load")
-        return str(self._held.lease_id)
+            def take() -> str:
+                return held.enter_context(hold(self._catalogue, name, holder="load")).lease_id
+
+            self._agreement.on_rank_zero("lease", take)
+            yield
 
     def _load_held(
         self, state: Mapping[str, Any], name: CommitName, options: _Options
