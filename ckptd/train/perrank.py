@@ -199,7 +199,7 @@ def _reseed(raw: Any) -> Reseed:
 
 def _gathered(raw: Any) -> Gathered:
     if not isinstance(raw, list):
-        raise ValueError("not a list of values")
+        raise TypeError("not a list of values")
     return Gathered(raw)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def job(store: Store, built: Built, target: Target, out: Store) -> Job:
     )
 
 
-def check(out: Store, data: dict[str, np.ndarray]) -> None:
+def check(out: Store, data: Mapping[str, np.ndarray]) -> None:
     catalogue = Catalogue(out)
     latest = catalogue.latest()
     assert latest is not None
