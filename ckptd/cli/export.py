@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
 from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
+from ckptd.cli.sizes import size_of
 from ckptd.engine.export import ExportedFile, run_export
 from ckptd.engine.export_plan import Rename, plan_export
 from ckptd.engine.values import Reader
 from ckptd.errors import UsageError
 
-__all__ = ["ExportDocument", "export", "size_of"]
+__all__ = ["ExportDocument", "export"]
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-_LEAST_SHARD_BYTES = 1
 _SAID = 8
 
 
@@ -113,23 +110,6 @@ def export(
     else:
         _show(document)
     return 0
-
-
-def size_of(text: str, where: str) -> int:
-    """Return a size such as ``5GB``, ``500MB`` or ``2GiB`` in bytes.
-
-    Raises
-    ------
-    UsageError
-        It is none.
-    """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", text)
-    unit = (_UNITS | _BINARY).get(found[2] or "") if found else None
-    if not found or unit is None or float(found[1]) * unit < _LEAST_SHARD_BYTES:
-        raise UsageError(
-            "not a size", kind="bad-argument", where=where, wanted="5GB, 500MB, 2GiB", found=text
-        )
-    return int(float(found[1]) * unit)
 
 
 def _rule(text: str) -> Rename:

@@ -142,7 +142,7 @@ def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
 
 def _shapes(against: str) -> Mapping[str, Shape]:
     """Return the shapes of stored tensors."""
-    from ckptd.cli.reshard import open_stock
+    from ckptd.cli.resharding import open_stock
 
     with open_stock(against, 0) as stock:
         return dict(stock.shapes)

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.address import Address, held, opened, spec_of
-from ckptd.cli.export import size_of
 from ckptd.cli.output import (
     Document,
     Json,
@@ -19,40 +13,15 @@ from ckptd.cli.output import (
     note,
     print_document,
     print_table,
-    progress_bar,
     shorten,
     size_text,
 )
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.reshard.execute import Budget
-from ckptd.engine.reshard.explain import (
-    Costs,
-    Proved,
-    RuleReport,
-    costs_of,
-    prove_target,
-    rules_of,
-)
-from ckptd.engine.reshard.folder import open_folder
-from ckptd.engine.reshard.hf import HfJob, hf_target
-from ckptd.engine.reshard.job import Job, Resharded, Share, check_share
-from ckptd.engine.reshard.layouts import read_program
-from ckptd.engine.reshard.own import open_own
-from ckptd.engine.reshard.prepare import Prepared, prepare, source_program
-from ckptd.engine.reshard.ranks import open_ranks
-from ckptd.engine.reshard.samples import Expected
-from ckptd.engine.reshard.stock import Stock
-from ckptd.engine.reshard.target import Target
-from ckptd.engine.values import Reader
-from ckptd.errors import NotFoundError, UsageError
-from ckptd.layout.lay.equation import Resolved
-from ckptd.store.spec import StoreSpec
+from ckptd.cli.sizes import size_of
+from ckptd.engine.reshard.reports import Costs, Proved, Resharded, RuleReport
 
-__all__ = ["ReshardDocument", "open_stock", "reshard"]
+__all__ = ["ReshardDocument", "reshard"]
 
 _SAID = 6
-_FROM = "from:"
-_LET = "let "
 
 
 class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
@@ -160,123 +129,38 @@ def reshard(
     wants them. A reshard that is killed goes on where it stopped when it is started again, and
     several processes may share the work with --shard, without speaking to each other.
     """
+    # Imported when it runs, so that the help of it costs little.
+    from ckptd.cli.resharding import Run, prepared
+
+    memory = size_of(budget, "--budget")
+    most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
     rules = [r.strip() for r in rule or ()]
-    # Sizes are facts about the model: both sides may need them.
-    mine = [r.removeprefix(_FROM).strip() for r in rules if r.startswith((_FROM, _LET))]
-    theirs = [r for r in rules if not r.startswith(_FROM)]
-    wanted = read_program(to, "--to", lambda run: run.target).with_rules(theirs)
-    given = read_program(from_, "--from", lambda run: run.source) if from_ else None
-    part, memory = check_share(shard), size_of(budget, "--budget")
-    described = given.with_rules(mine).resolve() if given else None
-    with open_stock(source, step, described) as stock:
-        own = source_program(stock, given).with_rules(mine)
-        prepared = prepare(stock, own, wanted, allow_lossy=allow == "lossy")
-        most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
-        run = _Run(prepared, part, memory, most)
-        document = run.document(source, target, explain=explain, prove=prove)
-        if not (explain or prove or dry_run):
-            done = run.do(target, force)
-            document = msgspec.structs.replace(document, done=done)
+    with prepared(source, to, from_, rules, step, lossy=allow == "lossy") as found:
+        run = Run(found, shard, memory, most)
+        document = ReshardDocument(
+            source=source,
+            target=target,
+            source_layout=found.source.layout,
+            target_layout=found.target.layout,
+            step=found.stock.step,
+            world=run.world,
+            files=run.files,
+            tensors=run.tensors,
+            promise=run.promise,
+            dropped=run.dropped,
+            unused_rules=run.unused_rules,
+            witness=found.stock.witness_note,
+            shard=run.shard,
+            rules=run.rules() if explain else (),
+            costs=run.costs() if explain else None,
+            proved=run.prove() if prove else None,
+            done=None if explain or prove or dry_run else run.do(target, force),
+        )
     if json:
         print_document(document)
     else:
         _show(document, dry_run=dry_run)
     return 0
-
-
-@contextmanager
-def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterator[Stock]:
-    """Open a source: a root of ckptd, or any folder of safetensors files.
-
-    With a layout that says which file is which rank's, these are files of ranks.
-    """
-    address = Address.of(source)
-    try:
-        with opened(address.root) as catalogue:
-            with held(catalogue, address.find(catalogue), "reshard") as commit:
-                yield open_own(catalogue, Reader(catalogue, commit.name))
-                return
-    except NotFoundError as error:
-        if error.kind not in ("not-a-root", "no-root"):
-            raise
-    with spec_of(source).open() as store:
-        if layout is not None and layout.files is not None:
-            yield open_ranks(store, layout, step)
-        else:
-            yield open_folder(store, step)
-
-
-class _Run:
-    """One command."""
-
-    def __init__(self, prepared: Prepared, share: Share, memory: int, most: int) -> None:
-        self._prepared = prepared
-        self._share = share
-        self._is_hf = most > 0
-        self._target: Target = prepared.assembled.target
-        self._expected: Mapping[int, Expected] = prepared.expected
-        self._left_out: list[str] = list(prepared.assembled.dropped_objects)
-        if self._is_hf:
-            self._target, self._expected, left_out = hf_target(
-                prepared.assembled, prepared.expected, most
-            )
-            self._left_out += left_out
-        self._budget = Budget.of(memory, prepared.stock.source.store)
-
-    def document(self, source: str, target: str, *, explain: bool, prove: bool) -> ReshardDocument:
-        prepared, composed = self._prepared, self._prepared.assembled.composed
-        files = self._share.files(self._target)
-        every = Share().files(self._target)
-        return ReshardDocument(
-            source=source,
-            target=target,
-            source_layout=prepared.source.layout,
-            target_layout=prepared.target.layout,
-            step=prepared.stock.step,
-            world=self._target.world,
-            files=len(every),
-            tensors=len(self._target.tensors),
-            promise=composed.promise,
-            dropped=(*composed.dropped, *self._left_out),
-            unused_rules=tuple(composed.left_out),
-            witness=prepared.stock.witness_note,
-            shard=f"{self._share.number}/{self._share.count}",
-            rules=tuple(rules_of(composed)) if explain else (),
-            costs=costs_of(prepared, self._target, files, self._budget) if explain else None,
-            proved=prove_target(composed, self._target, files) if prove else None,
-        )
-
-    def do(self, target: str, force: bool) -> Resharded:
-        """Write this process's share."""
-        source = self._prepared.stock.source
-        with progress_bar("resharding") as bar:
-            if self._is_hf:
-                if "://" in target:
-                    raise UsageError(
-                        "a Hugging Face folder is a local one", where=target, wanted="a path"
-                    )
-                hf = HfJob(
-                    source,
-                    self._target,
-                    self._expected,
-                    Path(target),
-                    identity=self._prepared.identity,
-                    force=force,
-                    progress=bar,
-                )
-                return hf.run(self._share, self._budget)
-            with spec_of(target).open() as store, StoreSpec(target).open() as bulk:
-                job = Job(
-                    source,
-                    self._target,
-                    Catalogue(store),
-                    step=self._prepared.stock.step,
-                    identity=self._prepared.identity,
-                    bulk=bulk,
-                    expected=self._expected,
-                    progress=bar,
-                )
-                return job.run(self._share, self._budget)
 
 
 def _show(document: ReshardDocument, *, dry_run: bool) -> None:

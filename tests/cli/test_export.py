@@ -14,7 +14,7 @@ import safetensors
 from safetensors.numpy import load_file
 
 from ckptd.cli.address import opened
-from ckptd.cli.export import size_of
+from ckptd.cli.sizes import size_of
 from ckptd.engine import export as engine
 from ckptd.engine.export_plan import plan_export
 from ckptd.engine.values import Reader

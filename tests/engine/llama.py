@@ -11,10 +11,11 @@ import numpy as np
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.reshard.execute import Budget
-from ckptd.engine.reshard.job import Job, Resharded, Share
+from ckptd.engine.reshard.job import Job, Share
 from ckptd.engine.reshard.layouts import Program, read_program
 from ckptd.engine.reshard.own import open_own
 from ckptd.engine.reshard.prepare import Prepared, prepare, source_program
+from ckptd.engine.reshard.reports import Resharded
 from ckptd.engine.values import Reader
 from ckptd.format.digest import digest_hex
 from ckptd.format.manifest import ObjectEntry, encode_manifest

@@ -13,7 +13,8 @@ import pytest
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.reshard.execute import Budget
-from ckptd.engine.reshard.job import Resharded, Share
+from ckptd.engine.reshard.job import Share
+from ckptd.engine.reshard.reports import Resharded
 from ckptd.engine.reshard.target import Target
 from ckptd.engine.verify import verify
 from ckptd.errors import ConflictError, RefusedError, StoreError
@@ -169,3 +170,25 @@ def test_older_steps_are_refused() -> None:
         with pytest.raises(RefusedError) as caught:
             case.run(out)
         assert caught.value.kind == "behind"
+
+
+def test_all_who_join_are_in_one_generation() -> None:
+    with memory() as out:
+        Catalogue(out).create_or_open()
+        found: list[int] = []
+        meet = threading.Barrier(6)
+
+        def work() -> None:
+            catalogue = Catalogue(out)
+            meet.wait()
+            found.append(catalogue.join("reshard x").generation)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert found == [1] * 6
+        assert Catalogue(out).join("reshard y").generation == 2
+        assert Catalogue(out).join("reshard y").generation == 2
+        assert Catalogue(out).join("reshard x").generation == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
 from ckptd.engine.blocks import BlockLine, Runs
@@ -13,82 +12,14 @@ from ckptd.engine.reshard.composed import Composed, Link
 from ckptd.engine.reshard.execute import Budget, Executor
 from ckptd.engine.reshard.moves import RoundPlan
 from ckptd.engine.reshard.prepare import Prepared
+from ckptd.engine.reshard.reports import Costs, Proved, RuleReport
 from ckptd.engine.reshard.target import Target
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 
-__all__ = ["Costs", "Proved", "RuleReport", "costs_of", "prove_target", "rules_of"]
-
-
-class RuleReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rule of the target gets.
-
-    Attributes
-    ----------
-    rule
-        As it is used.
-    at
-        File and line.
-    tensors, bytes
-        Number of target tensors by it, states included, and their bytes.
-    sources
-        Rules of the source that they come from.
-    promise
-        The worst of their values: ``exact``, ``exact up to fill``, ``choice`` or ``lossy``.
-    """
-
-    rule: str
-    at: str
-    tensors: int
-    bytes: int
-    sources: tuple[str, ...]
-    promise: str
-
-
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a share costs.
-
-    Attributes
-    ----------
-    files
-        Data files that it writes.
-    bytes_written
-        Bytes of their data sections.
-    bytes_needed, bytes_read
-        Bytes of the source that the copies take, and those that are read for them (whole blocks).
-    read_amplification
-        `bytes_read` for each byte needed.
-    peak_bytes
-        Most memory for data: staging, reads under way, kept blocks.
-    rounds, copies, source_files
-        Rounds, strided copies, files of the source that are read.
-    """
-
-    files: int
-    bytes_written: int
-    bytes_needed: int
-    bytes_read: int
-    read_amplification: float
-    peak_bytes: int
-    rounds: int
-    copies: int
-    source_files: int
-
-
-class Proved(msgspec.Struct, frozen=True, kw_only=True):
-    """What was proved: every element of these files is written exactly once.
-
-    Attributes
-    ----------
-    chunks, elements, copies
-        Chunks of the share, their elements, and the strided copies that fill them.
-    """
-
-    chunks: int
-    elements: int
-    copies: int
+__all__ = ["costs_of", "prove_target", "rules_of"]
 
 
 def rules_of(composed: Composed) -> list[RuleReport]:

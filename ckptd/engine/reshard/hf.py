@@ -19,7 +19,8 @@ from ckptd.engine.reshard.execute import Budget, Executor
 from ckptd.engine.reshard.feed import Feed, Feeds
 from ckptd.engine.reshard.feeds import MixedFeeds
 from ckptd.engine.reshard.finish import missing_files, remove_parts
-from ckptd.engine.reshard.job import Resharded, Share
+from ckptd.engine.reshard.job import Share
+from ckptd.engine.reshard.reports import Resharded
 from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.source import Source
 from ckptd.engine.reshard.target import Tables, Target

@@ -21,6 +21,7 @@ from ckptd.engine.reshard.finish import (
     remove_parts,
 )
 from ckptd.engine.reshard.place import OwnPlace
+from ckptd.engine.reshard.reports import Resharded
 from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.source import Source
 from ckptd.engine.reshard.target import Target, share
@@ -46,46 +47,6 @@ class Share(msgspec.Struct, frozen=True):
         """Return the target files that this process writes: those with chunks."""
         mine = share(target.sizes, self.number - 1, self.count)
         return [f for f in mine if target.filemap.nchunks(f)]
-
-
-class Resharded(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process did.
-
-    Attributes
-    ----------
-    step, generation
-        Of the target.
-    state
-        ``committed``: the checkpoint exists, and this process made it exist. ``present``: it
-        existed already. ``waiting``: files of other processes are missing.
-    files, reused_files
-        Data files of this process's share, and how many of them were complete already.
-    missing_files
-        Files of others that are missing, when `state` is ``waiting``.
-    bytes_needed, bytes_read, bytes_written
-        Of data sections, by this process: what the copies take from the source, what was read for
-        that, what was written.
-    witness_values
-        Values of the source's witness that were found at their places.
-    peak_staged
-        Most bytes staged at a time.
-    rounds, seconds
-        Rounds, and the time in all.
-    """
-
-    step: int
-    generation: int
-    state: str
-    files: int
-    reused_files: int = 0
-    missing_files: int = 0
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    witness_values: int = 0
-    peak_staged: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
 
 
 class Job:

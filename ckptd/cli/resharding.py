@@ -1,0 +1,180 @@
+"""What ``ckptd reshard`` does; imported when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptd.cli.address import Address, held, opened, spec_of
+from ckptd.cli.output import progress_bar
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.reshard.execute import Budget
+from ckptd.engine.reshard.explain import costs_of, prove_target, rules_of
+from ckptd.engine.reshard.folder import open_folder
+from ckptd.engine.reshard.hf import HfJob, hf_target
+from ckptd.engine.reshard.job import Job, Share, check_share
+from ckptd.engine.reshard.layouts import Program, read_program
+from ckptd.engine.reshard.own import open_own
+from ckptd.engine.reshard.prepare import Prepared, prepare, source_program
+from ckptd.engine.reshard.ranks import open_ranks
+from ckptd.engine.reshard.reports import Costs, Proved, Resharded, RuleReport
+from ckptd.engine.reshard.samples import Expected
+from ckptd.engine.reshard.stock import Stock
+from ckptd.engine.reshard.target import Target
+from ckptd.engine.values import Reader
+from ckptd.errors import NotFoundError, UsageError
+from ckptd.layout.lay.equation import Resolved
+from ckptd.store.spec import StoreSpec
+
+__all__ = ["Run", "open_stock", "prepared"]
+
+_FROM = "from:"
+_LET = "let "
+
+
+@contextmanager
+def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterator[Stock]:
+    """Open a source: a root of ckptd, or any folder of safetensors files.
+
+    With a layout that says which file is which rank's, these are files of ranks.
+    """
+    address = Address.of(source)
+    try:
+        with opened(address.root) as catalogue:
+            with held(catalogue, address.find(catalogue), "reshard") as commit:
+                yield open_own(catalogue, Reader(catalogue, commit.name))
+                return
+    except NotFoundError as error:
+        if error.kind not in ("not-a-root", "no-root"):
+            raise
+    with spec_of(source).open() as store:
+        if layout is not None and layout.files is not None:
+            yield open_ranks(store, layout, step)
+        else:
+            yield open_folder(store, step)
+
+
+class Run:
+    """One command."""
+
+    def __init__(self, prepared: Prepared, shard: str, memory: int, most: int) -> None:
+        self._prepared = prepared
+        self._share = check_share(shard)
+        self._is_hf = most > 0
+        self._target: Target = prepared.assembled.target
+        self._expected: Mapping[int, Expected] = prepared.expected
+        self._left_out: list[str] = list(prepared.assembled.dropped_objects)
+        if self._is_hf:
+            self._target, self._expected, left_out = hf_target(
+                prepared.assembled, prepared.expected, most
+            )
+            self._left_out += left_out
+        self._budget = Budget.of(memory, prepared.stock.source.store)
+
+    @property
+    def shard(self) -> str:
+        """The share, as it is written."""
+        return f"{self._share.number}/{self._share.count}"
+
+    @property
+    def world(self) -> int:
+        """Ranks of the target, or files of a folder."""
+        return self._target.world
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors of the target."""
+        return len(self._target.tensors)
+
+    @property
+    def files(self) -> int:
+        """Number of data files of the target."""
+        return len(Share().files(self._target))
+
+    @property
+    def promise(self) -> str:
+        """The worst promise of all values."""
+        return self._prepared.assembled.composed.promise
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """What is left out."""
+        return (*self._prepared.assembled.composed.dropped, *self._left_out)
+
+    @property
+    def unused_rules(self) -> tuple[str, ...]:
+        """Rules of the target that the source has nothing for."""
+        return tuple(self._prepared.assembled.composed.left_out)
+
+    def rules(self) -> tuple[RuleReport, ...]:
+        """Return what each rule gets."""
+        return tuple(rules_of(self._prepared.assembled.composed))
+
+    def costs(self) -> Costs:
+        """Return what the share costs."""
+        files = self._share.files(self._target)
+        return costs_of(self._prepared, self._target, files, self._budget)
+
+    def prove(self) -> Proved:
+        """Prove that every element of the share is written once."""
+        files = self._share.files(self._target)
+        return prove_target(self._prepared.assembled.composed, self._target, files)
+
+    def do(self, target: str, force: bool) -> Resharded:
+        """Write this process's share."""
+        source = self._prepared.stock.source
+        with progress_bar("resharding") as bar:
+            if self._is_hf:
+                if "://" in target:
+                    raise UsageError(
+                        "a Hugging Face folder is a local one", where=target, wanted="a path"
+                    )
+                hf = HfJob(
+                    source,
+                    self._target,
+                    self._expected,
+                    Path(target),
+                    identity=self._prepared.identity,
+                    force=force,
+                    progress=bar,
+                )
+                return hf.run(self._share, self._budget)
+            with spec_of(target).open() as store, StoreSpec(target).open() as bulk:
+                job = Job(
+                    source,
+                    self._target,
+                    Catalogue(store),
+                    step=self._prepared.stock.step,
+                    identity=self._prepared.identity,
+                    bulk=bulk,
+                    expected=self._expected,
+                    progress=bar,
+                )
+                return job.run(self._share, self._budget)
+
+
+@contextmanager
+def prepared(
+    source: str, to: str, given: str | None, rules: Sequence[str], step: int, *, lossy: bool
+) -> Iterator[Prepared]:
+    """Open the source and combine it with both layouts, as the command line names them.
+
+    Parameters
+    ----------
+    rules
+        Statements; those that begin with ``from:`` are the source's.
+    """
+    # Sizes are facts about the model: both sides may need them.
+    mine = [r.removeprefix(_FROM).strip() for r in rules if r.startswith((_FROM, _LET))]
+    theirs = [r for r in rules if not r.startswith(_FROM)]
+    wanted = read_program(to, "--to", lambda run: run.target).with_rules(theirs)
+    own: Program | None = None
+    described = None
+    if given is not None:
+        own = read_program(given, "--from", lambda run: run.source).with_rules(mine)
+        described = own.resolve()
+    with open_stock(source, step, described) as stock:
+        if own is None:
+            own = source_program(stock, None).with_rules(mine)
+        yield prepare(stock, own, wanted, allow_lossy=lossy)

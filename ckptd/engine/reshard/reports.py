@@ -1,0 +1,116 @@
+"""What is said of a reshard: plain data, for people and programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Costs", "Proved", "Resharded", "RuleReport"]
+
+
+class RuleReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rule of the target gets.
+
+    Attributes
+    ----------
+    rule
+        As it is used.
+    at
+        File and line.
+    tensors, bytes
+        Number of target tensors by it, states included, and their bytes.
+    sources
+        Rules of the source that they come from.
+    promise
+        The worst of their values: ``exact``, ``exact up to fill``, ``choice`` or ``lossy``.
+    """
+
+    rule: str
+    at: str
+    tensors: int
+    bytes: int
+    sources: tuple[str, ...]
+    promise: str
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a share costs.
+
+    Attributes
+    ----------
+    files
+        Data files that it writes.
+    bytes_written
+        Bytes of their data sections.
+    bytes_needed, bytes_read
+        Bytes of the source that the copies take, and those that are read for them (whole blocks).
+    read_amplification
+        `bytes_read` for each byte needed.
+    peak_bytes
+        Most memory for data: staging, reads under way, kept blocks.
+    rounds, copies, source_files
+        Rounds, strided copies, files of the source that are read.
+    """
+
+    files: int
+    bytes_written: int
+    bytes_needed: int
+    bytes_read: int
+    read_amplification: float
+    peak_bytes: int
+    rounds: int
+    copies: int
+    source_files: int
+
+
+class Proved(msgspec.Struct, frozen=True, kw_only=True):
+    """What was proved: every element of these files is written exactly once.
+
+    Attributes
+    ----------
+    chunks, elements, copies
+        Chunks of the share, their elements, and the strided copies that fill them.
+    """
+
+    chunks: int
+    elements: int
+    copies: int
+
+
+class Resharded(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process did.
+
+    Attributes
+    ----------
+    step, generation
+        Of the target.
+    state
+        ``committed``: the checkpoint exists, and this process made it exist. ``present``: it
+        existed already. ``waiting``: files of other processes are missing.
+    files, reused_files
+        Data files of this process's share, and how many of them were complete already.
+    missing_files
+        Files of others that are missing, when `state` is ``waiting``.
+    bytes_needed, bytes_read, bytes_written
+        Of data sections, by this process: what the copies take from the source, what was read for
+        that, what was written.
+    witness_values
+        Values of the source's witness that were found at their places.
+    peak_staged
+        Most bytes staged at a time.
+    rounds, seconds
+        Rounds, and the time in all.
+    """
+
+    step: int
+    generation: int
+    state: str
+    files: int
+    reused_files: int = 0
+    missing_files: int = 0
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    witness_values: int = 0
+    peak_staged: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
