@@ -185,6 +185,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"  commit record of step {kill['step']}: "
         + ("absent then, and after all processes had ended." if absent else "PRESENT.")
     )
+    relaid = report["relaid"]
+    verdict = "identical" if relaid["identical"] else "DIFFERENT"
+    yield (
+        f"Resharded: step {relaid['step']} to {relaid['layout']} and back,"
+        f" {relaid['tensors']} tensors bit-exact; ckptd diff: {verdict}."
+    )
     yield ""
     for check in report["checks"]:
         if not check["ok"]:
@@ -193,6 +199,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     held = sum(check["ok"] for check in report["checks"])
     yield f"{held} of {total} checks hold; {report['seconds']:.0f} s in all."
     yield f"checkpoints  {report['checkpoints']}"
+    yield f"resharded    {relaid['root']}"
     yield f"plot         {report['plot'] or report['plot_note']}"
     yield "try next"
     for command in report["next"]:

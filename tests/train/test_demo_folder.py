@@ -18,12 +18,13 @@ def test_a_new_and_an_empty_folder_are_taken(tmp_path: Path) -> None:
 def test_an_earlier_demo_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.prepare()
-    for path in (folder.checkpoints, folder.copies, folder.runs):
+    for path in (folder.checkpoints, folder.copies, folder.resharded, folder.runs):
         (path / "inner").mkdir(parents=True)
     folder.plot.write_bytes(b"old")
     (tmp_path / "notes.txt").write_text("mine")
     Folder(tmp_path).prepare()
     assert not folder.plot.exists()
+    assert not folder.resharded.exists()
     assert not any(path.exists() for path in (folder.checkpoints, folder.copies, folder.runs))
     assert (tmp_path / "notes.txt").read_text() == "mine"
 

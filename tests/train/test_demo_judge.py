@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
 
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.judge import checks_of, gaps, largest_gap, same_samples, state_differences
+from ckptd.train.demo.relaid import Relaid
 from ckptd.train.demo.report import LifeReport
 from ckptd.train.demo.spec import StateRow, StepRow
 
@@ -107,8 +109,20 @@ SECOND = msgspec.structs.replace(
 )
 
 
-def _failed(second: LifeReport = SECOND, *, landed: bool = True) -> list[str]:
-    return [check.what for check in checks_of([FIRST, second], landed, 80) if not check.ok]
+RELAID = Relaid(20, "TP 2 x PP 2", "/tmp/demo/resharded", SECOND.tensors, True)
+
+
+def _failed(
+    second: LifeReport = SECOND, *, landed: bool = True, relaid: Relaid = RELAID
+) -> list[str]:
+    checks = checks_of([FIRST, second], landed, relaid, 80)
+    return [check.what for check in checks if not check.ok]
+
+
+@pytest.mark.parametrize("change", [{"identical": False}, {"tensors": 0}])
+def test_a_reshard_and_back_has_to_give_the_same(change: dict[str, Any]) -> None:
+    (failed,) = _failed(relaid=msgspec.structs.replace(RELAID, **change))
+    assert "resharded to TP 2 x PP 2 and back" in failed
 
 
 def test_all_checks_hold_for_a_good_run() -> None:

@@ -42,7 +42,9 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     report = msgspec.convert(document, Report)
     _check_lives(report)
     assert report.kill.landed
-    assert len(report.checks) >= 13
+    assert len(report.checks) >= 14
+    assert report.relaid.identical
+    assert (folder / "resharded" / "ckptd.json").exists()
     assert all(check.ok for check in report.checks)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "report.json").read_bytes()) == document
@@ -68,7 +70,7 @@ def _check_next(commands: list[str]) -> None:
         assert done.returncode == (1 if verb == "diff" else 0), done.stderr
         assert done.stdout
         verbs.append(verb)
-    assert verbs == ["ls", "inspect", "verify", "diff", "gc"]
+    assert verbs == ["ls", "inspect", "verify", "diff", "inspect", "gc"]
 
 
 def _check_lives(report: Report) -> None:

@@ -55,7 +55,7 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
     plot_note = _draw(folder, story)
     if not keep:
         folder.remove_copies()
-    checks = checks_of(lives, story.kill.landed, plan.steps)
+    checks = checks_of(lives, story.kill.landed, story.relaid, plan.steps)
     report = Report(
         ok=all(check.ok for check in checks),
         folder=str(folder.path),
@@ -68,6 +68,7 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
         reference=story.reference_report(plan),
         lives=lives,
         kill=story.kill,
+        relaid=story.relaid,
         checks=checks,
         next=_next(folder, lives[-1].expected_from, plan.steps),
     )
@@ -95,6 +96,7 @@ def _next(folder: Folder, stopped: int | None, steps: int) -> list[str]:
         f"ckptd inspect {root}",
         f"ckptd verify {root}",
         f"ckptd diff {root}@{stopped} {root}@{steps}",
+        f"ckptd inspect {shlex.quote(str(folder.resharded))}",
         f"ckptd gc --dry-run {root}",
     ]
 

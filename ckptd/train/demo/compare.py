@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import msgspec
 
-from ckptd.errors import CkptdError, DeadlineError
+from ckptd.train.demo.relaid import run_ckptd
 
 __all__ = ["Comparison", "compare"]
 
 # Random streams are per rank; for another number of ranks a load makes new ones from the saved.
 _RESEEDED = frozenset({"rng"})
 _EQUAL, _DIFFERENT = 0, 1
-_CLI = "import sys; from ckptd.cli.main import main; main(sys.argv[1:])"
 
 
 class _Tensor(msgspec.Struct):
@@ -48,20 +44,7 @@ def compare(left: str, right: str, deadline_s: float) -> Comparison:
     DeadlineError
         It took longer than `deadline_s` seconds.
     """
-    command = [sys.executable, "-c", _CLI, "diff", left, right, "--json"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=deadline_s
-        )
-    except subprocess.TimeoutExpired:
-        raise DeadlineError("ckptd diff did not end", wanted=f"{deadline_s:g} s") from None
-    if done.returncode not in (_EQUAL, _DIFFERENT) or not done.stdout:
-        raise CkptdError(
-            "ckptd diff failed",
-            kind="demo-run",
-            where=f"{left} {right}",
-            found=done.stderr.decode(errors="replace"),
-        )
+    done = run_ckptd(["diff", left, right, "--json"], deadline_s, fine=(_EQUAL, _DIFFERENT))
     document = msgspec.json.decode(done.stdout, type=_Document)
     differing = [tensor.name for tensor in document.tensors if not tensor.bit_exact]
     differing += [entry.name for entry in document.objects if entry.name not in _RESEEDED]

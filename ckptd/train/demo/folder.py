@@ -21,6 +21,8 @@ class Folder:
         The root that the job saves to.
     copies
         Roots that loaded states are written to again, one a life.
+    resharded
+        A checkpoint in another layout.
     runs
         Reports and logs of the runs, a folder each.
     plot, report
@@ -31,6 +33,7 @@ class Folder:
         self.path = path.resolve()
         self.checkpoints = self.path / "checkpoints"
         self.copies = self.path / "copies"
+        self.resharded = self.path / "resharded"
         self.runs = self.path / "runs"
         self.plot = self.path / "loss.png"
         self.report = self.path / "report.json"
@@ -51,7 +54,14 @@ class Folder:
                     where=str(self.path),
                     hint="name another: ckptd demo --dir DIR",
                 )
-            for ours in (self.checkpoints, self.copies, self.runs, self.plot, self.report):
+            for ours in (
+                self.checkpoints,
+                self.copies,
+                self.resharded,
+                self.runs,
+                self.plot,
+                self.report,
+            ):
                 _remove(ours)
         self.path.mkdir(parents=True, exist_ok=True)
         self._marker.write_text('{"made_by": "ckptd demo"}\n')

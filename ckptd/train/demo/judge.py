@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptd.train.demo.relaid import Relaid
 from ckptd.train.demo.report import Check, LifeReport
 from ckptd.train.demo.spec import StateRow, StepRow
 
@@ -54,7 +55,9 @@ def state_differences(saved: StateRow | None, loaded: StateRow | None) -> list[s
     return differing
 
 
-def checks_of(lives: Sequence[LifeReport], kill_landed: bool, steps: int) -> list[Check]:
+def checks_of(
+    lives: Sequence[LifeReport], kill_landed: bool, relaid: Relaid, steps: int
+) -> list[Check]:
     """Return what has to hold for the demo to succeed."""
     found = [
         Check("killed between the first data byte and the commit", kill_landed),
@@ -74,6 +77,12 @@ def checks_of(lives: Sequence[LifeReport], kill_landed: bool, steps: int) -> lis
                 life.tensors_by_diff == life.tensors > 0,
             ),
         ]
+    found.append(
+        Check(
+            f"step {relaid.step} resharded to {relaid.layout} and back: ckptd diff says identical",
+            relaid.identical and relaid.tensors > 0,
+        )
+    )
     return found
 
 

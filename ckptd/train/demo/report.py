@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ckptd.train.demo.crash import Kill
+from ckptd.train.demo.relaid import Relaid
 
 __all__ = ["Check", "Event", "LifeReport", "Report"]
 
@@ -89,6 +90,8 @@ class Report(msgspec.Struct, frozen=True):
         Digest of the text trained on.
     reference
         The uninterrupted run: its ranks, layout and seconds.
+    relaid
+        The checkpoint that was resharded and brought back.
     """
 
     ok: bool
@@ -102,6 +105,7 @@ class Report(msgspec.Struct, frozen=True):
     reference: LifeReport
     lives: list[LifeReport]
     kill: Kill
+    relaid: Relaid
     checks: list[Check]
     next: list[str]
 

@@ -15,6 +15,7 @@ from ckptd.train.demo.crash import Kill, kill_in_save
 from ckptd.train.demo.folder import Folder
 from ckptd.train.demo.judge import largest_gap, same_samples, state_differences
 from ckptd.train.demo.launch import Life, read_rows, started
+from ckptd.train.demo.relaid import Relaid, reshard_and_back
 from ckptd.train.demo.report import LifeReport
 from ckptd.train.demo.spec import Cut, GptShape, RunSpec, StateRow, StepRow
 
@@ -93,6 +94,7 @@ class Story(NamedTuple):
     reference: Lived
     lives: list[Lived]
     kill: Kill
+    relaid: Relaid
 
     def reports(self, plan: Plan) -> list[LifeReport]:
         """Return what each life proves, against the uninterrupted run."""
@@ -130,11 +132,12 @@ def tell(folder: Folder, plan: Plan, say: Callable[[str], None]) -> Story:
         second = teller.life(2, plan.cuts[1], plan.stopped, "stopped")
         third = teller.life(3, plan.cuts[2], plan.steps, "finished")
         lives = [first, teller.compared(second), teller.compared(third)]
+        relaid = teller.resharded(second.expected_from or 0)
         say("waiting for the uninterrupted run")
         reference.finish(plan.deadline_s)
         seconds = reference.trained_seconds
         lived = Lived("reference", reference.spec, None, [], "finished", seconds)
-    return Story(lived, lives, kill.at_the_end(folder.checkpoints))
+    return Story(lived, lives, kill.at_the_end(folder.checkpoints), relaid)
 
 
 class _Teller:
@@ -193,6 +196,11 @@ class _Teller:
         right = str(life.spec.check_root)
         self._say(f"comparing {left} with {right}")
         return life._replace(comparison=compare(left, right, self._plan.deadline_s))
+
+    def resharded(self, step: int) -> Relaid:
+        """Take what the first life saved to another layout and back."""
+        self._say(f"resharding step {step} to two stages of two tensor ranks, and back")
+        return reshard_and_back(self._folder, step, self._plan.deadline_s)
 
     def _spec(
         self,
