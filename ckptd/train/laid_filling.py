@@ -36,7 +36,7 @@ class _Changed:
         for block in self.blocks:
             where = (block.shape, block.target_strides, block.target_start)
             new = _view(self.target, self.dtype, *where)
-            self.change.put(new, _view(self.staged, self.source, *where))
+            self.change.apply(new, _view(self.staged, self.source, *where))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
