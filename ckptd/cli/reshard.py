@@ -23,6 +23,29 @@ __all__ = ["ReshardDocument", "reshard"]
 
 _SAID = 6
 
+To = Annotated[
+    str,
+    Parameter(help="Layout of the target: FILE.lay, FILE.lay:LAYOUT, or a shipped one."),
+]
+From = Annotated[
+    str | None,
+    Parameter(
+        name="--from",
+        help="Layout of the source. A checkpoint of ckptd needs none: it keeps its program, or"
+        " its tensors stand for themselves.",
+        show_default=False,
+    ),
+]
+Rules = Annotated[
+    list[str] | None,
+    Parameter(
+        name=("-e", "--rule"),
+        help="A statement of Lay that goes before those of the target's layout; 'from: ...' for the"
+        " source's; a 'let' is for both. May be repeated.",
+        show_default=False,
+    ),
+]
+
 
 class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     """What ``ckptd reshard --json`` prints.
@@ -79,28 +102,9 @@ def reshard(
     target: Annotated[str, Parameter(help="Root to write to, or a folder with --format hf.")],
     /,
     *,
-    to: Annotated[
-        str,
-        Parameter(help="Layout of the target: FILE.lay, FILE.lay:LAYOUT, or a shipped one."),
-    ],
-    from_: Annotated[
-        str | None,
-        Parameter(
-            name="--from",
-            help="Layout of the source. A checkpoint of ckptd needs none: it keeps its program, or"
-            " its tensors stand for themselves.",
-            show_default=False,
-        ),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        Parameter(
-            name=("-e", "--rule"),
-            help="A statement of Lay that goes before those of the target's layout; 'from: ...'"
-            " for the source's; a 'let' is for both. May be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    to: To,
+    from_: From = None,
+    rule: Rules = None,
     budget: Annotated[str, Parameter(help="Most memory for data: 4GiB, 500MB.")] = "2GiB",
     shard: Annotated[str, Parameter(help="The share of this process, such as 3/16.")] = "1/1",
     format: Annotated[
