@@ -12,6 +12,7 @@ from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.engine.builder import Array
 from tests.engine.llama import HF, MEGATRON, SIZES, save, values
+from tests.engine.test_reshard_ranks import SPACE, logical, write
 
 TO_MEGATRON = ("--to", MEGATRON[0], *(x for r in MEGATRON[1:] for x in ("-e", r)))
 KNOWN = tuple(x for r in SIZES for x in ("-e", r))
@@ -146,3 +147,16 @@ def test_a_program_in_a_file(cli: Cli, source: str, tmp_path: Path) -> None:
     document = cli.json("reshard", source, str(tmp_path / "t"), *args)
     assert (document["source_layout"], document["target_layout"]) == ("whole", "rows")
     assert document["done"]["files"] == 3
+
+
+def test_files_of_ranks(cli: Cli, tmp_path: Path) -> None:
+    whole = logical()
+    write(tmp_path / "ranks", whole, lambda tp: 0.0)
+    lay = tmp_path / "p.lay"
+    lay.write_text(SPACE.replace("NORM", ""))
+    args = ("--from", f"{lay}:mg", "--to", f"{lay}:whole", "--format", "hf")
+    result = cli("reshard", str(tmp_path / "ranks"), str(tmp_path / "out"), *args)
+    assert result.code == 0, result
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(np.array_equal(found[n], v) for n, v in whole.items())
