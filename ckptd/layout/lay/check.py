@@ -14,6 +14,7 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.check_blocks import block_findings
 from ckptd.layout.lay.check_cover import between_findings, uncovered_findings
 from ckptd.layout.lay.check_fit import fit_findings, with_fits
+from ckptd.layout.lay.check_flats import flat_findings
 from ckptd.layout.lay.check_names import missing_findings
 from ckptd.layout.lay.check_rules import rule_findings
 from ckptd.layout.lay.check_statements import statement_findings
@@ -70,6 +71,9 @@ def check_bound(bound: Bound, observed: Observation | None = None) -> list[Findi
     found = None if observed is None else _sorted(bound.layout, observed)
     findings = list(fit_findings(bound, found.first_shapes() if found else {}))
     findings += block_findings(bound)
+    if not any(f.severity == "error" for f in findings):
+        # Buffers are made of tensors; what is wrong with those is told already.
+        findings += flat_findings(bound)
     stored = found is not None and found.stored
     for finding in uncovered_findings(bound.layout, bound.sizes):
         # What a checkpoint does not have cannot be held; a model's first layers may differ.

@@ -38,6 +38,7 @@ def rule_findings(resolved: Resolved) -> Iterator[Finding]:
         found = paths(equation.dims)
         yield from _atoms(equation, found, mesh)
         yield from _mesh_axes(equation, found, mesh)
+        yield from _local_axes(equation, found, mesh)
         yield from _modifiers(equation, mesh)
         yield from _values(equation, resolved, mesh)
 
@@ -155,6 +156,26 @@ def _mesh_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> It
         if finding is not None:
             yield finding
             return
+
+
+def _local_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterator[Finding]:
+    """Yield what is wrong with the local axes of a rule: a rank has all of their coordinates."""
+    indexes = [p for p in equation.name.parts if isinstance(p, Index)]
+    written = {p.axis for p in indexes}
+    fixed = {m.axis for m in equation.modifiers if isinstance(m, On)}
+    for axis in mesh.local:
+        if any(s.axis == axis for p in found for _, s in p.splits):
+            message = f"{axis} is a local axis: it cuts indexes in names, and no dimension"
+            yield _finding(equation, "mesh-axis", message)
+        cut = [p for p in indexes if any(a == axis for a, _ in p.splits)]
+        if axis in written and not cut and axis not in fixed:
+            message = f"the name has the index {{{axis}}}, and nothing in it is cut over {axis}"
+            notes = (f"if only one stage has the tensor, say which: on {axis}=0",)
+            yield _finding(equation, "index", message, notes)
+        if axis not in written | fixed and any(p.local for p in cut):
+            message = f"several tensors of a rank would have one name: each {axis} counts from 0"
+            notes = (f"write {{{axis}}} in the name too, or the global number, without '#'",)
+            yield _finding(equation, "index", message, notes)
 
 
 def _unknown_axis(axis: str, mesh: MeshShape) -> str | None:

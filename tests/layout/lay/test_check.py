@@ -121,6 +121,22 @@ def test_two_views_of_the_ranks_cannot_both_cut() -> None:
 
 def test_local_axes_stand_in_names() -> None:
     assert not static("m{vpp}.a.{#l@vpp@ep} = L{l}.g[f h]", "P")
+    assert not static("a.{l@vpp@ep} = L{l}.g[f h]", "P")
+    assert not static("m{vpp}.a = E[v h] on vpp=0", "P")
+
+
+@pytest.mark.parametrize(
+    ("rules", "code", "says"),
+    [
+        ("m{vpp}.a = E[v h]", "index", "on vpp=0"),
+        ("a = E[v@vpp h]", "mesh-axis", "vpp is a local axis"),
+        ("a.{#l@vpp@ep} = L{l}.g[f h]", "index", "write {vpp} in the name too"),
+    ],
+)
+def test_local_axes_where_they_say_nothing(rules: str, code: str, says: str) -> None:
+    found = static(rules, "P")
+    assert [f.code for f in found] == [code]
+    assert says in found[0].render()
 
 
 def test_families_that_nobody_holds_are_a_warning() -> None:
@@ -161,6 +177,9 @@ def test_a_pipe_that_no_name_follows_is_a_warning() -> None:
             "cuts v@tp at 6, inside of a block of 4",
         ),
         ("a = E[v h]", {"v": 3}, "unsolved", "no shape says how long h is"),
+        ("a = E[v h]; flat each @dp of m", {"v": 3, "h": 1}, "flat", "found: 3"),
+        ("a = E[v h]; flat group(**) @dp:[1 2] of m", {"v": 2, "h": 2}, "flat", "add up to 4"),
+        ("a = E[v h]; flat each @dp:ceil of m start/0", {"v": 2, "h": 2}, "flat", "start 0"),
     ],
 )
 def test_what_is_wrong_with_sizes(rules: str, sizes: dict[str, int], code: str, says: str) -> None:
