@@ -414,7 +414,11 @@ class _Run:
         return None
 
     def _sweep(self) -> list[str]:
-        if self.plan.sweep_s is None:
+        age = self.plan.sweep_s
+        if age is None:
             return []
-        folders = (COMMITS, GENERATIONS, DATA, PINS, LEASES)
-        return [n for f in folders for n in self.store.sweep(f, older_than_s=self.plan.sweep_s)]
+        # Beside the marker of the root lie other people's files and folders, perhaps very many.
+        swept = self.store.sweep("", older_than_s=age, deep=False)
+        for folder in (COMMITS, GENERATIONS, DATA, PINS, LEASES):
+            swept += self.store.sweep(folder, older_than_s=age)
+        return swept

@@ -240,11 +240,14 @@ class Store(ABC):
     def sync(self, prefix: str) -> None:
         """Make the names below folder `prefix`, and the folder's own name, durable."""
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         """Remove leftovers of interrupted calls below `prefix` and return their names.
 
         Leftovers are temporary files or unfinished multipart uploads, last touched more than
-        `older_than_s` seconds ago (so that a call still under way keeps its own).
+        `older_than_s` seconds ago (so that a call still under way keeps its own). Not `deep`: only
+        those directly below `prefix`, for a folder that others use as well.
         """
         check_prefix(prefix)
         return []

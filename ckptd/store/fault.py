@@ -192,10 +192,15 @@ class Fault(Wrapper):
         """Count; maybe fail."""
         self.step("sync", prefix, 0, lambda: self.inner.sync(prefix))
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         """Count; maybe fail."""
         return self.step(
-            "sweep", prefix, 0, lambda: self.inner.sweep(prefix, older_than_s=older_than_s)
+            "sweep",
+            prefix,
+            0,
+            lambda: self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep),
         )
 
 

@@ -6,6 +6,7 @@ Temporary files of a put begin with ``~``, which no key may contain, so a listin
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat as stat_module
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ from ckptd.types import ByteRange
 
 __all__ = ["LocalOptions", "LocalStore", "open_local"]
 
-_TEMPORARY = "~"
+_TEMPORARY = re.compile(r"~[0-9a-f]{24}\.put")  # no key has a "~"; other people's files may
 _MOST_RACES = 16
 _Entries = list[tuple[str, "os.DirEntry[str]"]]
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
@@ -252,7 +254,7 @@ class LocalStore(Store):
 
     def _put(self, path: str, data: memoryview, create_only: bool) -> None:
         folder = os.path.dirname(path)
-        temporary = os.path.join(folder, f"{_TEMPORARY}{secrets.token_hex(12)}.put")
+        temporary = os.path.join(folder, f"~{secrets.token_hex(12)}.put")
         try:
             self._write_temporary(temporary, data)
             if create_only:
@@ -399,15 +401,21 @@ class LocalStore(Store):
                 with suppress(FileNotFoundError):  # removed meanwhile, with all its names
                     self._system.fsync_folder(folder)
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
-        """Remove temporary files of interrupted puts, and folders that hold nothing else."""
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
+        """Remove temporary files of interrupted puts, and folders that hold nothing else.
+
+        Not `deep`: looks at the folder itself and at no other.
+        """
         check_prefix(prefix)
         top = os.path.join(self._root, prefix).rstrip("/") or "/"
         self._refuse_outside(top)
         limit = time.time() - older_than_s
         removed = []
-        for folder, folders, names in os.walk(top, topdown=False, onerror=_raise):
-            old = [os.path.join(folder, n) for n in names if n.startswith(_TEMPORARY)]
+        walk = os.walk(top, topdown=not deep, onerror=_raise)
+        for folder, folders, names in walk if deep else islice(walk, 1):
+            old = [os.path.join(folder, n) for n in names if _TEMPORARY.fullmatch(n)]
             old = [path for path in old if _older(path, limit)]
             for path in old:
                 with writing(path), suppress(FileNotFoundError):

@@ -113,9 +113,13 @@ class Meter(Wrapper):
         """Pass on and count."""
         self.timed("sync", lambda: self.inner.sync(prefix))
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         """Pass on and count."""
-        return self.timed("sweep", lambda: self.inner.sweep(prefix, older_than_s=older_than_s))
+        return self.timed(
+            "sweep", lambda: self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)
+        )
 
 
 class _MeteredWriter(Writer):

@@ -136,9 +136,11 @@ class Retry(Wrapper):
         """Make the names below `prefix` durable."""
         self._retry(lambda: self.inner.sync(prefix))
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         """Remove leftovers."""
-        return self._retry(lambda: self.inner.sweep(prefix, older_than_s=older_than_s))
+        return self._retry(lambda: self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep))
 
 
 class _RetryWriter(Writer):

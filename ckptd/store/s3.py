@@ -275,7 +275,9 @@ class S3Store(Store):
         """Do nothing: an object is durable, name included, when its request returns."""
         check_prefix(prefix)
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         """Abort unfinished multipart uploads."""
         limit = datetime.now(UTC) - timedelta(seconds=older_than_s)
         swept = []
@@ -283,6 +285,8 @@ class S3Store(Store):
             if upload["Initiated"] > limit:
                 continue
             key = upload["Key"][len(self._prefix) :]
+            if not deep and "/" in key[len(prefix) :]:
+                continue
             self._step("abort_multipart_upload", key)
             with suppress(NotFoundError):
                 self._client.call(

@@ -78,9 +78,11 @@ class Wrapper(Store):
         """Pass on."""
         self.inner.sync(prefix)
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         """Pass on."""
-        return self.inner.sweep(prefix, older_than_s=older_than_s)
+        return self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)
 
     def local_path(self, key: str) -> Path | None:
         """Pass on."""

@@ -552,6 +552,7 @@ class StoreContract:
         for prefix in ("", "a/", "a/b/"):
             store.sync(prefix)
             assert store.sweep(prefix, older_than_s=0) == []
+            assert store.sweep(prefix, older_than_s=0, deep=False) == []
         assert store.get("a/b/c") == b"content"
 
     def test_local_path(self, store: Store) -> None:

@@ -165,6 +165,8 @@ class Visited(Wrapper):
         self._step()
         self.inner.sync(prefix)
 
-    def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> Names:
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
         self._step()
-        return self.inner.sweep(prefix, older_than_s=older_than_s)
+        return self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -241,20 +243,35 @@ def test_forged_plan_cannot_take_the_newest(scene: Scene) -> None:
     assert_whole(scene.store, [CommitName(50, 2)])
 
 
-def test_temporary_files_are_swept(ram: Path) -> None:
-    with LocalStore(str(ram)) as store:
-        scene = set_scene(store)
-        store.put("commits/probe.json", b"x")
-        [name] = [p.name for p in (ram / "commits").iterdir() if p.name == "probe.json"]
-        from ckptd.store.local import _TEMPORARY
+KILLED_PUT = """
+import os, sys
+from ckptd.engine.catalogue import Catalogue
+from ckptd.store.local import LocalStore
 
-        left = ram / "commits" / f"{_TEMPORARY}{name}.1"
-        left.write_bytes(b"half")
+store = LocalStore(sys.argv[1])
+if sys.argv[2] != "ckptd.json":
+    Catalogue(store).create_or_open()
+store.watch(lambda step, _: os._exit(9) if step == "os.link" else None)
+Catalogue(store).create_or_open()
+store.put(sys.argv[2], b"{}", create_only=True)
+"""
+
+
+@pytest.mark.parametrize("key", ["ckptd.json", "commits/probe.json"])
+def test_temporary_files_of_a_killed_put_are_swept(key: str, ram: Path) -> None:
+    (ram / "theirs").mkdir()
+    (ram / "~theirs").write_bytes(b"")
+    command = [sys.executable, "-c", KILLED_PUT, str(ram), key]
+    assert subprocess.run(command, timeout=100).returncode == 9
+    [left] = (ram / key).parent.glob("~*.put")
+    with LocalStore(str(ram)) as store:
+        set_scene(store)
         plan = plan_gc(Catalogue(store), 1, leftover_s=0.0)
         time.sleep(0.02)
-        assert run_gc(store, plan).swept
-        assert not left.exists()
-        assert scene.store.exists("commits/probe.json")
+        assert run_gc(store, plan).swept == (str(left.relative_to(ram)),)
+    assert not left.exists()
+    assert (ram / "theirs").exists()
+    assert (ram / "~theirs").exists()
 
 
 # -- death at every operation ----------------------------------------------------------------------

@@ -199,28 +199,48 @@ def test_setgid_and_group_of_the_root_are_kept(tmp_path: Path) -> None:
 # -- leftovers -----------------------------------------------------------------------------------
 
 
+OLD, NEW = (f"~{digit * 24}.put" for digit in "01")
+
+
 def test_sweep_takes_old_leftovers_only(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put("a/b", b"1")
-    (tmp_path / "a" / "~old.put").write_bytes(b"")
-    (tmp_path / "a" / "~new.put").write_bytes(b"")
+    (tmp_path / "a" / OLD).write_bytes(b"")
+    (tmp_path / "a" / NEW).write_bytes(b"")
     (tmp_path / "gone").mkdir()
-    (tmp_path / "gone" / "~old.put").write_bytes(b"")
-    for path in tmp_path.rglob("~old.put"):
+    (tmp_path / "gone" / OLD).write_bytes(b"")
+    for path in tmp_path.rglob(OLD):
         os.utime(path, (1e9, 1e9))
-    assert store.sweep(older_than_s=3600) == ["a/~old.put", "gone/~old.put"]
-    assert leftovers(tmp_path) == ["~new.put"]
+    assert store.sweep(older_than_s=3600) == [f"a/{OLD}", f"gone/{OLD}"]
+    assert leftovers(tmp_path) == [NEW]
     assert not (tmp_path / "gone").exists()
     assert store.get("a/b") == b"1"
+
+
+def test_sweep_leaves_what_others_name_alike(tmp_path: Path) -> None:
+    for name in ("~", "~$thesis.docx", f"{OLD}.txt", "~0.put"):
+        (tmp_path / name).write_bytes(b"")
+    assert LocalStore(tmp_path).sweep(older_than_s=0) == []
+    assert len(leftovers(tmp_path)) == 4
 
 
 def test_sweep_keeps_to_its_prefix(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "~x").write_bytes(b"")
-    assert store.sweep("a/", older_than_s=0) == ["a/~x"]
-    assert leftovers(tmp_path) == ["~x"]
+        (tmp_path / folder / OLD).write_bytes(b"")
+    assert store.sweep("a/", older_than_s=0) == [f"a/{OLD}"]
+    assert leftovers(tmp_path) == [OLD]
+
+
+def test_a_sweep_that_is_not_deep(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    (tmp_path / "theirs" / "empty").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "theirs"):
+        (folder / OLD).write_bytes(b"")
+    assert store.sweep(older_than_s=0, deep=False) == [OLD]
+    assert (tmp_path / "theirs" / "empty").is_dir()
+    assert leftovers(tmp_path) == [OLD]
 
 
 # -- durability ----------------------------------------------------------------------------------

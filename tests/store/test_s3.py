@@ -219,6 +219,7 @@ def test_sweep_keeps_to_its_prefix(store: S3Store) -> None:
     writer = store.writer("data/big", len(BIG))
     writer.write(memoryview(BIG)[:PART])
     assert store.sweep("elsewhere/", older_than_s=0) == []
+    assert store.sweep(older_than_s=0, deep=False) == []
     assert store.sweep("data/", older_than_s=0) == ["data/big"]
     writer.abort()
 
