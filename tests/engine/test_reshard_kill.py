@@ -21,7 +21,14 @@ from ckptd.store import open_store
 from tests.engine.llama import HF, MEGATRON, program, resharded, save, values
 
 KILLS = 20
-BIG = 24
+FILES = 5
+BIG = 12
+STAGES = """
+space s { L{l}.w[o i] }
+mesh P = pp:5
+layout whole of s on none { l.{l}.w = L{l}.w[o i] }
+layout stages of s on P { stage.{l@pp}.w = L{l}.w[o i] }
+"""
 
 
 @pytest.fixture
@@ -63,15 +70,15 @@ def data_of(root: Path) -> dict[str, bytes]:
 
 def test_twenty_kills_end_in_the_same_bytes(tmp_path: Path, zygote: subprocess.Popen[str]) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
-    data = values(states=False)
-    # Larger than one round of the least budget, so that files are under way when it dies.
     rng = np.random.default_rng(1)
-    for i in range(4):
-        data[f"big.{i}"] = rng.standard_normal((256, BIG * 256)).astype(np.float32)
+    shape = (1024, BIG * 256)
     with open_store(source) as store:
-        save(store, data)
-    args = ["reshard", str(source), str(target), "--to", "fsdp", "--budget", "32MiB"]
-    args += ["-e", "mesh fsdp = dp:5"]
+        save(store, {f"l.{i}.w": rng.random(shape, dtype=np.float32) for i in range(FILES)})
+    lay = tmp_path / "stages.lay"
+    lay.write_text(STAGES)
+    # Files that have nothing in common are written one after the other, in several rounds each.
+    args = ["reshard", str(source), str(target), "--to", f"{lay}:stages", "--budget", "32MiB"]
+    args += ["--from", f"{lay}:whole"]
     ask(zygote, [*args, "--dry-run"])  # it has imported everything when it answers
     assert answer(zygote, "ended") == "0"
     begun = time.monotonic()
@@ -79,7 +86,7 @@ def test_twenty_kills_end_in_the_same_bytes(tmp_path: Path, zygote: subprocess.P
     assert answer(zygote, "ended") == "0"
     whole_s = time.monotonic() - begun
     wanted = data_of(target)
-    assert len([n for n in wanted if n.endswith(".safetensors")]) == 5
+    assert len([n for n in wanted if n.endswith(".safetensors")]) == FILES
     kills, ends, resumed = 0, 0, 0
     moments = random.Random(11)
     shutil.rmtree(target)
