@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.engine.reshard.layouts import Program
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.digest import digest_hex
+from ckptd.layout.lay.equation import Bound, Resolved
 from ckptd.layout.lay.local import LocalTensor, local_tensors
 from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.observe import bind_ranks, bind_stored
@@ -66,7 +67,7 @@ class JobLayout:
     spelling
         How names are made.
     rank
-        Of this process in the layout; 0 where it has no mesh.
+        Of this process in the layout; 0 where it has no mesh, -1 where it is not in it.
     """
 
     program: Program
@@ -191,10 +192,13 @@ class Laid:
         See `ckptd.train.laid_program.read_layout`.
     agreement
         Of the job.
+    ranks
+        Which ranks of the job are the ranks of the layout; all of them, in order, when None.
     """
 
     layout: LayoutSpec
     agreement: Agreement
+    ranks: Sequence[int] | None = None
     _bound: JobLayout | None = field(default=None, init=False)
     _known: str = field(default="", init=False)
 
@@ -202,6 +206,9 @@ class Laid:
         self._program = read_layout(self.layout)
         self._resolved = self._program.resolve()
         mesh, world = self._resolved.mesh, self.agreement.board.world
+        if self.ranks is None:
+            self.ranks = range(world)
+        world = len(self.ranks)
         if mesh is not None and mesh.world != world:
             raise UsageError(
                 "the layout is for another number of ranks",
@@ -210,6 +217,30 @@ class Laid:
                 wanted=f"{mesh.world} ranks, as its mesh has",
                 found=f"{world} ranks in this job",
             )
+
+    @staticmethod
+    def mesh_world(layout: LayoutSpec) -> int:
+        """Return the number of ranks that a layout is for; 1 where it has no mesh."""
+        mesh = read_layout(layout).resolve().mesh
+        return mesh.world if mesh is not None else 1
+
+    @property
+    def program(self) -> Program:
+        """The program, as it was given."""
+        return self._program
+
+    @property
+    def resolved(self) -> Resolved:
+        """The layout, looked up."""
+        return self._resolved
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of this process in the layout; None where it is in none."""
+        mine, ranks = self.agreement.board.rank, self.ranks or ()
+        if self.whole:
+            return 0 if mine in ranks else None
+        return ranks.index(mine) if mine in ranks else None
 
     @property
     def whole(self) -> bool:
@@ -245,16 +276,18 @@ class Laid:
 
     # --- what ranks tell each other -------------------------------------------------------------
 
+    def spelling(self, seen: Seen) -> Spelling | None:
+        """Return how a state's names begin; None when no rule matches any."""
+        return spelling_of(self._resolved, seen.shapes, seen.optimizers, stored=self.whole)
+
     def _post(self, seen: Seen) -> _Post:
-        found = spelling_of(
-            self._resolved, seen.shapes, seen.optimizers, stored=self._resolved.mesh is None
-        )
-        if found is None:
+        found = self.spelling(seen)
+        if found is None or self.rank is None:
             return _Post(None, None, {})
         resolved = found.put_into(self._resolved)
         templates, matcher = Templates(resolved), Matcher(resolved, stored=self.whole)
-        mesh = self._resolved.mesh
-        at = mesh.coordinates(self.agreement.board.rank) if mesh else None
+        mesh, rank = self._resolved.mesh, self.rank
+        at = mesh.coordinates(rank) if mesh and rank is not None else None
         shapes = {}
         for name, shape in seen.shapes.items():
             undressed = templates.take(name)
@@ -300,13 +333,22 @@ class Laid:
         if resolved.mesh is None:
             union = {n: s for post in posts.values() for n, s in post.shapes.items()}
             bound = bind_stored(resolved, union)
-            rank = 0
         else:
-            by_rank = {r: post.shapes for ranks, post in posts.items() for r in ranks}
+            mine = self.ranks or ()
+            by_rank = {
+                mine.index(r): post.shapes
+                for ranks, post in posts.items()
+                for r in ranks
+                if r in mine
+            }
             bound = bind_ranks(resolved, dict(sorted(by_rank.items())))
-            rank = self.agreement.board.rank
+        return self.job(bound, spelling)
+
+    def job(self, bound: Bound, spelling: Spelling) -> JobLayout:
+        """Return the layout as this rank sees it."""
         program = spelling.put_into_program(self._program)
-        return JobLayout(program, StoredForm(bound), spelling, rank)
+        rank = self.rank
+        return JobLayout(program, StoredForm(bound), spelling, -1 if rank is None else rank)
 
 
 def _agreed(posts: Mapping[tuple[int, ...], _Post], layout: str) -> Spelling:

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 PROGRAM = """
 mesh M = pp:2 tp:2
 mesh D = dp:2 tp:2
+mesh F = dp:3
+mesh G = dp:4
 let kv = 2
 let v = 20
 
@@ -39,6 +41,16 @@ layout hf of llama on none {
   layers.{l}.norm.weight = L{l}.n1[h]
   norm.weight = nf[h]
   head.weight = head[v h]
+}
+
+layout fs on F {
+  use hf
+  default [_@dp:ceil ...]
+}
+
+layout fs4 on G {
+  use hf
+  default [_@dp:ceil ...]
 }
 
 layout mg of llama on M {
@@ -142,6 +154,15 @@ def _vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
     padded = torch.zeros(32, WIDTH)
     padded[:VOCABULARY] = tensor
     return padded[tp * 16 : (tp + 1) * 16]
+
+
+def chunks(full: Tensors, rank: int, world: int) -> Tensors:
+    """Cut whole tensors along their rows as FSDP2 does."""
+    out = {}
+    for name, tensor in full.items():
+        parts = torch.chunk(tensor, world)
+        out[name] = parts[rank].contiguous() if rank < len(parts) else tensor[:0]
+    return out
 
 
 def trained(module: nn.Module, grads: list[Tensors]) -> torch.optim.AdamW:

@@ -1,0 +1,94 @@
+"""Memory that tensors are taken from, or put into, on either end of a move."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.types import DType
+
+__all__ = ["ArrayMemory", "Memory", "words"]
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+class Memory(Protocol):
+    """A contiguous tensor of a rank. Positions are in elements, values are the bytes as they are.
+
+    One thread takes from it, or one puts into it.
+    """
+
+    dtype: DType
+    numel: int
+
+    def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
+        """Copy a strided part into `out`, row-major."""
+
+    def take_at(self, at: I64, out: U8) -> None:
+        """Copy single elements into `out`."""
+
+    def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
+        """Copy row-major values into a strided part."""
+
+    def put_at(self, at: I64, data: U8) -> None:
+        """Copy values to single elements."""
+
+    def region(self) -> tuple[object, int, int]:
+        """Return the device and the first and last address: to find memory that is shared."""
+
+
+class ArrayMemory:
+    """Memory of this process.
+
+    Parameters
+    ----------
+    data
+        Writable bytes, one-dimensional and contiguous.
+    dtype
+        What they are.
+    """
+
+    def __init__(self, data: U8, dtype: DType) -> None:
+        self.dtype = dtype
+        self.numel = len(data) // dtype.itemsize
+        self._data = data
+        self._words = words(data, dtype.itemsize)
+
+    def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
+        """See `Memory`."""
+        view = self._view(start, shape, strides)
+        np.copyto(words(out, self.dtype.itemsize).reshape(shape), view)
+
+    def take_at(self, at: I64, out: U8) -> None:
+        """See `Memory`."""
+        words(out, self.dtype.itemsize)[:] = self._words[at]
+
+    def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
+        """See `Memory`."""
+        view = self._view(start, shape, strides)
+        np.copyto(view, words(data, self.dtype.itemsize).reshape(shape))
+
+    def put_at(self, at: I64, data: U8) -> None:
+        """See `Memory`."""
+        self._words[at] = words(data, self.dtype.itemsize)
+
+    def region(self) -> tuple[object, int, int]:
+        """See `Memory`."""
+        start = int(self._data.__array_interface__["data"][0])
+        return "cpu", start, start + self._data.nbytes
+
+    def _view(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[Any]:
+        """Return a strided part; numpy checks that it lies inside."""
+        size = self.dtype.itemsize
+        steps = tuple(s * size for s in strides)
+        return np.ndarray(shape, _WORDS[size], self._data, start * size, steps)
+
+
+def words(data: U8, itemsize: int) -> NDArray[Any]:
+    """Return bytes as words of one size, whatever they mean."""
+    return data.view(_WORDS[itemsize])
