@@ -117,7 +117,7 @@ def relayout(
     agreement.no_errors(error)
     if move is None:
         raise UsageError("a move was not planned", kind="lay-use")
-    carrier = transport or _transport(process_group, board.world)
+    carrier = transport or _transport(process_group, board.world, timeout_s)
     try:
         return move.run(carrier, budget_bytes, Watch(board, "relayout", timeout_s))
     finally:
@@ -125,8 +125,8 @@ def relayout(
             carrier.close()
 
 
-def _transport(process_group: Any, world: int) -> Transport:
-    return TorchTransport(process_group) if world > 1 else _Alone()
+def _transport(process_group: Any, world: int, timeout_s: float) -> Transport:
+    return TorchTransport(process_group, timeout_s) if world > 1 else _Alone()
 
 
 class _Alone:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -14,38 +14,59 @@ from numpy.typing import NDArray
 
 from ckptd.engine.transport import Pending, gone
 from ckptd.errors import CkptdError, UsageError
+from ckptd.format.digest import digest_hex
+from ckptd.train.board import global_ranks
 
 __all__ = ["TorchTransport"]
 
 U8 = NDArray[np.uint8]
 
+_made: dict[str, int] = {}
+
 
 class TorchTransport:
     """See `ckptd.engine.transport.Transport`.
 
-    Makes a process group of its own: nothing of the job's own traffic is in the way, and nothing
-    is broken by a move that fails. Every rank of `process_group` makes one at the same time.
+    Has connections of its own, that no process group of the job knows: nothing of the job's own
+    traffic is in the way, and a move that fails breaks nothing. Every rank of `process_group`
+    makes one at the same time.
 
     Parameters
     ----------
     process_group
         The ranks that take part; the default group when None.
+    timeout_s
+        For all ranks to be connected, in seconds.
     """
 
     buffers = 0
 
-    def __init__(self, process_group: Any = None) -> None:
+    def __init__(self, process_group: Any = None, timeout_s: float = 300.0) -> None:
+        ranks = global_ranks(process_group)
         if not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
                 "torch.distributed is not initialised",
                 kind="no-process-group",
                 hint="call torch.distributed.init_process_group first",
             )
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        own = digest_hex(repr(ranks).encode())[:12]
+        _made[own] = _made.get(own, 0) + 1
+        store = dist.PrefixStore(
+            f"ckptd/transport/{own}/{_made[own]}", dist.distributed_c10d._get_default_store()
+        )
         self.rank = ranks.index(dist.get_rank())
         self.world = len(ranks)
-        self._closed = False
+        try:
+            self._group: Any = dist.ProcessGroupGloo(
+                store, self.rank, self.world, timedelta(seconds=timeout_s)
+            )
+        except RuntimeError as error:
+            raise CkptdError(
+                "ranks could not be connected",
+                kind="transport",
+                found=str(error).splitlines()[0][:300],
+                hint="every rank of the group makes a transport at the same time",
+            ) from error
 
     def begin(self, message_bytes: int) -> None:
         """See `ckptd.engine.transport.Transport`; connections are there already."""
@@ -53,15 +74,15 @@ class TorchTransport:
     def send(self, peer: int, data: U8) -> Pending:
         """See `ckptd.engine.transport.Transport`."""
         tensor = torch.from_numpy(data)
-        return self._begin(peer, lambda: dist.isend(tensor, group=self._group, group_dst=peer))
+        return self._begin(peer, lambda: self._group.send([tensor], peer, 0))
 
     def receive(self, peer: int, into: U8) -> Pending:
         """See `ckptd.engine.transport.Transport`."""
         tensor = torch.from_numpy(into)
-        return self._begin(peer, lambda: dist.irecv(tensor, group=self._group, group_src=peer))
+        return self._begin(peer, lambda: self._group.recv([tensor], peer, 0))
 
     def _begin(self, peer: int, begin: Callable[[], Any]) -> Pending:
-        if self._closed:
+        if self._group is None:
             raise UsageError("a transport is used after its end", kind="closed")
         try:
             return _Work(begin(), peer)
@@ -70,11 +91,7 @@ class TorchTransport:
 
     def close(self) -> None:
         """See `ckptd.engine.transport.Transport`."""
-        if not self._closed:
-            self._closed = True
-            # A group of which a rank is gone cannot be taken apart in order.
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group(self._group)
+        self._group = None
 
 
 class _Work:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptd.engine.relayout_plan import Roles
-from ckptd.layout.lay.copies import compose
+from ckptd.layout.lay.copies import Composition, compose
 from tests.engine.relayout_world import move
 from tests.layout.lay.test_copies import composed
 from tests.layout.lay.test_live import PAIRS
@@ -24,7 +24,7 @@ def test_every_element_arrives(source: str, target: str) -> None:
 SPACE = "space s { a[n m] X{e}.b[n m] c[n] follow s }"
 
 
-def pair(source: str, target: str, **sizes: int) -> object:
+def pair(source: str, target: str, **sizes: int) -> Composition:
     return compose(
         bound(
             f"{SPACE}\nmesh A = {source.partition(';')[0]}\nlayout a of s on A {{ "

@@ -161,6 +161,7 @@ def chunks(full: Tensors, rank: int, world: int) -> Tensors:
     out = {}
     for name, tensor in full.items():
         parts = torch.chunk(tensor, world)
+        # A rank beyond the last part has nothing.
         out[name] = parts[rank].contiguous() if rank < len(parts) else tensor[:0]
     return out
 
