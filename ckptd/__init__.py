@@ -27,6 +27,7 @@ from ckptd.errors import (
 if TYPE_CHECKING:
     from ckptd.format.codec import register
     from ckptd.train import Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
+    from ckptd.train.relayout import relayout
 
 __version__ = "0.1.0"
 
@@ -52,13 +53,17 @@ __all__ = [
     "WorkerError",
     "__version__",
     "register",
+    "relayout",
 ]
 
 _TRAIN = frozenset(
     {"Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"},
 )
 # numpy comes with this one, so it too is imported on first use.
-_HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {"register": "ckptd.format.codec"}
+_HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
+    "register": "ckptd.format.codec",
+    "relayout": "ckptd.train.relayout",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -32,6 +32,7 @@ NAMES = [
     "WorkerError",
     "__version__",
     "register",
+    "relayout",
 ]
 
 FROM_TRAIN = ["Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]

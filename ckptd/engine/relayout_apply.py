@@ -68,7 +68,7 @@ class Arrivals:
         if memory is None:
             raise UsageError(
                 "the state has no place for what arrives",
-                kind="lay-fit",
+                kind="lay-use",
                 where=incoming.tensor.name,
                 hint="leave states out on every rank: states=False",
             )
