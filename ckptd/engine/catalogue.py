@@ -12,7 +12,8 @@ from contextlib import nullcontext
 
 from ckptd.engine.clock import stamp
 from ckptd.engine.index import MAX_TRIES, Index
-from ckptd.engine.leases import hold
+from ckptd.engine.leases import hold, relied_on
+from ckptd.engine.marks import unmarked
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError
 from ckptd.format.names import (
     COMMITS,
@@ -221,7 +222,8 @@ class Catalogue(Index):
         """
         self._check_publishable(commit)
         key = commit_key(commit.name)
-        if not self._create(key, encode_record(commit)):
+        ours = self._create(key, encode_record(commit))
+        if not ours:
             won = self.commit(commit.name)
             same = (won.attempt, won.manifest_digest) == (commit.attempt, commit.manifest_digest)
             if won.write_id != commit.write_id and not same:
@@ -235,7 +237,7 @@ class Catalogue(Index):
         self.store.sync(COMMITS)
         self._known.add(commit.name)
         self._records.pop(commit.name, None)
-        self._withdraw_hollow(commit)
+        self._check_whole(commit, ours)
         self.check_not_superseded(commit.generation)
 
     def _check_publishable(self, commit: Commit) -> None:
@@ -257,14 +259,18 @@ class Catalogue(Index):
                 raise self._missing(commit, folder)
         self.check_not_superseded(commit.generation)
 
-    def _withdraw_hollow(self, commit: Commit) -> None:
+    def _check_whole(self, commit: Commit, ours: bool) -> None:
         """Take the record back when gc took the attempt for a leftover at this very moment.
 
-        gc deletes the manifest, then looks for the record: one of the two sees the other.
+        A record of another committer stays while the manifest does: it may have been told so.
         """
-        if self.size(commit.folder + commit.manifest) is None:
+        free = unmarked(self.store, [commit.folder])
+        there = self.size(commit.folder + commit.manifest) is not None
+        if free and there:
+            return
+        if ours or not there:
             self.store.delete([commit_key(commit.name)])
-            raise self._missing(commit, commit.folder + commit.manifest)
+        raise self._missing(commit, commit.folder + commit.manifest)
 
     def _missing(self, commit: Commit, key: str) -> CorruptError:
         return CorruptError(
@@ -289,7 +295,7 @@ class Catalogue(Index):
         self._create(pin_key(name), encode_record(record))
         # gc deletes the commit, then looks at the pins again: one of the two sees the other.
         try:
-            self.commit(name)
+            relied_on(self, name)
         except NotFoundError:
             self.store.delete([pin_key(name)])
             raise

@@ -18,6 +18,7 @@ import msgspec
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.inventory import ABANDONED_S, Inventory, decide, guarded, take
 from ckptd.engine.leases import expired, leases
+from ckptd.engine.marks import put_mark
 from ckptd.engine.policy import Keep
 from ckptd.errors import ConflictError, NotFoundError
 from ckptd.format.names import (
@@ -25,6 +26,7 @@ from ckptd.format.names import (
     DATA,
     GENERATIONS,
     LEASES,
+    MARKS,
     PARTS,
     PINS,
     CommitName,
@@ -33,8 +35,8 @@ from ckptd.format.names import (
     parse_data_folder,
     pin_key,
 )
-from ckptd.format.records import Commit
-from ckptd.store.base import Store
+from ckptd.format.records import Commit, decode_record
+from ckptd.store.base import ObjectInfo, Store
 
 __all__ = ["GcItem", "GcKept", "GcPlan", "GcReport", "plan_gc", "run_gc"]
 
@@ -231,15 +233,26 @@ def _why_left(name: CommitName, modified: float, inventory: Inventory, old: floa
 
 
 def _weigh(store: Store, kind: Kind, folder: str) -> GcItem:
-    found = list(store.list(folder))
+    marks, found = _parted(store.list(folder), folder + MARKS)
     return GcItem(
         kind,
         folder,
         "",
         nbytes=sum(o.size for o in found),
-        objects=len(found),
+        objects=len(marks) + len(found),
         modified=max((o.modified for o in found), default=0.0),
     )
+
+
+def _parted(
+    objects: Iterable[ObjectInfo], folder: str
+) -> tuple[list[ObjectInfo], list[ObjectInfo]]:
+    """Part objects into those in a folder and all others."""
+    inside: list[ObjectInfo] = []
+    others: list[ObjectInfo] = []
+    for o in objects:
+        (inside if o.key.startswith(folder) else others).append(o)
+    return inside, others
 
 
 def _parts(store: Store, records: Iterable[Commit]) -> Iterator[GcItem]:
@@ -362,6 +375,10 @@ class _Run:
     def _put_back(self, key: str, raw: bytes) -> None:
         with suppress(ConflictError):  # somebody else did
             self.store.put(key, raw, create_only=True)
+        # Another gc that saw no record deletes the data and looks for records after that.
+        record = decode_record(raw, Commit, self.catalogue.where(key))
+        if not all(set(self.store.children(f)) - {MARKS} for f in record.folders):
+            self._delete([key])
 
     # -- data
 
@@ -370,34 +387,42 @@ class _Run:
         why = self._still_used(item)
         if why is not None:
             return why
-        found = list(self.store.list(item.key))
+        marks, found = _parted(self.store.list(item.key), item.key + MARKS)
         if item.kind == "leftover" and any(o.modified > item.modified for o in found):
             return "written to since the plan"
-        raw: dict[str, bytes] = {}
-        for key in [o.key for o in found if o.key.startswith(item.key + MANIFEST)]:
-            with suppress(NotFoundError):  # another gc is at it
-                raw[key] = self.store.get(key)
-        self._delete(list(raw))
-        # A committer creates the record, then looks for the manifest; see Catalogue.publish.
+        mark = put_mark(self.store, item.key)
         why = self._still_used(item)
         if why is not None:
-            for key, data in raw.items():
-                self.store.put(key, data)
+            self._delete([mark])
             return why
-        self._delete([o.key for o in found if o.key not in raw])
+        keys = [o.key for o in found]
+        # Without its manifest a folder is nothing that anybody could commit.
+        self._delete([k for k in keys if k.startswith(item.key + MANIFEST)])
+        self._delete([k for k in keys if not k.startswith(item.key + MANIFEST)])
+        # Another gc may have put a record back; it looks at the data then, and we for records.
+        hollow = [n for n, r in self._records(item).items() if item.key in r.folders]
+        self._delete([commit_key(n) for n in hollow])
+        self._delete([*(o.key for o in marks), mark])
         return None
 
-    def _still_used(self, item: GcItem) -> str | None:
+    def _records(self, item: GcItem) -> dict[CommitName, Commit]:
         names = set(self.catalogue.commits())
         if item.name is not None:
             names.add(item.name)  # a listing that lags may hide it: ask by name
-        records = self.catalogue.records(names)
+        return self.catalogue.records(names)
+
+    def _still_used(self, item: GcItem) -> str | None:
+        records = self._records(item)
         for name, record in records.items():
             if item.key in record.folders:
                 return f"{name} refers to it"
-        # Without the record nobody knows which attempt the reader is at; with it, it was not this.
-        if item.name not in records and item.name in guarded(self.catalogue, time.time()):
+        # Without its record nobody knows which attempt a reader is at, or what else it refers to;
+        # another gc may be about to put the record back. With it, it was not this.
+        names = {item.name, *(i.name for i in self.plan.items if i.kind == "commit")}
+        if (names - set(records)) & set(guarded(self.catalogue, time.time())):
             return "pinned or leased"
+        if self.catalogue.newest_generation() != self.plan.newest:
+            return "a generation was claimed"
         return None
 
     # -- the rest

@@ -2,7 +2,8 @@
 
 A reader creates the lease first and looks for the commit second; gc deletes the commit first and
 looks for leases second. Whatever the order of events, one of the two sees the other: either the
-reader is told that the checkpoint is gone, or gc puts the commit back.
+reader is told that the checkpoint is gone, or gc puts the commit back. Where several clean-ups are
+at work, one may put back what another is about to take the data of: see `ckptd.engine.marks`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from types import TracebackType
 from typing import Self
 
 from ckptd.engine.index import Index
+from ckptd.engine.marks import unmarked
 from ckptd.errors import ConflictError, NotFoundError
-from ckptd.format.names import LEASES, CommitName, lease_key
+from ckptd.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.format.records import Commit, Lease, encode_record
 from ckptd.store.base import Store
 
-__all__ = ["Hold", "expired", "hold", "hold_latest", "leases"]
+__all__ = ["Hold", "expired", "hold", "hold_latest", "leases", "relied_on"]
 
 LEASE_S = 3600.0
 """How long a lease lasts unless it is renewed, in seconds."""
@@ -57,7 +59,7 @@ class Hold:
             Kind ``no-commit``: it had run out, and the checkpoint was deleted.
         """
         _write(self.index.store, self.commit.name, self.lease_id, self.holder, self.seconds)
-        self.index.commit(self.commit.name)
+        relied_on(self.index, self.commit.name)
 
     def release(self) -> None:
         """End the lease. Idempotent."""
@@ -87,11 +89,30 @@ def hold(index: Index, name: CommitName, *, seconds: float = LEASE_S, holder: st
     holder = f"{holder or 'reader'} {socket.gethostname()}:{os.getpid()}"
     _write(index.store, name, lease_id, holder, seconds)
     try:
-        commit = index.commit(name)
+        commit = relied_on(index, name)
     except BaseException:
         index.store.delete([lease_key(lease_id)])
         raise
     return Hold(index, commit, lease_id, holder, seconds)
+
+
+def relied_on(index: Index, name: CommitName) -> Commit:
+    """Return the record of a checkpoint that is leased or pinned by now.
+
+    Raises
+    ------
+    NotFoundError
+        Kind ``no-commit``: there is no such checkpoint, or it is being deleted.
+    """
+    commit = index.commit(name)
+    if not unmarked(index.store, commit.folders):
+        raise NotFoundError(
+            f"{name} is being deleted",
+            kind="no-commit",
+            where=index.where(commit_key(name)),
+            hint=f"ckptd ls {index.store.url} --all",
+        )
+    return commit
 
 
 def hold_latest(index: Index, *, seconds: float = LEASE_S, holder: str = "") -> Hold | None:

@@ -49,6 +49,7 @@ DATA = "data/"
 PINS = "pins/"
 LEASES = "leases/"
 PARTS = "parts/"
+MARKS = "deleting/"
 WITNESS = "witness"
 
 # [0-9] and not \d, which takes the digits of every script.

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.engine import marks
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.gc import GcItem, GcPlan, plan_gc, run_gc
 from ckptd.engine.inventory import missing_files
@@ -68,6 +69,12 @@ def set_scene(store: Store) -> Scene:
     store.put(pin_key(CommitName(5, 1)), encode_record(gone))
     store.put(lease_key("old"), encode_record(Lease(10, 1, expires=time.time() - 1e4)))
     return Scene(store, in_flight, zombie)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Company that comes in the middle of a clean-up cannot wait for its end."""
+    monkeypatch.setattr(marks, "WAIT_S", 0.0)
 
 
 @pytest.fixture

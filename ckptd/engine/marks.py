@@ -1,0 +1,46 @@
+"""Marks on a data folder: somebody is about to delete it.
+
+A clean-up puts a mark of its own into the folder first, looks second whether anybody relies on
+what is in there, and then deletes the folder or takes its mark away. Whoever comes to rely on a
+folder says so first (by a commit record, a lease or a pin) and looks for marks second. One of the
+two sees the other, however many there are of either.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+
+from ckptd.format.names import MARKS
+from ckptd.store.base import Store
+
+__all__ = ["put_mark", "unmarked"]
+
+WAIT_S = 5.0
+"""How long to wait for a clean-up to make up its mind, in seconds."""
+VOID_S = 3600.0
+"""Age at which a mark is that of a clean-up which died before it deleted anything, in seconds."""
+_POLL_S = 0.05
+
+
+def put_mark(store: Store, folder: str) -> str:
+    """Mark a data folder and return the mark's key."""
+    key = f"{folder}{MARKS}{uuid.uuid4().hex}"
+    store.put(key, b"")
+    return key
+
+
+def unmarked(store: Store, folders: Iterable[str]) -> bool:
+    """Tell whether nobody is about to delete any of the folders; waits while that is open."""
+    folders = list(folders)
+    end = time.monotonic() + WAIT_S
+    while any(_is_marked(store, folder) for folder in folders):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _is_marked(store: Store, folder: str) -> bool:
+    return any(o.modified + VOID_S > time.time() for o in store.list(folder + MARKS))
