@@ -84,6 +84,12 @@ def test_the_tree_in_the_module_is_the_tree() -> None:
     assert sorted(set(names)) == sorted(CLASSES)
 
 
+def test_a_kind_by_default_means_nothing_else() -> None:
+    defaults = {cls.default_kind: name for name, cls in CLASSES.items()}
+    other = [f"{w}: {c} {k}" for c, k, w in raised() if k in defaults and defaults[k] != c]
+    assert not other, "kinds that another class has by default:\n" + "\n".join(other)
+
+
 def test_kinds_by_default_differ() -> None:
     kinds = [cls.default_kind for cls in CLASSES.values()]
     assert len(kinds) == len(set(kinds))

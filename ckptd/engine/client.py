@@ -151,7 +151,7 @@ class WriterClient:
             if not free:
                 raise SaveError(
                     "the previous save still occupies the staging buffer",
-                    kind="busy",
+                    kind="draining",
                     wanted=f"free within {timeout_s:.0f} s",
                     hint="save less often, or give the store more bandwidth",
                 )
@@ -283,10 +283,10 @@ class WriterClient:
             if self._board.world > 1:
                 self._ask_board(number, job)
             if now > job.deadline:
-                error = SaveError("the save did not finish in time", kind="deadline")
+                error = SaveError("the save did not finish in time", kind="overdue")
                 self._fail(number, error, release=job.written)
         if self._hangs(now):
-            # It would keep the staging buffer for ever, and every later save would fail as busy.
+            # It would keep the staging buffer for ever, and every later save would fail for it.
             self._end_worker(f"it has said nothing for {now - self._heard:.0f} s")
         return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
 

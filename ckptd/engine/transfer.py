@@ -105,7 +105,7 @@ class Transfer:
         RefusedError
             Kind ``behind``: the target has that step, or a later one, and it is another one.
         ConflictError
-            Kind ``busy``: another copy into this root is at work. Kind ``superseded``: a job
+            Kind ``at-work``: another copy into this root is at work. Kind ``superseded``: a job
             claimed a generation of the target meanwhile.
         """
         original = self._read(commit)

@@ -50,7 +50,7 @@ class Working:
         Raises
         ------
         ConflictError
-            Kind ``busy``: somebody else is at work in the newest generation.
+            Kind ``at-work``: somebody else is at work in the newest generation.
         """
         newest = catalogue.newest_generation()
         record = catalogue.generation(newest) if newest else None
@@ -96,7 +96,7 @@ def refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) 
             continue
         raise ConflictError(
             "another one is at work here",
-            kind="busy",
+            kind="at-work",
             where=catalogue.where(key),
             found=f"{lease.holder}, generation {generation}",
             hint="wait for it; if its machine is gone, remove that lease",

@@ -69,7 +69,7 @@ def register(
             )
     taken = next((t for t, (n, _) in _by_type.items() if n == name), None)
     if taken is not None and taken is not cls:
-        raise UsageError("name is registered for another type", kind="conflict", where=name)
+        raise UsageError("name is registered for another type", kind="registered", where=name)
     _by_type[cls] = (name, encode)
     _by_tag[name] = decode
     return cls

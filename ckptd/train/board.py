@@ -80,7 +80,7 @@ class JobBoard:
         except (RuntimeError, dist.DistError) as error:
             raise CkptdError(
                 "the job's store is gone",
-                kind="board",
+                kind="board-lost",
                 found=str(error).splitlines()[0][:200],
                 hint="rank 0 or the launcher has ended; see their logs",
             ) from error

@@ -273,7 +273,7 @@ def test_the_buffer_is_not_reused_before_it_is_written(root: str) -> None:
     first = job.save(1, values(1))
     with pytest.raises(SaveError) as caught:
         job.client.acquire(10, 0.05)
-    assert caught.value.kind == "busy"
+    assert caught.value.kind == "draining"
     first.durable(30.0)
     job.save(2, values(2), attempt="0002").durable(30.0)
     assert [n.step for n in job.catalogue.line()] == [1, 2]

@@ -286,7 +286,7 @@ def _kill_and_take_up(running: subprocess.Popen[bytes], source: Catalogue, targe
         catalogue = Catalogue(store)
         with pytest.raises(ConflictError) as caught:
             copy(source, store, 10)
-        assert caught.value.kind == "busy"
+        assert caught.value.kind == "at-work"
         running.send_signal(signal.SIGKILL)
         running.wait(TIMEOUT_S)
         assert catalogue.line() == []

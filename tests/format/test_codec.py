@@ -150,7 +150,7 @@ def test_a_name_is_taken_once() -> None:
     register(A, name="tests.taken")
     with pytest.raises(UsageError) as caught:
         register(B, name="tests.taken")
-    assert caught.value.kind == "conflict"
+    assert caught.value.kind == "registered"
 
 
 def test_types_that_need_functions_say_so() -> None:

@@ -22,7 +22,7 @@ class Broken(LocalBoard):
 
     def set(self, key: str, value: bytes) -> None:
         if key.endswith("/lease"):
-            raise CkptdError("the job's store is gone", kind="board")
+            raise CkptdError("the job's store is gone", kind="board-lost")
         super().set(key, value)
 
 

@@ -101,7 +101,7 @@ class Job:
         RefusedError
             Kind ``behind``: the target has this step, or a later one, and it is another one.
         ConflictError
-            Kind ``busy``: another process is at work on this very share.
+            Kind ``at-work``: another process is at work on this very share.
         """
         begun = time.monotonic()
         self._catalogue.create_or_open()
