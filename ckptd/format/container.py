@@ -85,7 +85,7 @@ def build_header(
             "too many chunks for one file",
             kind="header-too-large",
             wanted=f"a header of at most {MAX_HEADER_BYTES} bytes",
-            found=f"{padded} bytes",
+            found=f"{padded} bytes for {len(header) - 1} chunks",
         )
     return padded.to_bytes(8, "little") + text.ljust(padded, b" "), offset
 

@@ -19,6 +19,7 @@ from ckptd.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk
 from ckptd.format.digest import MAX_CHUNKS, DigestIndex, is_digest
 from ckptd.format.filemap import FileMap, is_home
 from ckptd.format.manifest import FileEntry, GridEntry, Manifest, MeshEntry
+from ckptd.format.metadata import MAX_METADATA_BYTES
 from ckptd.format.names import (
     MAX_GENERATION,
     MAX_RANK,
@@ -43,7 +44,6 @@ __all__ = [
 
 MAX_DIMS = 64
 MAX_BYTES = 1 << 62
-MAX_METADATA_BYTES = 1 << 18
 MAX_LAY_CHARS = 1 << 20
 FREE_PIECES = 1 << 20
 PIECES_PER_BYTE = 64

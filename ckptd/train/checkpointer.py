@@ -125,7 +125,8 @@ class Checkpointer:
             Any nesting of dicts and lists of tensors, DTensors, modules, optimizers, schedulers,
             loaders, `ckptd.PerRank`, `ckptd.Rng` and plain values.
         metadata
-            JSON values kept in the commit record: metrics for ``keep``, tags. Rank 0's count.
+            JSON values kept in the commit record: metrics for ``keep``, tags; 256 KiB at most.
+            Rank 0's count.
         force
             Save even if `every` says that nothing is due (on every rank alike).
 

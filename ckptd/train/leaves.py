@@ -246,7 +246,7 @@ def check_name(place: Place) -> None:
         raise UsageError(
             "this cannot be a name in a checkpoint",
             kind="bad-name",
-            where=place.path,
+            where=place.path[:200],
             wanted=f"1 to {MAX_NAME_CHARS} printable characters",
-            found=repr(name[:80]),
+            found=f"{name[:80]!r}, {len(name)} characters",
         )

@@ -15,7 +15,9 @@ from ckptd.engine.policy import Keep
 from ckptd.engine.staging import Staging
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError
+from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
+from ckptd.format.metadata import checked_metadata
 from ckptd.train.agree import Agreement
 from ckptd.train.copying import CopyStep, copy_all, copy_steps
 from ckptd.train.describe import Describer
@@ -89,6 +91,8 @@ class Saver:
         handle = SaveHandle(step, generation, attempt, 0)
         key = f"save/{generation}/{step}/{attempt}"
         try:
+            # Only those of rank 0 count; what is wrong with them is told before a byte is copied.
+            metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
             with no_collection():
                 leaves = taken = flatten(state)
                 laid = None
@@ -113,7 +117,7 @@ class Saver:
                 objects=self._objects(leaves, plan) if leader else (),
                 replicas=replicas,
                 blobs=blobs,
-                metadata=metadata if self._board.rank == 0 else {},
+                metadata=metadata,
                 keep=keep,
                 timeout_s=self._timeout_s,
             )
@@ -151,6 +155,7 @@ class Saver:
     ) -> None:
         if self._steps_of != plan.digest:
             rank = self._board.rank
+            build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
             self._steps = copy_steps(plan, rank, leaves.tensors, self._describer, laid)
             self._steps_of = plan.digest
         tensor_bytes = plan.filemap.data_bytes(self._board.rank)

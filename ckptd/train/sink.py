@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.errors import UsageError
+from ckptd.format.invariants import MAX_DIMS
 from ckptd.train.dtypes import dtype_name
 from ckptd.train.leaves import (
     Leaves,
@@ -193,6 +194,13 @@ def check_tensor(place: Place, tensor: torch.Tensor, *, loading: bool) -> None:
             "only dense tensors and DTensors can be saved",
             f"{type(tensor).__name__}, layout {tensor.layout}",
             "save the dense tensors that it is made of",
+        )
+    if tensor.dim() > MAX_DIMS:
+        raise _bad(
+            place,
+            f"a tensor of more than {MAX_DIMS} dimensions",
+            f"{tensor.dim()} dimensions",
+            "reshape it",
         )
     dtype_name(tensor.dtype, place.name)
     if tensor.is_meta and not loading:

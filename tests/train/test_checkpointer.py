@@ -527,3 +527,48 @@ def test_a_spec_of_a_root_retries_what_may_heal(root: str) -> None:
     spec = root_spec(root, {}, 5.0)
     assert isinstance(spec, StoreSpec)
     assert [type(w).__name__ for w in spec.wrappers] == ["RetrySpec", "ThrottleSpec"]
+
+
+# -- what is refused before a byte is copied ------------------------------------------------------
+
+
+def refused(root: Path, state: dict[str, Any], **options: Any) -> UsageError:
+    """Return the error of a save; the writer is alive, nothing is written, the next save works."""
+    with ckptd.Checkpointer(str(root)) as checkpointer:
+        writer = checkpointer.worker_pid
+        with pytest.raises(UsageError) as caught:
+            checkpointer.save(1, state, **options)
+        assert open_store(str(root)).children("data/") == []
+        handle = checkpointer.save(2, {"w": torch.zeros(2)}, metadata={"loss": 1.5})
+        assert handle is not None
+        handle.durable(60)
+        assert checkpointer.worker_pid == writer
+        assert checkpointer.latest() == 2
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("text", "x" * 300_000), ("loss", torch.zeros(())), (3, "a number as key")]
+)
+def test_metadata_that_cannot_be_kept(tmp_path: Path, key: Any, value: Any) -> None:
+    metadata = {"fine": 1, key: value}
+    error = refused(tmp_path, {"w": torch.zeros(2)}, metadata=metadata)
+    assert (error.kind, error.where) == ("bad-metadata", f"metadata[{key!r}]")
+
+
+def test_names_that_are_too_long(tmp_path: Path) -> None:
+    error = refused(tmp_path, {"model": {"w" * 2100: {"v" * 2100: torch.zeros(2)}}})
+    assert error.kind == "bad-name"
+    assert str(error.where).startswith("state['model']['www")
+
+
+def test_too_many_dimensions(tmp_path: Path) -> None:
+    error = refused(tmp_path, {"model": {"w": torch.zeros([1] * 65)}})
+    assert (error.kind, error.where) == ("unsavable", "model.w")
+
+
+def test_more_chunks_than_a_header_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptd.format.container.MAX_HEADER_BYTES", 20_000)
+    error = refused(tmp_path, {f"w{i}": torch.zeros(1) for i in range(400)})
+    assert error.kind == "header-too-large"
+    assert "400 chunks" in str(error.found)
