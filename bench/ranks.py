@@ -10,6 +10,7 @@ each block once per host and verifies it; DCP's ``rchar``. "device bytes" come f
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
@@ -172,10 +173,10 @@ def main() -> None:
                 args = ["--dir", options.dir, "--layers", str(options.layers), "--case", name]
                 found[name].append(common.in_fresh_process(__file__, args, 1200.0))
             print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
-        report(found, size)  # after each, so that an interrupted run leaves what it has
+        report(found, size, options)  # after each, so that an interrupted run leaves what it has
 
 
-def report(found: dict[str, list[Any]], size: int) -> None:
+def report(found: dict[str, list[Any]], size: int, options: argparse.Namespace) -> None:
     m = common.median
     write, read = (common.limit_of(found["limit"], what) for what in ("write", "read"))
     ours, dcp, later = found["ckptd"], found["dcp"], found["dcp async"]
@@ -203,7 +204,8 @@ def report(found: dict[str, list[Any]], size: int) -> None:
         ["columns, cold: DCP / ckptd", m(columns["dcp"], "cold_s") / m(columns["ckptd"], "cold_s")],
     ]
     text += common.table(["ratio", "value"], ratios)
-    common.publish("ranks", "python bench/ranks.py", text, found)
+    command = f"python bench/ranks.py --layers {options.layers} --reps {options.reps}"
+    common.publish("ranks", command, text, found)
 
 
 if __name__ == "__main__":
