@@ -24,7 +24,7 @@ from tests.layout.lay.programs_random import Pair, pair, pairs
 from tests.layout.lay.programs_random_constructs import CONSTRUCTS
 
 SHORT = 2000
-LONG = 20_000
+LONG = 10_000
 
 
 def judged(drawn: Pair, live: bool = True) -> None:
