@@ -43,7 +43,7 @@ _PATIENCE_S = 60.0
 class TransportContract:
     """See the module."""
 
-    make: ClassVar[Make]
+    make: ClassVar[staticmethod[[], Transport]]
 
     @pytest.mark.timeout(300)
     def test_messages_arrive_in_order(self) -> None:
