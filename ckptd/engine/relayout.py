@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.engine.relayout_apply import Arrivals, change_between, chunk_numel
+from ckptd.engine.relayout_apply import Arrivals, change_between, chunk_numel, place_of
 from ckptd.engine.relayout_check import Sampler
 from ckptd.engine.relayout_memory import Memory
 from ckptd.engine.relayout_plan import Incoming, MovePlan, Outgoing, Roles
@@ -34,6 +34,7 @@ from ckptd.engine.relayout_watch import Watch
 from ckptd.engine.transport import Pending, Transport
 from ckptd.errors import CkptdError, CorruptError, UsageError
 from ckptd.layout.lay.live import Transfers
+from ckptd.layout.lay.regions import Fill
 from ckptd.types import DType
 
 __all__ = ["MoveReport", "Mover", "Scalars", "message_bytes"]
@@ -116,6 +117,8 @@ class Mover:
         How many numbers follow each parameter.
     finish
         Called when everything is there, before the others are told that this process is done.
+    room
+        Most bytes for values that are combined from several ranks.
     """
 
     transport: Transport
@@ -127,6 +130,7 @@ class Mover:
     scalars: Scalars
     scalar_count: int = 0
     finish: Callable[[Mover], None] | None = None
+    room: int = 1 << 62
     report: MoveReport = field(default_factory=MoveReport)
     taken_scalars: dict[str, list[Sequence[tuple[DType, bytes] | None]]] = field(
         default_factory=dict
@@ -136,7 +140,7 @@ class Mover:
     """Own tensors that something arrived for."""
 
     def __post_init__(self) -> None:
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(self.room)
         self._samples: list[tuple[Incoming, DType, int, bytes]] = []
         self._failed: CkptdError | None = None
         self._stop = threading.Event()
@@ -293,6 +297,9 @@ class Mover:
         """Keep what a table says until everything is there."""
         for incoming, dtype, scalars in zip(found, table.dtypes, table.scalars, strict=True):
             if dtype is not None:
+                for values, _ in incoming.parts:
+                    # What does not fit is known now, before any of it is written.
+                    change_between(dtype, place_of(incoming), values, incoming.tensor.name)
                 self.filled.add(incoming.tensor.name)
                 self.taken_scalars.setdefault(incoming.tensor.name, []).append(scalars)
         for sample, value in zip(table.samples, table.values, strict=True):
@@ -318,9 +325,11 @@ class Mover:
             if not found.alone and found.name not in self.filled:
                 continue
             for fill in found.fills:
-                value = np.full(fill.numel, fill.value).astype(found.memory.dtype.numpy)
-                shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
-                found.memory.put(fill.start, shape, strides, value.view(np.uint8))
+                for part in _parts(fill, self.limit // found.memory.dtype.itemsize):
+                    value = np.full(part.numel, part.value).astype(found.memory.dtype.numpy)
+                    shape = tuple(n for n, _ in part.steps)
+                    strides = tuple(s for _, s in part.steps)
+                    found.memory.put(part.start, shape, strides, value.view(np.uint8))
 
     def _check_samples(self) -> None:
         """Look at single elements where the givers say that they must be.
@@ -356,6 +365,28 @@ class Mover:
                 where=", ".join(shown[:8]) + (" ..." if len(shown) > 8 else ""),
                 hint="the plan of the move is wrong, or a tensor changed during it",
             )
+
+
+def _parts(fill: Fill, most: int) -> Iterator[Fill]:
+    """Yield a fill in parts of at most so many elements, or of single ones."""
+    if fill.numel <= most or not fill.steps:
+        yield fill
+        return
+    (n, stride), inner = fill.steps[0], fill.steps[1:]
+    each = max(1, most // max(1, fill.numel // n))
+    for at in range(0, n, each):
+        steps = ((min(each, n - at), stride), *inner)
+        yield from _split(fill._replace(start=fill.start + at * stride, steps=steps), most)
+
+
+def _split(fill: Fill, most: int) -> Iterator[Fill]:
+    """Go on with the inner dimensions where one outer step is too much already."""
+    if fill.numel <= most or len(fill.steps) < 2:
+        yield fill
+        return
+    for i in range(fill.steps[0][0]):
+        start = fill.start + i * fill.steps[0][1]
+        yield from _parts(fill._replace(start=start, steps=fill.steps[1:]), most)
 
 
 def _laid_out(message: Sequence[Window], sizes: Sequence[int]) -> list[tuple[Window, int, int]]:

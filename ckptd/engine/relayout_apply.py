@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from ckptd.engine.relayout_memory import Memory
 from ckptd.engine.relayout_plan import Incoming
 from ckptd.engine.relayout_stream import Chunk, Piece
-from ckptd.engine.reshard.changes import Linear, change_of
-from ckptd.errors import UsageError
+from ckptd.engine.reshard.changes import Linear, change_of, changed_dtype
+from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.lay.modifiers import Average
 from ckptd.layout.lay.values import Values
 from ckptd.types import DType
 
-__all__ = ["Arrivals", "change_between", "chunk_numel"]
+__all__ = ["Arrivals", "change_between", "chunk_numel", "place_of"]
 
 U8 = NDArray[np.uint8]
 F64 = NDArray[np.float64]
@@ -38,10 +38,38 @@ def change_between(
     MismatchError
         ``lay-fit``: the tensor is of another type, and no rule casts.
     """
+    wanted = changed_dtype(source, values, name)
+    if wanted != memory.dtype:
+        raise MismatchError(
+            "a tensor is of another type than what arrives for it",
+            kind="lay-fit",
+            where=name,
+            wanted=memory.dtype.name,
+            found=wanted.name,
+            hint=f"cast({memory.dtype.name}) in the target's rule",
+        )
     change = change_of(source, memory.dtype, values, name)
     if not isinstance(change, Linear | None):
         raise UsageError("quantized tensors are not moved live", kind="lay-use", where=name)
     return change
+
+
+def place_of(incoming: Incoming) -> Memory:
+    """Return the memory that something arrives for.
+
+    Raises
+    ------
+    UsageError
+        The state has none.
+    """
+    if incoming.memory is None:
+        raise UsageError(
+            "the state has no place for what arrives",
+            kind="lay-use",
+            where=incoming.tensor.name,
+            hint="leave states out on every rank: states=False",
+        )
+    return incoming.memory
 
 
 @dataclass(eq=False)
@@ -58,20 +86,20 @@ class _Sum:
 
 @dataclass(eq=False)
 class Arrivals:
-    """Puts values into the tensors of one process. One thread."""
+    """Puts values into the tensors of one process. One thread.
 
+    Parameters
+    ----------
+    room
+        Most bytes for values that are combined from several ranks.
+    """
+
+    room: int = 1 << 62
     _sums: dict[tuple[str, Values | None], _Sum] = field(default_factory=dict)
 
     def put(self, incoming: Incoming, source: DType, chunk: Chunk, data: U8) -> None:
         """Put the values of a chunk, in the giver's type, into their places."""
-        memory = incoming.memory
-        if memory is None:
-            raise UsageError(
-                "the state has no place for what arrives",
-                kind="lay-use",
-                where=incoming.tensor.name,
-                hint="leave states out on every rank: states=False",
-            )
+        memory = place_of(incoming)
         if isinstance(chunk, Piece):
             self._part(incoming, memory, source, chunk.part, chunk, data)
             return
@@ -114,6 +142,14 @@ class Arrivals:
         key = (incoming.tensor.name, values)
         found = self._sums.get(key)
         if found is None:
+            self.room -= 9 * memory.numel
+            if self.room < 0:
+                raise UsageError(
+                    "values of several ranks are combined in more memory than the budget allows",
+                    kind="budget",
+                    where=incoming.tensor.name,
+                    hint="give a larger budget_bytes, or write `any` to take one rank's",
+                )
             total = np.zeros(memory.numel, dtype=np.float64)
             where = np.zeros(memory.numel, dtype=np.bool_)
             divisor = of if _is_average(values, incoming.tensor.name) else 1

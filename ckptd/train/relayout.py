@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from ckptd.train.transport_torch import TorchTransport
 from ckptd.types import DType, dtype_of
 
 __all__ = ["relayout"]
+
+T = TypeVar("T")
 
 _Values = Sequence[tuple[DType, bytes] | None]
 
@@ -106,23 +108,38 @@ def relayout(
     """
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
-    source = _Side.of(source_state, source_layout, agreement, source_ranks)
-    target = _Side.of(target_state, target_layout, agreement, target_ranks)
-    move = error = None
-    try:
-        move = _Move.plan(source, target, board.rank, states)
-    except CkptdError as caught:
-        error = caught
+    source = _agreed_on(
+        agreement, lambda: _Side.of(source_state, source_layout, agreement, source_ranks)
+    )
+    target = _agreed_on(
+        agreement, lambda: _Side.of(target_state, target_layout, agreement, target_ranks)
+    )
     # Nobody makes connections for a move that some rank will not join.
-    agreement.no_errors(error)
-    if move is None:
-        raise UsageError("a move was not planned", kind="lay-use")
+    move = _agreed_on(agreement, lambda: _Move.plan(source, target, board.rank, states))
     carrier = transport or _transport(process_group, board.world, timeout_s)
     try:
         return move.run(carrier, budget_bytes, Watch(board, "relayout", timeout_s))
     finally:
         if transport is None:
             carrier.close()
+
+
+def _agreed_on(agreement: Agreement, function: Callable[[], T]) -> T:
+    """Return what a function does here, if it does it on every rank.
+
+    Raises
+    ------
+    CkptdError
+        On every rank, when it raises on one.
+    """
+    error: CkptdError | None = None
+    found: list[T] = []
+    try:
+        found.append(function())
+    except CkptdError as caught:
+        error = caught
+    agreement.no_errors(error)
+    return found[0]
 
 
 def _transport(process_group: Any, world: int, timeout_s: float) -> Transport:
@@ -295,6 +312,7 @@ class _Move:
             self.scalars,
             len(self.scalar_names),
             self.finish,
+            room=budget_bytes // 4,
         )
         return mover.run()
 

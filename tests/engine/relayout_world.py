@@ -68,6 +68,7 @@ def move(
     roles: Roles | None = None,
     kinds: tuple[str, str] = ("float32", "float32"),
     transport: Callable[[LocalBoard], Transport] | None = None,
+    states: frozenset[str] | None = None,
 ) -> list[tuple[Arrays, Arrays, MoveReport]]:
     """Move everything from one layout to the other; what each process of the target has, and must.
 
@@ -83,6 +84,8 @@ def move(
         Types of source and target.
     transport
         Made for each process; shared memory when None.
+    states
+        What is moved; all states of both when None.
     """
     source, target = composition.source, composition.target
     roles = roles or Roles(tuple(range(source.mesh.world)), tuple(range(target.mesh.world)))
@@ -104,7 +107,7 @@ def move(
             transfers,
             roles,
             process,
-            states=frozenset(source.states.keys() & target.states.keys()),
+            states=states or frozenset(source.states.keys() & target.states.keys()),
             sources=memories(given.get(process, {}), kinds[0]),
             targets=memories(found, kinds[1]),
         )

@@ -82,7 +82,8 @@ def test_values_change_on_the_way() -> None:
         n=4,
         m=6,
     )
-    for found, wanted, _ in move(composition, 1 << 18, kinds=("float32", "float64")):
+    kinds, parameters = ("float32", "float64"), frozenset({""})
+    for found, wanted, _ in move(composition, 1 << 18, kinds=kinds, states=parameters):
         assert np.array_equal(found["a"], wanted["a"])
         # Values are those of the tensors as they are: source = 2 x + 1, target = 4 x - 1.
         assert np.array_equal(found["c"], (wanted["c"] - 1) / 2 * 4 - 1)
