@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable
 
+from ckptd.errors import NotFoundError
 from ckptd.format.names import MARKS
 from ckptd.store.base import Store
 
@@ -43,4 +44,12 @@ def unmarked(store: Store, folders: Iterable[str]) -> bool:
 
 
 def _is_marked(store: Store, folder: str) -> bool:
-    return any(o.modified + VOID_S > time.time() for o in store.list(folder + MARKS))
+    marks = store.children(folder + MARKS)
+    return any(_is_young(store, f"{folder}{MARKS}{mark}") for mark in marks)
+
+
+def _is_young(store: Store, mark: str) -> bool:
+    try:
+        return store.stat(mark).modified + VOID_S > time.time()
+    except NotFoundError:
+        return False  # taken away since the listing

@@ -252,6 +252,6 @@ class Campaign:
 
 
 def _pattern(key: str, url: str) -> str:
-    """Return `key` as a pattern that also fits another root, and other temporary names."""
+    """Return `key` as a pattern that also fits another root, temporary names and marks."""
     key = f"*{key.removeprefix(url)}" if key.startswith(url) else key
-    return re.sub(r"~[0-9a-f]+", "~*", key)
+    return re.sub(r"(~|/deleting/)[0-9a-f]+", r"\1*", key)
