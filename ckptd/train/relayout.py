@@ -79,8 +79,7 @@ def relayout(
         How bytes travel; `TorchTransport` over `process_group` when None. It is closed at the end
         only if it was made here.
     budget_bytes
-        Bound of the memory that the move takes besides the two states. Half of it is used for
-        buffers.
+        Bound of the memory that the move takes besides the two states; half of it is for buffers.
     source_ranks, target_ranks
         Ranks of `process_group` by rank of the layout: the first ones when None. A rank may be in
         both, in one, or in none.
@@ -103,8 +102,7 @@ def relayout(
     CorruptError
         kind ``witness``: sampled elements are not where they must be.
     CkptdError
-        kind ``rank-died`` names a rank that is gone. When one rank fails all ranks raise, and the
-        target is incomplete (`poisoned`).
+        kind ``rank-died`` names a rank that is gone. When one fails all raise (`poisoned`).
     """
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
