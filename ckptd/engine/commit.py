@@ -11,24 +11,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
-
-import numpy as np
 
 from ckptd.engine.assemble import assemble, check_plans, differing_groups
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.job import Part, Save
+from ckptd.engine.publish import publish_manifest, write_witness
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError
-from ckptd.format.digest import digest_hex
-from ckptd.format.invariants import check_files, check_manifest
-from ckptd.format.manifest import Manifest, WitnessEntry, encode_manifest
-from ckptd.format.names import PARTS, WITNESS, part_key
+from ckptd.format.names import PARTS, part_key
 from ckptd.format.records import Commit
-from ckptd.format.witness import SAMPLE, Witness, WitnessPlan
+from ckptd.format.witness import WitnessPlan
 from ckptd.store.base import Store
 
 __all__ = ["blob_key", "commit_attempt", "gather_parts", "remove_parts", "witness_plan"]
@@ -80,15 +74,9 @@ def commit_attempt(
         return other.commit
     check_plans(parts, plan)
     _check_replicas(store, save.folder, parts)
-    witness = _write_witness(store, save.folder, plan, parts)
-    manifest = assemble(plan, parts, save, witness)
-    name, raw = encode_manifest(manifest)
-    check_files(manifest, check_manifest(manifest, save.folder + name, len(raw)))
-    store.put(save.folder + name, raw)
-    store.sync(save.folder)
-    commit = _record(save, manifest, name, raw)
-    catalogue.publish(commit)
-    return commit
+    values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)
+    witness = write_witness(store, save.folder, witness_plan(plan), values)
+    return publish_manifest(catalogue, assemble(plan, parts, save, witness))
 
 
 def remove_parts(store: Store, folder: str) -> None:
@@ -121,25 +109,6 @@ def _or_settled(
         return stop()
 
     return stop_or_settled
-
-
-def _record(save: Save, manifest: Manifest, name: str, raw: bytes) -> Commit:
-    folders = {f.path.rpartition("/")[0] + "/" for f in manifest.files if f.data_start}
-    return Commit(
-        step=save.step,
-        generation=save.generation,
-        attempt=save.attempt,
-        folder=save.folder,
-        folders=tuple(sorted(folders | {save.folder})),
-        manifest=name,
-        manifest_digest=digest_hex(raw),
-        manifest_bytes=len(raw),
-        write_id=uuid.uuid4().hex,
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        world_size=manifest.world_size,
-        data_bytes=sum(f.data_bytes for f in manifest.files),
-        metadata=manifest.metadata,
-    )
 
 
 def gather_parts(
@@ -243,27 +212,4 @@ def _check_replicas(store: Store, folder: str, parts: list[Part]) -> None:
 
 def witness_plan(plan: SavePlan) -> WitnessPlan:
     """Return where the witness looks; every rank and every reader computes the same."""
-    return WitnessPlan(
-        [
-            (t.name, t.shape, d.itemsize, True)
-            for t, d in zip(plan.tensors, plan.filemap.dtypes, strict=True)
-        ]
-    )
-
-
-def _write_witness(
-    store: Store, folder: str, plan: SavePlan, parts: list[Part]
-) -> WitnessEntry | None:
-    where = witness_plan(plan)
-    if not where.total:
-        return None
-    witness = Witness.empty(where)
-    for part in parts:
-        slots = np.frombuffer(part.slots, dtype="<u4").astype(np.int64)
-        rows = np.frombuffer(part.values, dtype=np.uint8)
-        if len(rows) != 8 * len(slots) or (len(slots) and int(slots.max()) >= where.total):
-            raise SaveError("a part's witness is malformed", kind="structure", found=part.rank)
-        witness.put(slots, rows.reshape(-1, 8))
-    raw = witness.encode()
-    store.put(folder + WITNESS, raw)
-    return WitnessEntry(SAMPLE, digest_hex(raw))
+    return WitnessPlan.over(plan.tensors)

@@ -13,12 +13,13 @@ from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.fetch import load_index
 from ckptd.engine.places import Places, missing_file, read_header
 from ckptd.engine.pool import run_all
+from ckptd.engine.publish import publish_manifest
 from ckptd.engine.working import Working
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
 from ckptd.format.filemap import FileMap
-from ckptd.format.invariants import check_files, check_index, check_manifest
-from ckptd.format.manifest import FileEntry, Manifest, encode_manifest
+from ckptd.format.invariants import check_index
+from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
 from ckptd.store.base import Store
@@ -242,26 +243,15 @@ class FileCopy:
             attempt=self._attempt,
             files=tuple(files),
         )
-        name, raw = encode_manifest(manifest)
-        store = self._target.store
         folders = {f.path.rpartition("/")[0] + "/" for f in files if f.data_start}
-        folders.add(manifest.folder)
-        check_files(manifest, check_manifest(manifest, manifest.folder + name, len(raw)))
-        store.put(manifest.folder + name, raw)
-        for folder in sorted(folders):
-            store.sync(folder)
-        commit = msgspec.structs.replace(
-            self._original.commit,
-            generation=manifest.generation,
-            attempt=self._attempt,
-            folder=manifest.folder,
-            folders=tuple(sorted(folders)),
-            manifest=name,
-            manifest_digest=digest_hex(raw),
-            manifest_bytes=len(raw),
+        for folder in sorted(folders - {manifest.folder}):
+            self._target.store.sync(folder)
+        publish_manifest(
+            self._target,
+            manifest,
             write_id=self._working.work_id,
+            created=self._original.commit.created,
         )
-        self._target.publish(commit)
 
 
 def _aligned(header: bytes) -> memoryview:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, UsageError
 from ckptd.format.container import Chunk, build_header, header_bytes, parse_header
-from ckptd.format.manifest import Manifest
+from ckptd.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.layout.grid import strides_of
 from ckptd.layout.region import Region
 from ckptd.types import DType, dtype_of
@@ -104,12 +104,17 @@ class WitnessPlan:
 
     @staticmethod
     def of(manifest: Manifest) -> WitnessPlan:
-        """Return the plan of a checkpoint: tensors that hold encoded objects are left out."""
-        left_out = {o.tensor for o in manifest.objects if o.tensor}
+        """Return the plan of a checkpoint."""
+        return WitnessPlan.over(manifest.tensors, manifest.objects)
+
+    @staticmethod
+    def over(tensors: Iterable[TensorEntry], objects: Iterable[ObjectEntry] = ()) -> WitnessPlan:
+        """Return the plan over tables: tensors that hold encoded objects are left out."""
+        left_out = {o.tensor for o in objects if o.tensor}
         return WitnessPlan(
             [
                 (t.name, t.shape, dtype_of(t.dtype, t.name).itemsize, t.name not in left_out)
-                for t in manifest.tensors
+                for t in tensors
             ]
         )
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.engine.commit import remove_parts
 from ckptd.engine.reshard.assemble import Assembled
 from ckptd.engine.reshard.execute import Budget, Executor
 from ckptd.engine.reshard.feed import Feed, Feeds
 from ckptd.engine.reshard.feeds import MixedFeeds
-from ckptd.engine.reshard.finish import missing_files, remove_parts
+from ckptd.engine.reshard.finish import missing_files
 from ckptd.engine.reshard.job import Share
 from ckptd.engine.reshard.reports import Resharded
 from ckptd.engine.reshard.samples import Expected
@@ -244,7 +245,7 @@ class HfJob:
                     os.replace(partial, self._folder / place.name(number))
         store.sync("")
         store.put(INDEX, _index(self._target, names))
-        remove_parts(store, place)
+        remove_parts(store, place.folder)
 
 
 def _index(target: Target, names: Sequence[str]) -> bytes:

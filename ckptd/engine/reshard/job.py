@@ -13,13 +13,9 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.commit import remove_parts
 from ckptd.engine.reshard.execute import Budget, Executor
-from ckptd.engine.reshard.finish import (
-    commit_parts,
-    find_commit,
-    missing_files,
-    remove_parts,
-)
+from ckptd.engine.reshard.finish import commit_parts, find_commit, missing_files
 from ckptd.engine.reshard.place import OwnPlace
 from ckptd.engine.reshard.reports import Resharded
 from ckptd.engine.reshard.samples import Expected
@@ -135,7 +131,7 @@ class Job:
         known = find_commit(self._catalogue, place)
         commit = known or commit_parts(self._catalogue, place, self._target)
         if commit is not None:
-            remove_parts(store, place)
+            remove_parts(store, place.folder)
         missing = [] if commit else missing_files(store, place, Share().files(self._target))
         return Resharded(
             step=place.name.step,
@@ -156,7 +152,7 @@ class Job:
             if name.step == self._step and self._catalogue.commit(name).attempt == self._attempt:
                 # Who committed may have been killed before it tidied up.
                 place = OwnPlace(name.step, name.generation, self._attempt)
-                remove_parts(self._catalogue.store, place)
+                remove_parts(self._catalogue.store, place.folder)
                 return Resharded(
                     step=self._step,
                     generation=name.generation,

@@ -88,13 +88,7 @@ class Target:
     @cached_property
     def witness(self) -> WitnessPlan:
         """Where the witness looks."""
-        left_out = {o.tensor for o in self.objects if o.tensor}
-        return WitnessPlan(
-            [
-                (t.name, t.shape, d.itemsize, t.name not in left_out)
-                for t, d in zip(self.tensors, self.filemap.dtypes, strict=True)
-            ]
-        )
+        return WitnessPlan.over(self.tensors, self.objects)
 
 
 def share(sizes: Sequence[int], number: int, count: int) -> range:
