@@ -14,8 +14,8 @@ import msgspec
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.filecopy import FileCopy, Original
-from ckptd.engine.working import Working
-from ckptd.errors import RefusedError, UsageError
+from ckptd.engine.working import Working, refuse_behind
+from ckptd.errors import UsageError
 from ckptd.format.invariants import check_files, check_manifest
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
@@ -141,15 +141,7 @@ class Transfer:
                 if _content(self._target.manifest(name)) == _content(original.manifest):
                     return name
                 break
-        if line and line[-1].step >= step:
-            raise RefusedError(
-                f"the target has step {line[-1].step} already, and a copy must come after it",
-                kind="behind",
-                where=self._target.store.url,
-                wanted=f"a step after {line[-1].step}",
-                found=f"step {step}",
-                hint="copy older steps first, or into a root of their own",
-            )
+        refuse_behind(self._target, line, step)
         return None
 
     def _report(self, original: Original, generation: int, state: str, reused: int) -> Copied:

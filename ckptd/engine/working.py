@@ -11,14 +11,15 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import LEASE_S, expired, leases
-from ckptd.errors import ConflictError
+from ckptd.errors import ConflictError, RefusedError
 from ckptd.format.names import CommitName, lease_key
 from ckptd.format.records import Lease, encode_record
 
-__all__ = ["Working", "refuse_others"]
+__all__ = ["Working", "refuse_behind", "refuse_others"]
 
 _RENEW_S = LEASE_S / 6
 
@@ -81,6 +82,19 @@ class Working:
     def end(self) -> None:
         """Say that the work is over. Idempotent."""
         self._catalogue.store.delete([lease_key(self.work_id)])
+
+
+def refuse_behind(catalogue: Catalogue, line: Sequence[CommitName], step: int) -> None:
+    """Raise `RefusedError` (kind ``behind``) unless `step` comes after a root's line."""
+    if line and line[-1].step >= step:
+        raise RefusedError(
+            f"the target has step {line[-1].step} already, and what is written must come after it",
+            kind="behind",
+            where=catalogue.store.url,
+            wanted=f"a step after {line[-1].step}",
+            found=f"step {step}",
+            hint="write older steps first, or into a root of their own",
+        )
 
 
 def refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) -> None:

@@ -22,12 +22,12 @@ from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.source import Source
 from ckptd.engine.reshard.target import Target, share
 from ckptd.engine.reshard.work import Work
-from ckptd.engine.working import Working, refuse_others
-from ckptd.errors import RefusedError, UsageError
+from ckptd.engine.working import Working, refuse_behind, refuse_others
+from ckptd.errors import UsageError
 from ckptd.format.digest import digest_hex
 from ckptd.store.base import Store
 
-__all__ = ["REASON", "Job", "Resharded", "Share"]
+__all__ = ["REASON", "Job", "Share", "check_share"]
 
 REASON = "reshard"
 """Begins the reason of generations that are claimed for this."""
@@ -159,15 +159,7 @@ class Job:
                     state="present",
                     files=len(share.files(self._target)),
                 )
-        if line and line[-1].step >= self._step:
-            raise RefusedError(
-                f"the target has step {line[-1].step} already, and this must come after it",
-                kind="behind",
-                where=self._catalogue.store.url,
-                wanted=f"a step after {line[-1].step}",
-                found=f"step {self._step}",
-                hint="write older steps first, or into a root of their own",
-            )
+        refuse_behind(self._catalogue, line, self._step)
         return None
 
 
