@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from ckptd.types import Box
 
-__all__ = ["MAX_EXTENT", "Axis", "Grid", "Piece", "even_axis", "strides_of", "whole"]
+__all__ = [
+    "MAX_EXTENT",
+    "Axis",
+    "Grid",
+    "Piece",
+    "coordinates_of",
+    "even_axis",
+    "strides_of",
+    "whole",
+]
 
 MAX_EXTENT = 2**63 - 1
 """Largest number of elements or cells of a tensor: what int64 can count."""
@@ -34,6 +43,15 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     out = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         out[i] = out[i + 1] * shape[i + 1]
+    return tuple(out)
+
+
+def coordinates_of(offset: int, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the coordinates of a row-major position; the first may lie beyond its extent."""
+    out = []
+    for stride in strides:
+        coordinate, offset = divmod(offset, max(1, stride))
+        out.append(coordinate)
     return tuple(out)
 
 

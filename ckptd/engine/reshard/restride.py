@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptd.engine.reshard.clip import clip
 from ckptd.layout.block import Block
-from ckptd.layout.grid import strides_of
+from ckptd.layout.grid import coordinates_of, strides_of
 
 __all__ = ["restride"]
 
@@ -28,8 +28,8 @@ def restride(
         Position of the cell's first element in the larger tensor.
     """
     own = strides_of(shape)
-    first = _coordinates(block.source_start, own)
-    steps = [_coordinates(s, own) for s in block.source_strides]
+    first = coordinates_of(block.source_start, own)
+    steps = [coordinates_of(s, own) for s in block.source_strides]
     for d, n in enumerate(shape):
         reach = sum((m - 1) * step[d] for m, step in zip(block.shape, steps, strict=True))
         if first[d] + reach >= n:
@@ -66,11 +66,3 @@ def _row_by_row(
     for at in range(lo // row * row, hi, row):
         for part in clip(block, "source", at, at + row):
             yield from restride(part, shape, strides, base)
-
-
-def _coordinates(offset: int, strides: tuple[int, ...]) -> list[int]:
-    out = []
-    for s in strides:
-        coordinate, offset = divmod(offset, max(1, s))
-        out.append(coordinate)
-    return out

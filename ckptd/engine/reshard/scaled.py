@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError
 from ckptd.layout.block import Block
-from ckptd.layout.grid import strides_of
+from ckptd.layout.grid import coordinates_of, strides_of
 from ckptd.layout.region import flat_regions
 from ckptd.types import Box, DType
 
@@ -140,8 +140,8 @@ class Scaled:
 
     def _factors_of(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
         whole = strides_of(self.box.shape)
-        first = _coordinates(start, whole)
-        steps = [_coordinates(s, whole) for s in strides]
+        first = coordinates_of(start, whole)
+        steps = [coordinates_of(s, whole) for s in strides]
         ends = [
             f + sum((n - 1) * step[d] for n, step in zip(shape, steps, strict=True))
             for d, f in enumerate(first)
@@ -170,14 +170,6 @@ class Scaled:
         at = tuple(c // b for c, b in zip(coordinates, self.block, strict=True))
         found: F32 = self._scales[at] if at else self._scales
         return found
-
-
-def _coordinates(offset: int, strides: tuple[int, ...]) -> list[int]:
-    out = []
-    for s in strides:
-        coordinate, offset = divmod(offset, max(1, s))
-        out.append(coordinate)
-    return out
 
 
 def block_maxima(
