@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
+from itertools import product
 from typing import Any
 
 from ckptd.errors import NotFoundError, UsageError
+from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.ruleform import RuleForm
@@ -31,8 +33,6 @@ class Cell:
 
     Attributes
     ----------
-    at
-        Its coordinates among the cells.
     box
         In elements.
     ranks
@@ -43,7 +43,6 @@ class Cell:
         ``(start, end, rank)`` of its parts, where it is cut by elements.
     """
 
-    at: tuple[int, ...]
     box: Box
     ranks: tuple[int, ...]
     holds: str
@@ -133,15 +132,11 @@ def _cells(form: StoredForm, rule: RuleForm, tensor: StoredTensor) -> Iterator[C
                 known[who] = [cell for cell, _ in local_cells(rule, who)]
             for cell in known[who]:
                 holders[cell].append(rank)
-    strides = [1] * len(tensor.grid.cell_shape)
-    for d in range(len(strides) - 2, -1, -1):
-        strides[d] = strides[d + 1] * tensor.grid.cell_shape[d + 1]
     for number in range(tensor.grid.ncells):
         box = tensor.grid.cell_box(number)
-        at = tuple(number // s % n for s, n in zip(strides, tensor.grid.cell_shape, strict=True))
         flat = tuple(_flat(tensor, number))
         ranks = tuple(dict.fromkeys(r for _, _, r in flat)) or tuple(holders[number])
-        yield Cell(at, box, ranks, _holds(rule, box), flat)
+        yield Cell(box, ranks, _holds(rule, box), flat)
 
 
 def _flat(tensor: StoredTensor, cell: int) -> Iterator[tuple[int, int, int]]:
@@ -225,18 +220,12 @@ def _rows(p: Picture) -> list[int]:
 
 
 def _columns(p: Picture) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = [()]
-    for n in p.cell_shape[1:]:
-        out = [(*c, i) for c in out for i in range(n)]
-    return out
+    return list(product(*map(range, p.cell_shape[1:])))
 
 
 def _cell_of(p: Picture, row: int, column: tuple[int, ...]) -> Cell:
     at = (row, *column)[: len(p.cell_shape)]
-    number = 0
-    for c, n in zip(at, p.cell_shape, strict=True):
-        number = number * n + c
-    return p.cells[number]
+    return p.cells[sum(c * s for c, s in zip(at, strides_of(p.cell_shape), strict=True))]
 
 
 def _row_text(p: Picture, row: int) -> str:

@@ -10,7 +10,6 @@ __all__ = ["size_of"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-_LEAST_SHARD_BYTES = 1
 
 
 def size_of(text: str, where: str) -> int:
@@ -23,7 +22,7 @@ def size_of(text: str, where: str) -> int:
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?)?B?", text)
     unit = (_UNITS | _BINARY).get(found[2] or "") if found else None
-    if not found or unit is None or float(found[1]) * unit < _LEAST_SHARD_BYTES:
+    if not found or unit is None or float(found[1]) * unit < 1:
         raise UsageError(
             "not a size", kind="bad-argument", where=where, wanted="5GB, 500MB, 2GiB", found=text
         )
