@@ -176,11 +176,7 @@ class Reader:
 
         Per-rank objects are `PerRankValues`. Needs no type to be registered.
         """
-        return {o.name: self._raw(o) for o in self.manifest.objects}
-
-    def raw_object(self, entry: ObjectEntry) -> Any:
-        """Return one object as `raw_objects` does."""
-        return self._raw(entry)
+        return {o.name: self.raw_object(o) for o in self.manifest.objects}
 
     def objects(self) -> dict[str, Any]:
         """Return all objects by name; per-rank objects are `PerRankValues`.
@@ -200,7 +196,8 @@ class Reader:
                 out[name] = codec.decode(raw, name)
         return out
 
-    def _raw(self, entry: ObjectEntry) -> Any:
+    def raw_object(self, entry: ObjectEntry) -> Any:
+        """Return one object as `raw_objects` does."""
         if not entry.tensor:
             return entry.value
         number = self.number(entry.tensor)
