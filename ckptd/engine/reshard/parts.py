@@ -13,7 +13,7 @@ from ckptd.format.manifest import FileEntry
 from ckptd.format.names import PARTS
 from ckptd.store.base import Store
 
-__all__ = ["FilePart", "load_part", "part_of_file", "save_part"]
+__all__ = ["FilePart", "load_part", "save_part"]
 
 
 class FilePart(msgspec.Struct, frozen=True):
@@ -25,32 +25,25 @@ class FilePart(msgspec.Struct, frozen=True):
         Its entry in the manifest.
     slots, values
         The target witness's values that lie in it: slots as little-endian uint32, 8 bytes each.
-    checked
-        Number of the source witness's values that were found in it, all of them right.
-    bytes_read
-        Bytes of the source that were read for it, as far as that can be told apart.
     """
 
     file: FileEntry
     slots: bytes = b""
     values: bytes = b""
-    checked: int = 0
-    bytes_read: int = 0
 
 
-def part_of_file(folder: str, number: int) -> str:
-    """Key of the part of file number `number`."""
+def _key(folder: str, number: int) -> str:
     return f"{folder}{PARTS}f{number:05d}"
 
 
 def save_part(store: Store, folder: str, number: int, part: FilePart) -> None:
     """Record that a file is complete; durable on return."""
-    store.put(part_of_file(folder, number), msgspec.msgpack.encode(part))
+    store.put(_key(folder, number), msgspec.msgpack.encode(part))
 
 
 def load_part(store: Store, folder: str, number: int) -> FilePart | None:
     """Return the part of a file when the file is complete and has the length that it says."""
-    key = part_of_file(folder, number)
+    key = _key(folder, number)
     try:
         part = msgspec.msgpack.decode(store.get(key), type=FilePart)
         size = store.stat(part.file.path).size if part.file.data_start else 0

@@ -103,7 +103,7 @@ class Work:
         slots, values = samples.taken()
         entry = FileEntry(draft.key, draft.number, len(draft.header), draft.data_bytes, digest)
         # Last: whoever finds the part knows that the file is complete.
-        part = FilePart(entry, slots, values, samples.checked)
+        part = FilePart(entry, slots, values)
         save_part(self._store, self._place.folder, draft.number, part)
         self.checked += samples.checked
 
