@@ -16,43 +16,46 @@ from ckptd.format.digest import DigestIndex, digest_hex
 from ckptd.format.manifest import FileEntry
 from ckptd.layout.grid import whole
 from ckptd.store.base import Store
-from ckptd.types import DTYPES, ByteRange, DType
+from ckptd.types import DTYPES, ByteRange
 
-__all__ = ["FolderSource", "HeaderOf", "open_folder", "read_headers"]
+__all__ = ["BY_CODE", "FolderSource", "HeaderOf", "open_folder", "read_headers"]
 
 END = ".safetensors"
 INDEX_END = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28
 _MAX_FILES = 1 << 20
-_BY_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
+BY_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
+"""Types by their code in a header."""
 
 HeaderOf = tuple[FileEntry, dict[str, Chunk], str]
 """A file, its chunks by name, and a digest of its header."""
 
 
 class FolderSource:
-    """Files that somebody else wrote: nothing but their lengths can be checked."""
+    """Files that somebody else wrote: nothing but their lengths can be checked.
 
-    def __init__(
-        self,
-        store: Store,
-        files: Sequence[FileEntry],
-        names: Sequence[str],
-        dtypes: Sequence[DType],
-        places: Sequence[tuple[int, int]],
-        lengths: Sequence[int],
-    ) -> None:
+    Parameters
+    ----------
+    store
+        The folder.
+    headers
+        Of all files.
+    names
+        Of the chunks, in the order of files and headers.
+    """
+
+    def __init__(self, store: Store, headers: Sequence[HeaderOf], names: Sequence[str]) -> None:
         self.store = store
-        self.files = files
+        self.files = [entry for entry, _, _ in headers]
         self.names = names
-        self.dtypes = dtypes
-        self.lengths = lengths
-        """Bytes of each tensor."""
-        self._places = places
+        self.chunks = [(f, c) for f, header in enumerate(headers) for c in header[1].values()]
+        """All chunks, by number, each with its file."""
+        self.dtypes = [BY_CODE[c.code] for _, c in self.chunks]
 
     def place(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return where a tensor lies; each is one piece."""
-        return self._places[tensor]
+        file, chunk = self.chunks[tensor]
+        return file, chunk.start
 
     def open_file(self, file: int) -> None:
         """Check that the file has the length that its header says."""
@@ -76,7 +79,8 @@ class FolderSource:
 
     def holders(self, file: int, start: int, end: int) -> str:
         """Return the tensors that lie there."""
-        return ", ".join(n for n, p in zip(self.names, self._places, strict=True) if p[0] == file)
+        found = zip(self.names, self.chunks, strict=True)
+        return ", ".join(n for n, (f, c) in found if f == file and c.start < end and start < c.end)
 
 
 def read_headers(store: Store) -> list[HeaderOf]:
@@ -151,33 +155,21 @@ def open_folder(store: Store, step: int) -> Stock:
         As `read_headers`; kind ``bad-header``: two files have one tensor.
     """
     headers = read_headers(store)
+    source = FolderSource(store, headers, [c.name for _, cs, _ in headers for c in cs.values()])
     tensors: list[StockTensor] = []
-    places: list[tuple[int, int]] = []
-    lengths: list[int] = []
     seen: dict[str, str] = {}
-    for file, (entry, chunks, _) in enumerate(headers):
-        for chunk in chunks.values():
-            if chunk.name in seen:
-                raise CorruptError(
-                    "two files have one tensor",
-                    kind="bad-header",
-                    where=f"{entry.path}: {chunk.name}",
-                    found=seen[chunk.name],
-                )
-            seen[chunk.name] = entry.path
-            dtype = _BY_CODE[chunk.code]
-            number = len(tensors)
-            tensors.append(StockTensor(number, chunk.name, dtype, chunk.shape, whole(chunk.shape)))
-            places.append((file, chunk.start))
-            lengths.append(chunk.end - chunk.start)
-    source = FolderSource(
-        store,
-        [entry for entry, _, _ in headers],
-        [t.name for t in tensors],
-        [t.dtype for t in tensors],
-        places,
-        lengths,
-    )
+    for number, (file, chunk) in enumerate(source.chunks):
+        path = source.files[file].path
+        if chunk.name in seen:
+            raise CorruptError(
+                "two files have one tensor",
+                kind="bad-header",
+                where=f"{path}: {chunk.name}",
+                found=seen[chunk.name],
+            )
+        seen[chunk.name] = path
+        dtype, grid = source.dtypes[number], whole(chunk.shape)
+        tensors.append(StockTensor(number, chunk.name, dtype, chunk.shape, grid))
     return Stock(
         source,
         identity="\n".join([store.url, f"step {step}", *(found for _, _, found in headers)]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ckptd.engine.reshard.clip import clip
 from ckptd.engine.reshard.feed import Take
-from ckptd.engine.reshard.folder import FolderSource, HeaderOf, read_headers
+from ckptd.engine.reshard.folder import BY_CODE, FolderSource, HeaderOf, read_headers
 from ckptd.engine.reshard.restride import restride
 from ckptd.engine.reshard.stock import Stock, StockTensor
 from ckptd.errors import CorruptError, MismatchError, UsageError
@@ -33,13 +33,12 @@ from ckptd.layout.lay.observe import bind_ranks, bind_sizes
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
 from ckptd.store.base import Store
-from ckptd.types import DTYPES, ByteRange, DType
+from ckptd.types import ByteRange, DType
 
 __all__ = ["open_ranks"]
 
 _SLAB_BYTES = 16 << 20
 _BUFFER = re.compile(r"flat\.[0-9]+\.params")
-_BY_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
 
 _Where = tuple[int, tuple[LocalPiece, ...]]
 """Number of a local tensor of the source, and what of rank-local tensors it holds."""
@@ -74,9 +73,8 @@ class _Ranks:
 
     form: StoredForm
     source: FolderSource
-    places: list[dict[TensorKey, _Where]]
-    files: list[int]
-    keys: Mapping[str, TensorKey] = field(default_factory=dict)
+    places: Sequence[Mapping[TensorKey, _Where]]
+    keys: Mapping[str, TensorKey]
 
     def locate(self, name: str, piece: int, blocks: Sequence[Block], target: DType) -> list[Take]:
         """Return copies out of a stored piece as copies out of local tensors."""
@@ -185,13 +183,13 @@ def _shifted(block: Block, shift: int) -> Block:
 
 
 def _digest(source: FolderSource, number: int) -> bytes:
-    file, start = source.place(number, 0)
+    file, chunk = source.chunks[number]
     entry = source.files[file]
     state = xxhash.xxh3_128()
-    begin = entry.data_start + start
-    for at in range(0, source.lengths[number], _SLAB_BYTES):
-        end = min(at + _SLAB_BYTES, source.lengths[number])
-        state.update(source.store.get(entry.path, ByteRange(begin + at, begin + end)))
+    end = entry.data_start + chunk.end
+    for at in range(entry.data_start + chunk.start, end, _SLAB_BYTES):
+        slab = ByteRange(at, min(at + _SLAB_BYTES, end))
+        state.update(source.store.get(entry.path, slab))
     return state.digest()
 
 
@@ -215,7 +213,9 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
         ``lay-fit``: the layout does not fit what the files hold.
     """
     headers = read_headers(store)
-    numbers, source = _source(store, headers)
+    names = [f"{e.path}: {c.name}" for e, chunks, _ in headers for c in chunks.values()]
+    source = FolderSource(store, headers, names)
+    numbers = {(file, chunk.name): n for n, (file, chunk) in enumerate(source.chunks)}
     mesh = layout.mesh or MeshShape(1, {}, {})
     files = [_file_of(layout, mesh, rank, headers) for rank in range(mesh.world)]
     shapes = {r: {n: c.shape for n, c in headers[f][1].items()} for r, f in enumerate(files)}
@@ -226,17 +226,18 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
         held: dict[TensorKey, _Where] = {}
         for key, where, chunk in _held(form, rank, file, headers[file][1], numbers):
             held[key] = where
-            dtype = dtypes.setdefault(key, _BY_CODE[chunk.code])
-            if dtype is not _BY_CODE[chunk.code]:
+            dtype = dtypes.setdefault(key, BY_CODE[chunk.code])
+            if dtype is not BY_CODE[chunk.code]:
                 raise MismatchError(
                     "ranks hold a tensor in different types",
                     kind="lay-fit",
                     where=f"{chunk.name} of rank {rank}",
                     wanted=dtype.name,
-                    found=_BY_CODE[chunk.code].name,
+                    found=BY_CODE[chunk.code].name,
                 )
         places.append(held)
-    ranks = _Ranks(form, source, places, files)
+    keys = {name: key for name, key in form.by_name.items() if key in dtypes}
+    ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
     return _stock(store, headers, ranks, dtypes, step)
 
@@ -246,26 +247,6 @@ def _bound(layout: Resolved, shapes: Mapping[int, Mapping[str, tuple[int, ...]]]
     if any(_BUFFER.fullmatch(name) for held in shapes.values() for name in held):
         return bind_sizes(layout, {})
     return bind_ranks(layout, shapes)
-
-
-def _source(
-    store: Store, headers: Sequence[HeaderOf]
-) -> tuple[dict[tuple[int, str], int], FolderSource]:
-    """Number all local tensors of all files."""
-    numbers: dict[tuple[int, str], int] = {}
-    names: list[str] = []
-    dtypes: list[DType] = []
-    places: list[tuple[int, int]] = []
-    lengths: list[int] = []
-    for file, (entry, chunks, _) in enumerate(headers):
-        for chunk in chunks.values():
-            numbers[file, chunk.name] = len(names)
-            names.append(f"{entry.path}: {chunk.name}")
-            dtypes.append(_BY_CODE[chunk.code])
-            places.append((file, chunk.start))
-            lengths.append(chunk.end - chunk.start)
-    entries = [entry for entry, _, _ in headers]
-    return numbers, FolderSource(store, entries, names, dtypes, places, lengths)
 
 
 def _file_of(layout: Resolved, mesh: MeshShape, rank: int, headers: Sequence[HeaderOf]) -> int:
@@ -316,21 +297,18 @@ def _stock(
     dtypes: Mapping[TensorKey, DType],
     step: int,
 ) -> Stock:
-    form = ranks.form
-    keys = {name: key for name, key in form.by_name.items() if key in dtypes}
-    ranks.keys = keys
     tensors = []
-    for number, (name, key) in enumerate(keys.items()):
-        tensor = form.tensor(*key)
+    for number, (name, key) in enumerate(ranks.keys.items()):
+        tensor = ranks.form.tensor(*key)
         tensors.append(StockTensor(number, name, dtypes[key], tensor.shape, tensor.grid))
     return Stock(
         ranks.source,
         identity="\n".join([store.url, f"step {step}", *(found for _, _, found in headers)]),
         tensors=tensors,
-        values=lambda names: _no_values(names),
+        values=_no_values,
         step=step,
         witness_note="the source has no witness",
-        sizes=form.bound.sizes,
+        sizes=ranks.form.bound.sizes,
         locate=ranks.locate,
     )
 
