@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptd.train.demo.relaid import run_ckptd
+from ckptd.train.demo.verbs import run_ckptd
 
 __all__ = ["Comparison", "compare"]
 
@@ -28,10 +28,14 @@ class _Document(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """How many tensors are bit for bit the same, and the names of whatever is not."""
+    """How many tensors are bit for bit the same, and the names of whatever is not.
+
+    `identical`: nothing at all differs, streams of random numbers included.
+    """
 
     exact: int
     differing: list[str]
+    identical: bool
 
 
 def compare(left: str, right: str, deadline_s: float) -> Comparison:
@@ -48,4 +52,5 @@ def compare(left: str, right: str, deadline_s: float) -> Comparison:
     document = msgspec.json.decode(done.stdout, type=_Document)
     differing = [tensor.name for tensor in document.tensors if not tensor.bit_exact]
     differing += [entry.name for entry in document.objects if entry.name not in _RESEEDED]
-    return Comparison(sum(tensor.bit_exact for tensor in document.tensors), differing)
+    exact = sum(tensor.bit_exact for tensor in document.tensors)
+    return Comparison(exact, differing, done.returncode == _EQUAL)

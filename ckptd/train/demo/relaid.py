@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 
-from ckptd.errors import CkptdError, DeadlineError
+from ckptd.train.demo.compare import compare
 from ckptd.train.demo.folder import Folder
+from ckptd.train.demo.verbs import run_ckptd
 
-__all__ = ["LAYOUTS", "Relaid", "reshard_and_back", "run_ckptd"]
+__all__ = ["LAYOUTS", "Relaid", "reshard_and_back"]
 
 LAYOUTS = Path(__file__).with_name("demo.lay")
-_CLI = "import sys; from ckptd.cli.main import main; main(sys.argv[1:])"
 
 
 class Relaid(msgspec.Struct, frozen=True):
@@ -41,14 +39,6 @@ class Relaid(msgspec.Struct, frozen=True):
     identical: bool
 
 
-class _Counts(msgspec.Struct):
-    bit_exact: bool
-
-
-class _Diff(msgspec.Struct):
-    tensors: list[_Counts]
-
-
 def reshard_and_back(folder: Folder, step: int, deadline_s: float) -> Relaid:
     """Reshard a step to two stages of two tensor ranks and back, and compare.
 
@@ -66,43 +56,11 @@ def reshard_and_back(folder: Folder, step: int, deadline_s: float) -> Relaid:
         deadline_s,
     )
     run_ckptd(["reshard", there, back, "--to", f"{LAYOUTS}:sharded"], deadline_s)
-    found = run_ckptd(["diff", original, back, "--json"], deadline_s, fine=(0, 1))
-    diff = msgspec.json.decode(found.stdout, type=_Diff)
+    found = compare(original, back, deadline_s)
     return Relaid(
         step=step,
         layout="TP 2 x PP 2",
         root=there,
-        tensors=sum(tensor.bit_exact for tensor in diff.tensors),
-        identical=found.returncode == 0,
+        tensors=found.exact,
+        identical=found.identical,
     )
-
-
-def run_ckptd(
-    arguments: list[str], deadline_s: float, fine: tuple[int, ...] = (0,)
-) -> subprocess.CompletedProcess[bytes]:
-    """Run the command line in a process of its own, as a user would.
-
-    Raises
-    ------
-    CkptdError
-        It ended with an exit code that is not in `fine`, or printed nothing.
-    DeadlineError
-        It took longer than `deadline_s` seconds.
-    """
-    command = [sys.executable, "-c", _CLI, *arguments]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=deadline_s
-        )
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(
-            f"ckptd {arguments[0]} did not end", wanted=f"{deadline_s:g} s"
-        ) from None
-    if done.returncode not in fine or not done.stdout:
-        raise CkptdError(
-            f"ckptd {arguments[0]} failed",
-            kind="demo-run",
-            where=" ".join(arguments[1:3]),
-            found=done.stderr.decode(errors="replace"),
-        )
-    return done
