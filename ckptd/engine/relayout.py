@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,9 +19,18 @@ from numpy.typing import NDArray
 
 from ckptd.engine.relayout_apply import Arrivals, change_between, chunk_numel, place_of
 from ckptd.engine.relayout_check import Sampler
+from ckptd.engine.relayout_lanes import BUFFERS, Intake, Lane
 from ckptd.engine.relayout_memory import Memory
 from ckptd.engine.relayout_plan import Incoming, MovePlan, Outgoing, Roles
-from ckptd.engine.relayout_stream import Chunk, Piece, Segment, Window, messages, ordered
+from ckptd.engine.relayout_stream import (
+    Chunk,
+    Piece,
+    Segment,
+    Window,
+    laid_out,
+    messages,
+    ordered,
+)
 from ckptd.engine.relayout_streams import (
     PREFIX_BYTES,
     Table,
@@ -31,8 +39,10 @@ from ckptd.engine.relayout_streams import (
     table_bytes,
 )
 from ckptd.engine.relayout_watch import Watch
-from ckptd.engine.transport import Pending, Transport
+from ckptd.engine.reshard.clip import clip_fill
+from ckptd.engine.transport import Transport
 from ckptd.errors import CkptdError, CorruptError, UsageError
+from ckptd.layout.lay.lattice import reach
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.regions import Fill
 from ckptd.types import DType
@@ -41,7 +51,6 @@ __all__ = ["MoveReport", "Mover", "Scalars", "message_bytes"]
 
 U8 = NDArray[np.uint8]
 
-_BUFFERS = 4
 _LEAST = 4096
 _MOST = 64 << 20
 
@@ -86,12 +95,12 @@ def message_bytes(budget_bytes: int, transport: Transport) -> int:
     UsageError
         kind ``budget``: the budget is too small.
     """
-    size = budget_bytes // 2 // (_BUFFERS + transport.buffers) // _LEAST * _LEAST
+    size = budget_bytes // 2 // (BUFFERS + transport.buffers) // _LEAST * _LEAST
     if size < _LEAST:
         raise UsageError(
             "the budget is too small to move anything",
             kind="budget",
-            wanted=f"at least {2 * _LEAST * (_BUFFERS + transport.buffers)} bytes",
+            wanted=f"at least {2 * _LEAST * (BUFFERS + transport.buffers)} bytes",
             found=f"{budget_bytes} bytes",
         )
     return min(size, _MOST)
@@ -155,7 +164,7 @@ class Mover:
             on some processes at least (`poisoned`).
         """
         begun = time.monotonic()
-        self.report.staged_bytes = (_BUFFERS + self.transport.buffers) * self.limit
+        self.report.staged_bytes = (BUFFERS + self.transport.buffers) * self.limit
         sender = threading.Thread(target=self._send_guarded, name="ckptd-send", daemon=True)
         try:
             sender.start()
@@ -186,7 +195,7 @@ class Mover:
 
     def _send_guarded(self) -> None:
         try:
-            lane = _Lane(self.transport, self.limit, self.watch, self._stop)
+            lane = Lane(self.transport, self.limit, self.watch, self._stop)
             for step in range(1, self.transport.world):
                 peer = (self.transport.rank + step) % self.transport.world
                 found = self.plan.outgoing.get(peer)
@@ -201,7 +210,7 @@ class Mover:
             self.watch.fail(self._failed)
             raise
 
-    def _send(self, lane: _Lane, peer: int, found: Sequence[Outgoing]) -> None:
+    def _send(self, lane: Lane, peer: int, found: Sequence[Outgoing]) -> None:
         segments = [o.segment for o in found]
         lane.send_bytes(peer, np.frombuffer(prefix(segments, self.limit), dtype=np.uint8))
         lane.send_bytes(peer, self._table(peer, found).encode(self.scalar_count))
@@ -209,7 +218,7 @@ class Mover:
         for message in messages(segments, sizes, self.limit):
             buffer = lane.buffer()
             end = 0
-            for window, at, length in _laid_out(message, sizes):
+            for window, at, length in laid_out(message, sizes):
                 end = at + length
                 self._pack(found[window.segment], window, buffer[at:end])
             lane.send(peer, end)
@@ -261,7 +270,7 @@ class Mover:
         sizes = [0 if o.memory is None else o.memory.dtype.itemsize for o in outgoing]
         buffer = np.empty(self.limit, dtype=np.uint8)
         for message in messages([i.segment for i in incoming], sizes, self.limit):
-            for window, at, length in _laid_out(message, sizes):
+            for window, at, length in laid_out(message, sizes):
                 self._pack(outgoing[window.segment], window, buffer[at : at + length])
                 self._unpack(incoming, table, window, buffer[at : at + length])
                 self.report.bytes_kept += length
@@ -269,7 +278,7 @@ class Mover:
     # --- receiving ------------------------------------------------------------------------------
 
     def _receive_all(self) -> None:
-        lane = _Intake(self.transport, self.limit, self.watch)
+        lane = Intake(self.transport, self.limit, self.watch)
         for step in range(1, self.transport.world):
             peer = (self.transport.rank - step) % self.transport.world
             found = self.plan.incoming.get(peer)
@@ -278,7 +287,7 @@ class Mover:
             if self._failed is not None:
                 raise self._failed
 
-    def _receive(self, lane: _Intake, peer: int, found: Sequence[Incoming]) -> None:
+    def _receive(self, lane: Intake, peer: int, found: Sequence[Incoming]) -> None:
         segments = [i.segment for i in found]
         head = lane.receive_bytes(peer, PREFIX_BYTES)
         check_prefix(head.tobytes(), segments, self.limit, peer)
@@ -286,7 +295,7 @@ class Mover:
         table = Table.decode(lane.receive_bytes(peer, length), len(found), self.scalar_count)
         self._note(found, table)
         sizes = [0 if d is None else d.itemsize for d in table.dtypes]
-        planned = ((m, _laid_out(m, sizes)) for m in messages(segments, sizes, self.limit))
+        planned = ((m, laid_out(m, sizes)) for m in messages(segments, sizes, self.limit))
         for (message, places), data in lane.receive(peer, planned):
             for window, at, nbytes in places:
                 self._unpack(found, table, window, data[at : at + nbytes])
@@ -325,11 +334,10 @@ class Mover:
             if not found.alone and found.name not in self.filled:
                 continue
             for fill in found.fills:
-                for part in _parts(fill, self.limit // found.memory.dtype.itemsize):
-                    value = np.full(part.numel, part.value).astype(found.memory.dtype.numpy)
-                    shape = tuple(n for n, _ in part.steps)
-                    strides = tuple(s for _, s in part.steps)
-                    found.memory.put(part.start, shape, strides, value.view(np.uint8))
+                most = self.limit // found.memory.dtype.itemsize
+                for at in range(fill.start, fill.start + reach(fill.steps) + 1, most):
+                    for part in clip_fill(fill, at, at + most):
+                        _put_fill(found.memory, part)
 
     def _check_samples(self) -> None:
         """Look at single elements where the givers say that they must be.
@@ -367,37 +375,10 @@ class Mover:
             )
 
 
-def _parts(fill: Fill, most: int) -> Iterator[Fill]:
-    """Yield a fill in parts of at most so many elements, or of single ones."""
-    if fill.numel <= most or not fill.steps:
-        yield fill
-        return
-    (n, stride), inner = fill.steps[0], fill.steps[1:]
-    each = max(1, most // max(1, fill.numel // n))
-    for at in range(0, n, each):
-        steps = ((min(each, n - at), stride), *inner)
-        yield from _split(fill._replace(start=fill.start + at * stride, steps=steps), most)
-
-
-def _split(fill: Fill, most: int) -> Iterator[Fill]:
-    """Go on with the inner dimensions where one outer step is too much already."""
-    if fill.numel <= most or len(fill.steps) < 2:
-        yield fill
-        return
-    for i in range(fill.steps[0][0]):
-        start = fill.start + i * fill.steps[0][1]
-        yield from _parts(fill._replace(start=start, steps=fill.steps[1:]), most)
-
-
-def _laid_out(message: Sequence[Window], sizes: Sequence[int]) -> list[tuple[Window, int, int]]:
-    """Return where each window lies in a message: its first byte and its length."""
-    out = []
-    at = 0
-    for window in message:
-        length = window.numel * sizes[window.segment]
-        out.append((window, at, length))
-        at = -(-(at + length) // 16) * 16
-    return out
+def _put_fill(memory: Memory, fill: Fill) -> None:
+    value = np.full(fill.numel, fill.value).astype(memory.dtype.numpy)
+    shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
+    memory.put(fill.start, shape, strides, value.view(np.uint8))
 
 
 def _gather(segment: Segment, window: Window, memory: Memory, out: U8) -> None:
@@ -415,95 +396,3 @@ def _take(memory: Memory, chunk: Chunk, out: U8) -> None:
         memory.take(block.source_start, block.shape, block.source_strides, out)
     else:
         memory.take_at(chunk.source, out)
-
-
-class _Lane:
-    """Two buffers that are sent from, one after the other."""
-
-    def __init__(
-        self, transport: Transport, limit: int, watch: Watch, stop: threading.Event
-    ) -> None:
-        self._transport = transport
-        self._watch = watch
-        self._stop = stop
-        self._buffers = [np.empty(limit, dtype=np.uint8) for _ in range(2)]
-        self._pending: list[tuple[Pending, int] | None] = [None, None]
-        self._turn = 0
-
-    def buffer(self) -> U8:
-        """Return the next buffer, as soon as it is free."""
-        self._wait(self._turn)
-        return self._buffers[self._turn]
-
-    def send(self, peer: int, nbytes: int) -> None:
-        """Begin to send the buffer that `buffer` gave."""
-        data = self._buffers[self._turn][:nbytes]
-        self._pending[self._turn] = (self._transport.send(peer, data), peer)
-        self._turn = 1 - self._turn
-
-    def send_bytes(self, peer: int, data: U8) -> None:
-        """Send some bytes, in as many messages as it takes."""
-        limit = len(self._buffers[0])
-        for at in range(0, len(data), limit):
-            part = data[at : at + limit]
-            self.buffer()[: len(part)] = part
-            self.send(peer, len(part))
-
-    def flush(self) -> None:
-        """Wait for everything that was sent."""
-        for turn in (self._turn, 1 - self._turn):
-            self._wait(turn)
-
-    def _wait(self, turn: int) -> None:
-        if self._stop.is_set():
-            raise CkptdError("the move has ended on this rank", kind="transport")
-        pending = self._pending[turn]
-        if pending is not None:
-            self._watch.through(*pending, "sending")
-            self._pending[turn] = None
-
-
-class _Intake:
-    """Two buffers that are received into."""
-
-    def __init__(self, transport: Transport, limit: int, watch: Watch) -> None:
-        self._transport = transport
-        self._limit = limit
-        self._watch = watch
-        self._buffers = [np.empty(limit, dtype=np.uint8) for _ in range(2)]
-
-    def receive_bytes(self, peer: int, nbytes: int) -> U8:
-        """Return some bytes."""
-        out = np.empty(nbytes, dtype=np.uint8)
-        for at in range(0, nbytes, self._limit):
-            part = out[at : at + self._limit]
-            self._watch.through(self._transport.receive(peer, part), peer, "receiving")
-        return out
-
-    def receive(
-        self,
-        peer: int,
-        planned: Iterator[tuple[list[Window], list[tuple[Window, int, int]]]],
-    ) -> Iterator[tuple[tuple[list[Window], list[tuple[Window, int, int]]], U8]]:
-        """Yield messages and their bytes; the next is on its way while one is looked at."""
-        free = deque(self._buffers)
-        waiting: deque[
-            tuple[tuple[list[Window], list[tuple[Window, int, int]]], U8, U8, Pending]
-        ] = deque()
-        more = True
-        while True:
-            while more and free:
-                plan = next(planned, None)
-                if plan is None:
-                    more = False
-                    break
-                _, at, length = plan[1][-1]
-                buffer = free.popleft()
-                data = buffer[: at + length]
-                waiting.append((plan, buffer, data, self._transport.receive(peer, data)))
-            if not waiting:
-                return
-            plan, buffer, data, pending = waiting.popleft()
-            self._watch.through(pending, peer, "receiving")
-            yield plan, data
-            free.append(buffer)

@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from ckptd.engine.reshard.clip import clip
 from ckptd.layout.block import Block
 
-__all__ = ["Chunk", "Picked", "Piece", "Segment", "Window", "messages", "ordered", "rising"]
+__all__ = [
+    "Chunk",
+    "Picked",
+    "Piece",
+    "Segment",
+    "Window",
+    "laid_out",
+    "messages",
+    "ordered",
+    "rising",
+]
 
 I64 = NDArray[np.int64]
 
@@ -128,6 +138,17 @@ def messages(
             room -= _aligned(window.numel * size)
     if message:
         yield message
+
+
+def laid_out(message: Sequence[Window], sizes: Sequence[int]) -> list[tuple[Window, int, int]]:
+    """Return where each window lies in a message: its first byte and its length."""
+    out = []
+    at = 0
+    for window in message:
+        length = window.numel * sizes[window.segment]
+        out.append((window, at, length))
+        at = _aligned(at + length)
+    return out
 
 
 def _aligned(nbytes: int) -> int:
