@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ckptd.engine.relayout import Mover, MoveReport, message_bytes
-from ckptd.engine.relayout_memory import Memory
 from ckptd.engine.relayout_plan import MovePlan, Roles, make_plan
 from ckptd.engine.relayout_watch import Watch
 from ckptd.engine.transport import Transport
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.copies import Composition
-from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.local import local_tensors
-from ckptd.layout.lay.observe import bind_sizes
-from ckptd.layout.lay.stored import StoredForm
 from ckptd.train.agree import Agreement
 from ckptd.train.board import board_of
 from ckptd.train.dtypes import dtype_name
-from ckptd.train.laid import JobLayout, Laid, Seen
 from ckptd.train.laid_loading import look
-from ckptd.train.laid_program import LayoutSpec, Spelling
+from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.leaves import Leaves, SavedNames, TensorLeaf
-from ckptd.train.relayout_memory import check_apart, local_part, memory_of
+from ckptd.train.relayout_memory import check_apart, local_part
+from ckptd.train.relayout_side import Numbers, Side, memories, numbers
 from ckptd.train.restore import apply_objects, prepare
 from ckptd.train.transport_torch import TorchTransport
-from ckptd.types import DType, dtype_of
+from ckptd.types import DType
 
 __all__ = ["relayout"]
 
 T = TypeVar("T")
-
-_Values = Sequence[tuple[DType, bytes] | None]
 
 
 def relayout(
@@ -107,14 +99,16 @@ def relayout(
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
     source = _agreed_on(
-        agreement, lambda: _Side.of(source_state, source_layout, agreement, source_ranks)
+        agreement, lambda: Side.of(source_state, source_layout, agreement, source_ranks)
     )
     target = _agreed_on(
-        agreement, lambda: _Side.of(target_state, target_layout, agreement, target_ranks)
+        agreement, lambda: Side.of(target_state, target_layout, agreement, target_ranks)
     )
     # Nobody makes connections for a move that some rank will not join.
     move = _agreed_on(agreement, lambda: _Move.plan(source, target, board.rank, states))
-    carrier = transport or _transport(process_group, board.world, timeout_s)
+    carrier = transport or (
+        TorchTransport(process_group, timeout_s) if board.world > 1 else _Alone()
+    )
     try:
         return move.run(carrier, budget_bytes, Watch(board, "relayout", timeout_s))
     finally:
@@ -140,10 +134,6 @@ def _agreed_on(agreement: Agreement, function: Callable[[], T]) -> T:
     return found[0]
 
 
-def _transport(process_group: Any, world: int, timeout_s: float) -> Transport:
-    return TorchTransport(process_group, timeout_s) if world > 1 else _Alone()
-
-
 class _Alone:
     """The transport of one rank, which sends nothing."""
 
@@ -163,113 +153,19 @@ class _Alone:
 
 
 @dataclass(eq=False)
-class _Side:
-    """One of the two layouts, and what this rank has of it.
-
-    `job` has the names of the state, `form` those of the program: both ends of a stream know only
-    the latter.
-    """
-
-    laid: Laid
-    job: JobLayout
-    form: StoredForm
-    state: Mapping[str, Any] | None
-    leaves: Leaves
-
-    @staticmethod
-    def of(
-        state: Mapping[str, Any] | None,
-        layout: LayoutSpec,
-        agreement: Agreement,
-        ranks: Sequence[int] | None,
-    ) -> _Side:
-        world = agreement.board.world
-        if ranks is None:
-            ranks = range(Laid.mesh_world(layout))
-        laid = Laid(layout, agreement, tuple(ranks))
-        leaves = Leaves()
-
-        def seen() -> Leaves:
-            nonlocal leaves
-            _check_roles(laid, state, ranks, world)
-            leaves = Leaves() if state is None else _local(look(state))
-            return leaves
-
-        job = _stated(laid, seen) or laid.bind(seen)
-        layout_ = replace(
-            job.form.bound.layout,
-            params=laid.resolved.params,
-            state_names=laid.resolved.state_names,
-        )
-        return _Side(laid, job, StoredForm(Bound(layout_, job.form.bound.sizes)), state, leaves)
-
-    @cached_property
-    def names(self) -> dict[str, str]:
-        """Names in the state by names in the program, of everything that this rank has."""
-        if self.laid.rank is None:
-            return {}
-        own = local_tensors(self.form, self.laid.rank)
-        live = local_tensors(self.job.form, self.laid.rank)
-        return {a.name: b.name for a, b in zip(own, live, strict=True)}
-
-    def scalar(self, rule: int, indexes: tuple[int, ...], name: str) -> str:
-        """Return the name in the state of a number that follows a parameter."""
-        local = self.job.form.rules[rule].local_name(indexes)
-        return self.job.spelling.states.replace("{state}", name).replace("{name}", local)
-
-
-def _check_roles(
-    laid: Laid, state: Mapping[str, Any] | None, ranks: Sequence[int], world: int
-) -> None:
-    """Raise `UsageError` unless ranks of the layout, and only those, bring a state."""
-    if not set(ranks) <= set(range(world)) or len(set(ranks)) != len(ranks):
-        raise UsageError(
-            "not ranks of the process group",
-            kind="lay-use",
-            where=laid.program.layout,
-            wanted=f"different ranks below {world}",
-            found=list(ranks)[:16],
-        )
-    if (state is None) == (laid.rank is not None):
-        raise UsageError(
-            "a rank of a layout brings a state, and others bring None",
-            kind="lay-use",
-            where=laid.program.layout,
-            found=f"{'no state' if state is None else 'a state'} on one that "
-            f"{'is' if state is None else 'is not'} of the ranks {list(ranks)[:16]}",
-        )
-
-
-def _local(leaves: Leaves) -> Leaves:
-    """Return leaves that are what this rank has of its tensors."""
-    tensors = {n: replace(x, tensor=local_part(x.tensor)) for n, x in leaves.tensors.items()}
-    return replace(leaves, tensors=tensors)
-
-
-def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
-    """Return the layout if the program says all sizes; the same answer on every rank."""
-    try:
-        bound = bind_sizes(laid.resolved, {})
-    except MismatchError:
-        return None
-    spelling = laid.spelling(Seen.of(look_at(), whole=True)) or Spelling()
-    return laid.job(replace(bound, layout=spelling.put_into(bound.layout)), spelling)
-
-
-@dataclass(eq=False)
 class _Move:
     """One move of one rank."""
 
-    target: _Side
+    target: Side
     transfers: Transfers
     roles: Roles
     scalar_names: Sequence[str]
-    scalars: dict[str, _Values]
+    scalars: dict[str, Numbers]
     prepared: Leaves
     planned: MovePlan
 
     @staticmethod
-    def plan(source: _Side, target: _Side, process: int, states: bool) -> _Move:
+    def plan(source: Side, target: Side, process: int, states: bool) -> _Move:
         """Look at both states; make what the target's optimizer lacks."""
         forms = agreed(source.form.bound, target.form.bound)
         transfers = Transfers(Composition(*forms))
@@ -278,8 +174,8 @@ class _Move:
         names = [{s.name for s in x.scalars} for x in layouts]
         scalar_names = sorted(names[0] & names[1]) if states else []
         prepared = _prepared(target, moved, scalar_names)
-        sources = _memories(source, source.leaves, moved)
-        targets = _memories(target, prepared, moved)
+        sources = memories(source, source.leaves, moved)
+        targets = memories(target, prepared, moved)
         check_apart(sources, targets)
         roles = Roles(tuple(source.laid.ranks or ()), tuple(target.laid.ranks or ()))
         found = make_plan(
@@ -290,7 +186,7 @@ class _Move:
             sources=sources,
             targets=targets,
         )
-        scalars = _scalars(source, scalar_names)
+        scalars = numbers(source, scalar_names)
         return _Move(target, transfers, roles, scalar_names, scalars, prepared, found)
 
     def run(self, carrier: Transport, budget_bytes: int, watch: Watch) -> MoveReport:
@@ -359,7 +255,7 @@ def _write(leaf: TensorLeaf, value: tuple[DType, bytes] | None) -> None:
         local_part(leaf.tensor).fill_(found.astype(np.float64).item())
 
 
-def _prepared(target: _Side, states: set[str], scalars: Sequence[str]) -> Leaves:
+def _prepared(target: Side, states: set[str], scalars: Sequence[str]) -> Leaves:
     """Return the leaves of the target state, with memory for optimizer state that it lacks."""
     if target.state is None:
         return Leaves()
@@ -381,48 +277,3 @@ def _prepared(target: _Side, states: set[str], scalars: Sequence[str]) -> Leaves
         for scalar in scalars:
             wanted[target.scalar(rule, indexes, scalar)] = ("float32", ())
     return prepare(target.state, SavedNames(wanted))
-
-
-def _memories(side: _Side, leaves: Leaves, states: set[str]) -> dict[str, Memory]:
-    """Return the memory of this rank's tensors, by their names in the program."""
-    if side.laid.rank is None:
-        return {}
-    by_name = {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
-    flats = {n.rpartition(".flat.")[2]: x for n, x in by_name.items() if ".flat." in f".{n}"}
-    names = side.names
-    out = {}
-    for tensor in local_tensors(side.form, side.laid.rank):
-        leaf = by_name.get(names[tensor.name])
-        if leaf is None and tensor.name.startswith("flat."):
-            leaf = flats.get(tensor.name.removeprefix("flat."))
-        if leaf is None or tensor.state not in states:
-            continue
-        local = local_part(leaf.tensor)
-        if tuple(local.shape) != tensor.shape:
-            raise MismatchError(
-                "a tensor has another shape than the layout says",
-                kind="lay-fit",
-                where=names[tensor.name],
-                wanted=tensor.shape,
-                found=tuple(local.shape),
-            )
-        out[tensor.name] = memory_of(local, leaf.name)
-    return out
-
-
-def _scalars(source: _Side, names: Sequence[str]) -> dict[str, _Values]:
-    """Return the numbers that follow each parameter of this rank."""
-    out: dict[str, _Values] = {}
-    for local, (rule, indexes) in source.job.tensors.items() if source.state is not None else ():
-        found: list[tuple[DType, bytes] | None] = []
-        for name in names:
-            leaf = source.leaves.tensors.get(source.scalar(rule, indexes, name))
-            if leaf is None or leaf.tensor.numel() != 1:
-                found.append(None)
-            else:
-                memory = memory_of(leaf.tensor.reshape(1).contiguous().cpu(), leaf.name)
-                raw = np.empty(memory.dtype.itemsize, dtype=np.uint8)
-                memory.take_at(np.zeros(1, dtype=np.int64), raw)
-                found.append((dtype_of(leaf.dtype), raw.tobytes()))
-        out[source.form.name(local, "")] = found
-    return out
