@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -284,6 +285,41 @@ def in_fresh_process(script: str, options: Sequence[str], timeout_s: float = 600
     if ended.returncode or not lines:
         raise SystemExit(f"{script} {' '.join(options)} failed:\n{ended.stderr[-3000:]}")
     return json.loads(lines[-1])
+
+
+def alternate(
+    script: str,
+    options: argparse.Namespace,
+    arguments: Sequence[str],
+    cases: Sequence[str],
+    size: int,
+    report: Callable[[dict[str, list[Any]]], None],
+    timeout_s: float = 600.0,
+) -> None:
+    """Run all cases ``--reps`` times, each time in another order, and report after each time.
+
+    Parameters
+    ----------
+    script, arguments
+        What measures one case, in a fresh process, when ``--case NAME`` is added.
+    size
+        Bytes for the case ``limit``, which is added: what the disk itself can do.
+    report
+        Gets the figures by case; an interrupted run leaves what it has.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in (*cases, "limit")}
+    order = random.Random(0)
+    for rep in range(options.reps):
+        names = list(found)
+        order.shuffle(names)
+        for name in names:
+            if name == "limit":
+                found[name].append(disk_limit(options.dir, size))
+            else:
+                case = [*arguments, "--case", name]
+                found[name].append(in_fresh_process(script, case, timeout_s))
+            print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
+        report(found)
 
 
 def median(samples: Sequence[dict[str, Any]], key: str) -> float:

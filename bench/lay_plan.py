@@ -64,15 +64,7 @@ layout fs of dense on F {
   lm_head.weight = head[v@dp:ceil h]
 }
 """
-DENSE_SIZES = {
-    "l": 126,
-    "v": 128256,
-    "h": 16384,
-    "kv": 8,
-    "rep": 16,
-    "hd": 128,
-    "f": 53248,
-}
+DENSE_SIZES = {"l": 126, "v": 128256, "h": 16384, "kv": 8, "rep": 16, "hd": 128, "f": 53248}
 
 EXPERTS = """
 space experts { E[v h] head[v h] nf[h]

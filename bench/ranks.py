@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import sys
 import time
+from functools import partial
 from typing import Any
 
 import common
@@ -161,19 +160,9 @@ def main() -> None:
         one(options.case, f"{options.dir}/case", options.layers)
         return
     size = common.state_bytes(options.layers)
-    found: dict[str, list[Any]] = {name: [] for name in (*CASES, "limit")}
-    order = random.Random(0)
-    for rep in range(options.reps):
-        names = list(found)
-        order.shuffle(names)
-        for name in names:
-            if name == "limit":
-                found[name].append(common.disk_limit(options.dir, size))
-            else:
-                args = ["--dir", options.dir, "--layers", str(options.layers), "--case", name]
-                found[name].append(common.in_fresh_process(__file__, args, 1200.0))
-            print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
-        report(found, size, options)  # after each, so that an interrupted run leaves what it has
+    args = ["--dir", options.dir, "--layers", str(options.layers)]
+    tell = partial(report, size=size, options=options)
+    common.alternate(__file__, options, args, CASES, size, tell, 1200.0)
 
 
 def report(found: dict[str, list[Any]], size: int, options: argparse.Namespace) -> None:

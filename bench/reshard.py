@@ -12,9 +12,8 @@ of the same tensors, reads only: it ends in memory, not on disk, and cannot chan
 from __future__ import annotations
 
 import json
-import random
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,6 @@ def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str
 
     begun = time.perf_counter()
     prepared = prepare(stock, source, target)
-    expected = prepared.expected
     planned = time.perf_counter() - begun
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak()
@@ -123,7 +121,7 @@ def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str
         step=stock.step,
         identity=prepared.identity,
         bulk=out,
-        expected=expected,
+        expected=prepared.expected,
     )
     io = common.io_counters()
     done = job.run(Share(), Budget.of(budget, stock.source.store))
@@ -263,23 +261,13 @@ def main() -> None:
         return
     size = state_bytes(options.layers)
     args = ["--dir", options.dir, "--layers", str(options.layers)]
-    args += ["--budget", str(options.budget), "--case"]
+    args += ["--budget", str(options.budget)]
     common.remove(str(folder / "source"))
-    common.in_fresh_process(__file__, [*args, "build"], 1200.0)
+    common.in_fresh_process(__file__, [*args, "--case", "build"], 1200.0)
     cases = [f"ckptd:{name}" for name in TARGETS]
     cases += [f"dcp:{name}" for name in TARGETS] if options.compare == "dcp" else []
-    found: dict[str, list[Any]] = {name: [] for name in (*cases, "limit")}
-    order = random.Random(0)
-    for rep in range(options.reps):
-        names = list(found)
-        order.shuffle(names)
-        for name in names:
-            if name == "limit":
-                found[name].append(common.disk_limit(options.dir, size))
-            else:
-                found[name].append(common.in_fresh_process(__file__, [*args, name], 1200.0))
-            print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
-        report(found, size, options)
+    tell = partial(report, size=size, options=options)
+    common.alternate(__file__, options, args, cases, size, tell, 1200.0)
     common.remove(str(folder / "source"))
     common.remove(str(folder / "dcp"))
 

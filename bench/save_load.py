@@ -9,9 +9,8 @@ same run. Each case is a fresh process; its first save, which touches fresh memo
 from __future__ import annotations
 
 import json
-import random
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +129,8 @@ def main() -> None:
         one(options.case, folder, options.layers)
         return
     size = common.state_bytes(options.layers)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*CASES, "limit")}
-    order = random.Random(0)
-    for rep in range(options.reps):
-        names = list(found)
-        order.shuffle(names)
-        for name in names:
-            if name == "limit":
-                found[name].append(common.disk_limit(options.dir, size))
-            else:
-                args = ["--dir", options.dir, "--layers", str(options.layers), "--case", name]
-                found[name].append(common.in_fresh_process(__file__, args))
-            print(f"{rep + 1}/{options.reps} {name}: {found[name][-1]}", file=sys.stderr)
-        report(found, size)  # after each, so that an interrupted run leaves what it has
+    args = ["--dir", options.dir, "--layers", str(options.layers)]
+    common.alternate(__file__, options, args, list(CASES), size, partial(report, size=size))
 
 
 def report(found: dict[str, list[dict[str, Any]]], size: int) -> None:
