@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+
+from tests.train import networks
 
 PROGRAM = """
 mesh M = pp:2 tp:2
@@ -198,19 +199,8 @@ def fsdp_job(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
     return module, torch.optim.AdamW(module.parameters(), lr=0.5)
 
 
-def contents(module: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
-    """Return all parameters and states of a rank; DTensors in full."""
-    out: Tensors = {}
-    for name, parameter in module.named_parameters():
-        out[name] = _plain(parameter)
-        for key, value in optim.state[parameter].items():
-            out[f"{name}/{key}"] = _plain(value)
-    return out
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach().clone()
+contents = networks.whole
+"""All parameters and states of a rank; DTensors in full."""
 
 
 def differing(found: Tensors, wanted: Tensors) -> list[str]:
