@@ -136,6 +136,19 @@ def prepared(store: Store, to: Program, given: Program | None = None, **options:
     return prepare(stock, source_program(stock, given), to, **options)
 
 
+def job_into(out: Store, found: Prepared) -> Job:
+    """Return what writes a target into a root."""
+    return Job(
+        found.stock.source,
+        found.assembled.target,
+        Catalogue(out),
+        step=found.stock.step,
+        identity=found.identity,
+        bulk=out,
+        expected=found.expected,
+    )
+
+
 def resharded(
     source: Path,
     target: Path,
@@ -147,13 +160,4 @@ def resharded(
     """Reshard the newest checkpoint of one root into another."""
     with open_store(source) as store, open_store(target) as out:
         found = prepared(store, to, given, **options)
-        job = Job(
-            found.stock.source,
-            found.assembled.target,
-            Catalogue(out),
-            step=found.stock.step,
-            identity=found.identity,
-            bulk=out,
-            expected=found.expected,
-        )
-        return job.run(share or Share(), Budget.of(64 << 20, store))
+        return job_into(out, found).run(share or Share(), Budget.of(64 << 20, store))

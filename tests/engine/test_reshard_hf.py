@@ -10,17 +10,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.reshard.execute import Budget
 from ckptd.engine.reshard.folder import open_folder
 from ckptd.engine.reshard.hf import HfJob, hf_target
-from ckptd.engine.reshard.job import Job, Share
+from ckptd.engine.reshard.job import Share
 from ckptd.engine.reshard.prepare import prepare, source_program
 from ckptd.engine.reshard.reports import Resharded
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.store import open_store
 from tests.engine.builder import Array
-from tests.engine.llama import HF, everything, prepared, program, resharded, save, values
+from tests.engine.llama import (
+    HF,
+    everything,
+    job_into,
+    prepared,
+    program,
+    resharded,
+    save,
+    values,
+)
 
 
 def run(source: Path, folder: Path, share: Share, *, force: bool = False) -> Resharded:
@@ -127,16 +135,7 @@ def test_elements_that_are_not_aligned_are_read(tmp_path: Path) -> None:
         stock = open_folder(store, 1)
         to = program("fsdp", "mesh fsdp = dp:3")
         found = prepare(stock, source_program(stock, None), to)
-        job = Job(
-            stock.source,
-            found.assembled.target,
-            Catalogue(out),
-            step=1,
-            identity=found.identity,
-            bulk=out,
-            expected={},
-        )
-        job.run(Share(), Budget(32 << 20, 2 << 20, 4 << 20, 2 << 20, 2, 1))
+        job_into(out, found).run(Share(), Budget(32 << 20, 2 << 20, 4 << 20, 2 << 20, 2, 1))
     assert all(np.array_equal(v, data[n]) for n, v in everything(tmp_path / "b").items())
 
 

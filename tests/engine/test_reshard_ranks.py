@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.reshard.execute import Budget
-from ckptd.engine.reshard.job import Job, Share
+from ckptd.engine.reshard.job import Share
 from ckptd.engine.reshard.layouts import Program, read_program
 from ckptd.engine.reshard.prepare import prepare
 from ckptd.engine.reshard.ranks import open_ranks
 from ckptd.errors import CorruptError, MismatchError
 from ckptd.store import open_store
 from tests.engine.builder import Array
-from tests.engine.llama import everything
+from tests.engine.llama import everything, job_into
 
 LAYERS, KV, REP, HEAD, WIDTH, HIDDEN = 4, 4, 2, 3, 6, 10
 SPACE = """
@@ -116,16 +115,8 @@ def reshard(
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
         stock = open_ranks(store, given.resolve(), 3)
         found = prepare(stock, given, wanted, **options)
-        job = Job(
-            stock.source,
-            found.assembled.target,
-            Catalogue(out),
-            step=3,
-            identity=found.identity,
-            bulk=out,
-            expected={},
-        )
-        assert job.run(Share(), Budget.of(64 << 20, store)).state == "committed"
+        done = job_into(out, found).run(Share(), Budget.of(64 << 20, store))
+        assert done.state == "committed"
     return everything(tmp_path / "b")
 
 
