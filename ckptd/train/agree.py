@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +14,8 @@ from ckptd.engine.board import Board
 from ckptd.errors import CkptdError, DeadlineError
 
 __all__ = ["Agreement"]
+
+T = TypeVar("T")
 
 
 class Agreement:
@@ -74,6 +76,23 @@ class Agreement:
         """Raise on every rank when any rank brings an error; see `ckptd.engine.agree.agree`."""
         key = self._key("errors")
         agree(self.board, key, error, runs=self._peers.runs, stall_s=self._timeout_s)
+
+    def on_every_rank(self, function: Callable[[], T]) -> T:
+        """Return what `function` returns here, if it raises nothing on any rank.
+
+        Raises
+        ------
+        CkptdError
+            On every rank, when it raises on one.
+        """
+        error: CkptdError | None = None
+        found: list[T] = []
+        try:
+            found.append(function())
+        except CkptdError as caught:
+            error = caught
+        self.no_errors(error)
+        return found[0]
 
     def wait(self, key: str, rank: int, timeout_s: float) -> bytes:
         """Return what `rank` publishes under `key`; see `ckptd.engine.agree.wait`."""

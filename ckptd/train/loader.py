@@ -222,7 +222,7 @@ class Loader:
         except CkptdError as caught:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.
-        self._agree_on_error(error)
+        self._agreement.no_errors(error)
         # Where the witness's values lie is worked out while the disk is busy.
         with ThreadPoolExecutor(1, "ckptd-witness") as beside:
             places = beside.submit(witness_places, values, filling.wants)
@@ -246,15 +246,8 @@ class Loader:
 
     def _finish(self, filling: Filling, laid: LaidLoad | None) -> None:
         """Bring what was read to its last place; a layout may change values on the way."""
-        if laid is None:
-            filling.finish()
-            return
-        error: CkptdError | None = None
-        try:
-            laid.filling.finish()
-        except CkptdError as caught:
-            error = caught
-        self._agree_on_damage(error)
+        if laid is not None:
+            self._undamaged(laid.filling.finish)
         filling.finish()
 
     def _check_witness(
@@ -266,19 +259,18 @@ class Loader:
         laid: LaidLoad | None,
     ) -> None:
         """Check what was filled; when one rank's is wrong, every rank's load has failed."""
-        error: CkptdError | None = None
-        try:
+
+        def check() -> None:
             check_witness(witness, places, manifest, filling.wants)
             if laid is not None:
                 check_laid_witness(laid, WitnessPlan.of(manifest), witness)
-        except CkptdError as caught:
-            error = caught
-        self._agree_on_damage(error)
 
-    def _agree_on_damage(self, error: CkptdError | None) -> None:
-        """Raise on every rank when one found that the live state is wrong."""
+        self._undamaged(check)
+
+    def _undamaged(self, function: Callable[[], None]) -> None:
+        """Call a function that raises when the live state is wrong: then it is so on every rank."""
         try:
-            self._agree_on_error(error)
+            self._agreement.on_every_rank(function)
         except CkptdError as failed:
             failed.poisoned = True
             raise
@@ -319,10 +311,6 @@ class Loader:
         manifest = self._catalogue.manifest_of(commit)
         where = commit.folder + commit.manifest
         return manifest, check_manifest(manifest, where, commit.manifest_bytes)
-
-    def _agree_on_error(self, error: CkptdError | None) -> None:
-        """Raise on every rank when any rank brings an error."""
-        self._agreement.no_errors(error)
 
     def _host_group(self) -> HostGroup | None:
         board = self._agreement.board

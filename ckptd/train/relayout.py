@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from ckptd.train.transport_torch import TorchTransport
 from ckptd.types import DType
 
 __all__ = ["relayout"]
-
-T = TypeVar("T")
 
 
 def relayout(
@@ -98,14 +96,14 @@ def relayout(
     """
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
-    source = _agreed_on(
-        agreement, lambda: Side.of(source_state, source_layout, agreement, source_ranks)
+    source = agreement.on_every_rank(
+        lambda: Side.of(source_state, source_layout, agreement, source_ranks)
     )
-    target = _agreed_on(
-        agreement, lambda: Side.of(target_state, target_layout, agreement, target_ranks)
+    target = agreement.on_every_rank(
+        lambda: Side.of(target_state, target_layout, agreement, target_ranks)
     )
     # Nobody makes connections for a move that some rank will not join.
-    move = _agreed_on(agreement, lambda: _Move.plan(source, target, board.rank, states))
+    move = agreement.on_every_rank(lambda: _Move.plan(source, target, board.rank, states))
     carrier = transport or (
         TorchTransport(process_group, timeout_s) if board.world > 1 else _Alone()
     )
@@ -114,24 +112,6 @@ def relayout(
     finally:
         if transport is None:
             carrier.close()
-
-
-def _agreed_on(agreement: Agreement, function: Callable[[], T]) -> T:
-    """Return what a function does here, if it does it on every rank.
-
-    Raises
-    ------
-    CkptdError
-        On every rank, when it raises on one.
-    """
-    error: CkptdError | None = None
-    found: list[T] = []
-    try:
-        found.append(function())
-    except CkptdError as caught:
-        error = caught
-    agreement.no_errors(error)
-    return found[0]
 
 
 class _Alone:
