@@ -11,13 +11,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.engine.blocks import BlockLine
-from ckptd.engine.pool import cores
 from ckptd.engine.reshard.groups import group_files
 from ckptd.engine.reshard.ledger import Ledger
 from ckptd.engine.reshard.moves import Planner, RoundPlan
@@ -87,12 +87,13 @@ class Budget:
                 found=total,
             )
         local = store.capabilities.local_files
-        parallel = max(2, cores()) if local else store.capabilities.parallel
-        readers = min(_MOST_READERS, parallel)
+        # More than cores: most of a reader's time is the disk's.
+        readers = _MOST_READERS if local else min(_MOST_READERS, store.capabilities.parallel)
         window = 4 if local else max(1, store.capabilities.block_bytes // BLOCK_BYTES)
         window = min(window, max(1, total // 8 // readers // BLOCK_BYTES))
         cache = min(64 << 20, total // 8)
-        staging = total - cache - readers * (window + 1) * BLOCK_BYTES
+        own = min(96 << 20, total // 6)  # plans, samples, what the allocator does not give back
+        staging = total - cache - own - readers * (window + 1) * BLOCK_BYTES
         return Budget(total, cache, staging, min(_ROUND_BYTES, staging // 2), readers, window)
 
 
@@ -202,7 +203,7 @@ class Executor:
         before = self._reading.bytes_read
         writing = _Writing(self, store, drafts, on_done)
         try:
-            for plan in self.rounds(list(drafts)):
+            for plan in _ahead(self.rounds(list(drafts))):
                 size = sum(s.hi - s.lo for s in plan.stretches)
                 self._ledger.wait(size, writing.idle)
                 memory = [self._ledger.slab(s.hi - s.lo) for s in plan.stretches]
@@ -242,6 +243,15 @@ class Executor:
         """Count bytes that were handed to the store."""
         self.spent.bytes_written += nbytes
         self._progress(nbytes)
+
+
+def _ahead(plans: Iterator[RoundPlan]) -> Iterator[RoundPlan]:
+    """Yield plans, each made while the one before it is carried out."""
+    with ThreadPoolExecutor(1, "ckptd-plan") as pool:
+        coming = pool.submit(next, plans, None)
+        while (plan := coming.result()) is not None:
+            coming = pool.submit(next, plans, None)
+            yield plan
 
 
 class _Writing:

@@ -21,6 +21,7 @@ from ckptd.engine.localfiles import LocalFiles
 from ckptd.engine.places import missing_file
 from ckptd.engine.pool import run_all
 from ckptd.engine.reshard.clip import clip
+from ckptd.engine.reshard.ledger import Ledger
 from ckptd.engine.reshard.moves import Move, RoundPlan
 from ckptd.engine.reshard.source import Source
 from ckptd.errors import CorruptError, NotFoundError
@@ -48,13 +49,15 @@ class BlockCache:
 
     def __init__(self, limit: int) -> None:
         self._most = limit // BLOCK_BYTES
+        self._ledger = Ledger(limit)
         self._blocks: OrderedDict[int, U8] = OrderedDict()
         self._lock = threading.Lock()
 
     def keep(self, position: int, data: U8) -> None:
         """Keep a copy of a block."""
         if self._most and position not in self._blocks:
-            copy = data.copy()
+            copy = self._ledger.slab(len(data))
+            np.copyto(copy, data)
             with self._lock:
                 self._blocks[position] = copy
                 if len(self._blocks) > self._most:
@@ -139,6 +142,7 @@ class Reading:
         self._stall_s = stall_s
         self._local = source.store.capabilities.local_files
         self._scratch = threading.local()
+        self._rooms = Ledger(threads * window_blocks * BLOCK_BYTES)
         self._lock = threading.Lock()
         self.bytes_read = 0
 
@@ -233,7 +237,7 @@ class Reading:
     def _room(self) -> U8:
         found: U8 | None = getattr(self._scratch, "room", None)
         if found is None:
-            found = self._scratch.room = np.empty(self._blocks * BLOCK_BYTES + _TAIL, np.uint8)
+            found = self._scratch.room = self._rooms.slab(self._blocks * BLOCK_BYTES + _TAIL)
         return found
 
     def _fetch(self, file: int, start: int, data: U8) -> None:
