@@ -44,7 +44,7 @@ class Writers:
         for rule in self.form.stored_rules:
             if not rule.plain:
                 continue
-            for indexes in product(*(range(c.size) for c in rule.cuts.values())):
+            for indexes in rule.tensors():
                 for axis in self._axes(rule.number, indexes):
                     free = free_ranges(self.form.mesh, rule.axes | ({axis} if axis else set()))
                     if not free:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -195,21 +195,12 @@ def _aliases(form: StoredForm) -> dict[str, tuple[str, ...]]:
         holder = next((r for r in form.stored_rules if r.equation.families == families), None)
         if holder is None or set(holder.indexes) != set(rule.indexes):
             continue
-        for indexes in _all_indexes(tuple(c.size for c in rule.cuts.values())):
+        for indexes in rule.tensors():
             numbers = dict(zip(rule.indexes, indexes, strict=True))
             at = tuple(numbers[a] for a in holder.indexes)
             name = form.name(holder.global_name(at), "")
             out[name] = (*out.get(name, ()), form.name(rule.global_name(indexes), ""))
     return out
-
-
-def _all_indexes(extents: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not extents:
-        yield ()
-        return
-    for n in range(extents[0]):
-        for rest in _all_indexes(extents[1:]):
-            yield (n, *rest)
 
 
 # --- numbers that follow parameters -------------------------------------------------------------

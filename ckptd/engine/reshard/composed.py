@@ -333,7 +333,7 @@ def _of_empty(
                 [numbers[a]] if a in numbers else range(cut.size) for a, cut in source.cuts.items()
             ]
             for at in product(*choices):
-                if (source.number, at) not in seen:
+                if source.has(at) and (source.number, at) not in seen:
                     seen.add((source.number, at))
                     yield source.number, at, state
 

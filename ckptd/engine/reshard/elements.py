@@ -232,6 +232,9 @@ def place(
     inside = np.ones(count, dtype=np.bool_)
     for axis, number in equation.pinned.items():
         inside &= axes[axis] == number
+    for axis, numbers in equation.only.items():
+        if axis in axes:
+            inside &= numbers.mask(axes[axis])
     which = np.flatnonzero(inside).astype(np.int64)
     mine = {a: v[which] for a, v in axes.items()}
     positions = np.zeros(len(which), dtype=np.int64)

@@ -83,6 +83,7 @@ __all__ = [
     "mesh",
     "obj",
     "on",
+    "only",
     "pad",
     "pipe",
     "prod",
@@ -245,6 +246,21 @@ def on(axis: str, coordinate: int | Literal["last"]) -> m.On:
     return m.On(_word(axis, "a mesh axis"), coordinate)
 
 
+def only(axis: str, *numbers: int | slice) -> m.For:
+    """Return ``for axis=numbers``; ``slice(3, None)`` is ``3..``, ``slice(0, 3)`` is ``0..2``."""
+    return m.For(_word(axis, "an index of the name"), tuple(map(_range, numbers)))
+
+
+def _range(given: int | slice) -> m.Range:
+    if isinstance(given, int):
+        given = slice(given, given + 1)
+    first, step = given.start or 0, given.step or 1
+    last = None if given.stop is None else given.stop - 1
+    if first < 0 or step < 1 or (last is not None and last < first):
+        raise _wrong("numbers", "rising numbers that are not negative", given)
+    return m.Range(first, last, step)
+
+
 def follow_rows(name: NameLike) -> m.FollowRows:
     """Return ``follow rows(name)``: the first dimension is cut like that tensor's."""
     return m.FollowRows(_name(name))
@@ -384,9 +400,11 @@ def let(name: str, value: Dim | Value | Name | int) -> Let:
     return Let(_word(name, "a name"), Number(value) if isinstance(value, int) else value)
 
 
-def tensor(name: NameLike, *atoms: str) -> Family:
-    """Return ``name[atoms]``, a tensor of a space."""
-    return Family(_name(name), _words(atoms, "an axis"))
+def tensor(name: NameLike, *atoms: str | m.For) -> Family:
+    """Return ``name[atoms]``, a tensor of a space; `only` behind the axes says which there are."""
+    axes = [a for a in atoms if isinstance(a, str)]
+    only = tuple(a for a in atoms if isinstance(a, m.For))
+    return Family(_name(name), _words(axes, "an axis"), only)
 
 
 def state(name: str, stored: str | None = None) -> State:

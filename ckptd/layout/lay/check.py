@@ -22,7 +22,8 @@ from ckptd.layout.lay.equation import Bound, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.node import NOWHERE
 from ckptd.layout.lay.observe import bind_all
-from ckptd.layout.lay.observed import Observed, from_ranks, from_stored, unmatched
+from ckptd.layout.lay.observe_sizes import sorted_ranks
+from ckptd.layout.lay.observed import Observed, from_stored, unmatched
 from ckptd.layout.lay.program import File
 from ckptd.layout.lay.resolve import Loader, resolve_all
 
@@ -68,7 +69,7 @@ def check_bound(bound: Bound, observed: Observation | None = None) -> list[Findi
         blocks, cells that no rule holds, names without a rule, shapes that the rules do not make;
         with rules that would fit.
     """
-    found = None if observed is None else _sorted(bound.layout, observed)
+    found = None if observed is None else _sorted(bound.layout, observed, bound.sizes)
     findings = list(fit_findings(bound, found.first_shapes() if found else {}))
     findings += block_findings(bound)
     if not any(f.severity == "error" for f in findings):
@@ -109,7 +110,7 @@ def check_program(
         return [Finding("program", error.message, NOWHERE, error.where or "", notes)]
     findings += check(resolved)
     if observed is not None or sizes:
-        found = None if observed is None else _sorted(resolved, observed)
+        found = None if observed is None else _sorted(resolved, observed, sizes)
         bound, unbound = bind_all(resolved, found, sizes)
         # Names are compared with all rules of the program, not only with those that are used.
         fits = [f for f in check_bound(bound, observed) if f.code != "unmatched"]
@@ -117,9 +118,11 @@ def check_program(
     return sorted(dict.fromkeys(findings), key=lambda f: (f.at.file, f.at.line, f.at.column))
 
 
-def _sorted(layout: Resolved, observed: Observation) -> Observed:
+def _sorted(
+    layout: Resolved, observed: Observation, sizes: Mapping[str, int] | None = None
+) -> Observed:
     names = {n: s for n, s in observed.items() if isinstance(n, str) and isinstance(s, Sequence)}
     if names or not observed:
         return from_stored(layout, names)
     ranks = {r: s for r, s in observed.items() if isinstance(r, int) and isinstance(s, Mapping)}
-    return from_ranks(layout, ranks)
+    return sorted_ranks(layout, ranks, sizes)

@@ -16,6 +16,7 @@ from ckptd.layout.lay.equation import Equation, Family, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.modifiers import Alias, On, Replicas
 from ckptd.layout.lay.name import Index, Name, Text, join
+from ckptd.layout.lay.numbers import ALL, Numbers
 from ckptd.layout.lay.pattern import covers, encoded
 
 __all__ = ["between_findings", "uncovered_findings"]
@@ -64,7 +65,9 @@ def _shadows(resolved: Resolved) -> Iterator[tuple[int, Equation]]:
 
 
 def _is_subset(later: Equation, earlier: Equation) -> bool:
-    """Whether the earlier rule is for all ranks that the later one is for."""
+    """Whether the earlier rule is for all ranks and numbers that the later one is for."""
+    if any(not n.covers(later.only.get(a, ALL)) for a, n in earlier.only.items()):
+        return False
     mine = {(m.axis, m.coordinate) for m in later.modifiers if isinstance(m, On)}
     return {(m.axis, m.coordinate) for m in earlier.modifiers if isinstance(m, On)} <= mine
 
@@ -106,17 +109,34 @@ def _overlaps(
     keys = list(groups)
     for axes, others in (*((a, a) for a in keys), *combinations(keys, 2)):
         common = [a for a in axes if a in others]
-        by_pins: dict[tuple[int, ...], int] = {}
+        by_pins: dict[tuple[int, ...], list[int]] = {}
         for k in groups[axes]:
             pins = tuple(equations[k].pinned[a] for a in common)
-            if axes == others and pins in by_pins:
-                yield by_pins[pins], k
-            by_pins.setdefault(pins, k)
+            before = by_pins.setdefault(pins, [])
+            if axes == others:
+                met = next((f for f in before if _meet(equations[f], equations[k])), None)
+                if met is not None:
+                    yield met, k
+            before.append(k)
         if axes != others:
             for k in groups[others]:
-                found = by_pins.get(tuple(equations[k].pinned[a] for a in common))
-                if found is not None and not _taken(equations, found, k):
-                    yield min(found, k), max(found, k)
+                for found in by_pins.get(tuple(equations[k].pinned[a] for a in common), ()):
+                    if _meet(equations[found], equations[k]) and not _taken(equations, found, k):
+                        yield min(found, k), max(found, k)
+                        break
+
+
+def _meet(one: Equation, two: Equation) -> bool:
+    """Whether two rules have numbers in common."""
+    return all(_numbers(one, a) & _numbers(two, a) for a in {**one.only, **two.only})
+
+
+def _numbers(equation: Equation, axis: str) -> Numbers:
+    """Return the numbers of an axis that a rule has."""
+    if axis in equation.pinned:
+        number = equation.pinned[axis]
+        return Numbers((False,) * number + (True,), (False,))
+    return equation.only.get(axis, ALL)
 
 
 def _taken(equations: Sequence[Equation], one: int, two: int) -> bool:
@@ -171,12 +191,23 @@ def uncovered_findings(
                 yield Finding("uncovered", message, first.at, first.text, fit=True)
 
 
+def _where(points: list[int], numbers: Numbers) -> list[int]:
+    """Return the places of those of some points that are among numbers."""
+    return [k for k, n in enumerate(points) if numbers.has(n)]
+
+
 def _missing(family: Family, holders: Sequence[Equation], sizes: Mapping[str, int]) -> str | None:
     """Return a cell that no rule holds, on the axes that rules fix; None if there is none."""
-    axes = [a for a in family.axes if any(a in e.pinned for e in holders)]
-    if any(not set(axes) & set(e.pinned) for e in holders) or any(a not in sizes for a in axes):
+    axes = [a for a in family.axes if any(a in e.pinned or a in e.only for e in holders)]
+    some = [{a for a in axes if a in e.pinned or a in e.only} for e in holders]
+    if not all(some) or any(a not in sizes for a in axes):
         return None
-    values = [sorted({e.pinned[a] for e in holders if a in e.pinned}) for a in axes]
+    values = [
+        list(range(sizes[a]))
+        if any(a in e.only for e in holders)
+        else sorted({e.pinned[a] for e in holders if a in e.pinned})
+        for a in axes
+    ]
     # Along each axis: the numbers that rules name, and one for all that none does.
     rest = [
         next((n for n in range(sizes[a]) if n not in set(v)), None)
@@ -185,13 +216,12 @@ def _missing(family: Family, holders: Sequence[Equation], sizes: Mapping[str, in
     points = [v + ([] if r is None else [r]) for v, r in zip(values, rest, strict=True)]
     if math.prod(map(len, points)) > _MAX_CELLS:
         return None
-    held = np.zeros([len(p) for p in points], dtype=bool)
+    held = np.ones([len(p) for p in points], dtype=bool)
+    there = [_where(p, family.only.get(a, ALL)) for a, p in zip(axes, points, strict=True)]
+    held[np.ix_(*there)] = False
     for equation in holders:
-        where = tuple(
-            p.index(equation.pinned[a]) if a in equation.pinned else slice(None)
-            for a, p in zip(axes, points, strict=True)
-        )
-        held[where] = True
+        mine = [_where(p, _numbers(equation, a)) for a, p in zip(axes, points, strict=True)]
+        held[np.ix_(*mine)] = True
     empty = np.argwhere(~held)
     if not len(empty):
         return None

@@ -21,6 +21,7 @@ from ckptd.layout.lay.boxes import Run
 from ckptd.layout.lay.equation import Bound, Tags
 from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
 from ckptd.layout.lay.meet import Meeting, every_meeting, meetings, piece_blocks
+from ckptd.layout.lay.numbers import ALL
 from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
@@ -272,10 +273,10 @@ class Composition:
             asked: set[str] = set()
             for family in rule.equation.families.values():
                 for source, tags in self.holders.get(family.name, ()):
-                    asked |= set(source.equation.pinned)
+                    asked |= _asked(source, rule)
                     asked |= {r.axis for d in source.whole.get(tags, ()) for r in d.runs}
                 for giver, _ in self.givers[family.name] if self.receivers else ():
-                    asked |= set(giver.equation.pinned)
+                    asked |= _asked(giver, rule)
             self._free[rule.number] = tuple(a not in asked for a in rule.indexes)
         return self._free[rule.number]
 
@@ -439,6 +440,17 @@ def compose(
         ``lay-fit``: they have different axes for a family, or different lengths for an axis.
     """
     return Composition(*agreed(source, target), grids)
+
+
+def _asked(source: RuleForm, target: RuleForm) -> set[str]:
+    """Return the axes whose number decides whether a source rule has something of a target."""
+    wanted = target.equation.only
+    some = {
+        axis
+        for axis, numbers in source.equation.only.items()
+        if wanted.get(axis, ALL) & numbers and not numbers.covers(wanted.get(axis, ALL))
+    }
+    return some | set(source.equation.pinned)
 
 
 def _by_family(

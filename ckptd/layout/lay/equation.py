@@ -15,6 +15,7 @@ from ckptd.layout.lay.dims import Dim, Value
 from ckptd.layout.lay.modifiers import Modifier
 from ckptd.layout.lay.name import Name
 from ckptd.layout.lay.node import NOWHERE, Position
+from ckptd.layout.lay.numbers import Numbers
 from ckptd.layout.lay.program import Flat, Object, Pipe, Scalar, State
 
 __all__ = ["Axes", "Bound", "Equation", "Family", "MeshShape", "Resolved", "Tags"]
@@ -40,11 +41,15 @@ class Family:
         Index axes in textual order, then atoms; refined atoms are replaced by their parts.
     indexes
         How many of `axes` stand in the name.
+    only
+        Which numbers there are, by axis, where not all are there: the first layers of a model may
+        be of another kind.
     """
 
     name: str
     axes: Axes
     indexes: int
+    only: Mapping[str, Numbers] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,9 @@ class Equation:
         As written.
     pinned
         Axes of the families that stand at one index by the rule's reference (``X{0}``).
+    only
+        Which numbers its names have, by axis, where not all: as it says (``for l=3..``), and as
+        its families say.
     at
         The rule, for messages.
     text
@@ -97,6 +105,7 @@ class Equation:
     dims: tuple[Dim, ...]
     modifiers: tuple[Modifier, ...] = ()
     pinned: Mapping[str, int] = field(default_factory=dict)
+    only: Mapping[str, Numbers] = field(default_factory=dict)
     at: Position = NOWHERE
     text: str = ""
 

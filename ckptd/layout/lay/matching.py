@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptd.layout.lay.equation import Equation, Resolved
+from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.modifiers import On, Quantized
 from ckptd.layout.lay.name import Glob, Index, Name, NamePart, Text, join
+from ckptd.layout.lay.numbers import Numbers
 from ckptd.layout.lay.pattern import found_regex
 
 __all__ = ["Match", "Matcher", "Templates", "Undressed", "alike", "holds", "stored_name"]
@@ -48,6 +50,7 @@ class _Pattern:
     number: int
     name: Name
     on: tuple[On, ...]
+    only: Mapping[str, Numbers] = field(default_factory=dict)
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -90,9 +93,14 @@ class Matcher:
         The layout.
     stored
         Whether names are those of checkpoints, with global numbers, or those of ranks.
+    cuts
+        How indexes are dealt to ranks, as far as it is known: which layers those are that have
+        local numbers. Of what is not known it is taken that a rule has it.
     """
 
-    def __init__(self, resolved: Resolved, stored: bool) -> None:
+    def __init__(
+        self, resolved: Resolved, stored: bool, cuts: Mapping[Index, IndexCut] | None = None
+    ) -> None:
         local = resolved.mesh.local if resolved.mesh else ()
         drops: dict[int, list[Name]] = {k: [] for k in range(len(resolved.equations) + 1)}
         for name, place in zip(resolved.drops, resolved.drop_places, strict=True):
@@ -102,9 +110,12 @@ class Matcher:
             self._patterns += [_Pattern(-1, d, ()) for d in drops[number]]
             name = stored_name(equation.name, local) if stored else equation.name
             on = () if stored else _on(equation)
-            self._patterns.append(_Pattern(number, name, on))
-            self._patterns += [_Pattern(-1, scale, on) for scale in _scales(equation, name)]
+            only = equation.only
+            self._patterns.append(_Pattern(number, name, on, only))
+            self._patterns += [_Pattern(-1, scale, on, only) for scale in _scales(equation, name)]
         self._patterns += [_Pattern(-1, d, ()) for d in drops[len(resolved.equations)]]
+        self._stored = stored
+        self._cuts = cuts or {}
         self._extents = resolved.mesh.extents if resolved.mesh else {}
         self._candidates: dict[str, list[int]] = {}
         self._indexed: list[int] = []
@@ -133,9 +144,29 @@ class Matcher:
                 continue
             found = pattern.match(name)
             # Coordinates on local axes stand in the name.
-            if found is not None and _is_on(pattern.on, dict(found.numbers), self._extents):
+            if found is None or not _is_on(pattern.on, dict(found.numbers), self._extents):
+                continue
+            if not pattern.only or self._has(pattern, dict(found.numbers), coordinates or {}):
                 return found
         return None
+
+    def _has(
+        self, pattern: _Pattern, numbers: Mapping[str, int], coordinates: Mapping[str, int]
+    ) -> bool:
+        """Whether a rule has the numbers of a name, as far as it is known."""
+        for part in pattern.name.parts:
+            if not isinstance(part, Index) or part.axis not in pattern.only:
+                continue
+            number = numbers[part.axis]
+            if part.local and not self._stored:
+                cut = self._cuts.get(part)
+                at = {**coordinates, **numbers}
+                if cut is None or not all(a in at for a in cut.axes):
+                    continue
+                number += cut.start(at)
+            if not pattern.only[part.axis].has(number):
+                return False
+        return True
 
     def _candidates_of(self, name: str) -> Iterator[_Pattern]:
         """Return the rules that can match a name: by its text, or whatever its numbers are."""

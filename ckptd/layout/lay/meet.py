@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import NamedTuple
 
 from ckptd.errors import MismatchError
@@ -105,8 +105,7 @@ def meetings(
     for rule, tags in holders:
         rest: list[tuple[dict[str, Run], int]] = []
         for box, at in left:
-            inside = _pinned(box, at, rule, rest)
-            if inside is not None:
+            for inside in _narrowed(box, at, rule, rest):
                 yield from _meet(*inside, names, rule, tags)
         left = rest
     missing = [box for box, _ in left if all(r.size for r in box.values())]
@@ -140,13 +139,37 @@ def every_meeting(
     for rule, _ in before:
         rest: list[tuple[dict[str, Run], int]] = []
         for box, at in left:
-            _pinned(box, at, rule, rest)
+            _narrowed(box, at, rule, rest)
         left = rest
     for rule, tags in holders:
         for box, at in left:
-            inside = _pinned(box, at, rule, [])
-            if inside is not None:
+            for inside in _narrowed(box, at, rule, []):
                 yield from _meet(*inside, names, rule, tags)
+
+
+_Box = tuple[dict[str, Run], int]
+"""First index, number and distance by axis; position of the first element."""
+
+
+def _narrowed(box: dict[str, Run], at: int, rule: RuleForm, rest: list[_Box]) -> list[_Box]:
+    """Narrow a box to what a rule has; put what it leaves into `rest`."""
+    inside = _pinned(box, at, rule, rest)
+    found = [] if inside is None else [inside]
+    for axis, numbers in rule.equation.only.items():
+        kept: list[_Box] = []
+        for part, start in found:
+            run = part.get(axis)
+            if run is None:
+                kept.append((part, start))
+                continue
+            which = [numbers.has(run.start + i) for i in range(run.size)]
+            for has, group in groupby(range(run.size), which.__getitem__):
+                mine = list(group)
+                piece = run._replace(start=run.start + mine[0], size=len(mine))
+                where = kept if has else rest
+                where.append(({**part, axis: piece}, start + mine[0] * run.stride))
+        found = kept
+    return found
 
 
 def _pinned(

@@ -15,9 +15,11 @@ __all__ = [
     "Cast",
     "Drop",
     "FollowRows",
+    "For",
     "Modifier",
     "On",
     "Quantized",
+    "Range",
     "Replicas",
 ]
 
@@ -73,6 +75,23 @@ class On(Node):
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """``3..7``: from the first number to the last, or for ever (``3..``); ``1../2`` every other."""
+
+    first: int
+    last: int | None = None
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class For(Node):
+    """``for l=3..``: the rule, or the tensor of a space, is there for these numbers only."""
+
+    axis: str
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FollowRows(Node):
     """``follow rows(name)``: the first dimension is cut and ordered like that tensor's."""
 
@@ -90,5 +109,5 @@ class Drop(Node):
 
 
 Modifier: TypeAlias = (
-    Replicas | Average | Cast | Quantized | Affine | On | FollowRows | Alias | Drop
+    Replicas | Average | Cast | Quantized | Affine | On | For | FollowRows | Alias | Drop
 )

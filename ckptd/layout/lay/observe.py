@@ -6,7 +6,7 @@ for what many a model lacks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptd.layout.lay.check_fit import fit_findings, with_fits
@@ -14,10 +14,10 @@ from ckptd.layout.lay.equation import Bound, Equation, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
 from ckptd.layout.lay.observe_first import first_wins
 from ckptd.layout.lay.observe_indexes import extents, index_findings, pinned
-from ckptd.layout.lay.observe_sizes import needed, solved
+from ckptd.layout.lay.observe_packed import buffer_findings, is_packed
+from ckptd.layout.lay.observe_sizes import needed, solved, sorted_ranks
 from ckptd.layout.lay.observed import (
     Observed,
-    from_ranks,
     from_stored,
     several_shapes,
     unmatched,
@@ -78,9 +78,9 @@ def bind_ranks(
         ``lay-fit``, as `bind_stored`, and if a split does not divide; the hint shows rules that
         would fit.
     """
-    observed = from_ranks(resolved, ranks)
+    observed = sorted_ranks(resolved, ranks, sizes)
     bound, findings = bind_all(resolved, observed, sizes)
-    kept = from_ranks(bound.layout, ranks).first_shapes() if findings else {}
+    kept = sorted_ranks(bound.layout, ranks, bound.sizes).first_shapes() if findings else {}
     return _bound(bound, with_fits(findings, list(fit_findings(bound, kept))))
 
 
@@ -101,6 +101,7 @@ def bind_all(
 ) -> tuple[Bound, list[Finding]]:
     """Bind a layout, and return what is wrong; the sizes are then not complete."""
     findings: list[Finding] = []
+    packed: list[Equation] = []
     if observed is None:
         findings += [_glob(e) for e in resolved.equations if has_globs(e.name)]
         layout = resolved
@@ -108,7 +109,8 @@ def bind_all(
         findings += unmatched(observed, resolved)
         findings += several_shapes(observed, resolved.equations)
         findings += index_findings(observed, resolved)
-        layout = _instances(resolved, observed)
+        layout, packed = _instances(resolved, observed)
+        findings += _empty(layout, resolved)
     solution = solved(resolved, observed, given or {})
     findings += solution.findings
     findings += needed(layout, solution)
@@ -116,7 +118,10 @@ def bind_all(
     if observed is None or not observed.stored:
         layout, more = first_wins(layout, sizes)
         findings += more
-    return Bound(layout, sizes), findings
+    bound = Bound(layout, sizes)
+    if observed is not None and packed and not findings:
+        findings += buffer_findings(bound, observed, packed)
+    return bound, findings
 
 
 def _bound(bound: Bound, findings: Sequence[Finding]) -> Bound:
@@ -124,9 +129,13 @@ def _bound(bound: Bound, findings: Sequence[Finding]) -> Bound:
     return bound
 
 
-def _instances(resolved: Resolved, observed: Observed) -> Resolved:
-    """Return a layout with the rules of which something was observed, without globs."""
+def _instances(resolved: Resolved, observed: Observed) -> tuple[Resolved, list[Equation]]:
+    """Return a layout with the rules of which something was observed, without globs.
+
+    And with those whose tensors lie in buffers, which are returned besides.
+    """
     equations = []
+    packed = []
     places = [0]
     by_rule: dict[int, list[tuple[str, ...]]] = {}
     all_of = extents(observed, resolved) if observed.stored else {}
@@ -134,14 +143,26 @@ def _instances(resolved: Resolved, observed: Observed) -> Resolved:
         by_rule.setdefault(number, []).append(texts)
     for number, equation in enumerate(resolved.equations):
         for texts in by_rule.get(number, []):
-            found = replace(equation, name=filled(equation.name, texts))
-            equations += pinned(found, observed, (number, texts), all_of)
+            one = replace(equation, name=filled(equation.name, texts))
+            equations += pinned(one, observed, (number, texts), all_of)
+        if number not in by_rule and is_packed(equation, resolved, observed):
+            packed.append(equation)
+            equations.append(equation)
         places.append(len(equations))
-    return replace(
+    found = replace(
         resolved,
         equations=tuple(equations),
         drop_places=tuple(places[p] for p in resolved.drop_places),
     )
+    return found, packed
+
+
+def _empty(layout: Resolved, resolved: Resolved) -> Iterator[Finding]:
+    """Yield that nothing is left of a layout, or what stands for several tensors in buffers."""
+    if resolved.equations and not layout.equations:
+        message = "no rule of this layout has any of the tensors that were observed"
+        yield Finding("empty", message, rule=f"layout {resolved.name}", fit=True)
+    yield from (_glob(e) for e in layout.equations if has_globs(e.name))
 
 
 def _glob(equation: Equation) -> Finding:

@@ -16,6 +16,7 @@ from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.matching import alike, stored_name
 from ckptd.layout.lay.modifiers import On
 from ckptd.layout.lay.name import Index, Name, Text, join
+from ckptd.layout.lay.numbers import ALL
 from ckptd.layout.lay.pattern import covers
 
 __all__ = ["first_wins", "numbered"]
@@ -66,7 +67,9 @@ def first_wins(layout: Resolved, sizes: Mapping[str, int]) -> tuple[Resolved, li
 
 def numbered(equation: Equation, at: Mapping[str, int]) -> Equation:
     """Return a rule for single numbers of some of the indexes in its name."""
-    return replace(equation, name=_numbered(equation.name, at), pinned={**equation.pinned, **at})
+    only = {a: n for a, n in equation.only.items() if a not in at}
+    name = _numbered(equation.name, at)
+    return replace(equation, name=name, pinned={**equation.pinned, **at}, only=only)
 
 
 def _overlap(earlier: Name, later: Name) -> bool:
@@ -92,7 +95,7 @@ def _each(
 ) -> Iterator[Equation]:
     found = [
         numbered(equation, dict(zip(axes, numbers, strict=True)))
-        for numbers in product(*(range(sizes[a]) for a in axes))
+        for numbers in product(*(equation.only.get(a, ALL).below(sizes[a]) for a in axes))
     ]
     left = [e for e in found if not any(covers(n, e.name) for n in earlier)]
     # One rule stays one: the numbers that look alike may still all be its own.

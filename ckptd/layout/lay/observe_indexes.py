@@ -10,11 +10,13 @@ from typing import TypeAlias
 from ckptd.layout.lay.dims import How
 from ckptd.layout.lay.equation import Equation, Resolved
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.numbers import ALL, NONE, Numbers
 from ckptd.layout.lay.observe_first import numbered
 from ckptd.layout.lay.observed import Coordinates, Instance, Observed
 
-__all__ = ["extents", "index_findings", "local_numbers", "pinned"]
+__all__ = ["extents", "held_at_all", "index_findings", "local_numbers", "pinned"]
 
 _MAX_PINNED = 4096
 _MAX_SHOWN = 6
@@ -81,7 +83,7 @@ def pinned(
     some = {
         axis: sorted(numbers)
         for axis, numbers in _by_axis(instance, ()).items()
-        if len(numbers) < all_of[axis][0]
+        if len(numbers) < equation.only.get(axis, ALL).count(all_of[axis][0])
     }
     if not some:
         return [equation]
@@ -103,23 +105,28 @@ def _stored(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
             for family in equation.families.values():
                 by_family.setdefault((family.name, axis), set()).update(numbers)
     for axis, (count, instance) in all_of.items():
-        if len(together[axis]) < count:
+        every = held_at_all(observed, resolved, axis)
+        if sum(map(every.has, together[axis])) < every.count(count):
             equation = resolved.equations[instance.equation]
-            yield _gap(equation, axis, together[axis], range(count))
+            wanted = filter(every.has, range(count))
+            yield _gap(equation, axis, together[axis], wanted)
     for instance in observed.instances.values():
         equation = resolved.equations[instance.equation]
         by_axis = _by_axis(instance, ())
         found = instance.numbers.get((), set())
         if math.prod(len(n) for n in by_axis.values()) > len(found):
             yield _hole(equation, by_axis, found)
-        some = [n for a, n in by_axis.items() if len(n) < all_of[a][0]]
+        some = [
+            n for a, n in by_axis.items() if len(n) < equation.only.get(a, ALL).count(all_of[a][0])
+        ]
         if math.prod(map(len, some)) > _MAX_PINNED:
             message = f"this rule has more than {_MAX_PINNED} combinations of some of the numbers"
             yield Finding("numbers", message, equation.at, equation.text, fit=True)
         for axis in by_axis:
             held = set.union(*(by_family[f.name, axis] for f in equation.families.values()))
-            if held < together[axis]:
-                yield _some(equation, axis, held, all_of[axis][0])
+            there = [n for n in together[axis] if _exists(equation, axis, n)]
+            if not held.issuperset(there):
+                yield _some(equation, axis, held, there)
 
 
 def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
@@ -130,6 +137,9 @@ def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
                 # A name that does not say the virtual stage: numbers of several, with gaps.
                 continue
             equation = resolved.equations[instance.equation]
+            if not held_at_all(observed, resolved, axis, (axis, splits, local)).covers(ALL):
+                # Each rule's numbers are looked at below.
+                continue
             wanted = range(len(numbers)) if local else _span(numbers)
             if len(wanted) != len(numbers) or any(n not in numbers for n in wanted):
                 yield _gap(equation, axis, numbers, wanted, at)
@@ -137,7 +147,11 @@ def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
         equation = resolved.equations[instance.equation]
         for at in instance.numbers:
             found = _by_axis(instance, at)
-            wanted_here = {i.axis: _wanted(together, i, at) for i in _indexes(equation)}
+            wanted_here = {
+                i.axis: found.get(i.axis, set()) if wanted is None else wanted
+                for i in _indexes(equation)
+                for wanted in [_wanted(together, equation, i, at, observed.cuts)]
+            }
             # Where one index has no number there is no tensor, whatever the others have.
             wrong = [a for a, w in wanted_here.items() if found.get(a, set()) != w]
             if wrong and all(wanted_here.values()):
@@ -149,13 +163,48 @@ def _local(observed: Observed, resolved: Resolved) -> Iterator[Finding]:
 
 def _wanted(
     together: Mapping[Signature, Mapping[Coordinates, tuple[set[int], Instance]]],
+    equation: Equation,
     index: Index,
     at: Coordinates,
-) -> set[int]:
-    """Return the numbers that an index has at some coordinates by all rules together."""
+    cuts: Mapping[Index, IndexCut],
+) -> set[int] | None:
+    """Return the numbers that a rule should have at some coordinates, by all rules together.
+
+    None if it does not have all of them, and nothing says which layers those numbers are.
+    """
     axes = {axis for axis, _ in index.splits}
     key = tuple((a, c) for a, c in at if a in axes)
-    return together[index.axis, index.splits, index.local][key][0]
+    numbers = together[index.axis, index.splits, index.local][key][0]
+    only = equation.only.get(index.axis)
+    if only is None or not index.local:
+        return numbers if only is None else {n for n in numbers if only.has(n)}
+    cut = cuts.get(index)
+    if cut is None or len(key) < len(cut.axes):
+        return None
+    start = cut.start(dict(at))
+    return {n for n in numbers if only.has(n + start)}
+
+
+def held_at_all(
+    observed: Observed, resolved: Resolved, axis: str, alike: Signature | None = None
+) -> Numbers:
+    """Return the numbers of an axis that some rule which was observed has.
+
+    Of rules with any index of the axis, or only of those with alike ones.
+    """
+    out = NONE
+    for instance in observed.instances.values():
+        equation = resolved.equations[instance.equation]
+        indexes = [i for i in _indexes(equation) if i.axis == axis]
+        if any(alike in (None, (i.axis, i.splits, i.local)) for i in indexes):
+            out |= equation.only.get(axis, ALL)
+    return out
+
+
+def _exists(equation: Equation, axis: str, number: int) -> bool:
+    """Whether a space has one of a rule's tensors with a number."""
+    families = [f for f in equation.families.values() if axis in f.axes]
+    return any(f.only.get(axis, ALL).has(number) for f in families)
 
 
 def _by_axis(instance: Instance, at: Coordinates) -> dict[str, set[int]]:
@@ -212,9 +261,9 @@ def _hole(
     )
 
 
-def _some(equation: Equation, axis: str, numbers: set[int], count: int) -> Finding:
-    missing = list(islice((n for n in range(count) if n not in numbers), _MAX_SHOWN))
-    message = f"this rule has no tensor for {axis} {_shown(missing)}; other rules have {count}"
+def _some(equation: Equation, axis: str, numbers: set[int], there: list[int]) -> Finding:
+    missing = list(islice((n for n in sorted(there) if n not in numbers), _MAX_SHOWN))
+    message = f"this rule has no tensor for {axis} {_shown(missing)}; other rules have {len(there)}"
     return Finding("numbers", message, equation.at, equation.text, severity="warning", fit=True)
 
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 
 from ckptd.errors import CkptdError
+from ckptd.layout.lay.cut import Scope
 from ckptd.layout.lay.dims import Atom, Dim, Even, Operation, Pad, Product, Size, Split, Sum, Value
 from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.held import split_axes
-from ckptd.layout.lay.observe_indexes import extents, local_numbers
-from ckptd.layout.lay.observed import Coordinates, Instance, Observed
+from ckptd.layout.lay.indexes import IndexCut, index_cut
+from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.numbers import ALL
+from ckptd.layout.lay.observe_indexes import extents, held_at_all, local_numbers
+from ckptd.layout.lay.observed import Coordinates, Instance, Observed, from_ranks
 from ckptd.layout.lay.pipe import stage_parts
 from ckptd.layout.lay.sizes import Constraint, Origin, Solution, solve
 from ckptd.layout.lay.sizes_length import Lengths, Polynomial, summable
 
-__all__ = ["needed", "solved"]
+__all__ = ["needed", "solved", "sorted_ranks"]
 
 
 def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, int]) -> Solution:
@@ -48,6 +53,35 @@ def solved(resolved: Resolved, observed: Observed | None, sizes: Mapping[str, in
     return solution
 
 
+def _rank_cuts(
+    resolved: Resolved, observed: Observed, sizes: Mapping[str, int]
+) -> Mapping[Index, IndexCut]:
+    """Return how the indexes of rules that have some numbers only are dealt to ranks.
+
+    What a local number stands for follows from how many there are on all stages before. Those
+    that do not follow from names and stage strings are left out.
+    """
+    wanted = [
+        p
+        for equation in resolved.equations
+        for p in equation.name.parts
+        if isinstance(p, Index) and p.local and p.axis in equation.only
+    ]
+    if not wanted:
+        return {}
+    mesh = resolved.mesh or MeshShape(1, {}, {})
+    lengths = Lengths(mesh.extents)
+    declared, _ = _declared(resolved, sizes)
+    constraints = [*_piped(resolved, mesh), *_indexes(observed, resolved, lengths)]
+    found = solve(constraints, lengths, declared, resolved.relations).sizes
+    out = {}
+    for index in wanted:
+        if index.axis in found:
+            with suppress(CkptdError):
+                out[index] = index_cut(resolved, index, Scope(found, mesh.extents))
+    return out
+
+
 def needed(layout: Resolved, solution: Solution) -> Iterator[Finding]:
     """Yield a finding for each size that the rules of a layout need and that does not follow."""
     users: dict[str, list[Equation]] = {}
@@ -63,6 +97,21 @@ def needed(layout: Resolved, solution: Solution) -> Iterator[Finding]:
         group = _in_order(_together(missing, solution), first)
         missing = [n for n in missing if n not in group]
         yield _unsolved(group, [e for n in group for e in users[n]], solution)
+
+
+def sorted_ranks(
+    resolved: Resolved,
+    ranks: Mapping[int, Mapping[str, tuple[int, ...]]],
+    sizes: Mapping[str, int] | None = None,
+) -> Observed:
+    """Sort the tensors of some ranks by rules, with local numbers told from each other.
+
+    Which layer a local number is follows from the numbers of all ranks, so names are sorted once
+    without knowing it.
+    """
+    observed = from_ranks(resolved, ranks)
+    cuts = _rank_cuts(resolved, observed, sizes or {})
+    return from_ranks(resolved, ranks, cuts) if cuts else observed
 
 
 def _declared(resolved: Resolved, sizes: Mapping[str, int]) -> tuple[dict[str, int], list[Finding]]:
@@ -119,12 +168,17 @@ def _indexes(observed: Observed, resolved: Resolved, lengths: Lengths) -> Iterat
     """Yield how many numbers of each index there are."""
     if observed.stored:
         for axis, (count, instance) in extents(observed, resolved).items():
+            if not held_at_all(observed, resolved, axis).has(count):
+                # There may be one more that no rule has.
+                continue
             origin = _origin(resolved, instance, f"numbers in names ({axis})")
             yield Constraint({(axis,): Fraction(1)}, count, origin)
         return
     piped = {(p.axis, p.splits) for p in resolved.pipes}
-    for (axis, splits, _), by_coordinates in local_numbers(observed, resolved).items():
-        if (axis, tuple(a for a, _ in splits)) in piped:
+    for (axis, splits, local), by_coordinates in local_numbers(observed, resolved).items():
+        alike = (axis, splits, local)
+        some = not held_at_all(observed, resolved, axis, alike).covers(ALL)
+        if some or (axis, tuple(a for a, _ in splits)) in piped:
             continue
         dim: Dim = Atom(axis)
         for mesh_axis, how in splits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TypeAlias
 from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.held import split_axes
+from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.matching import Match, Matcher, Templates, holds, stored_name
 from ckptd.layout.lay.name import Index
 from ckptd.layout.lay.printer import show
@@ -85,12 +87,18 @@ class Observed:
         Ranks of which the tensors are known.
     unmatched
         Tensors without a rule.
+    cuts
+        How indexes are dealt to ranks, as far as it was known.
+    buffers
+        Lengths of the buffers of flats, by rank and name.
     """
 
     stored: bool
     instances: dict[tuple[int, tuple[str, ...]], Instance] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
     unmatched: list[Seen] = field(default_factory=list)
+    cuts: Mapping[Index, IndexCut] = field(default_factory=dict)
+    buffers: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def add(
         self, match: Match, at: Coordinates, numbers: Numbers, seen: Seen, *, packed: bool = False
@@ -131,10 +139,14 @@ def from_stored(resolved: Resolved, shapes: Mapping[str, Shape]) -> Observed:
     return out
 
 
-def from_ranks(resolved: Resolved, ranks: Mapping[int, Mapping[str, Shape]]) -> Observed:
-    """Sort the tensors of some ranks."""
-    out = Observed(stored=False, ranks=tuple(sorted(ranks)))
-    matcher = Matcher(resolved, stored=False)
+def from_ranks(
+    resolved: Resolved,
+    ranks: Mapping[int, Mapping[str, Shape]],
+    cuts: Mapping[Index, IndexCut] | None = None,
+) -> Observed:
+    """Sort the tensors of some ranks; `cuts`: how indexes are dealt to them, as far as known."""
+    out = Observed(stored=False, ranks=tuple(sorted(ranks)), cuts=cuts or {})
+    matcher = Matcher(resolved, stored=False, cuts=cuts)
     templates = Templates(resolved)
     mesh = resolved.mesh or MeshShape(1, {}, {})
     packed = {s for flat in resolved.flats for s in flat.states}
@@ -143,6 +155,7 @@ def from_ranks(resolved: Resolved, ranks: Mapping[int, Mapping[str, Shape]]) -> 
         coordinates = mesh.coordinates(rank)
         for name, shape in ranks[rank].items():
             if resolved.flats and _FLAT.fullmatch(name):
+                out.buffers.setdefault(rank, {})[name] = math.prod(shape)
                 continue
             seen = Seen(tuple(shape), name, rank)
             match = _matched(matcher, templates, name, coordinates)
@@ -246,6 +259,8 @@ def _unmatched(group: list[Seen], patterns: Mapping[str, Equation], layout: str)
         on = [show(m) for m in equation.modifiers if show(m).startswith("on ")]
         if on and _like(near[0], first.name):
             notes.append(f"which is only for ranks {' '.join(on)}")
+        if equation.only and _like(near[0], first.name):
+            notes.append(f"which has some {' and '.join(equation.only)} only, or its tensors have")
     notes.append(f"to leave it out, write: {_pattern(first.name)} = drop")
     message = f"no rule matches {first}{more}"
     return Finding("unmatched", message, rule=layout, notes=tuple(notes), fit=True)

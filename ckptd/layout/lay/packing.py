@@ -161,8 +161,10 @@ class Packing:
         for start, group in groupby(rules, lambda r: _beginning(r, depth)):
             if start is None:
                 for rule in group:
-                    if all(coordinates.get(a, c) == c for a, c in rule.on.items()):
-                        yield rule.number, tuple(numbers[a] for a in rule.indexes)
+                    indexes = tuple(numbers[a] for a in rule.indexes)
+                    here = all(coordinates.get(a, c) == c for a, c in rule.on.items())
+                    if here and rule.has(indexes):
+                        yield rule.number, indexes
                 continue
             index, found = start[1], list(group)
             for number in self._numbers(index, coordinates):

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from ckptd.layout.lay.lexer import Scanner
 from ckptd.layout.lay.name import Name, NamePart, Text, join
 from ckptd.layout.lay.parser_let import let
+from ckptd.layout.lay.parser_modifiers import conditions
 from ckptd.layout.lay.parser_name import dotted, name
 from ckptd.layout.lay.parser_statement import statement
 from ckptd.layout.lay.parser_value import MAX_DEPTH, integer, size_in_bytes, words
@@ -283,7 +284,7 @@ def _family(s: Scanner, before: Name | None) -> Family:
     s.open("[", "and the axes of the tensor")
     atoms = words(s, "an axis, or ']'")
     s.close("]")
-    return Family(found, atoms, at=s.position(start))
+    return Family(found, atoms, conditions(s), at=s.position(start))
 
 
 def _prefix(s: Scanner, start: int, before: Name | None) -> tuple[NamePart, ...]:

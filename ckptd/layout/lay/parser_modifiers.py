@@ -13,15 +13,17 @@ from ckptd.layout.lay.modifiers import (
     Cast,
     Drop,
     FollowRows,
+    For,
     Modifier,
     On,
     Quantized,
+    Range,
     Replicas,
 )
 from ckptd.layout.lay.parser_name import name
 from ckptd.layout.lay.parser_value import integer, integers, number
 
-__all__ = ["alias", "modifiers"]
+__all__ = ["alias", "conditions", "modifiers"]
 
 
 def modifiers(s: Scanner) -> tuple[Modifier, ...]:
@@ -99,6 +101,48 @@ def _on(s: Scanner) -> On:
     return On(axis, integer(s, "a coordinate: a whole number or last"), at=s.position(start))
 
 
+def conditions(s: Scanner) -> tuple[For, ...]:
+    """Take all ``for`` that follow; a tensor may be called so too (``for[h]``)."""
+    out: list[For] = []
+    while s.at("for"):
+        back = s.pos
+        s.take()
+        if s.peek().kind != "word":
+            s.pos = back
+            break
+        s.pos = back
+        out.append(_for(s))
+    return tuple(out)
+
+
+def _for(s: Scanner) -> For:
+    start = s.take().start
+    axis = s.word("an index of the name: for l=0..2")
+    s.expect("=", "and its numbers: for l=0..2")
+    if not s.at("["):
+        return For(axis, (_range(s),), at=s.position(start))
+    s.open("[")
+    ranges = [_range(s)]
+    while not s.at("]"):
+        s.accept(",")
+        ranges.append(_range(s))
+    s.close("]")
+    return For(axis, tuple(ranges), at=s.position(start))
+
+
+def _range(s: Scanner) -> Range:
+    what = "numbers: 5, 0..2, 3.., or 1../2"
+    start = s.peek().start
+    first = integer(s, what)
+    if not s.accept(".."):
+        return Range(first, first)
+    last = integer(s, what) if s.peek().kind == "number" else None
+    step = integer(s, "a step: 1../2") if s.accept("/") else 1
+    if not step or (last is not None and last < first):
+        raise s.fail(f"{what}; the last is not below the first", start=start, end=s.pos)
+    return Range(first, last, step)
+
+
 def _follow_rows(s: Scanner) -> FollowRows:
     start = s.take().start
     s.expect("rows", "after follow")
@@ -119,5 +163,6 @@ _MODIFIERS: dict[str, Callable[[Scanner], Modifier]] = {
     "alias": alias,
     "drop": _drop,
     "on": _on,
+    "for": _for,
     "follow": _follow_rows,
 }

@@ -13,7 +13,9 @@ into one table goes into several, one after the other, under the key ``part``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from ckptd.errors import UsageError
@@ -66,6 +68,8 @@ _STATEMENTS: dict[type, str] = {
     Stored: "stored",
 }
 _SPACE: dict[type, str] = {Family: "tensors", State: "follow", Scalar: "scalars", Let: "let"}
+
+_ONLY = re.compile(r"(?:^|\s)for\s+\w+\s*=")
 
 Entry: TypeAlias = tuple[str, str | None, object]
 """Kind, key in the kind's table (None in a list), and what stands there."""
@@ -120,13 +124,19 @@ def _item(item: Item) -> Entry:
 def _space(space: Space) -> Table:
     return _tables(
         [
-            *(("tensors", show(f).rpartition("[")[0], " ".join(f.atoms)) for f in space.families),
+            *(("tensors", *_family(f)) for f in space.families),
             *(("follow", None, show(s)) for s in space.states),
             *(("scalars", None, _behind(show(s))) for s in space.scalars),
             *(("let", let.name, _right(show(let))) for let in space.lets),
         ],
         tuple(_SPACE.values()),
     )
+
+
+def _family(family: Family) -> tuple[str, str]:
+    """Return a tensor's name, and its axes with what stands behind them."""
+    label = show(replace(family, atoms=(), only=())).removesuffix("[]")
+    return label, " ".join((*family.atoms, *map(show, family.only)))
 
 
 def _statement(statement: Statement) -> Entry:
@@ -182,7 +192,7 @@ def _read_space(name: str, data: object, file: str) -> Space:
     where = f"{file}.{name}"
     found: list[Space] = []
     for part, place in _parts(data, where, _SPACE.values()):
-        texts = [f"{n}[{_text(t, place)}]" for n, t in _table(part, "tensors", place)]
+        texts = [_tensor(n, _text(t, place)) for n, t in _table(part, "tensors", place)]
         texts += [f"follow {t}" for t in _texts(part.get("follow", []), f"{place}.follow")]
         texts += [f"scalar {t}" for t in _texts(part.get("scalars", []), f"{place}.scalars")]
         texts += [f"let {n} = {_text(t, place)}" for n, t in _table(part, "let", place)]
@@ -194,6 +204,13 @@ def _read_space(name: str, data: object, file: str) -> Space:
         tuple(x for s in found for x in s.scalars),
         tuple(x for s in found for x in s.lets),
     )
+
+
+def _tensor(name: str, text: str) -> str:
+    """Return a tensor of a space as a program has it: the axes in brackets."""
+    only = _ONLY.search(text)
+    axes = text[: only.start()] if only else text
+    return f"{name}[{axes}]{text[len(axes) :]}"
 
 
 def _read_layout(name: str, data: object, file: str) -> Layout:

@@ -151,11 +151,12 @@ def _show_item(node: Shown) -> str | None:
             return f"{name}:{extent}{end}"
         case Let(name, value):
             return f"let {name} = {_show_let(value)}"
-        case Family(name, atoms):
+        case Family(name, atoms, only):
             # A bare name that begins with a dot goes on from the family before it.
             first = name.parts[0]
             dot = isinstance(first, Text) and first.text.startswith(".")
-            return f"{show_name(name, quoted=dot)}[{' '.join(atoms)}]"
+            text = f"{show_name(name, quoted=dot)}[{' '.join(atoms)}]"
+            return _join(text, *map(show_modifier, only))
         case State(name, stored):
             return name if name == stored else f"{name}={_dotted(stored)}"
         case Scalar(name, per):

@@ -29,9 +29,11 @@ from ckptd.layout.lay.modifiers import (
     Cast,
     Drop,
     FollowRows,
+    For,
     Modifier,
     On,
     Quantized,
+    Range,
     Replicas,
 )
 from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, NamePart, Text
@@ -180,9 +182,22 @@ def show_modifier(modifier: Modifier) -> str:
             return f"affine({_show_float(scale)}, {_show_float(shift)})"
         case On(axis, coordinate):
             return f"on {axis}={coordinate}"
+        case For(axis, ranges):
+            shown = " ".join(_show_range(r) for r in ranges)
+            # An end that is left open would take the next number.
+            shown = shown.replace(".. ", ".., ")
+            return f"for {axis}={shown}" if len(ranges) == 1 else f"for {axis}=[{shown}]"
         case FollowRows(name):
             return f"follow rows({show_name(name)})"
         case Alias():
             return "alias"
         case Drop():
             return "drop"
+
+
+def _show_range(found: Range) -> str:
+    first, last, step = map(show_number, (found.first, found.last or 0, found.step))
+    if found.last == found.first and found.step == 1:
+        return first
+    end = "" if found.last is None else last
+    return f"{first}..{end}" + (f"/{step}" if found.step > 1 else "")

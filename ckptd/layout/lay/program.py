@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ckptd.layout.lay.dims import UNIT, Dim, How, Value
-from ckptd.layout.lay.modifiers import Modifier
+from ckptd.layout.lay.modifiers import For, Modifier
 from ckptd.layout.lay.name import Name
 from ckptd.layout.lay.node import Node
 
@@ -68,10 +68,14 @@ class Let(Node):
 
 @dataclass(frozen=True, slots=True)
 class Family(Node):
-    """``L{l}.q[kv rep hd h]``: logical tensors, one for each value of the indexes in the name."""
+    """``L{l}.q[kv rep hd h]``: logical tensors, one for each value of the indexes in the name.
+
+    `only` says which numbers there are, where not all are there: ``L{l}.g[f h] for l=0..2``.
+    """
 
     name: Name
     atoms: tuple[str, ...]
+    only: tuple[For, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

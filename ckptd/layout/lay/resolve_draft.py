@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Dim, Pad, Product, Rest, Split, Sum, Wild
 from ckptd.layout.lay.finding import Finding
-from ckptd.layout.lay.modifiers import Alias, Drop, FollowRows, Modifier
+from ckptd.layout.lay.modifiers import Alias, Drop, FollowRows, For, Modifier
 from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, Text, join
 from ckptd.layout.lay.node import NOWHERE, Position
 from ckptd.layout.lay.pattern import encoded, filled, rule_regex
@@ -187,7 +187,9 @@ def _override(out: Drafts, own: Sequence[Draft], imported: Sequence[Draft]) -> l
         ]
         fresh = [(k, m) for k, m in matches if k not in taken]
         for k, match in fresh:
-            taken[k] = rule
+            if not any(isinstance(m, For) for m in rule.modifiers):
+                # What 'for' leaves out is still the imported rule's.
+                taken[k] = rule
             over = _taken_over(rule, imported[k], match.groups())
             if isinstance(over, Finding):
                 out.findings.append(over)
@@ -292,6 +294,8 @@ def wrapped(pattern: Sequence[Dim], dims: Sequence[Dim]) -> tuple[Dim, ...] | No
 
 
 def _wrong_default(default: Default) -> str | None:
+    if any(isinstance(m, For) for m in default.modifiers):
+        return "'for' says which names a rule has: it stands in rules"
     if sum(isinstance(d, Rest) for d in default.dims) > 1:
         return "'...' stands for all further dimensions, so it comes once"
     if any(_wilds(d) != 1 for d in default.dims if not isinstance(d, Rest)):

@@ -10,6 +10,7 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Atom
 from ckptd.layout.lay.equation import Family, Tags
 from ckptd.layout.lay.name import Glob, Index, Name, Text
+from ckptd.layout.lay.numbers import numbers_of
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Space
 from ckptd.layout.lay.resolve_lets import Lets, atoms_of
@@ -69,7 +70,16 @@ class Families:
                     where=f"{declared.at.file}:{declared.at.line}  space {space.name}",
                     hint="name the axes apart and say their sizes: let h2 = size h",
                 )
-            self.add(Family(name, axes, len(indexes)), components)
+            only = numbers_of(declared.only)
+            strange = [a for a in only if a not in indexes]
+            if strange:
+                raise UsageError(
+                    f"{show(declared)} has no number {strange[0]} in its name",
+                    kind="lay-rule",
+                    where=f"{declared.at.file}:{declared.at.line}  space {space.name}",
+                    hint="'for' says which of the numbers in a name there are",
+                )
+            self.add(Family(name, axes, len(indexes), only), components)
 
     def add(self, family: Family, components: Components) -> None:
         """Add a tensor."""
@@ -82,7 +92,7 @@ class Families:
         components = (*self._components[base.name], *map(Component, suffix.split(".")))
         name = ".".join(map(str, components))
         if name not in self.by_name:
-            self.add(Family(name, axes, base.indexes), components)
+            self.add(Family(name, axes, base.indexes, base.only), components)
         return self.by_name[name]
 
     def find(self, reference: Name, tags: Tags, near: Sequence[Name] = ()) -> Family:

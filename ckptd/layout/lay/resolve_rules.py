@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -10,8 +10,9 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Atom, Dim, Pad, Product, Rest, Split, Sum, Wild
 from ckptd.layout.lay.equation import Equation, Family, Tags
 from ckptd.layout.lay.finding import Finding
-from ckptd.layout.lay.modifiers import Alias, FollowRows
+from ckptd.layout.lay.modifiers import Alias, FollowRows, For, On
 from ckptd.layout.lay.name import Glob, Index, Name, Text, join
+from ckptd.layout.lay.numbers import ALL, Numbers, numbers_of
 from ckptd.layout.lay.paths import paths
 from ckptd.layout.lay.pattern import covers, encoded
 from ckptd.layout.lay.printer import show
@@ -42,6 +43,7 @@ class Rules:
         self.equations: list[Equation] = []
         self.drops: list[tuple[Name, int]] = []
         self.findings: list[Finding] = []
+        self._some: list[Equation] = []
         self._families = families
         self._lets = lets
 
@@ -57,12 +59,17 @@ class Rules:
                 group = self._tried(rule, ready)
             if is_drop(rule):
                 self.drops.append((rule.name, len(self.equations)))
-            self.equations += group
+            for equation in group:
+                self.equations.append(self._less(equation))
+                if equation.only:
+                    self._some.append(equation)
 
     def _tried(self, rule: Draft, ready: Sequence[Equation]) -> list[Equation]:
         """Return the equations of a rule; none if it is wrong, which is noted."""
         try:
             if is_drop(rule):
+                if any(isinstance(m, For) for m in rule.modifiers):
+                    raise _wrong("drop leaves out all tensors of a name: it has no 'for'")
                 return []
             if any(isinstance(m, FollowRows) for m in rule.modifiers):
                 return list(self._followers(rule, ready))
@@ -87,7 +94,21 @@ class Rules:
             family = self._families.find(rule.reference, path.tags, rule.near)
             families[path.tags] = family
             pinned |= self._families.pinned(rule.reference, path.tags, family)
-        return Equation(rule.name, families, dims, rule.modifiers, pinned, rule.at, rule.text)
+        only = _only(rule, families.values(), pinned)
+        return Equation(rule.name, families, dims, rule.modifiers, pinned, only, rule.at, rule.text)
+
+    def _less(self, equation: Equation) -> Equation:
+        """Return a rule without the numbers of earlier ones that have some of its names."""
+        only = dict(equation.only)
+        for earlier in self._some:
+            if not _has_names(earlier, equation):
+                continue
+            mine = {a: only.get(a, ALL) for a in earlier.only}
+            more = [a for a, n in earlier.only.items() if not n.covers(mine[a])]
+            if len(more) == 1 and all(n & mine[a] for a, n in earlier.only.items()):
+                # Of a rule without any number left it is told that it is never used.
+                only[more[0]] = mine[more[0]] - earlier.only[more[0]]
+        return equation if only == equation.only else replace(equation, only=only)
 
     # --- rules that take something from another rule --------------------------------------------
 
@@ -128,7 +149,43 @@ class Rules:
         families = dict(_derived(self._families, other, dims, suffix))
         modifiers = tuple(m for m in rule.modifiers if not isinstance(m, FollowRows))
         name = _beside(rule.name, other.name) if beginning else rule.name
-        return Equation(name, families, dims, modifiers, other.pinned, rule.at, rule.text)
+        only = _only(replace(rule, name=name), families.values(), other.pinned)
+        only = _both(only, other.only)
+        return Equation(name, families, dims, modifiers, other.pinned, only, rule.at, rule.text)
+
+
+def _only(rule: Draft, families: Iterable[Family], pinned: Mapping[str, int]) -> dict[str, Numbers]:
+    """Return the numbers that a rule's names have: its own, and those of all its tensors."""
+    out = numbers_of(rule.modifiers)
+    indexes = {p.axis for p in rule.name.parts if isinstance(p, Index)}
+    for axis in out:
+        if axis not in indexes:
+            raise _wrong(f"'for {axis}' leaves out names, and the name has no index {{{axis}}}")
+    for family in families:
+        for axis, numbers in family.only.items():
+            if axis in pinned and not numbers.has(pinned[axis]):
+                raise _wrong(f"there is no {family.name} with {axis}={pinned[axis]}: see its space")
+            if axis not in indexes and axis not in pinned:
+                raise _wrong(
+                    f"{family.name} is not there for every {axis}, so {axis} has to be an index "
+                    f"of the name: {{{axis}}}"
+                )
+        out = _both(out, {a: n for a, n in family.only.items() if a in indexes})
+    return out
+
+
+def _both(one: Mapping[str, Numbers], two: Mapping[str, Numbers]) -> dict[str, Numbers]:
+    """Return the numbers that two sets of conditions leave."""
+    return {a: one.get(a, ALL) & two.get(a, ALL) for a in {**one, **two}}
+
+
+def _has_names(earlier: Equation, later: Equation) -> bool:
+    """Whether an earlier rule has all names of a later one, but for numbers that it lacks."""
+    on = {(m.axis, m.coordinate) for m in earlier.modifiers if isinstance(m, On)}
+    if not on <= {(m.axis, m.coordinate) for m in later.modifiers if isinstance(m, On)}:
+        return False
+    indexes = {p.axis for p in later.name.parts if isinstance(p, Index)}
+    return set(earlier.only) <= indexes and covers(earlier.name, later.name)
 
 
 def _waits(rule: Draft) -> bool:

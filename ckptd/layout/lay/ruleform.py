@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations, product
@@ -100,6 +100,20 @@ class RuleForm:
     def indexes(self) -> tuple[str, ...]:
         """The axes that its name has an index for, in textual order."""
         return tuple(self.cuts)
+
+    def tensors(self) -> Iterator[tuple[int, ...]]:
+        """Yield the indexes of all tensors of this name."""
+        only = self.equation.only
+        yield from product(
+            *(only[a].below(c.size) if a in only else range(c.size) for a, c in self.cuts.items())
+        )
+
+    def has(self, indexes: tuple[int, ...]) -> bool:
+        """Whether there is a tensor of this name with some indexes."""
+        only = self.equation.only
+        return not only or all(
+            only[a].has(n) for a, n in zip(self.indexes, indexes, strict=True) if a in only
+        )
 
     def global_name(self, indexes: tuple[int, ...]) -> str:
         """Return the name in checkpoints: global numbers, and no virtual stages.

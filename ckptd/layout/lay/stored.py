@@ -136,7 +136,7 @@ class StoredForm:
     def keys(self) -> Iterator[TensorKey]:
         """Yield all stored tensors' keys: rule by rule, index by index, state by state."""
         for rule in self.stored_rules:
-            for indexes in product(*(range(c.size) for c in rule.cuts.values())):
+            for indexes in rule.tensors():
                 for state in self.states:
                     yield rule.number, indexes, state
 

@@ -254,6 +254,8 @@ class Brute(Sequences):
             axes = [p.axis for p in self._indexes(equation)]
             for indexes in product(*(range(self.sizes[a]) for a in axes)):
                 fixed = dict(zip(axes, indexes, strict=True))
+                if not self._is_for(equation, fixed):
+                    continue
                 for state in self.states:
                     name = self._dressed(self._stored_name(equation, fixed), state)
                     if name in out:
@@ -313,6 +315,8 @@ class Brute(Sequences):
                 dealt = [self.numbers(p, place) for p in indexes]
                 for at in product(*(range(len(d)) for d in dealt)):
                     fixed = {p.axis: d[i] for p, d, i in zip(indexes, dealt, at, strict=True)}
+                    if not self._is_for(equation, fixed):
+                        continue
                     shown = {
                         p.axis: i if p.local else d[i]
                         for p, d, i in zip(indexes, dealt, at, strict=True)
@@ -343,6 +347,17 @@ class Brute(Sequences):
             if isinstance(m, On):
                 last = self.mesh.extents[m.axis] - 1
                 if place[m.axis] != (last if m.coordinate == "last" else m.coordinate):
+                    return False
+        return True
+
+    def _is_for(self, equation: Equation, numbers: Mapping[str, int]) -> bool:
+        """Whether a rule has a tensor with some numbers."""
+        for axis, n in numbers.items():
+            if axis in equation.only:
+                found = list(equation.only[axis].first)
+                while len(found) <= n:
+                    found += equation.only[axis].cycle
+                if not found[n]:
                     return False
         return True
 

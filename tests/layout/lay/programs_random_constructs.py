@@ -17,7 +17,7 @@ from ckptd.layout.lay.dims import (
     Widths,
 )
 from ckptd.layout.lay.equation import Equation, Resolved
-from ckptd.layout.lay.modifiers import Alias, On, Replicas
+from ckptd.layout.lay.modifiers import Alias, For, On, Replicas
 from ckptd.layout.lay.name import Index
 from ckptd.layout.lay.program import (
     File,
@@ -28,14 +28,15 @@ from ckptd.layout.lay.program import (
 __all__ = ["CONSTRUCTS", "constructs"]
 
 _CONSTRUCTS = """
-    product, product in a product, sum, sum in a sum, sum in a product, two sums, split of an axis,
-    split of a product, split of a sum, split in a sum, split in some branches only,
-    split in a product, split of a split, even, ceil, bal, widths, grain, pad, split of a pad,
-    pad inside of a product, one, refined axis, its parts, no dimensions, index, whole stack,
-    index split, index split twice, local number, virtual stages, pipe, pipe over virtual stages,
-    on, alias, replicas, flat each, flat group, flat group by index, flat bucket, two flats,
-    flat of params, flat of states, flat of all, reverse, start, end, grain of a flat,
-    two meshes, axis seen as finer ones, split over a finer axis, no mesh, one rank, states
+    product, product in a product, sum, sum in a sum, sum in a product, two sums, split of an
+    axis, split of a product, split of a sum, split in a sum, split in some branches only, split
+    in a product, split of a split, even, ceil, bal, widths, grain, pad, split of a pad, pad
+    inside of a product, one, refined axis, its parts, no dimensions, index, whole stack, index
+    split, index split twice, local number, virtual stages, pipe, pipe over virtual stages, on,
+    for, the same name for others, tensors of some numbers, alias, replicas, flat each, flat
+    group, flat group by index, flat bucket, two flats, flat of params, flat of states, flat of
+    all, reverse, start, end, grain of a flat, two meshes, axis seen as finer ones, split over a
+    finer axis, no mesh, one rank, states
 """
 CONSTRUCTS = tuple(" ".join(c.split()) for c in _CONSTRUCTS.split(","))
 
@@ -47,6 +48,9 @@ def constructs(file: File, layouts: Sequence[Resolved]) -> set[str]:
         found |= set(_in_layout(layout))
         for equation in layout.equations:
             found |= set(_in_equation(equation))
+        names = [e.name for e in layout.equations]
+        found |= {"the same name for others"} if len(set(names)) < len(names) else set()
+        found |= {"tensors of some numbers" for f in layout.families.values() if f.only}
     for item in file.items:
         if isinstance(item, Layout):
             found |= {"two meshes"} if len(item.meshes) > 1 else set()
@@ -82,7 +86,7 @@ def _in_layout(layout: Resolved) -> Iterator[str]:
 
 def _in_equation(equation: Equation) -> Iterator[str]:
     for m in equation.modifiers:
-        yield {On: "on", Alias: "alias", Replicas: "replicas"}[type(m)]
+        yield {On: "on", For: "for", Alias: "alias", Replicas: "replicas"}[type(m)]
     for part in equation.name.parts:
         if isinstance(part, Index):
             yield "index"

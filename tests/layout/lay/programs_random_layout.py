@@ -42,7 +42,16 @@ from ckptd.layout.lay.program import (
     Statement,
 )
 from tests.layout.lay.brute import Brute
-from tests.layout.lay.programs_random_space import Block, Cross, Fork, Leaf, Tree, World, leaves
+from tests.layout.lay.programs_random_space import (
+    Block,
+    Cross,
+    Fork,
+    Leaf,
+    Tree,
+    World,
+    halves,
+    leaves,
+)
 
 __all__ = ["LayoutMaker"]
 
@@ -243,7 +252,8 @@ class LayoutMaker:
     def present(self, block: Block) -> None:
         """Draw the rules that hold a block."""
         rng = self.rng
-        in_name = [a for a in block.indexes if rng.random() < 0.7]
+        some = {c.axis for c in block.only}
+        in_name = [a for a in block.indexes if rng.random() < 0.7 or a in some]
         self.part(block, (), block.tree, in_name)
 
     def part(self, block: Block, tags: tuple[str, ...], tree: Tree, in_name: list[str]) -> None:
@@ -269,12 +279,36 @@ class LayoutMaker:
         in_name: list[str],
         alias: bool = False,
     ) -> None:
-        """Draw one rule."""
+        """Draw one rule, or two of which one has some of the numbers and one the others."""
         rng = self.rng
-        modifiers: list[Modifier] = [Alias()] if alias else []
-        name, used = self.rule_name(block, in_name)
+        free = [a for a in in_name if a not in {c.axis for c in block.only}]
+        if not free or alias or rng.random() > 0.12:
+            self.one_rule(block, tags, tree, in_name, [Alias()] if alias else [])
+            return
+        axis = rng.choice(free)
+        first, second = halves(rng, axis, self.world.sizes[axis])
+        named = self.rule_name(block, in_name)
+        self.one_rule(block, tags, tree, in_name, [first], named)
+        if rng.random() < 0.5:
+            # Where the first rule has all names, the second one has what it leaves.
+            self.one_rule(block, tags, tree, in_name, [], named)
+        else:
+            self.one_rule(block, tags, tree, in_name, [second])
+
+    def one_rule(
+        self,
+        block: Block,
+        tags: tuple[str, ...],
+        tree: Tree,
+        in_name: list[str],
+        modifiers: list[Modifier],
+        named: tuple[Name, list[str]] | None = None,
+    ) -> None:
+        """Draw one rule, of a name that is drawn already or of a new one."""
+        rng = self.rng
+        name, used = self.rule_name(block, in_name) if named is None else (named[0], [*named[1]])
         on_axes = [a for a in self.rank_axes if self.apart(used, a)]
-        if on_axes and rng.random() < 0.12:
+        if named is None and on_axes and rng.random() < 0.12:
             axis = str(rng.choice(on_axes))
             last = self.mesh.extents[axis] - 1
             modifiers.append(On(axis, rng.choice([0, last, "last"])))

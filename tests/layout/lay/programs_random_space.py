@@ -10,10 +10,22 @@ from random import Random
 from typing import TypeAlias
 
 from ckptd.layout.lay.dims import Atom, Dim, Product
+from ckptd.layout.lay.modifiers import For, Range
 from ckptd.layout.lay.name import Index, Name, NamePart, Text, join
 from ckptd.layout.lay.program import Family, State
 
-__all__ = ["Block", "Cross", "Fork", "Leaf", "SpaceMaker", "Tree", "World", "families", "leaves"]
+__all__ = [
+    "Block",
+    "Cross",
+    "Fork",
+    "Leaf",
+    "SpaceMaker",
+    "Tree",
+    "World",
+    "families",
+    "halves",
+    "leaves",
+]
 
 MOST_CELLS = 400
 """Elements of a block, so that a pair takes milliseconds."""
@@ -55,10 +67,13 @@ class Block:
         Name, with an index or without: ``(("L0", "l"), ("X", "e"))``.
     tree
         What comes behind it.
+    only
+        Which numbers there are, where not all.
     """
 
     prefix: tuple[tuple[str, str], ...]
     tree: Tree
+    only: tuple[For, ...] = ()
 
     @property
     def indexes(self) -> tuple[str, ...]:
@@ -154,7 +169,10 @@ class SpaceMaker:
                 tuple((t, own[0]) for t, own in right),
                 common,
             )
-        return Block(tuple(prefix), tree)
+        only: tuple[For, ...] = ()
+        if prefix[0][1] and rng.random() < 0.2:
+            only = (rng.choice(halves(rng, prefix[0][1], self.world.sizes[prefix[0][1]])),)
+        return Block(tuple(prefix), tree, only)
 
     def fork(self, common: tuple[str, ...], depth: int) -> Fork:
         """Draw tensors that have some axes in common."""
@@ -166,6 +184,16 @@ class SpaceMaker:
                 own = self.atoms(0, 1, common)
                 children.append((tag, Leaf((*common, *own))))
         return Fork(tuple(children))
+
+
+def halves(rng: Random, axis: str, size: int) -> tuple[For, For]:
+    """Draw two conditions of which one or the other holds."""
+    if rng.random() < 0.5:
+        k = rng.randint(1, max(1, size - 1))
+        return For(axis, (Range(0, k - 1),)), For(axis, (Range(k),))
+    step = rng.choice([2, 2, 3])
+    others = tuple(Range(k, None, step) for k in range(1, step))
+    return For(axis, (Range(0, None, step),)), For(axis, others)
 
 
 def leaves(tree: Tree) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -207,4 +235,4 @@ def families(block: Block) -> Iterator[Family]:
             if axis:
                 parts.append(Index(axis))
         parts.append(Text("".join(f".{t}" for t in tags)))
-        yield Family(Name(join(parts)), atoms)
+        yield Family(Name(join(parts)), atoms, block.only)

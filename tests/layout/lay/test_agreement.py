@@ -136,7 +136,7 @@ def _turned_layout(bound: Bound) -> Bound:
 def _turned(dim: Dim) -> Dim:
     match dim:
         case Product():
-            two = sum(isinstance(p, Sum) for p in dim.parts) > 1
+            two = sum(map(_has_sum, dim.parts)) > 1
             parts = tuple(map(_turned, dim.parts))
             # Tags of two sums are in order; everything else may come in any.
             return replace(dim, parts=parts if two else parts[::-1])
@@ -146,6 +146,15 @@ def _turned(dim: Dim) -> Dim:
         case Split() | Pad():
             return replace(dim, inner=_turned(dim.inner))
     return dim
+
+
+def _has_sum(dim: Dim) -> bool:
+    match dim:
+        case Product():
+            return any(map(_has_sum, dim.parts))
+        case Split() | Pad():
+            return _has_sum(dim.inner)
+    return isinstance(dim, Sum)
 
 
 def _same(first: Bound, second: Bound) -> bool:

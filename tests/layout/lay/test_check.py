@@ -281,3 +281,74 @@ def test_all_findings_come_at_once_and_in_order() -> None:
     found = program("b = E[v@tp]; a = nf[h@tpp]; c = R[h]", {"d": (1,)}, on="M")
     assert [f.code for f in found if f.at.line] == ["missing-axis", "mesh-axis", "rule"]
     assert "unmatched" in {f.code for f in found}
+
+
+# --- rules and tensors for some numbers -----------------------------------------------------------
+
+KINDS = """
+mesh M = pp:2
+space s {
+  L{l}.n[h]
+  L{l}.g[f h] for l=0..1
+  L{l}.X{e}.g[f h] for l=2..
+}
+layout a of s on M {
+  layers.{#l@pp}.n = L{l}.n[h]
+  layers.{#l@pp}.fc = L{l}.g[f h]
+  layers.{#l@pp}.experts.{e}.fc = L{l}.X{e}.g[f h]
+}
+"""
+
+
+def of_kinds(text: str, ranks: dict[int, dict[str, tuple[int, ...]]] | None = None) -> list[str]:
+    found = check_program([parse(text)], "a", nothing, ranks, {"l": 4, "e": 1, "f": 2, "h": 3})
+    return [f.message for f in found]
+
+
+def ranks_of_kinds() -> dict[int, dict[str, tuple[int, ...]]]:
+    norms: dict[str, tuple[int, ...]] = {f"layers.{i}.n": (3,) for i in range(2)}
+    return {
+        0: norms | {f"layers.{i}.fc": (2, 3) for i in range(2)},
+        1: norms | {f"layers.{i}.experts.0.fc": (2, 3) for i in range(2)},
+    }
+
+
+def test_layers_of_kinds_are_good() -> None:
+    assert of_kinds(KINDS) == of_kinds(KINDS, ranks_of_kinds()) == []
+
+
+def test_a_dense_layer_where_experts_should_be() -> None:
+    ranks = ranks_of_kinds()
+    ranks[1]["layers.0.fc"] = (2, 3)
+    (message,) = of_kinds(KINDS, ranks)
+    assert message == "no rule matches layers.0.fc [2,3] on rank 1"
+
+
+def test_a_layer_without_its_experts() -> None:
+    ranks = ranks_of_kinds()
+    del ranks[1]["layers.1.experts.0.fc"]
+    (message,) = of_kinds(KINDS, ranks)
+    assert message.startswith("l 1 is missing at pp=1")
+
+
+def test_a_layer_of_no_kind_is_uncovered() -> None:
+    text = KINDS.replace("L{l}.n[h]\n  layers", "L{l}.n[h] for l=0..2\n  layers")
+    assert of_kinds(text) == ["no rule holds L{l}.n at l=3"]
+
+
+def test_numbers_of_two_rules_that_meet() -> None:
+    text = KINDS.replace(
+        "  layers.{#l@pp}.fc", "  a.{#l@pp} = L{l}.n[h] for l=1..2\n  layers.{#l@pp}.fc"
+    )
+    assert of_kinds(text) == ["L{l}.n is held by an earlier rule already"]
+
+
+def test_some_layers_cannot_be_a_dimension() -> None:
+    text = KINDS.replace("layers.{#l@pp}.fc = L{l}.g[f h]", "fc = L.g[l f h]")
+    message = "L{l}.g is not there for every l, so l has to be an index of the name: {l}"
+    assert of_kinds(text)[-1] == message
+
+
+def test_a_condition_without_an_index() -> None:
+    text = KINDS.replace("L{l}.g[f h]\n  layers", "L{l}.g[f h] for f=1\n  layers")
+    assert of_kinds(text)[-1] == "'for f' leaves out names, and the name has no index {f}"

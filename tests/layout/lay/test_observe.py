@@ -423,3 +423,57 @@ def test_what_is_found_makes_the_same_shapes(case: tuple[str, Sizes], told: set[
 def divides(resolved: Resolved, sizes: Sizes) -> bool:
     """Whether all even splits of a layout divide."""
     return not [f for f in check_bound(Bound(resolved, sizes)) if f.code == "indivisible"]
+
+
+# --- everything in buffers ------------------------------------------------------------------------
+
+PACKED = """
+mesh M = dp:2
+space s {
+  W[o i]
+  b[o]
+  L{l}.n[o]
+}
+layout a of s on M {
+  w = W[o i]
+  b = b[o]
+  layers.{l}.n = L{l}.n[o]
+  flat group(**) @dp:ceil of *
+}
+"""
+
+
+def in_buffers(text: str, length: int, **sizes: int) -> Bound:
+    ranks = {r: {"flat.0.params": (length,)} for r in range(2)}
+    return bind_ranks(resolve([parse(text)], "a"), ranks, sizes)
+
+
+def test_rules_whose_tensors_are_all_in_buffers_are_kept() -> None:
+    found = in_buffers(PACKED, 14, o=4, i=3, l=3)
+    assert [e.text.split()[0] for e in found.layout.equations] == ["w", "b", "layers.{l}.n"]
+    assert found.sizes == {"o": 4, "i": 3, "l": 3}
+
+
+def test_buffers_alone_do_not_say_sizes() -> None:
+    with pytest.raises(MismatchError, match="no shape says how long i is"):
+        in_buffers(PACKED, 14, o=4)
+
+
+def test_buffers_of_another_length_than_the_rules_make() -> None:
+    message = "flat.0.params of rank 0 has 14 elements, and the rules make 16"
+    text = PACKED.replace("  b[o]\n", "  b[o]\n  c[i]\n").replace(
+        "b = b[o]", "b = b[o]\n  c = c[i]"
+    )
+    with pytest.raises(MismatchError, match=message):
+        in_buffers(text, 14, o=4, i=3, l=3)
+
+
+def test_globs_cannot_be_filled_from_buffers() -> None:
+    with pytest.raises(UsageError, match=r"write it without '\*'"):
+        in_buffers(PACKED.replace("  w = ", "  *.w = "), 13, o=4, i=3, l=3)
+
+
+def test_a_layout_of_which_nothing_is_there() -> None:
+    text = PACKED.replace("  flat group(**) @dp:ceil of *\n", "")
+    with pytest.raises(MismatchError, match="no rule of this layout has any of the tensors"):
+        bind_ranks(resolve([parse(text)], "a"), {0: {}}, {"o": 4, "i": 3, "l": 3})

@@ -100,7 +100,17 @@ NAMES: Strategy = tuples(PARTS, 1, 5).map(_apart)
 
 # --- statements ---------------------------------------------------------------------------------
 
+RANGES: Strategy = st.one_of(
+    NUMBERS.map(lambda k: m.Range(k, k)),
+    st.builds(
+        lambda a, b, step: m.Range(min(a, b), max(a, b), step), NUMBERS, NUMBERS, st.integers(1, 9)
+    ),
+    st.builds(lambda k, step: m.Range(k, None, step), NUMBERS, st.integers(1, 9)),
+)
+CONDITIONS: Strategy = st.builds(m.For, WORDS, tuples(RANGES, 1))
+
 MODIFIERS: Strategy = st.one_of(
+    CONDITIONS,
     st.sampled_from([m.Replicas("same"), m.Replicas("any")]),
     st.builds(m.Average, st.sampled_from(["avg", "sum"]), WORDS),
     WORDS.map(m.Cast),
@@ -158,7 +168,7 @@ MESHES: Strategy = st.builds(p.Mesh, WORDS, tuples(MESH_AXES, 1), tuples(MESH_AX
 LETS: Strategy = st.builds(p.Let, WORDS, st.one_of(DIMS, VALUES, NAMES))
 STATES: Strategy = st.builds(p.State, WORDS, st.one_of(DOTTED, ANY_TEXT))
 SCALARS: Strategy = st.builds(p.Scalar, WORDS, st.sampled_from(["param", "group", "global"]))
-FAMILIES: Strategy = st.builds(p.Family, NAMES, tuples(WORDS))
+FAMILIES: Strategy = st.builds(p.Family, NAMES, tuples(WORDS), tuples(CONDITIONS, 0, 2))
 SPACES: Strategy = st.builds(
     p.Space, DOTTED, tuples(FAMILIES), tuples(STATES), tuples(SCALARS, 0, 2), tuples(LETS, 0, 2)
 )
