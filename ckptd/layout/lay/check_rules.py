@@ -22,9 +22,10 @@ from ckptd.layout.lay.dims import (
 from ckptd.layout.lay.equation import Equation, Family, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.mesh import independent
-from ckptd.layout.lay.modifiers import Average, On, Quantized
+from ckptd.layout.lay.modifiers import Alias, Average, On, Quantized
 from ckptd.layout.lay.name import Index
 from ckptd.layout.lay.paths import Path, paths
+from ckptd.layout.lay.printer import show
 
 __all__ = ["rule_findings", "signature"]
 
@@ -57,12 +58,16 @@ def _atoms(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterat
         if axis not in mesh.local and not any(axis in f.axes for f in equation.families.values()):
             families = " or ".join(sorted({signature(f) for f in equation.families.values()}))
             message = f"the name has the index {{{axis}}}, which is no axis of {families}"
-            yield _finding(equation, "index", message)
+            note = (
+                f"{axis} is an axis of the mesh: write {{a@{axis}}}, with the axis a that it cuts"
+            )
+            yield _finding(equation, "index", message, (note,) if axis in mesh.extents else ())
     wrong = [
         finding
         for path in found
         for finding in _path(equation, path, [a for a in indexes if a not in mesh.local])
     ]
+    yield from _repeated(equation, [a for a in indexes if a not in mesh.extents])
     order = _tag_order(equation, found, indexes) if wrong else None
     if order is None:
         yield from wrong
@@ -74,6 +79,26 @@ def _atoms(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> Iterat
         f"the tags stand in another order than the parts: {wrong[0].message}",
         (f"instead of {written}, the order {'|'.join(order)} gives each tensor its axes",),
     )
+
+
+def _repeated(equation: Equation, indexes: Sequence[str]) -> Iterator[Finding]:
+    """Yield the tensors that each number of an index would have again, as they lack the axis."""
+    if any(isinstance(m, Alias) for m in equation.modifiers):
+        return
+    for tags, family in equation.families.items():
+        lacking = [a for a in indexes if a not in family.axes]
+        others = [f for f in equation.families.values() if set(lacking) & set(f.axes)]
+        if lacking and others:
+            axis = next(a for a in lacking if any(a in f.axes for f in others))
+            message = (
+                f"{signature(family)} (tag {'.'.join(tags)}) has no axis {axis}: each tensor of "
+                f"{{{axis}}} in the name would hold the same elements again"
+            )
+            notes = (
+                f"declare it for each {axis} in the space, as {signature(others[0])} is",
+                "or hold it by a rule of its own, and say that these are copies: alias",
+            )
+            yield _finding(equation, "duplicate", message, notes)
 
 
 def _path(equation: Equation, path: Path, indexes: Sequence[str]) -> Iterator[Finding]:
@@ -99,7 +124,22 @@ def _path(equation: Equation, path: Path, indexes: Sequence[str]) -> Iterator[Fi
     for axis, count in counts.items():
         if count > 1 and axis in family.axes:
             message = f"{axis} of {signature(family)}{tag} comes {count} times, and should once"
-            yield _finding(equation, "axis-twice", message)
+            yield _finding(equation, "axis-twice", message, _either(equation, path, axis))
+
+
+def _either(equation: Equation, path: Path, axis: str) -> tuple[str, ...]:
+    """Return what to write instead of an axis that stands in the name and in a dimension."""
+    index = next((p for p in equation.name.parts if isinstance(p, Index) and p.axis == axis), None)
+    dims = [leaf.dim for leaf in path.leaves if leaf.atom == axis]
+    if axis in equation.pinned:
+        return (f"the reference says {axis}={equation.pinned[axis]}: write {{{axis}}} there",)
+    if index is None or not dims:
+        return ()
+    cut = "".join(f"@{a}" for a, _ in index.splits)
+    return (
+        f"a list of tensors has {show(index)} in the name, and no {axis} in dimension {dims[0]}",
+        f"one tensor with all of them has {axis}{cut} in a dimension, and no {axis} in the name",
+    )
 
 
 def _pins(equation: Equation, family: Family) -> list[str]:
@@ -144,7 +184,10 @@ def _mesh_axes(equation: Equation, found: Sequence[Path], mesh: MeshShape) -> It
             message = _unknown_axis(axis, mesh) or _widths(axis, how, mesh)
             if message:
                 reported.add(axis)
-                yield _finding(equation, "mesh-axis", message)
+                known = {a for f in equation.families.values() for a in f.axes}
+                behind = f"behind '@' stands an axis of the mesh, and {axis} is one of the tensor"
+                notes = (behind,) if axis in known - set(mesh.extents) else ()
+                yield _finding(equation, "mesh-axis", message, notes)
     if reported:
         return
     for path in found:

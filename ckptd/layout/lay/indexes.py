@@ -17,6 +17,7 @@ from ckptd.layout.lay.equation import Resolved
 from ckptd.layout.lay.held import held
 from ckptd.layout.lay.name import Glob, Index, Name, Text
 from ckptd.layout.lay.pipe import stage_parts
+from ckptd.layout.lay.printer import show
 
 __all__ = ["IndexCut", "index_cut", "write_name"]
 
@@ -158,4 +159,10 @@ def _written(part: object, name: Name, numbers: Mapping[str, int]) -> str:
         return str(numbers[part.axis])
     if isinstance(part, Glob):
         raise UsageError("a name with globs is no tensor's name", kind="lay-rule", found=name.parts)
-    raise UsageError("nothing says an index of a name", kind="lay-rule", found=part)
+    raise UsageError(
+        "nothing says an index of a name",
+        kind="lay-rule",
+        where=show(name),
+        wanted="an axis of the tensor, or a mesh axis that the rule is cut over",
+        found=show(part) if isinstance(part, Index) else part,
+    )

@@ -200,6 +200,9 @@ def _meet(
     for axis in rule.indexes:
         if axis in names:
             choices.append([(None, 0)])
+        elif axis not in box:
+            # Copies (alias) under several numbers of what has none: each gets all of it.
+            choices.append([(n, 0) for n in rule.numbers(axis)])
         else:
             run = box[axis]
             choices.append([(run.start + i, i * run.stride) for i in range(run.size)])

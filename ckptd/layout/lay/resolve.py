@@ -16,16 +16,16 @@ What a rule may leave out, and where it comes from:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.cut import Scope, evaluate
 from ckptd.layout.lay.dims import Atom, Number, Operation, Value
-from ckptd.layout.lay.equation import MeshShape, Resolved
+from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
 from ckptd.layout.lay.mesh import mesh_shape
-from ckptd.layout.lay.name import Name
+from ckptd.layout.lay.name import Index, Name
 from ckptd.layout.lay.pipe import stage_parts
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import File, Files, Flat, Layout, Object, Pipe, Stored
@@ -81,7 +81,7 @@ def resolve_all(
     rules = Rules(families, lets)
     rules.add(drafts.rules)
     stated = _Statements.of(drafts.layout, lets)
-    findings = [*drafts.findings, *rules.findings]
+    findings = [*drafts.findings, *rules.findings, *_two_meanings(rules.equations, mesh)]
     sizes = _Sizes.of(lets, families, mesh, findings)
     _check_pipes(stated.pipes, mesh, findings)
     stored = drafts.stored or Stored()
@@ -165,6 +165,20 @@ class _Sizes:
             self.numbers[name] = evaluate(value, Scope({}, extents))
         else:
             self.relations[name] = value
+
+
+def _two_meanings(equations: Iterable[Equation], mesh: MeshShape | None) -> Iterator[Finding]:
+    """Yield names with an index that may be an axis of the tensor, or the coordinate of a rank."""
+    for equation in equations:
+        axes = {a for f in equation.families.values() for a in f.axes}
+        for part in equation.name.parts:
+            if isinstance(part, Index) and mesh and part.axis in axes & set(mesh.extents):
+                message = (
+                    f"{part.axis} is an axis of the tensor and an axis of the mesh: {show(part)} "
+                    f"in a name may be either"
+                )
+                note = f"name the mesh axis otherwise: mesh M = {part.axis}p:..., and @{part.axis}p"
+                yield Finding("index", message, equation.at, equation.text, (note,))
 
 
 def _check_pipes(pipes: Iterable[Pipe], mesh: MeshShape | None, findings: list[Finding]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations, product
@@ -103,10 +103,13 @@ class RuleForm:
 
     def tensors(self) -> Iterator[tuple[int, ...]]:
         """Yield the indexes of all tensors of this name."""
-        only = self.equation.only
-        yield from product(
-            *(only[a].below(c.size) if a in only else range(c.size) for a, c in self.cuts.items())
-        )
+        yield from product(*map(self.numbers, self.cuts))
+
+    def numbers(self, axis: str) -> Iterable[int]:
+        """Return the numbers that its names have on an axis."""
+        size = self.cuts[axis].size
+        only = self.equation.only.get(axis)
+        return range(size) if only is None else only.below(size)
 
     def has(self, indexes: tuple[int, ...]) -> bool:
         """Whether there is a tensor of this name with some indexes."""

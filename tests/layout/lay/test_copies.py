@@ -5,8 +5,12 @@ import pytest
 from ckptd.errors import MismatchError
 from ckptd.layout.grid import whole
 from ckptd.layout.lay.copies import Composition, compose
+from ckptd.layout.lay.observe import bind_sizes
+from ckptd.layout.lay.parser import parse
 from ckptd.layout.lay.proving import prove
+from ckptd.layout.lay.resolve import resolve
 from ckptd.layout.lay.stored import StoredForm
+from tests.layout.lay.brute_judge import Judge
 from tests.layout.lay.world import bound, execute, local_elements, piece_elements
 
 SPACE = """
@@ -237,3 +241,22 @@ def test_empty_axes() -> None:
     check(pair("w = a[x y@p:ceil]", "w = a[x@q y]", {}))
     c = pair("w = b[x]", "w = b[x]")
     assert [p.numel for _, p in c.local(0)] == [4, 4]
+
+
+def test_copies_under_several_numbers() -> None:
+    """A tensor without layers may have a copy in each layer's fused tensor."""
+    program = parse("""
+        mesh M = tp:2
+        space s { L{l}.X.q[o h]; L.X.k[o h] }
+        layout a of s on M {
+          layers.{l}.qk = alias X[(q:o@tp|k:o@tp) h]
+          k = L.X.k[o h]
+          q.{l} = X.q[o h]
+        }
+        layout b of s on M { k = L.X.k[o@tp h]; q = X.q[l o h] }
+    """)
+    one, two = (
+        bind_sizes(resolve([program], name), {"l": 2, "o": 4, "h": 3}) for name in ("a", "b")
+    )
+    for source, target in ((one, two), (two, one), (one, one)):
+        Judge(source, target).check()
