@@ -149,7 +149,7 @@ def test_what_was_staged_completely_outlives_the_trainer(root: str) -> None:
         from ckptd.store import StoreSpec
         from ckptd.store.spec import ThrottleSpec
         from tests.engine.saving import Job, values
-        job = Job(StoreSpec({root!r}).wrapped(ThrottleSpec(write_bytes_per_s=2500.0)))
+        job = Job(StoreSpec({root!r}).wrapped(ThrottleSpec(write_bytes_per_s=8000.0)))
         job.save(7, values(1))
         print(job.client.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
