@@ -52,6 +52,7 @@ from ckptd.layout.lay.program import (
     Mesh,
     MeshAxis,
     Object,
+    Order,
     Pipe,
     Reshard,
     Rule,
@@ -325,7 +326,7 @@ def flat(
     how: How | Literal["even", "ceil", "bal"] = EVEN,
     group: NameLike | None = None,
     bucket: int | None = None,
-    order: Literal["module", "reverse"] = "module",
+    order: Order = "module",
     start: ValueLike = 1,
     end: ValueLike = 1,
 ) -> Flat:

@@ -274,6 +274,10 @@ class Packing:
             groups = [list(g) for _, g in groupby(tensors, order.get)]
         else:
             groups = [tensors]
+        if flat.order == "robin":
+            hands = self.scope.extent(flat.split[0])
+            groups = [[t for k in range(hands) for t in g[k::hands]] for g in groups]
+            tensors = [t for g in groups for t in g]
         limit = {"each": 0, "bucket": max(1, flat.group.elements), "group": None}[flat.group.kind]
         start, end = (evaluate(v, self.scope) for v in (flat.start, flat.end))
         packed = [

@@ -19,6 +19,7 @@ from ckptd.layout.lay.program import (
     Flat,
     FlatGroup,
     Object,
+    Order,
     Pipe,
     Rule,
     Statement,
@@ -118,21 +119,28 @@ def _flat(s: Scanner) -> Flat:
         raise s.fail("one mesh axis to cut the buffer over: @dp", start=at, end=max(s.pos, at + 1))
     s.expect("of", "and the states: params, m, s, w or *")
     states = _states(s)
-    order: Literal["module", "reverse"] = "module"
+    order: Order = "module"
     begin: Value = UNIT
     end: Value = UNIT
     while s.at("order", "start", "end"):
         key = s.take().text
         if key == "order":
-            order = "reverse" if s.accept("reverse") else "module"
-            if order == "module":
-                s.expect("module", "or reverse")
+            order = _order(s)
         else:
             s.expect("/", f"after {key}")
             multiple = value(s)
             begin, end = (multiple, end) if key == "start" else (begin, multiple)
     mods = modifiers(s)
     return Flat(group, cuts[0], states, order, begin, end, mods, at=s.position(start))
+
+
+def _order(s: Scanner) -> Order:
+    if s.accept("reverse"):
+        return "reverse"
+    if s.accept("robin"):
+        return "robin"
+    s.expect("module", ", reverse or robin")
+    return "module"
 
 
 def _flat_group(s: Scanner) -> FlatGroup:

@@ -243,7 +243,7 @@ def _show_flat(flat: Flat) -> str:
     axis, how = flat.split
     return _join(
         f"flat {_show_group(flat.group)} @{axis}{low.show_how(how)} of {','.join(flat.states)}",
-        "order reverse" if flat.order == "reverse" else "",
+        "" if flat.order == "module" else f"order {flat.order}",
         "" if flat.start == UNIT else f"start/{show_value(flat.start)}",
         "" if flat.end == UNIT else f"end/{show_value(flat.end)}",
         *map(show_modifier, flat.modifiers),

@@ -25,6 +25,7 @@ __all__ = [
     "Mesh",
     "MeshAxis",
     "Object",
+    "Order",
     "Pipe",
     "Reshard",
     "Rule",
@@ -147,6 +148,10 @@ class FlatGroup:
     elements: int = 0
 
 
+Order: TypeAlias = Literal["module", "reverse", "robin"]
+"""In which order a flat packs tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flat(Node):
     """``flat bucket 40e6 @dp of m,s,w order reverse start/64 end/lcm(dp,128)``.
@@ -158,7 +163,8 @@ class Flat(Node):
     states
         Short state names, ``params`` among them; ``*`` for all.
     order
-        ``module`` (the order of the rules and indexes) or ``reverse``.
+        ``module`` (the order of the rules and indexes), ``reverse``, or ``robin``: dealt out in
+        turn to as many hands as the mesh axis is long, hand after hand.
     start, end
         Each tensor starts at a multiple of `start` elements, a buffer ends at a multiple of `end`.
     """
@@ -166,7 +172,7 @@ class Flat(Node):
     group: FlatGroup
     split: tuple[str, How]
     states: tuple[str, ...]
-    order: Literal["module", "reverse"] = "module"
+    order: Order = "module"
     start: Value = UNIT
     end: Value = UNIT
     modifiers: tuple[Modifier, ...] = ()

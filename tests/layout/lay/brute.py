@@ -436,13 +436,23 @@ class Brute(Sequences):
             groups: dict[object, list[Tensor]] = {}
             for t in ordered:
                 groups.setdefault(_matched(flat.group.name, t.long_name), []).append(t)
-            return list(groups.values())
+            return [self._dealt(g, flat) for g in groups.values()]
+        ordered = self._dealt(ordered, flat)
         buckets: list[list[Tensor]] = []
         for t in ordered:
             if not buckets or len(self._unended(buckets[-1], flat)) >= flat.group.elements:
                 buckets.append([])
             buckets[-1].append(t)
         return buckets
+
+    def _dealt(self, tensors: list[Tensor], flat: Flat) -> list[Tensor]:
+        """Deal tensors out in turn, one hand for each coordinate, and put the hands together."""
+        if flat.order != "robin":
+            return tensors
+        hands: dict[int, list[Tensor]] = {}
+        for i, t in enumerate(tensors):
+            hands.setdefault(i % self.mesh.extents[flat.split[0]], []).append(t)
+        return [t for hand in hands.values() for t in hand]
 
     def _unended(self, tensors: list[Tensor], flat: Flat) -> list[int]:
         out: list[int] = []

@@ -305,7 +305,7 @@ def _in_part(part: NamePart, axes: list[str]) -> Iterator[tuple[str, NamePart]]:
 
 
 def _flats(flat: Flat, axes: list[str]) -> Iterator[Flat]:
-    yield replace(flat, order="module" if flat.order == "reverse" else "reverse")
+    yield replace(flat, order="module" if flat.order != "module" else "reverse")
     for n in (1, 2, 64):
         yield replace(flat, start=Number(n))
         yield replace(flat, end=Number(n))

@@ -35,8 +35,8 @@ _CONSTRUCTS = """
     split, index split twice, local number, virtual stages, pipe, pipe over virtual stages, on,
     for, the same name for others, tensors of some numbers, alias, replicas, flat each, flat
     group, flat group by index, flat bucket, two flats, flat of params, flat of states, flat of
-    all, reverse, start, end, grain of a flat, two meshes, axis seen as finer ones, split over a
-    finer axis, no mesh, one rank, states
+    all, reverse, robin, start, end, grain of a flat, two meshes, axis seen as finer ones, split
+    over a finer axis, no mesh, one rank, states
 """
 CONSTRUCTS = tuple(" ".join(c.split()) for c in _CONSTRUCTS.split(","))
 
@@ -74,7 +74,7 @@ def _in_layout(layout: Resolved) -> Iterator[str]:
         yield (
             "flat group by index" if name and any(isinstance(p, Index) for p in name.parts) else ""
         )
-        yield "reverse" if flat.order == "reverse" else ""
+        yield flat.order if flat.order != "module" else ""
         yield "start" if flat.start != UNIT else ""
         yield "end" if flat.end != UNIT else ""
         how = flat.split[1]

@@ -468,7 +468,7 @@ class LayoutMaker:
             group,
             (axis, how),
             rng.choice(choices),
-            rng.choice(["module", "reverse"]),
+            rng.choice(["module", "reverse", "robin"]),
             Number(rng.choice([1, 1, 2, 4, 5])),
             end,
         )

@@ -135,7 +135,7 @@ FLATS: Strategy = st.builds(
     GROUPS,
     st.tuples(WORDS, HOWS),
     st.one_of(st.just(("*",)), tuples(WORDS, 1)),
-    st.sampled_from(["module", "reverse"]),
+    st.sampled_from(["module", "reverse", "robin"]),
     VALUES,
     VALUES,
     MODS,
