@@ -17,11 +17,13 @@ from ckptd.cli.output import (
     size_text,
 )
 from ckptd.cli.sizes import size_of
-from ckptd.engine.reshard.reports import Costs, Proved, Resharded, RuleReport
+from ckptd.engine.reshard.reports import Costs, Proved, Resharded, RuleReport, SourceProgram
 
 __all__ = ["ReshardDocument", "reshard"]
 
 _SAID = 6
+_TOLD = ("unlike", "differs", "unreadable")
+"""Of `SourceProgram.kept`: what is said without being asked."""
 
 To = Annotated[
     str,
@@ -56,6 +58,8 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
         URLs, or the folder of a Hugging Face target.
     source_layout, target_layout
         Names of the layouts as they are used.
+    source_program
+        What the program that the source keeps says of the one that it is read with.
     step
         Of the target.
     world, files, tensors
@@ -82,6 +86,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     target: str
     source_layout: str
     target_layout: str
+    source_program: SourceProgram
     step: int
     world: int
     files: int
@@ -116,8 +121,12 @@ def reshard(
         str, Parameter(help="Largest file of a Hugging Face folder.")
     ] = "5GB",
     allow: Annotated[
-        Literal["lossy"] | None,
-        Parameter(help="lossy: values may change, or be left out.", show_default=False),
+        list[Literal["lossy", "layout"]] | None,
+        Parameter(
+            help="lossy: values may change, or be left out. layout: --from may contradict the"
+            " program that the source keeps. May be repeated.",
+            show_default=False,
+        ),
     ] = None,
     explain: Annotated[bool, flag("Say what would be done and what it costs.")] = False,
     prove: Annotated[
@@ -139,13 +148,14 @@ def reshard(
     memory = size_of(budget, "--budget")
     most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
     rules = [r.strip() for r in rule or ()]
-    with prepared(source, to, from_, rules, step, lossy=allow == "lossy") as found:
+    with prepared(source, to, from_, rules, step, allowed=allow or ()) as found:
         run = Run(found, shard, memory, most)
         document = ReshardDocument(
             source=source,
             target=target,
             source_layout=found.source.layout,
             target_layout=found.target.layout,
+            source_program=found.read_with,
             step=found.stock.step,
             world=run.world,
             files=run.files,
@@ -173,6 +183,7 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
         _show_rules(d)
     if d.costs is not None:
         _show_costs(d, d.costs)
+        print(f"  {'source':8}{_source(d)}")
     if d.proved is not None:
         print(
             f"proved: each of {d.proved.elements:,} elements in {d.proved.chunks:,} chunks is"
@@ -185,11 +196,37 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
             f"{d.source_layout} -> {d.target_layout}: {d.tensors} tensors in {d.files} files,"
             f" {d.promise}; nothing was written"
         )
+    for text in d.source_program.sizes:
+        note(text)
+    if d.costs is None and d.source_program.kept in _TOLD:
+        note(f"the source was {_source(d)}")
     if d.dropped:
         more = f" and {len(d.dropped) - _SAID} more" if len(d.dropped) > _SAID else ""
         note(f"left out: {', '.join(d.dropped[:_SAID])}{more}")
     if d.witness and d.done is not None:
         note(f"{d.witness}: that every value is in its place was not checked")
+
+
+def _source(d: ReshardDocument) -> str:
+    """Say which program the source is read with, and whether its own one agrees."""
+    p = d.source_program
+    by = f"read with {d.source_layout}"
+    match p.kept:
+        case "none":
+            return f"{by}; it keeps no program to compare with"
+        case "same":
+            return f"{by}, the program that it keeps"
+        case "agrees":
+            number = "all" if p.compared == p.tensors else f"{p.compared} of"
+            return f"{by}, which agrees with the kept program on {number} {p.tensors} tensors"
+        case "unlike":
+            return f"{by}; the kept program has other logical tensors: nothing was compared"
+        case "differs":
+            return f"{by}, which contradicts the kept program: {p.note}"
+        case "unused":
+            return "its stored tensors, whatever they are: a recipe cuts them"
+        case "unreadable":
+            return f"{by}; the kept program was not compared: {p.note}"
 
 
 def _show_rules(d: ReshardDocument) -> None:

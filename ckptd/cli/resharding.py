@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -156,7 +156,13 @@ class Run:
 
 @contextmanager
 def prepared(
-    source: str, to: str, given: str | None, rules: Sequence[str], step: int, *, lossy: bool
+    source: str,
+    to: str,
+    given: str | None,
+    rules: Sequence[str],
+    step: int,
+    *,
+    allowed: Collection[str] = (),
 ) -> Iterator[Prepared]:
     """Open the source and combine it with both layouts, as the command line names them.
 
@@ -164,6 +170,8 @@ def prepared(
     ----------
     rules
         Statements; those that begin with ``from:`` are the source's.
+    allowed
+        ``lossy``, ``layout``.
     """
     # Sizes are facts about the model: both sides may need them.
     mine = [r.removeprefix(_FROM).strip() for r in rules if r.startswith((_FROM, _LET))]
@@ -177,4 +185,11 @@ def prepared(
     with open_stock(source, step, described) as stock:
         if own is None:
             own = source_program(stock, None).with_rules(mine)
-        yield prepare(stock, own, wanted, allow_lossy=lossy)
+        yield prepare(
+            stock,
+            own,
+            wanted,
+            rules=mine,
+            allow_lossy="lossy" in allowed,
+            allow_layout="layout" in allowed,
+        )

@@ -37,9 +37,33 @@ def test_there_and_back_is_identical(cli: Cli, source: str, tmp_path: Path) -> N
     assert "hf.llama -> megatron.gpt" in said
     assert "now step 5 of generation 1" in said
     assert "in their places" in said
-    cli.good("reshard", f"{there}@5", back, "--to", HF[0], *KNOWN)
+    cli.good("reshard", f"{there}@5", back, "--to", HF[0])
     assert cli("diff", source, back).code == 0
-    assert "there already" in cli.good("reshard", there, back, "--to", HF[0], *KNOWN).out
+    assert "there already" in cli.good("reshard", there, back, "--to", HF[0]).out
+
+
+def test_a_program_that_contradicts_the_kept_one_is_refused_before_a_byte_moves(
+    cli: Cli, source: str, tmp_path: Path
+) -> None:
+    there, back = str(tmp_path / "there"), tmp_path / "back"
+    cli.good("reshard", source, there, "--from", HF[0], *TO_MEGATRON)
+    mesh = ("-e", f"from: {MEGATRON[1]}", *KNOWN)
+    args = ("reshard", there, str(back), "--to", HF[0], "--from", MEGATRON[0], *mesh)
+    name = "decoder.layers.{#l@pp}.self_attention.linear_qkv.weight"
+    swapped = ("-e", f"from: {name} = L{{l}}[(kv@tp (k:1|q:rep|v:1) hd) h]")
+    refused = cli(*args, *swapped, "--json")
+    assert (refused.code, refused.error["kind"]) == (1, "lay-kept")
+    assert not back.exists()
+    insisted = cli(*args, *swapped, "--allow", "layout", "--allow", "lossy")
+    assert insisted.code == 0
+    assert "contradicts the kept program: decoder.layers.0" in insisted.err
+    assert "agrees with the kept program on all" in cli.good(*args, "--explain").out
+    document = cli.json(*args, "--dry-run")
+    assert document["source_program"]["kept"] == "agrees"
+    plain = ("reshard", there, str(tmp_path / "other"), "--to", HF[0])
+    assert "the program that it keeps" in cli.good(*plain, "--explain").out
+    given = cli(*plain, "-e", "let v = 251", "--dry-run")
+    assert "let v = 251 in place of the kept let v = 250" in given.err
 
 
 def test_a_folder_of_hugging_face_both_ways(
@@ -47,7 +71,7 @@ def test_a_folder_of_hugging_face_both_ways(
 ) -> None:
     mg, hf, back = (str(tmp_path / n) for n in ("mg", "hf", "back"))
     cli.good("reshard", source, mg, "--from", HF[0], *TO_MEGATRON)
-    to_hf = ("reshard", mg, hf, "--to", HF[0], *KNOWN, "--format", "hf")
+    to_hf = ("reshard", mg, hf, "--to", HF[0], "--format", "hf")
     result = cli(*to_hf, "--max-shard-size", "20KB")
     assert result.code == 0
     assert "left out: optim." in result.err

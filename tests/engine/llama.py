@@ -84,6 +84,7 @@ def save(
     parts: int = 4,
     objects: Sequence[ObjectEntry] = (),
     extra: dict[str, Saved] | None = None,
+    lay: str = "",
 ) -> None:
     """Save values, matrices cut by rows over `parts` ranks."""
 
@@ -92,7 +93,7 @@ def save(
 
     tensors = {n: cut(v) for n, v in data.items()} | (extra or {})
     built = build(store, tensors, step=step, objects=objects, publish=False)
-    manifest = msgspec.structs.replace(built.manifest, metadata={"loss": 2.5})
+    manifest = msgspec.structs.replace(built.manifest, metadata={"loss": 2.5}, lay=lay)
     if extra:
         # The witness leaves out what holds encoded objects, which the builder does not know.
         manifest = msgspec.structs.replace(manifest, witness=None)

@@ -10,7 +10,9 @@ from typing import TypeAlias
 
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay import library
-from ckptd.layout.lay.equation import Resolved
+from ckptd.layout.lay.closed import found_sizes
+from ckptd.layout.lay.dims import Number, Operation, Size
+from ckptd.layout.lay.equation import Bound, Resolved
 from ckptd.layout.lay.parser import parse, parse_statement
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import (
@@ -31,7 +33,15 @@ from ckptd.layout.lay.recipe import is_recipe
 from ckptd.layout.lay.resolve import resolve
 from ckptd.layout.lay.toml import read_toml
 
-__all__ = ["Program", "layout_names", "read_file", "read_program", "read_text", "wrapped"]
+__all__ = [
+    "Program",
+    "layout_names",
+    "other_sizes",
+    "read_file",
+    "read_program",
+    "read_text",
+    "wrapped",
+]
 
 Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
 
@@ -65,6 +75,10 @@ class Program:
         """The program as a checkpoint keeps it; `read_text` gives it back."""
         return f"# layout {self.layout}\n{show(self.file)}"
 
+    def closed(self, bound: Bound) -> Program:
+        """Return the program with every size that was found for it: so it is kept."""
+        return replace(self, file=File((*found_sizes(bound), *self.file.items)))
+
     @property
     def is_recipe(self) -> bool:
         """Whether the layout says how things are cut and names no tensor."""
@@ -74,11 +88,16 @@ class Program:
         found = _named(self.file, self.layout)
         return found or _shipped_layout(self.layout)
 
+    def with_sizes(self, rules: Sequence[str]) -> Program:
+        """Return the program with those of some statements that fix a size."""
+        return self.with_rules([r for r in rules if _fixes_size(r)])
+
     def with_rules(self, rules: Sequence[str]) -> Program:
         """Return the program with further statements.
 
-        A mesh, space or ``let`` is put beside the layout, and replaces one of the same name; other
-        statements go into the layout, before its own; rules override those of one name.
+        A mesh, space or ``let`` is put beside the layout, and replaces one of the same name (a
+        size does not replace a refinement); other statements go into the layout, before its own;
+        rules override those of one name.
 
         Raises
         ------
@@ -123,7 +142,36 @@ def _replaced(item: object, by: Iterable[object]) -> bool:
         isinstance(item, kind) and isinstance(b, kind) and item.name == b.name
         for b in by
         for kind in kinds
+        if _is_size(item) == _is_size(b)
     )
+
+
+def _is_size(item: object) -> bool:
+    """Tell a size from a refinement: ``let hd = 128`` and ``let hd = (two half)`` are both true."""
+    return isinstance(item, Let) and isinstance(item.value, Number | Operation | Size)
+
+
+def _fixes_size(rule: str) -> bool:
+    return rule.startswith("let ") and any(map(_is_size, parse(rule, rule).items))
+
+
+def other_sizes(kept: Program, used: Program) -> list[str]:
+    """Return what a program says of sizes in place of another one, for people.
+
+    Parameters
+    ----------
+    kept
+        A program.
+    used
+        The same with statements put in.
+    """
+    mine = {i.name: i for i in used.file.items if isinstance(i, Let) and _is_size(i)}
+    old = [i for i in kept.file.items if isinstance(i, Let) and _is_size(i)]
+    return [
+        f"{show(mine[let.name])} in place of the kept {show(let)}"
+        for let in old
+        if let.name in mine and mine[let.name].value != let.value
+    ]
 
 
 def _companions(layout: str, have: Sequence[object]) -> list[Mesh | Let | Space | Use]:

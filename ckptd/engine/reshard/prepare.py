@@ -6,14 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from ckptd.engine.reshard.assemble import Assembled, assemble_target
 from ckptd.engine.reshard.composed import Link, compose_layouts
 from ckptd.engine.reshard.expect import expect
 from ckptd.engine.reshard.inferred import infer
-from ckptd.engine.reshard.layouts import Program, read_text, wrapped
+from ckptd.engine.reshard.kept import compare
+from ckptd.engine.reshard.layouts import Program, other_sizes, read_text, wrapped
+from ckptd.engine.reshard.reports import SourceProgram
 from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.stock import Stock
-from ckptd.errors import RefusedError
+from ckptd.errors import CkptdError, RefusedError
+from ckptd.layout.lay.equation import Bound
+from ckptd.layout.lay.observe import bind_stored
 
 __all__ = ["Prepared", "prepare", "source_program"]
 
@@ -30,12 +36,15 @@ class Prepared:
         The programs as they are used.
     assembled
         What is to be written.
+    read_with
+        Which program the source is read with, and what its own says of that.
     """
 
     stock: Stock
     source: Program
     target: Program
     assembled: Assembled
+    read_with: SourceProgram
 
     @cached_property
     def expected(self) -> Mapping[int, Expected]:
@@ -52,13 +61,21 @@ def source_program(stock: Stock, given: Program | None) -> Program:
     """Return the source's program: the one given, the one it keeps, or one made from its names."""
     if given is not None:
         return given
-    if stock.lay:
-        return read_text(stock.lay, f"the program of step {stock.step}")
-    return infer(stock.shapes)
+    return _kept(stock) if stock.lay else infer(stock.shapes)
+
+
+def _kept(stock: Stock) -> Program:
+    return read_text(stock.lay, f"the program of step {stock.step}")
 
 
 def prepare(
-    stock: Stock, source: Program, target: Program, *, allow_lossy: bool = False
+    stock: Stock,
+    source: Program,
+    target: Program,
+    *,
+    rules: Sequence[str] = (),
+    allow_lossy: bool = False,
+    allow_layout: bool = False,
 ) -> Prepared:
     """Combine everything. Reads nothing but small tensors and objects.
 
@@ -69,17 +86,24 @@ def prepare(
     source, target
         Their programs. A recipe as target is applied to the source's layout, or to its stored
         tensors when that has a mesh of its own.
+    rules
+        Statements that the user gave for the source: sizes among them go before kept ones.
     allow_lossy
         Values may change.
+    allow_layout
+        The source's program may contradict the one that the source keeps.
 
     Raises
     ------
     UsageError, MismatchError
         A program is wrong, does not fit the source, or the two do not fit each other.
+    MismatchError
+        kind ``lay-kept``: the source's program contradicts the one that the source keeps.
     RefusedError
         kind ``lossy``: values would change, or something would be left out.
     """
     resolved = source.resolve()
+    given = source
     if target.is_recipe:
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
@@ -87,10 +111,57 @@ def prepare(
             resolved = source.resolve()
         target = wrapped(target, source)
     composed = compose_layouts(resolved, target.resolve(), stock)
+    used = composed.composition.source.bound
+    if source is not given:
+        read_with = SourceProgram(kept="unused")
+    else:
+        read_with = _checked(stock, source, used, rules, allowed=allow_layout)
     if composed.promise == "lossy" and not allow_lossy:
         raise _lossy(composed.dropped, [k for k in composed.links if k.promise == "lossy"])
-    assembled = assemble_target(composed, target.text)
-    return Prepared(stock, source, target, assembled)
+    closed = target.closed(composed.composition.target.bound)
+    assembled = assemble_target(composed, closed.text)
+    return Prepared(stock, source, target, assembled, read_with)
+
+
+def _checked(
+    stock: Stock, source: Program, used: Bound, rules: Sequence[str], *, allowed: bool
+) -> SourceProgram:
+    """Compare the source's program with the one that the source keeps."""
+    if not stock.lay:
+        return SourceProgram(kept="none")
+    try:
+        kept = _kept(stock)
+        changed = kept.with_sizes(rules)
+        other = tuple(other_sizes(kept, changed))
+        if changed.text == source.text:
+            return SourceProgram(kept="same", sizes=other)
+        bound = _fitting(stock, changed, kept)
+    except CkptdError as error:
+        # Whoever gives a program for a checkpoint may well do so because of that.
+        return SourceProgram(kept="unreadable", note=error.message)
+    found = compare(bound, used, stock.shapes, "leave --from out; or --allow layout")
+    if found.difference is not None and not allowed:
+        raise found.difference
+    said = SourceProgram(
+        kept="agrees" if found.compared else "unlike",
+        compared=found.compared,
+        tensors=found.tensors,
+        sizes=other,
+    )
+    if found.difference is None:
+        return said
+    return msgspec.structs.replace(said, kept="differs", note=str(found.difference.where))
+
+
+def _fitting(stock: Stock, *programs: Program) -> Bound:
+    """Return the first program that fits the source."""
+    first, *others = programs
+    try:
+        return bind_stored(first.resolve(), stock.shapes, stock.sizes)
+    except CkptdError:
+        if not others:
+            raise
+        return _fitting(stock, *others)
 
 
 def _lossy(dropped: Sequence[str], links: Sequence[Link]) -> RefusedError:

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-__all__ = ["Costs", "Proved", "Resharded", "RuleReport"]
+__all__ = ["Costs", "Proved", "Resharded", "RuleReport", "SourceProgram"]
+
+
+class SourceProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program that a source keeps says of the one that it is read with.
+
+    Attributes
+    ----------
+    kept
+        ``none``: it keeps no program. ``same``: it is read with that. ``agrees``: both say the
+        same of all that they say in the same logical tensors. ``unlike``: they have no logical
+        tensor in common, so nothing was compared. ``differs``: they contradict each other, and the
+        user insists. ``unreadable``: the kept program cannot be understood, or does not fit.
+        ``unused``: a recipe cuts the stored tensors, whatever they are.
+    compared, tensors
+        How many stored tensors were compared, of how many that are read.
+    sizes
+        Sizes that the user gave in place of kept ones.
+    note
+        The first contradiction, or what is wrong with the kept program.
+    """
+
+    kept: Literal["none", "same", "agrees", "unlike", "differs", "unreadable", "unused"]
+    compared: int = 0
+    tensors: int = 0
+    sizes: tuple[str, ...] = ()
+    note: str = ""
 
 
 class RuleReport(msgspec.Struct, frozen=True, kw_only=True):
