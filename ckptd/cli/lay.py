@@ -197,7 +197,8 @@ def show(
 
     Sizes come from --against, or from 'let' statements in the program or with -e.
     """
-    from ckptd.cli.picture import drawing, picture, text_of
+    from ckptd.cli.drawing import drawing
+    from ckptd.cli.picture import picture, text_of
     from ckptd.engine.reshard.layouts import read_program
     from ckptd.layout.lay.observe import bind_sizes, bind_stored
     from ckptd.layout.lay.stored import StoredForm

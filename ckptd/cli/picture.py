@@ -1,13 +1,10 @@
-"""Which rank holds which part of a tensor, as text and as SVG."""
+"""Which rank holds which part of a tensor, as text."""
 
 from __future__ import annotations
 
-import colorsys
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from html import escape
 from itertools import product
 from typing import Any
 
@@ -19,12 +16,21 @@ from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, local_cells
 from ckptd.types import Box
 
-__all__ = ["Cell", "Picture", "drawing", "picture", "text_of"]
+__all__ = [
+    "Cell",
+    "Picture",
+    "cell_of",
+    "columns",
+    "picture",
+    "ranks_text",
+    "row_text",
+    "rows",
+    "span_text",
+    "text_of",
+]
 
 _MOST_CELLS = 4096
 _MOST_RANKS = 1 << 16
-_WIDTH, _HEIGHT, _LEFT, _TOP = 720, 480, 110, 70
-_SMALLEST = 14
 
 
 @dataclass(frozen=True)
@@ -189,13 +195,12 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def text_of(p: Picture) -> str:
     """Return the picture as text: a table of cells, rows down and columns across."""
     lines = [f"{p.name} [{' '.join(map(str, p.shape))}]", f"  {p.rule}", ""]
-    columns = _columns(p)
-    rows = _rows(p)
-    heads = [_span_text(p, column) for column in columns]
+    across, down = columns(p), rows(p)
+    heads = [span_text(p, column) for column in across]
     table = [["", *heads]]
-    for row in rows:
-        cells = [_cell_of(p, row, column) for column in columns]
-        table.append([_row_text(p, row), *(f"r{ranks_text(c.ranks) or '-'}" for c in cells)])
+    for row in down:
+        cells = [cell_of(p, row, column) for column in across]
+        table.append([row_text(p, row), *(f"r{ranks_text(c.ranks) or '-'}" for c in cells)])
         held = [c.holds for c in cells]
         if any(held):
             table.append(["", *held])
@@ -215,106 +220,32 @@ def _flat_lines(cells: Sequence[Cell]) -> Iterator[list[str]]:
         ]
 
 
-def _rows(p: Picture) -> list[int]:
+def rows(p: Picture) -> list[int]:
+    """Return the numbers of all rows of cells."""
     return list(range(p.cell_shape[0] if p.cell_shape else 1))
 
 
-def _columns(p: Picture) -> list[tuple[int, ...]]:
+def columns(p: Picture) -> list[tuple[int, ...]]:
+    """Return the numbers of all columns: cells of all dimensions but the first."""
     return list(product(*map(range, p.cell_shape[1:])))
 
 
-def _cell_of(p: Picture, row: int, column: tuple[int, ...]) -> Cell:
+def cell_of(p: Picture, row: int, column: tuple[int, ...]) -> Cell:
+    """Return a cell."""
     at = (row, *column)[: len(p.cell_shape)]
     return p.cells[sum(c * s for c, s in zip(at, strides_of(p.cell_shape), strict=True))]
 
 
-def _row_text(p: Picture, row: int) -> str:
+def row_text(p: Picture, row: int) -> str:
+    """Return the elements of a row: ``0..768``."""
     if not p.shape:
         return "number"
-    cell = _cell_of(p, row, (0,) * (len(p.cell_shape) - 1))
+    cell = cell_of(p, row, (0,) * (len(p.cell_shape) - 1))
     return f"{cell.box.offset[0]}..{cell.box.end[0]}"
 
 
-def _span_text(p: Picture, column: tuple[int, ...]) -> str:
-    cell = _cell_of(p, 0, column)
+def span_text(p: Picture, column: tuple[int, ...]) -> str:
+    """Return the elements of a column."""
+    cell = cell_of(p, 0, column)
     ends = zip(cell.box.offset[1:], cell.box.end[1:], strict=True)
     return " x ".join(f"{o}..{e}" for o, e in ends)
-
-
-# -- SVG -------------------------------------------------------------------------------------------
-
-
-def drawing(p: Picture) -> str:
-    """Return the picture as an SVG document, cells to scale as far as they can be seen."""
-    rows, columns = _rows(p), _columns(p)
-    heights = _scaled([_extent(_cell_of(p, r, columns[0]), 0, 1) for r in rows], _HEIGHT)
-    widths = _scaled([_extent(_cell_of(p, 0, c), 1, None) for c in columns], _WIDTH)
-    body = [
-        _text(16, 24, p.name, "title"),
-        _text(16, 42, p.rule, "rule"),
-    ]
-    y = float(_TOP)
-    for row, height in zip(rows, heights, strict=True):
-        x = float(_LEFT)
-        body.append(_text(_LEFT - 8, y + height / 2 + 4, _row_text(p, row), "row"))
-        for column, width in zip(columns, widths, strict=True):
-            if row == 0:
-                body.append(_text(x + 4, _TOP - 6, _span_text(p, column), "column"))
-            body += _box(_cell_of(p, row, column), x, y, width, height)
-            x += width
-        y += height
-    full = (_LEFT + sum(widths) + 16, _TOP + sum(heights) + 16)
-    return _SVG.format(width=math.ceil(full[0]), height=math.ceil(full[1]), body="\n".join(body))
-
-
-def _extent(cell: Cell, first: int, end: int | None) -> int:
-    return math.prod(cell.box.shape[first:end])
-
-
-def _scaled(sizes: Sequence[int], total: int) -> list[float]:
-    whole = sum(sizes) or 1
-    return [max(_SMALLEST, total * n / whole) for n in sizes]
-
-
-def _box(cell: Cell, x: float, y: float, width: float, height: float) -> Iterator[str]:
-    label = f"r{ranks_text(cell.ranks)}" if cell.ranks else "fill"
-    title = escape(f"{label}: {cell.holds}")
-    numel = max(1, cell.box.numel)
-    parts = cell.flat or ((0, numel, cell.ranks[0] if cell.ranks else -1),)
-    yield f"<g><title>{title}</title>"
-    for start, end, rank in parts:
-        top, bottom = y + height * start / numel, y + height * end / numel
-        yield (
-            f'<rect x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"'
-            f' fill="{_color(rank)}"/>'
-        )
-    if height >= 12 and width >= 7 * len(label):
-        yield _text(x + 4, y + min(height, 16) - 3, label, "label")
-    if height >= 28 and width >= 6 * len(cell.holds):
-        yield _text(x + 4, y + 26, cell.holds, "holds")
-    yield "</g>"
-
-
-def _color(rank: int) -> str:
-    """Return a light color; neighbours among the ranks differ."""
-    if rank < 0:
-        return "#eeeeee"
-    red, green, blue = colorsys.hls_to_rgb(rank * 0.61803398875 % 1, 0.8, 0.55)
-    return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"
-
-
-def _text(x: float, y: float, text: str, kind: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
-
-
-_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"
-  viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">
-<style>
-  rect {{ stroke: #555555; stroke-width: 0.6 }}
-  .title {{ font-size: 15px; font-weight: bold }}
-  .rule, .holds {{ font-family: monospace; fill: #333333 }}
-  .row {{ text-anchor: end }}
-</style>
-{body}
-</svg>
-"""

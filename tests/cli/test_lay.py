@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -85,12 +86,36 @@ def test_show_draws_cells_to_scale(cli: Cli, tmp_path: Path) -> None:
     assert cli("lay", "show", MEGATRON[0], name, *rules, "--svg", str(svg)).code == 0
     root = ElementTree.fromstring(svg.read_text())
     space = {"s": "http://www.w3.org/2000/svg"}
-    boxes = root.findall(".//s:rect", space)
+    boxes = root.findall(".//s:g/s:rect", space)
     assert len(boxes) == 4
     assert len({b.get("height") for b in boxes}) == 1
     assert len({b.get("fill") for b in boxes}) == 2
     titles = [t.text or "" for t in root.findall(".//s:title", space)]
     assert titles[0].startswith("r0,2: g[f 0-11]")
+
+
+def test_a_drawing_of_many_columns_can_be_read(cli: Cli, tmp_path: Path) -> None:
+    """Heads stand upright where they would overlap; a legend names the ranks, but not hundreds."""
+    lay, svg = tmp_path / "x.lay", tmp_path / "x.svg"
+    lay.write_text(
+        "mesh M = tp:40\nspace s { w[o i] }\nlet o = 3\nlet i = 4000\n"
+        "layout x of s on M { w = w[o i@tp] }\n"
+    )
+    assert cli("lay", "show", str(lay), "w", "--svg", str(svg)).code == 0
+    root = ElementTree.fromstring(svg.read_text())
+    texts = root.findall(".//{http://www.w3.org/2000/svg}text")
+    heads = [t for t in texts if t.get("class") == "column"]
+    assert len(heads) == 40
+    assert all("rotate(-90" in t.get("transform", "") for t in heads)
+    places = [float(t.get("x", "0")) for t in heads]
+    assert min(b - a for a, b in itertools.pairwise(places)) >= 12
+    legend = [t.text for t in texts if t.get("class") == "legend"]
+    assert legend[0] == "written by"
+    assert legend[1:3] == ["r0", "r1"]
+    assert legend[-1] == "and 16 more ranks"
+    bottom = max(float(t.get("y", "0")) for t in texts)
+    assert bottom < float(root.get("height", "0"))
+    assert "prefers-color-scheme: dark" in svg.read_text()
 
 
 def test_show_names_what_is_near(cli: Cli) -> None:
