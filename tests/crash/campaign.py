@@ -221,7 +221,7 @@ class Campaign:
         return committed
 
     def _check_root(self, newest: CommitName, previous: CommitName) -> None:
-        store = self.place.store
+        store = self.place.seen()
         assert Catalogue(store).latest() == newest
         assert_exact(store, newest, self.world, self.place.large)
         assert_previous(store, previous, newest, self.world, self.place.large, self.keep is None)

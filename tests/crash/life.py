@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -76,12 +77,14 @@ def shapes_of(large: bool) -> dict[str, tuple[int, ...]]:
     return {"w": (1500 if large else 600, 1024), "b": (48,), "s": (), "e": (0, 4)}
 
 
+@cache
 def arrays_of(step: int, attempt: str, large: bool) -> dict[str, Any]:
     """Values that no other attempt has."""
     rng = np.random.default_rng(1000 * step + int(attempt))
     return {n: rng.random(s, dtype=np.float32) for n, s in shapes_of(large).items()}
 
 
+@cache
 def plan_for(world: int, large: bool) -> SavePlan:
     """Return the plan that every rank computes."""
     return plan_of(shapes_of(large), world)
@@ -150,8 +153,10 @@ def outcome_key(step: int, attempt: str) -> str:
     return f"save/{step}/{attempt}"
 
 
-def expected_file(plan: SavePlan, rank: int, step: int, attempt: str, large: bool) -> bytes:
+@cache
+def expected_file(world: int, rank: int, step: int, attempt: str, large: bool) -> bytes:
     """Return the data section that `rank` must have written."""
+    plan = plan_for(world, large)
     data = bytearray(plan.filemap.data_bytes(rank))
     fill(plan, rank, arrays_of(step, attempt, large), memoryview(data))
     return bytes(data)

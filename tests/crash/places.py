@@ -45,6 +45,10 @@ class Place(ABC):
     def reset(self) -> None:
         """Bring the template back."""
 
+    def seen(self) -> Store:
+        """Return what is there now, to look at and not to change."""
+        return self.store
+
     @abstractmethod
     def raw(self) -> Iterable[str]:
         """Return every name that is there, legal or not."""
@@ -119,6 +123,16 @@ class S3Place(MemoryPlace):
         self.store.delete([o.key for o in self.store.list()])
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda item: self.store.put(*item), self._template.items()))
+
+    def seen(self) -> Store:
+        """Get every object once: a request takes longer than all that is then looked at."""
+        copy = MemoryStore(f"seen {self.store.url}")
+        copy.delete([o.key for o in copy.list()])
+        keys = [o.key for o in self.store.list()]
+        with ThreadPoolExecutor(8) as pool:
+            for key, data in zip(keys, pool.map(self.store.get, keys), strict=True):
+                copy.put(key, data)
+        return copy
 
     def raw(self) -> Iterable[str]:
         """Unfinished uploads count."""

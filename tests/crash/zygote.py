@@ -6,20 +6,21 @@ itself never starts a thread, so its forks are clean.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from types import TracebackType
 from typing import IO, Self
 
 import msgspec
 
 import ckptd.engine.filewriter as filewriter
+import ckptd.store.s3_client as s3_client
 from ckptd.errors import WorkerError
 from tests.crash.boards import FileBoard
 from tests.crash.life import SLICE_BYTES, End, Life, live, outcome_key
@@ -160,13 +161,27 @@ def _tell(life: Life) -> None:
         board.set(key + "/failed", error.message.encode())
 
 
+@cache
+def _warm_up() -> None:
+    """Import and read what every S3 store would at its first call: forks have it then."""
+    import s3fs  # noqa: F401
+
+    async def connect() -> None:
+        keys = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
+        async with s3_client._session(None).create_client("s3", region_name="us-east-1", **keys):
+            pass
+
+    asyncio.run(connect())
+
+
 def main() -> None:
     """Serve until standard input ends."""
-    with contextlib.suppress(ImportError):  # what an S3 store imports at its first call
-        importlib.import_module("s3fs")
     filewriter.SLICE_BYTES = SLICE_BYTES
     for line in sys.stdin.buffer:
-        ends = _run(_decode_lives.decode(line))
+        lives = _decode_lives.decode(line)
+        if any(life.spec.url.startswith("s3:") for life in lives):
+            _warm_up()
+        ends = _run(lives)
         sys.stdout.buffer.write(msgspec.json.encode(ends) + b"\n")
         sys.stdout.buffer.flush()
 
