@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.client import WriterClient
@@ -182,6 +182,7 @@ class Checkpointer:
         device: Any = None,
         progress: Callable[[int, int], None] | None = None,
         source_layout: LayoutSpec | None = None,
+        allow: Literal["layout"] | None = None,
     ) -> int:
         """Load a checkpoint into `state`, in place, from any layout to any layout.
 
@@ -209,6 +210,8 @@ class Checkpointer:
         source_layout
             The layout of the checkpoint, where it does not keep its program itself: one that was
             saved without ``layout``. Needs a checkpointer with a layout.
+        allow
+            ``layout``: `source_layout` may contradict the program that the checkpoint keeps.
 
         Returns
         -------
@@ -237,6 +240,7 @@ class Checkpointer:
                 device=device,
                 progress=progress,
                 source_layout=source_layout,
+                allow=allow,
             )
         except CkptdError as error:
             if error.poisoned:

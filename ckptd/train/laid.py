@@ -75,6 +75,11 @@ class JobLayout:
     spelling: Spelling
     rank: int
 
+    @cached_property
+    def kept(self) -> str:
+        """The program as a checkpoint keeps it: with the sizes that were found."""
+        return self.program.closed(self.form.bound).text
+
     @property
     def whole(self) -> bool:
         """Whether it speaks of whole tensors, not of what ranks hold."""

@@ -101,7 +101,7 @@ class LaidLeaves:
             tensors=(*bare.tensors, *tensors),
             grids=tuple(grids),
             owners=tuple(owners),
-            lay=self.job.program.text,
+            lay=self.job.kept,
         )
 
     # --- copies ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +10,12 @@ from typing import Any
 
 from ckptd.engine.reshard.changes import changed_dtype
 from ckptd.engine.reshard.composed import source_keys
+from ckptd.engine.reshard.kept import compare
 from ckptd.engine.reshard.layouts import Program, read_text
-from ckptd.errors import MismatchError, UsageError
+from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.filemap import FileMap
 from ckptd.layout.lay.copies import Composition, compose
+from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.local import LocalTensor
 from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.observe import bind_stored
@@ -23,6 +26,8 @@ from ckptd.train.matching import Saved
 from ckptd.types import DType
 
 __all__ = ["LaidSource", "source_program"]
+
+_log = logging.getLogger("ckptd")
 
 
 def source_program(saved: Saved, given: Program | None, job: JobLayout) -> Program:
@@ -50,6 +55,36 @@ class _Names:
     dropped: frozenset[str]
 
 
+@dataclass(frozen=True)
+class _Fitted:
+    """A program, bound to the tensors of a checkpoint."""
+
+    bound: Bound
+    spelling: Spelling
+    names: _Names
+
+    @classmethod
+    def of(cls, program: Program, saved: Saved) -> _Fitted:
+        """Fit a program to a checkpoint; raises as `LaidSource`."""
+        resolved = program.resolve()
+        refuse_quantized(resolved)
+        everything = {**saved.tensors, **{a: saved.tensors[n] for a, n in saved.aliases.items()}}
+        groups = [n for n, i in saved.objects.items() if saved.manifest.objects[i].kind == "groups"]
+        spelling = spelling_of(
+            resolved,
+            everything,
+            [(n.removesuffix(".groups"), True) for n in groups],
+            stored=True,
+        )
+        if spelling is None:
+            raise _unknown(saved, program)
+        resolved = spelling.put_into(resolved)
+        names = _sorted(everything, Templates(resolved), Matcher(resolved, stored=True))
+        table = saved.manifest.tensors
+        shapes = {n: table[i].shape for n, i in names.tensors.items()}
+        return cls(bind_stored(resolved, shapes), spelling, names)
+
+
 class LaidSource:
     """The source of one load, composed with the job's layout.
 
@@ -72,26 +107,10 @@ class LaidSource:
         self.job = job
         self.saved = saved
         self.filemap = filemap
-        resolved = program.resolve()
-        refuse_quantized(resolved)
-        everything = {**saved.tensors, **{a: saved.tensors[n] for a, n in saved.aliases.items()}}
-        groups = [n for n, i in saved.objects.items() if saved.manifest.objects[i].kind == "groups"]
-        spelling = spelling_of(
-            resolved,
-            everything,
-            [(n.removesuffix(".groups"), True) for n in groups],
-            stored=True,
-        )
-        if spelling is None:
-            raise _unknown(saved, program)
-        self.spelling: Spelling = spelling
-        resolved = spelling.put_into(resolved)
-        templates, matcher = Templates(resolved), Matcher(resolved, stored=True)
-        self.names = _sorted(everything, templates, matcher)
-        table = saved.manifest.tensors
-        shapes = {n: table[i].shape for n, i in self.names.tensors.items()}
-        bound = bind_stored(resolved, shapes)
-        self.composition: Composition = compose(bound, job.form.bound, self._grid)
+        fitted = _Fitted.of(program, saved)
+        self.spelling: Spelling = fitted.spelling
+        self.names = fitted.names
+        self.composition: Composition = compose(fitted.bound, job.form.bound, self._grid)
 
     def _grid(self, name: str) -> Any:
         number = self.names.tensors.get(name)
@@ -100,6 +119,29 @@ class LaidSource:
                 "the checkpoint holds no such tensor", kind="lay-cover", where=name, wanted=name
             )
         return self.filemap.grid_of(number)
+
+    def check_kept(self) -> None:
+        """Compare the program with the one that the checkpoint keeps, if it keeps any.
+
+        Raises
+        ------
+        MismatchError
+            kind ``lay-kept``: they take an element for two different ones.
+        """
+        manifest = self.saved.manifest
+        if not manifest.lay:
+            return
+        try:
+            kept = read_text(manifest.lay, f"the program of step {manifest.step}")
+            bound = _Fitted.of(kept, self.saved).bound
+        except CkptdError as error:
+            # Whoever gives a program for a checkpoint may well do so because of that.
+            _log.warning("the kept program of step %d was not compared: %s", manifest.step, error)
+            return
+        hint = 'leave source_layout out; or allow="layout"'
+        found = compare(bound, self.form.bound, self.names.tensors, hint)
+        if found.difference is not None:
+            raise found.difference
 
     @property
     def form(self) -> StoredForm:

@@ -84,6 +84,7 @@ class _Options:
     filtered: bool
     job: JobLayout | None = None
     source: Program | None = None
+    allow: str | None = None
 
 
 class Loader:
@@ -117,6 +118,7 @@ class Loader:
         device: Any,
         progress: Callable[[int, int], None] | None,
         source_layout: LayoutSpec | None = None,
+        allow: str | None = None,
     ) -> LoadReport:
         """See `ckptd.train.checkpointer.Checkpointer.load`."""
         inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
@@ -130,6 +132,7 @@ class Loader:
             progress,
             weights_only or only is not None,
             *self._layouts(state, source_layout),
+            allow,
         )
         skipped: list[tuple[int, str]] = []
         for name in self._candidates(step):
@@ -281,7 +284,10 @@ class Loader:
         laid, to_saved, rest = None, options.to_saved, saved
         if options.job is not None:
             program = source_program(saved, options.source, options.job)
-            laid = LaidLoad(LaidSource(options.job, program, saved, filemap), self._describer)
+            source = LaidSource(options.job, program, saved, filemap)
+            if options.source is not None and options.allow != "layout":
+                source.check_kept()
+            laid = LaidLoad(source, self._describer)
             to_saved, rest = laid.to_saved(to_saved), laid.source.rest
         names = saved_names(rest, options.to_live, options.wanted)
         names = names if laid is None else laid.names(names, options.wanted)

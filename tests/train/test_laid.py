@@ -112,6 +112,36 @@ def test_the_program_that_is_given_for_a_checkpoint_is_believed(tmp_path: Path) 
     assert differing(dict(new.state_dict()), fused(expected)) == []
 
 
+def test_a_program_that_contradicts_the_kept_one_is_refused(tmp_path: Path) -> None:
+    module, _ = whole_job(1, 0)
+    save(tmp_path, WHOLE, {"model": module})
+    wrong = WHOLE.replace("L{l}.{k,v}[(kv hd) h]", "L{l}.{v,k}[(kv hd) h]")
+    assert wrong != WHOLE
+    new = Tree(fused(whole(2)))
+    before = {n: t.clone() for n, t in new.state_dict().items()}
+    with pytest.raises(MismatchError) as caught:
+        load(tmp_path, FUSED, {"model": new}, source_layout=wrong)
+    assert caught.value.kind == "lay-kept"
+    assert str(caught.value.where) == "model.layers.0.k.weight[0, 0]"
+    assert differing(dict(new.state_dict()), before) == []
+    load(tmp_path, FUSED, {"model": new}, source_layout=WHOLE)
+    assert differing(dict(new.state_dict()), fused(dict(module.state_dict()))) == []
+    load(tmp_path, FUSED, {"model": new}, source_layout=wrong, allow="layout")
+    assert differing(dict(new.state_dict()), fused(dict(module.state_dict()))) != []
+
+
+def test_a_save_keeps_the_sizes_that_it_found(tmp_path: Path) -> None:
+    module, _ = whole_job(1, 0)
+    save(tmp_path, WHOLE, {"model": module})
+    with open_store(tmp_path) as store:
+        catalogue = Catalogue(store)
+        name = catalogue.latest()
+        assert name is not None
+        kept = Reader(catalogue, name).manifest.lay
+    for size in ("h = 16", "rep = 2", "hd = 4", "f = 12", "kv = 2", "v = 20"):
+        assert kept.count(f"\nlet {size}\n") == 1
+
+
 def test_the_witness_is_followed_to_where_values_must_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
