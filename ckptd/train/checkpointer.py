@@ -208,8 +208,7 @@ class Checkpointer:
         progress
             Called with bytes done and bytes in all.
         source_layout
-            The layout of the checkpoint, where it does not keep its program itself: one that was
-            saved without ``layout``. Needs a checkpointer with a layout.
+            The layout of a checkpoint that was saved without one. Needs a checkpointer with one.
         allow
             ``layout``: `source_layout` may contradict the program that the checkpoint keeps.
 
@@ -223,7 +222,7 @@ class Checkpointer:
         NotFoundError
             There is no checkpoint, or not this one.
         MismatchError
-            Names, shapes or dtypes differ: one error lists all of them.
+            Names, shapes or dtypes differ: one error lists all of them. Or kind ``lay-kept``.
         CorruptError
             Verification failed; `state` is untouched unless the error says otherwise.
         """
