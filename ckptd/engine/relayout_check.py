@@ -94,7 +94,7 @@ class Sampler:
         mine, theirs = source.mesh.coordinates(self.rank), target.mesh.coordinates(taker)
         numbers = dict(zip(rule.indexes, piece.indexes, strict=True))
         for logical in find(rule.equation, numbers, at, source.scope, mine):
-            for other, tags in _holders(target.rules, logical.family):
+            for other, tags in composition.takers.get(logical.family, ()):
                 placed = place(other.equation, tags, logical.axes, target.scope, theirs)
                 rows = at[logical.which[placed.which]] - piece.lo + piece.at
                 columns = [placed.indexes[a].tolist() for a in other.indexes]
@@ -117,13 +117,6 @@ class Sampler:
                 for p in t.pieces
             }
         return self._taken[taker]
-
-
-def _holders(rules: Sequence[RuleForm], family: str) -> Iterator[tuple[RuleForm, tuple[str, ...]]]:
-    for rule in rules:
-        for tags, found in rule.equation.families.items():
-            if found.name == family:
-                yield rule, tags
 
 
 def _differ(rule: RuleForm) -> bool:

@@ -6,7 +6,7 @@ nothing in common with the planner: a wrong plan does not excuse itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,7 @@ from ckptd.engine.reshard.elements import find, place
 from ckptd.engine.reshard.expect import by_indexes, changed
 from ckptd.errors import CorruptError
 from ckptd.format.witness import Witness, WitnessPlan, gather, select
-from ckptd.layout.lay.equation import Tags
 from ckptd.layout.lay.local import LocalPiece
-from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.train.laid_loading import Filled, LaidLoad
 from ckptd.types import dtype_of
@@ -96,7 +94,7 @@ def _tensor(
     dtype = load.source.filemap.dtypes[number]
     at = None if load.job.whole else load.job.coordinates
     for found in find(source.equation, indexes, positions, composition.source.scope):
-        for rule, tags in _holders(load, found.family):
+        for rule, tags in composition.takers.get(found.family, ()):
             placed = place(rule.equation, tags, found.axes, composition.target.scope, at)
             which = found.which[placed.which]
             columns = [placed.indexes[a] for a in rule.indexes]
@@ -119,16 +117,6 @@ def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[Filled, LocalPiece]]:
         for filled in load.filled
         for p in filled.tensor.pieces
     }
-
-
-def _holders(load: LaidLoad, family: str) -> Sequence[tuple[RuleForm, Tags]]:
-    """Return the job's rules that hold a logical tensor, and the way to it in each."""
-    return [
-        (rule, tags)
-        for rule in load.source.composition.target.rules
-        for tags, found in rule.equation.families.items()
-        if found.name == family
-    ]
 
 
 def _elements(load: LaidLoad, filled: Filled, piece: LocalPiece, at: I64) -> tuple[I64, I64]:

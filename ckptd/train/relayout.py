@@ -96,14 +96,11 @@ def relayout(
     """
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
-    source = agreement.on_every_rank(
-        lambda: Side.of(source_state, source_layout, agreement, source_ranks)
-    )
-    target = agreement.on_every_rank(
-        lambda: Side.of(target_state, target_layout, agreement, target_ranks)
-    )
+    every = agreement.on_every_rank
+    source = every(lambda: Side.of(source_state, source_layout, agreement, source_ranks))
+    target = every(lambda: Side.of(target_state, target_layout, agreement, target_ranks))
     # Nobody makes connections for a move that some rank will not join.
-    move = agreement.on_every_rank(lambda: _Move.plan(source, target, board.rank, states))
+    move = every(lambda: _Move.plan(source, target, board.rank, states))
     carrier = transport or (
         TorchTransport(process_group, timeout_s) if board.world > 1 else _Alone()
     )

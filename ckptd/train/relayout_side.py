@@ -50,6 +50,7 @@ class Side:
         agreement: Agreement,
         ranks: Sequence[int] | None,
     ) -> Side:
+        """Bind a layout to what this rank has; ranks outside it see no state. Collective."""
         world = agreement.board.world
         if ranks is None:
             ranks = range(Laid.mesh_world(layout))

@@ -17,7 +17,6 @@ from ckptd.engine.reshard.composed import Composed, Link
 from ckptd.engine.reshard.elements import find, place
 from ckptd.engine.reshard.samples import Expected
 from ckptd.format.witness import VALUE_BYTES, Witness, WitnessPlan
-from ckptd.layout.lay.equation import Equation, Tags
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.layout.lay.values import Values
 from ckptd.types import DType
@@ -64,12 +63,10 @@ def _tensor(
     rule = form.rules[key[0]]
     numbers = dict(zip(rule.indexes, key[1], strict=True))
     for found in find(rule.equation, numbers, positions, form.scope):
-        for other, tags in _holders(composed, found.family):
-            placed = place(other, tags, found.axes, composed.composition.target.scope)
+        for target_rule, tags in composed.composition.givers.get(found.family, ()):
+            equation, scope = target_rule.equation, composed.composition.target.scope
+            placed = place(equation, tags, found.axes, scope)
             which = found.which[placed.which]
-            target_rule = next(
-                r for r in composed.composition.target.stored_rules if r.equation is other
-            )
             columns = [placed.indexes[a] for a in target_rule.indexes]
             for indexes, rows in by_indexes(columns, len(which)):
                 number = by_key.get((target_rule.number, indexes, key[2]))
@@ -84,16 +81,6 @@ def _tensor(
                 )
                 sources = np.full(len(rows), source, dtype=np.int64)
                 yield number, (placed.positions[rows], wanted, sources)
-
-
-def _holders(composed: Composed, family: str) -> list[tuple[Equation, Tags]]:
-    """Return the target's rules that hold a logical tensor, and the way to it in each."""
-    return [
-        (rule.equation, tags)
-        for rule in composed.composition.target.stored_rules
-        for tags, found in rule.equation.families.items()
-        if found.name == family
-    ]
 
 
 def by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...], I64]]:

@@ -85,7 +85,7 @@ class Ledger:
         # What is watched is not the mapping itself, which is to be handed out again.
         buffer = (ctypes.c_char * len(memory)).from_buffer(memory)
         weakref.finalize(buffer, self._back, memory).atexit = False
-        return np.frombuffer(buffer, dtype=np.uint8, count=nbytes)
+        return np.frombuffer(memoryview(buffer), dtype=np.uint8, count=nbytes)
 
     def _take(self, size: int) -> mmap.mmap | None:
         """Return an idle slab of about this size; else make room for a new one."""

@@ -260,6 +260,11 @@ class Composition:
         return _by_family(self.target.stored_rules)
 
     @cached_property
+    def takers(self) -> Mapping[str, tuple[tuple[RuleForm, Tags], ...]]:
+        """All of the target's rules by the families that they hold, what ranks keep among them."""
+        return _by_family(self.target.rules)
+
+    @cached_property
     def _free(self) -> dict[int, tuple[bool, ...]]:
         return {}
 
