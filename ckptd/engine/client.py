@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ckptd.engine.arena import Slot, slots_for
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import (
     Abort,
+    Blob,
     Committed,
     Failed,
     Hello,
@@ -27,13 +29,14 @@ from ckptd.engine.job import (
     Request,
     Response,
     Save,
+    Sealed,
     Segment,
     SetPlan,
     Stop,
     Warned,
     Written,
 )
-from ckptd.engine.staging import Staging
+from ckptd.engine.memory import available_bytes
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.worker import Worker
 from ckptd.errors import CkptdError, SaveError, WorkerError
@@ -76,21 +79,32 @@ class WriterClient:
         Used only by this client's monitor thread.
     store
         Given for stores that no other process can see: the worker is then a thread.
+    slots
+        Snapshots that may be under way at a time; None leaves it to the memory there is.
     """
 
-    def __init__(self, spec: StoreSpec, board: Board, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        spec: StoreSpec,
+        board: Board,
+        store: Store | None = None,
+        slots: int | None = 1,
+    ) -> None:
         self._board = board
         self._jobs: dict[int, _Job] = {}
         self._lock = threading.Lock()
         self._free = threading.Condition(self._lock)
-        self._draining: int | None = None
+        self._slots = slots
+        self._taken: dict[int, int] = {}
+        """The job that each slot of the arena is taken by."""
         self._dead: WorkerError | None = None
         self._closing = False
         self._plan = ""
         self._counter = 0
         self._heard = time.monotonic()
         self._sending = threading.Lock()
-        self.staging: Staging | None = None
+        self._arena: dict[int, Slot] = {}
+        self._most_slots = 1
         self._process: subprocess.Popen[bytes] | None = None
         self._channel = self._start_thread(store) if store else self._start_process()
         self._send(Hello(spec, board.rank, board.world))
@@ -136,65 +150,99 @@ class WriterClient:
 
     # -- the trainer's thread --------------------------------------------------------------------
 
-    def acquire(self, nbytes: int, timeout_s: float) -> Staging:
-        """Wait until the staging buffer is free and return it, at least `nbytes` large.
+    def acquire(self, nbytes: int, timeout_s: float) -> Slot:
+        """Wait until a slot is free and return it, at least `nbytes` large.
 
         Raises
         ------
         SaveError
-            The previous save did not leave the buffer within `timeout_s`, or the worker died.
+            Earlier saves did not leave a slot within `timeout_s`, or the worker died.
         """
         with self._free:
-            free = self._free.wait_for(lambda: self._draining is None or self._dead, timeout_s)
+            free = self._free.wait_for(lambda: not self._is_full() or self._dead, timeout_s)
             if self._dead is not None:
                 raise self._dead
             if not free:
                 raise SaveError(
-                    "the previous save still occupies the staging buffer",
+                    "earlier saves still occupy the arena",
                     kind="draining",
-                    wanted=f"free within {timeout_s:.0f} s",
+                    wanted=f"a free slot within {timeout_s:.0f} s",
+                    found=f"{len(self._taken)} saves under way",
                     hint="save less often, or give the store more bandwidth",
                 )
-        staging = self.staging
-        if staging is None or staging.nbytes < nbytes:
-            staging = self._replace_staging(nbytes)
-        staging.staged = 0
-        return staging
+            idle = [s for s in self._arena.values() if s.number not in self._taken]
+            number = max(idle, key=lambda s: s.nbytes).number if idle else len(self._arena)
+        slot = self._arena.get(number)
+        if slot is not None and slot.nbytes >= nbytes:
+            return slot
+        try:
+            return self._make_slot(number, nbytes)
+        except SaveError:
+            if not self._taken or slot is not None:
+                raise
+        # There is no memory for one more: the save waits for those that there are.
+        self._most_slots = self._slots = len(self._arena)
+        return self.acquire(nbytes, timeout_s)
 
-    def _replace_staging(self, nbytes: int) -> Staging:
-        old, self.staging = self.staging, None
+    def _is_full(self) -> bool:
+        return bool(self._arena) and len(self._taken) == max(len(self._arena), self._most_slots)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save that began now would wait for a slot."""
+        with self._lock:
+            return self._is_full()
+
+    def _make_slot(self, number: int, nbytes: int) -> Slot:
+        old = self._arena.pop(number, None)
         if old is not None:  # first, so that both need not fit
             old.close()
-        self.staging = Staging(nbytes)
-        fd = os.dup(self.staging.fd) if self._process is None else self.staging.fd
-        self._send(Segment(nbytes), fd)
-        return self.staging
+        slot = self._arena[number] = Slot(number, nbytes)
+        self._most_slots = slots_for(nbytes, self._slots, available_bytes() + nbytes)
+        fd = os.dup(slot.fd) if self._process is None else slot.fd
+        self._send(Segment(number, nbytes), fd)
+        return slot
 
-    def begin(self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str) -> None:
+    def begin(
+        self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str, slot: Slot
+    ) -> None:
         """Hand a save over; the worker starts writing while the caller still copies."""
         if self._plan != plan.digest:
             self._send(SetPlan(plan))
             self._plan = plan.digest
+        slot.begin(save.job)
         with self._lock:
-            self._draining = save.job
+            self._taken[slot.number] = save.job
             deadline = time.monotonic() + 2 * save.timeout_s + GRACE_S
             self._jobs[save.job] = _Job(handle, outcome_key, deadline)
-        self._send(save)
+        self._send(msgspec.structs.replace(save, slot=slot.number))
+
+    def seal(
+        self,
+        job: int,
+        slot: Slot,
+        replicas: tuple[tuple[str, str], ...] = (),
+        blobs: tuple[Blob, ...] = (),
+    ) -> None:
+        """Say that all of a job is copied; see `Sealed`."""
+        slot.seal()
+        self._send(Sealed(job, replicas, blobs))
+        self._jobs[job].handle._advance("writing", 0)
 
     def next_job(self) -> int:
         """Return a fresh job number."""
         self._counter += 1
         return self._counter
 
-    def abandon(self, job: int, reason: str) -> None:
+    def abandon(self, job: int, reason: str, cause: CkptdError | None = None) -> None:
         """The caller cannot finish staging: end the job everywhere.
 
-        The buffer stays taken until the worker has let go of it: bytes of the next save must
+        The slot stays taken until the worker has let go of it: bytes of the next save must
         never be written under this one's name.
         """
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
             self._send(Abort(job, reason))
-        self._fail(job, SaveError(reason, kind="aborted"), release=False)
+        self._fail(job, cause or SaveError(reason, kind="aborted"), release=False)
 
     def close(self, timeout_s: float) -> None:
         """Let the worker finish what is staged, and end it. Idempotent; never raises.
@@ -215,9 +263,9 @@ class WriterClient:
                 self._process.kill()
                 self._process.wait()
         self._channel.close()
-        if self.staging is not None:
-            self.staging.close()
-            self.staging = None
+        for held in self._arena.values():
+            held.close()
+        self._arena.clear()
 
     # -- the monitor thread ----------------------------------------------------------------------
 
@@ -286,7 +334,7 @@ class WriterClient:
                 error = SaveError("the save did not finish in time", kind="overdue")
                 self._fail(number, error, release=job.written)
         if self._hangs(now):
-            # It would keep the staging buffer for ever, and every later save would fail for it.
+            # It would keep its slot for ever, and every later save would fail for it.
             self._end_worker(f"it has said nothing for {now - self._heard:.0f} s")
         return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
 
@@ -312,7 +360,7 @@ class WriterClient:
                     self._finish(number)
         except CkptdError as error:
             if job.written or self._board.rank != 0:
-                # The worker may still be writing from the buffer: it says when it is done.
+                # The worker may still be writing from the slot: it says when it is done.
                 self._fail(number, error, release=job.written)
 
     def _finish(self, number: int) -> None:
@@ -344,9 +392,9 @@ class WriterClient:
 
     def _release(self, number: int) -> None:
         with self._free:
-            if self._draining == number:
-                self._draining = None
-                self._free.notify_all()
+            for slot in [s for s, job in self._taken.items() if job == number]:
+                del self._taken[slot]
+            self._free.notify_all()
 
     def _forget_old(self) -> None:
         done = [n for n, j in list(self._jobs.items()) if j.handle.done]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.engine.commit import blob_key, witness_plan
 from ckptd.engine.filewriter import FileResult, write_file
-from ckptd.engine.job import Part, Save
+from ckptd.engine.job import Blob, Part, Save, Sealed
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
@@ -78,6 +79,7 @@ def drain(
     save: Save,
     data: memoryview,
     wait: Callable[[int, float], None],
+    sealed: Callable[[float], Sealed],
     progress: Callable[[int, int], None],
 ) -> None:
     """Write this rank's bytes and report its part; both are durable on return.
@@ -85,9 +87,11 @@ def drain(
     Parameters
     ----------
     data
-        The staging buffer, at least as long as what this rank writes.
+        The slot, at least as long as what this rank writes.
     wait
         ``wait(nbytes, timeout_s)`` returns when that many bytes are staged, or raises.
+    sealed
+        ``sealed(timeout_s)`` returns what was said when the snapshot was whole, or raises.
     progress
         Called with bytes written and bytes in all.
 
@@ -99,11 +103,23 @@ def drain(
     SaveError, StoreError
         What went wrong.
     """
+    limit = time.monotonic() + save.timeout_s
+
+    def left() -> float:
+        return max(1.0, limit - time.monotonic())
+
+    @cache
+    def whole() -> Sealed:
+        # The leader's tables go out while the last bytes are written: others then find them.
+        seal = sealed(left())
+        _put_blobs(store, save, seal.blobs, leaders=True)
+        return seal
+
     try:
-        _put_blobs(store, save, leaders=True)
-        result = _write(store, rank_plan, save, data, wait, progress)
+        result = _write(store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress)
+        seal = whole()
         slots, values = rank_plan.witness(data)
-        _put_blobs(store, save, leaders=False)
+        _put_blobs(store, save, seal.blobs, leaders=False)
         part = Part(
             rank=rank_plan.rank,
             plan=save.plan,
@@ -112,7 +128,7 @@ def drain(
             index=result.index,
             extra=save.extra,
             objects=save.objects,
-            replicas=save.replicas,
+            replicas=seal.replicas,
             slots=slots,
             values=values,
             metadata=save.metadata,
@@ -136,8 +152,8 @@ def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
         store.put(part_key(save.folder, rank), failed.encode())
 
 
-def _put_blobs(store: Store, save: Save, *, leaders: bool) -> None:
-    for blob in save.blobs:
+def _put_blobs(store: Store, save: Save, blobs: Sequence[Blob], *, leaders: bool) -> None:
+    for blob in blobs:
         key = blob_key(save.folder, blob.digest)
         if blob.leader == leaders and (leaders or not store.exists(key)):
             store.put(key, blob.body)
@@ -148,14 +164,15 @@ def _write(
     rank_plan: RankPlan,
     save: Save,
     data: memoryview,
-    wait: Callable[[int, float], None],
+    wait: Callable[[int], None],
+    whole: Callable[[], Sealed],
     progress: Callable[[int, int], None],
 ) -> FileResult:
     total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
     if not rank_plan.entries and not save.extra:
         return FileResult(0, 0, "")
     if len(data) < total:
-        raise SaveError("staging buffer is too small", kind="internal", wanted=total)
+        raise SaveError("the slot is too small", kind="internal", wanted=total)
     entries = list(rank_plan.entries)
     for e in save.extra:
         name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
@@ -168,7 +185,12 @@ def _write(
     ends = [c.end for c in rank_plan.chunks]
     for e in save.extra:
         ends.append((ends[-1] if ends else 0) + e.nbytes)
-    limit = time.monotonic() + save.timeout_s
+
+    def wait_for(upto: int) -> None:
+        wait(upto)
+        if upto == data_bytes:
+            whole()
+
     key = file_key(save.folder, rank_plan.rank)
     result = write_file(
         store,
@@ -176,7 +198,7 @@ def _write(
         header,
         data[:data_bytes],
         ends,
-        lambda upto: wait(upto, max(1.0, limit - time.monotonic())),
+        wait_for,
         lambda done: progress(done, data_bytes),
     )
     store.sync(save.folder)

@@ -29,6 +29,7 @@ __all__ = [
     "Request",
     "Response",
     "Save",
+    "Sealed",
     "Segment",
     "SetPlan",
     "Stop",
@@ -58,8 +59,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Segment(msgspec.Struct, frozen=True, tag=True):
-    """A new staging buffer of `nbytes` bytes; its descriptor travels beside this message."""
+    """A new slot of `nbytes` bytes; its descriptor travels beside this message."""
 
+    slot: int
     nbytes: int
 
 
@@ -78,13 +80,12 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write one attempt; a counter in the staging buffer tells how far the copying is.
+    """Write one attempt; a counter in its slot of the arena tells how far the copying is.
 
     Attributes
     ----------
-    replicas
-        ``(group, digest)``: sampled digests of what this rank holds in common with others; ranks
-        that name one group must agree on its digest.
+    slot
+        Number of the slot.
     timeout_s
         From the last byte written to the commit.
     """
@@ -96,11 +97,10 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     plan: str
     extra: tuple[Extra, ...]
     objects: tuple[ObjectEntry, ...]
-    replicas: tuple[tuple[str, str], ...]
-    blobs: tuple[Blob, ...]
     metadata: dict[str, Any]
     keep: Keep | None
     timeout_s: float
+    slot: int = 0
 
     @property
     def name(self) -> CommitName:
@@ -111,6 +111,23 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     def folder(self) -> str:
         """Data folder of this attempt."""
         return data_folder(self.name, self.attempt)
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True):
+    """The snapshot of a job is whole: all of it is copied, and nothing was mutated meanwhile.
+
+    Attributes
+    ----------
+    replicas
+        ``(group, digest)``: sampled digests of what this rank holds in common with others; ranks
+        that name one group must agree on its digest.
+    blobs
+        The tables behind the digests.
+    """
+
+    job: int
+    replicas: tuple[tuple[str, str], ...] = ()
+    blobs: tuple[Blob, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +141,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what is staged, then end."""
 
 
-Request = Hello | Segment | SetPlan | Save | Abort | Stop
+Request = Hello | Segment | SetPlan | Save | Sealed | Abort | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +159,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The rank's bytes are durable and reported; the staging buffer is free."""
+    """The rank's bytes are durable and reported; the slot is free."""
 
     job: int
 

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+from ckptd.engine.arena import Slot, half_staged
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.channel import Channel, SocketChannel
 from ckptd.engine.commit import commit_attempt, remove_parts
@@ -30,6 +31,7 @@ from ckptd.engine.job import (
     Ready,
     Request,
     Save,
+    Sealed,
     Segment,
     SetPlan,
     Stop,
@@ -37,7 +39,6 @@ from ckptd.engine.job import (
     Written,
 )
 from ckptd.engine.retention import apply_retention
-from ckptd.engine.staging import Staging
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.format.names import commit_key
 from ckptd.store.base import Store
@@ -66,7 +67,10 @@ class Worker:
     def __init__(self, channel: Channel, store: Store | None = None) -> None:
         self._channel = channel
         self._given_store = store
-        self._staging: Staging | None = None
+        self._arena: dict[int, Slot] = {}
+        self._sealed: dict[int, Sealed] = {}
+        self._heard = threading.Condition()
+        """Notified when a seal, an abort or the trainer's end comes in."""
         self._plan: RankPlan | None = None
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
@@ -101,44 +105,77 @@ class Worker:
             return True
         message, fd = item
         if isinstance(message, Segment) and fd is not None:
-            self._drains.submit(self._swap_staging, Staging(message.nbytes, fd))
+            self._drains.submit(self._swap_slot, Slot(message.slot, message.nbytes, fd))
         elif isinstance(message, SetPlan):
             self._plan = RankPlan(message.plan, self._hello.rank)
+        elif isinstance(message, Sealed):
+            with self._heard:
+                self._sealed[message.job] = message
+                self._heard.notify_all()
         elif isinstance(message, Abort):
-            self._aborted[message.job] = message.reason
+            with self._heard:
+                self._aborted[message.job] = message.reason
+                self._heard.notify_all()
         elif isinstance(message, Save) and self._plan is not None:
             self._drains.submit(self._drain, message, self._plan)
         return not isinstance(message, Stop)
 
     def _finish(self) -> None:
-        self._orphan.set()
+        self._end_waits()
         self._drains.shutdown(wait=True)
         if self._trainer_died:
             for save, plan in self._unsettled:
                 self._commits.submit(self._commit_as_survivor, save, plan)
         self._commits.shutdown(wait=True)
-        if self._staging is not None:
-            self._staging.close()
+        for slot in self._arena.values():
+            slot.close()
         if self._given_store is None and hasattr(self, "_store"):
             self._store.close()
         self._channel.close()
 
-    def _swap_staging(self, staging: Staging) -> None:
-        old, self._staging = self._staging, staging
+    def _end_waits(self) -> None:
+        """Nothing comes from the trainer any more."""
+        with self._heard:
+            self._orphan.set()
+            self._heard.notify_all()
+
+    def _swap_slot(self, slot: Slot) -> None:
+        # Drains go one after the other, so nothing of the old one is still to be written.
+        old = self._arena.pop(slot.number, None)
         if old is not None:
             old.close()
+        self._arena[slot.number] = slot
 
-    def _wait_staged(self, save: Save, upto: int, timeout_s: float) -> None:
-        """Return when the staging buffer holds the first `upto` bytes of this very save."""
+    def _slot(self, save: Save) -> Slot:
+        if save.slot not in self._arena:
+            raise SaveError("there is no such slot", kind="internal", found=save.slot)
+        return self._arena[save.slot]
+
+    def _wait_staged(self, save: Save, slot: Slot, upto: int, timeout_s: float) -> None:
+        """Return when the slot holds the first `upto` bytes of this very save."""
 
         def filling() -> bool:
             self._raise_aborted(save)
             return not self._orphan.is_set()
 
         self._raise_aborted(save)
-        if self._staging is not None:
-            self._staging.wait(upto, filling, timeout_s)
+        slot.wait(save.job, upto, filling, timeout_s)
         self._raise_aborted(save)
+
+    def _wait_sealed(self, save: Save, slot: Slot, timeout_s: float) -> Sealed:
+        """Return the seal of this very save: without one what is staged may be half a snapshot."""
+        with self._heard:
+            self._heard.wait_for(
+                lambda: (
+                    save.job in self._sealed or save.job in self._aborted or self._orphan.is_set()
+                ),
+                timeout_s,
+            )
+            self._raise_aborted(save)
+            seal = self._sealed.pop(save.job, None)
+        if seal is None or slot.sealed != save.job:
+            raise half_staged("a sealed snapshot", slot.staged)
+        return seal
 
     def _raise_aborted(self, save: Save) -> None:
         if save.job in self._aborted:
@@ -155,12 +192,14 @@ class Worker:
                 self._send(Progress(save.job, done, total))
 
         try:
+            slot = self._slot(save)
             drain(
                 self._store,
                 plan,
                 save,
-                self._staging.data if self._staging else memoryview(b""),
-                lambda upto, timeout_s: self._wait_staged(save, upto, timeout_s),
+                slot.data,
+                lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
+                lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
                 progress,
             )
         except CkptdError as error:
@@ -234,7 +273,7 @@ class Worker:
             try:
                 self._channel.send(message)
             except WorkerError:
-                self._orphan.set()
+                self._end_waits()
 
 
 def _turn_s(rank: int) -> float:

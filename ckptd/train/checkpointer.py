@@ -22,7 +22,7 @@ from ckptd.train.laid import Laid
 from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
-from ckptd.train.saver import Saver
+from ckptd.train.saver import Lazy, Saver
 
 __all__ = ["Checkpointer"]
 
@@ -59,6 +59,17 @@ class Checkpointer:
         What rank-local tensors of the state are parts of, in Lay: a file (``job.lay:mg``), the
         name of a shipped layout, or a program as text. Without one plain tensors are the same on
         all ranks that have them. See ``docs/guide/layouts.md``.
+    lazy
+        What is copied after `save` returned, while training goes on. ``"auto"``: the state of
+        the optimizers in the state and the parameters that they hold, on the CPU; their steps wait
+        until it is copied. ``"all"``: every tensor; call `before_mutation` before whatever changes
+        one. ``"off"``: nothing.
+    slots
+        Snapshots that may be under way at a time: one is copied while others are written. None
+        takes two where the memory allows it.
+    debug
+        Digest what is copied late, when `save` is called and when it is copied: names whatever
+        changed in between, however it did.
 
     Examples
     --------
@@ -81,6 +92,9 @@ class Checkpointer:
         throttle: float | None = None,
         store_options: Mapping[str, Any] | None = None,
         layout: LayoutSpec | None = None,
+        lazy: Lazy = "auto",
+        slots: int | None = None,
+        debug: bool = False,
     ) -> None:
         self._spec = root_spec(url, store_options, throttle)
         self._store = self._spec.open()
@@ -93,7 +107,8 @@ class Checkpointer:
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         ranks = global_ranks(process_group)
         laid = None if layout is None else Laid(layout, agreement)
-        self._saver = Saver(agreement, ranks, timeout_s, laid)
+        self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug)
+        self._slots = slots
         self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid)
         self._client: WriterClient | None = None
         self._handles: list[SaveHandle] = []
@@ -114,8 +129,9 @@ class Checkpointer:
     ) -> SaveHandle | None:
         """Save `state` as `step`, if it is due.
 
-        Returns once every byte is copied: the state may change at once. Writing and committing go
-        on in another process. Waits while the previous save still drains.
+        Returns once copies are begun (see `lazy`): optimizers may step at once, and wait by
+        themselves. Call `before_mutation` before changing parameters or optimizer state in any
+        other way. Writing and committing go on in another process. Waits while no slot is free.
 
         Parameters
         ----------
@@ -162,6 +178,14 @@ class Checkpointer:
         self._handles.append(handle)
         return handle
 
+    def before_mutation(self) -> None:
+        """Return when everything of the last save is copied, and may change.
+
+        Optimizers of the saved state call it before they step. Call it before anything else that
+        changes their parameters: pruning, resets, averaging into the model, a replayed CUDA graph.
+        """
+        self._saver.gate.wait()
+
     # -- loading ---------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
@@ -206,7 +230,7 @@ class Checkpointer:
         device
             Where modules on the meta device get their memory.
         progress
-            Called with bytes done and bytes in all.
+            Called with ``(bytes done, bytes in all)``.
         source_layout
             The layout of a checkpoint that was saved without one. Needs a checkpointer with one.
         allow
@@ -288,6 +312,7 @@ class Checkpointer:
         CkptdError
             The first save that failed, unless somebody has seen it already.
         """
+        self.before_mutation()  # a save that failed may still be copied
         end = None if timeout is None else time.monotonic() + timeout
         first: CkptdError | None = None
         for handle in self._handles:
@@ -311,6 +336,7 @@ class Checkpointer:
             self.wait(self._timeout_s)
         finally:
             self._closed = True
+            self._saver.close()
             if self._client is not None:
                 self._client.close(self._timeout_s)
             self._store.close()
@@ -340,7 +366,7 @@ class Checkpointer:
             self._client.close(1.0)
         in_process = None if self._store.capabilities.shared else self._store
         board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
-        self._client = WriterClient(self._spec, board, in_process)
+        self._client = WriterClient(self._spec, board, in_process, self._slots)
         return self._client
 
     def _check_open(self) -> None:

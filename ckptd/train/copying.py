@@ -1,8 +1,8 @@
-"""Copying live tensors into the staging buffer, in file order."""
+"""Copying live tensors into a slot of the arena, in file order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.engine.staging import Staging
+from ckptd.engine.arena import Slot
 from ckptd.engine.structure import SavePlan
+from ckptd.errors import SaveError
+from ckptd.format.digest import digest
 from ckptd.format.filemap import ChunkRef
 from ckptd.layout.region import Region
 from ckptd.train.describe import Describer
@@ -19,7 +21,7 @@ from ckptd.train.dtypes import as_bytes
 from ckptd.train.leaves import TensorLeaf
 from ckptd.types import Box
 
-__all__ = ["CopyStep", "Window", "copy_all", "copy_steps"]
+__all__ = ["CopyStep", "Snapshot", "Window", "copy_steps", "local_tensor"]
 
 REPORT_BYTES = 8 << 20
 
@@ -93,33 +95,111 @@ def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[in
     raise AssertionError(f"plan gives this rank a piece it does not hold: {piece}")
 
 
-def copy_all(steps: Sequence[CopyStep], leaves: Mapping[str, TensorLeaf], staging: Staging) -> int:
-    """Copy every chunk and advance the counter as it goes; return the bytes copied.
+class Snapshot:
+    """One save's copying: what may not wait at once, the rest in another thread.
 
-    Tensors on an accelerator are copied synchronously: on return every value is the one at the
-    time of the call.
+    Parameters
+    ----------
+    steps
+        What is copied, in file order.
+    sources
+        Leaf by the name that steps use.
+    slot
+        Where it goes.
+    held
+        Tells of a leaf that nothing mutates it before the gate says so.
+    look
+        Digest what is held now and again when it is copied: finds also what torch does not count
+        as a mutation (writes through ``.data`` or numpy). Costs a pass over the state.
+
+    Notes
+    -----
+    Tensors on an accelerator are copied at once and synchronously.
     """
-    target = np.frombuffer(staging.data, dtype=np.uint8)
-    done = reported = 0
-    for step in steps:
-        tensor = leaves[step.name].tensor
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        local = local.detach()
-        if isinstance(step.part, Box):
-            pairs = zip(step.part.offset, step.part.shape, strict=True)
-            for dim, (offset, size) in enumerate(pairs):
-                local = local.narrow(dim, offset, size)
-        elif step.part is not None:
-            flat, window = local.contiguous().view(-1), step.part
-            local = flat.as_strided(
-                window.shape, window.strides, flat.storage_offset() + window.start
+
+    def __init__(
+        self,
+        steps: Sequence[CopyStep],
+        sources: Mapping[str, TensorLeaf],
+        slot: Slot,
+        held: Callable[[TensorLeaf], bool],
+        *,
+        look: bool = False,
+    ) -> None:
+        self._steps = steps
+        self._slot = slot
+        self._held = held
+        self._locals = {s.name: local_tensor(sources[s.name].tensor) for s in steps}
+        self._late = {n: x for n, x in self._locals.items() if self.is_held(sources[n])}
+        self._versions = {
+            name: local._version for name, local in self._late.items() if not local.is_inference()
+        }
+        self._digests = {name: _digest(local) for name, local in self._late.items() if look}
+
+    def is_held(self, leaf: TensorLeaf) -> bool:
+        """Tell whether a leaf is copied late."""
+        return leaf.tensor.device.type == "cpu" and self._held(leaf)
+
+    def copy_now(self) -> None:
+        """Copy what may change at any time. Returns when it is copied."""
+        target = np.frombuffer(self._slot.data, dtype=np.uint8)
+        for step in self._steps:
+            if step.name not in self._late:
+                _copy(_part(self._locals[step.name], step.part), target[step.start : step.end])
+
+    def copy_rest(self) -> None:
+        """Copy what is held, front to back; on return the snapshot's tensors are all there.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: something changed before it was copied; the snapshot is worth
+            nothing. Names what.
+        """
+        target = np.frombuffer(self._slot.data, dtype=np.uint8)
+        done = reported = 0
+        for step in self._steps:
+            if step.name in self._late:
+                _copy(_part(self._late[step.name], step.part), target[step.start : step.end])
+            done = step.end
+            if done - reported >= REPORT_BYTES:
+                self._slot.staged = reported = done
+        self._check()
+        self._slot.staged = done
+
+    def _check(self) -> None:
+        changed = [n for n, v in self._versions.items() if self._late[n]._version != v]
+        changed += [n for n, d in self._digests.items() if _digest(self._late[n]) != d]
+        if changed:
+            names = sorted(set(changed))
+            raise SaveError(
+                f"{len(names)} tensors changed before they were copied",
+                kind="mutated",
+                where=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+                wanted="no change between save() and before_mutation() or the optimizer's step",
+                hint="call before_mutation() of the checkpointer before whatever changes them, or "
+                'make it with lazy="off"',
             )
-        _copy(local, target[step.start : step.end])
-        done = step.end
-        if done - reported >= REPORT_BYTES:
-            staging.staged = reported = done
-    staging.staged = done
-    return done
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, detached."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _part(local: torch.Tensor, part: Box | Window | None) -> torch.Tensor:
+    if isinstance(part, Box):
+        for dim, (offset, size) in enumerate(zip(part.offset, part.shape, strict=True)):
+            local = local.narrow(dim, offset, size)
+    elif part is not None:
+        flat = local.contiguous().view(-1)
+        return flat.as_strided(part.shape, part.strides, flat.storage_offset() + part.start)
+    return local
+
+
+def _digest(local: torch.Tensor) -> bytes:
+    plain = local.contiguous().resolve_conj().resolve_neg()
+    return digest(as_bytes(plain).data)
 
 
 def _copy(source: torch.Tensor, target: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:

@@ -67,6 +67,7 @@ def _add(sink: Sink, site: Site, owners: Owners) -> None:
         add_module(sink, place, value)
     elif isinstance(value, torch.optim.Optimizer):
         add_optimizer(sink, place, value, owners)
+        sink.leaves.optimizers.append(value)
     elif isinstance(value, torch.Tensor):
         sink.add_tensor(place, value, "tensor", site.put)
     elif isinstance(value, np.ndarray):

@@ -7,29 +7,25 @@ from torch.distributed.tensor import DTensor
 from ckptd.layout.lay.modifiers import Replicas
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.train.laid_saving import LaidLeaves, Part
-from ckptd.train.replicas import sample_digest
+from ckptd.train.replicas import Samples
 
 __all__ = ["replica_tables"]
 
 
-def replica_tables(laid: LaidLeaves) -> dict[str, dict[str, str]]:
+def replica_tables(laid: LaidLeaves, sample: Samples) -> dict[str, dict[str, str]]:
     """Return digests by name, for each group of ranks that hold the same.
 
     Ranks at the same coordinates of all axes that cut a tensor hold the same of it. A tensor that
     the layout does not name is the same on all ranks that have it, on whatever stage they are:
-    were it not, one would be saved and the others lost.
+    were it not, one would be saved and the others lost. `sample` gives the digests.
     """
     job = laid.job
     tables: dict[str, dict[str, str]] = {}
-    digests: dict[int, str] = {}
     for name, part in laid.parts.items():
         rule = job.form.rules[part.stored.rule]
         if not _takes_any(rule):
-            key = id(part.leaf)
-            if key not in digests:
-                digests[key] = sample_digest(part.leaf.tensor)
             group = _group(laid, rule.axes | _flat_axes(laid, part))
-            tables.setdefault(group, {})[name] = digests[key]
+            tables.setdefault(group, {})[name] = sample(part.leaf.tensor)
     for name, leaf in laid.leaves.tensors.items():
         if isinstance(leaf.tensor, DTensor):
             continue
@@ -38,7 +34,7 @@ def replica_tables(laid: LaidLeaves) -> dict[str, dict[str, str]]:
             group = _group(laid, rule.axes)
         else:
             group = f"plain:{name}"
-        tables.setdefault(group, {})[name] = sample_digest(leaf.tensor)
+        tables.setdefault(group, {})[name] = sample(leaf.tensor)
     return tables
 
 

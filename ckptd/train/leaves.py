@@ -174,6 +174,7 @@ class Leaves:
 
     `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
     into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
+    `optimizers` are those of the state.
     """
 
     tensors: dict[str, TensorLeaf] = field(default_factory=dict)
@@ -181,6 +182,7 @@ class Leaves:
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     pending: list[Pending] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""

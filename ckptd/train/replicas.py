@@ -15,7 +15,7 @@ from ckptd.format.digest import digest_hex
 from ckptd.train.dtypes import as_bytes
 from ckptd.train.leaves import ObjectLeaf, TensorLeaf
 
-__all__ = ["replica_digests", "sample_digest"]
+__all__ = ["Samples", "is_common", "replica_digests", "sample_digest"]
 
 WHOLE_BYTES = 4096
 WINDOWS = 32
@@ -43,12 +43,28 @@ def sample_digest(tensor: torch.Tensor) -> str:
     return state.hexdigest()
 
 
+class Samples:
+    """Sampled digests, each taken when it is first asked for: call it with a tensor."""
+
+    def __init__(self) -> None:
+        # With the tensor itself, so that its id stays its own.
+        self._known: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> str:
+        """Return the digest of a tensor as it was at the first call."""
+        found = self._known.get(id(tensor))
+        if found is None:
+            found = self._known[id(tensor)] = tensor, sample_digest(tensor)
+        return found[1]
+
+
 def replica_digests(
     tensors: Mapping[str, TensorLeaf],
     objects: Mapping[str, ObjectLeaf],
     structure: str,
     leader: bool,
     known: Mapping[str, Mapping[str, str]] | None = None,
+    sample: Samples | None = None,
 ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
     """Digest what this rank holds in common with others.
 
@@ -61,6 +77,8 @@ def replica_digests(
     known
         Tables that a layout makes, by group; they hold all plain tensors then, and `tensors` are
         left to those with meshes of their own.
+    sample
+        Digests that are taken already.
 
     Returns
     -------
@@ -69,6 +87,7 @@ def replica_digests(
     blobs
         The tables behind the digests, by which the committer names what differs.
     """
+    sample = sample or Samples()
     common = {
         name: digest_hex(msgspec.json.encode(leaf.raw))[:16] for name, leaf in objects.items()
     }
@@ -78,13 +97,10 @@ def replica_digests(
         if not isinstance(tensor, DTensor):
             if known is not None:
                 continue
-            common[name] = sample_digest(tensor)
-        elif (
-            any(isinstance(p, Replicate) for p in tensor.placements)
-            and tensor.device_mesh.size() > 1
-        ):
+            common[name] = sample(tensor)
+        elif is_common(tensor):
             group = _holders(tensor)
-            sharded.setdefault(group, {})[name] = sample_digest(tensor)
+            sharded.setdefault(group, {})[name] = sample(tensor)
     tables: dict[str, Mapping[str, str]] = {f"all:{structure}": common, **(known or {})}
     tables |= {f"{group}:{structure}": table for group, table in sharded.items()}
     replicas, blobs = [], []
@@ -94,6 +110,14 @@ def replica_digests(
         replicas.append((group, digest))
         blobs.append(Blob(digest, body, leader))
     return tuple(replicas), tuple(blobs)
+
+
+def is_common(tensor: torch.Tensor) -> bool:
+    """Return whether several ranks may hold the same values of it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    replicated = any(isinstance(p, Replicate) for p in tensor.placements)
+    return replicated and tensor.device_mesh.size() > 1
 
 
 def _holders(tensor: DTensor) -> str:

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from ckptd.engine.arena import Slot
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
-from ckptd.engine.staging import Staging
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError
 from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
 from ckptd.train.agree import Agreement
-from ckptd.train.copying import CopyStep, copy_all, copy_steps
+from ckptd.train.copying import CopyStep, Snapshot, copy_steps
 from ckptd.train.describe import Describer
 from ckptd.train.flatten import flatten
+from ckptd.train.gate import Gate
 from ckptd.train.laid import Laid
 from ckptd.train.laid_replicas import replica_tables
 from ckptd.train.laid_saving import LaidLeaves, laid_leaves
-from ckptd.train.leaves import Leaves
+from ckptd.train.leaves import Leaves, TensorLeaf
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
-from ckptd.train.replicas import replica_digests
+from ckptd.train.replicas import Samples, is_common, replica_digests
 
-__all__ = ["Saver"]
+__all__ = ["Lazy", "Saver"]
+
+Lazy = Literal["auto", "all", "off"]
 
 INLINE_OBJECT_BYTES = 16 << 10
 """Replicated objects up to this size stand in the manifest; larger ones get a chunk."""
@@ -45,6 +49,10 @@ class Saver:
         Global ranks of the process group by group rank.
     layout
         What says which tensors of the state are parts of larger ones.
+    lazy
+        What is copied after `save` returned; see `Checkpointer`.
+    look
+        See `Snapshot`.
     """
 
     def __init__(
@@ -53,6 +61,9 @@ class Saver:
         ranks: Sequence[int],
         timeout_s: float,
         layout: Laid | None = None,
+        *,
+        lazy: Lazy = "auto",
+        look: bool = False,
     ) -> None:
         self._layout = layout
         self._board = agreement.board
@@ -61,6 +72,21 @@ class Saver:
         self._timeout_s = timeout_s
         self._steps: list[CopyStep] = []
         self._steps_of = ""
+        self._lazy = lazy
+        self._look = look
+        self._gate = Gate(timeout_s)
+        # Not a daemon: a process that ends without close() still completes what it began to copy.
+        self._copier = ThreadPoolExecutor(1, "ckptd-copy")
+
+    @property
+    def gate(self) -> Gate:
+        """What holds mutations back."""
+        return self._gate
+
+    def close(self) -> None:
+        """Complete the copying and let go of the optimizers."""
+        self._gate.release()
+        self._copier.shutdown(wait=False)
 
     def forget_plan(self) -> None:
         """Plan afresh at the next save."""
@@ -77,9 +103,9 @@ class Saver:
         metadata: dict[str, Any],
         keep: Keep | None,
     ) -> SaveHandle:
-        """Copy the state into the staging buffer and have it written.
+        """Begin to copy the state into the arena, and have it written.
 
-        On return every byte is copied and the state may change.
+        On return everything is copied but what the gate holds.
 
         Raises
         ------
@@ -91,6 +117,7 @@ class Saver:
         handle = SaveHandle(step, generation, attempt, 0)
         key = f"save/{generation}/{step}/{attempt}"
         try:
+            self._gate.check()
             # Only those of rank 0 count; what is wrong with them is told before a byte is copied.
             metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
             with no_collection():
@@ -103,10 +130,7 @@ class Saver:
                 structure = structure if laid is None else laid.structure(structure)
             plan = self._planner.plan(structure)
             extras, bodies = self._extras(leaves, plan)
-            own = self._planner.structure
             leader = self._board.rank in plan.leaders
-            alone = self._board.world == 1
-            replicas, blobs = ((), ()) if alone else self._replicas(leaves, laid, own, leader)
             save = Save(
                 job=job,
                 step=step,
@@ -115,8 +139,6 @@ class Saver:
                 plan=plan.digest,
                 extra=extras,
                 objects=self._objects(leaves, plan) if leader else (),
-                replicas=replicas,
-                blobs=blobs,
                 metadata=metadata,
                 keep=keep,
                 timeout_s=self._timeout_s,
@@ -128,12 +150,26 @@ class Saver:
             raise
         return handle
 
-    @staticmethod
+    def _early_samples(self, sources: Mapping[str, TensorLeaf], snapshot: Snapshot) -> Samples:
+        """Sample what others hold as well and may change once `save` has returned."""
+        samples = Samples()
+        for leaf in sources.values() if self._board.world > 1 else ():
+            if is_common(leaf.tensor) and not snapshot.is_held(leaf):
+                samples(leaf.tensor)
+        return samples
+
     def _replicas(
-        leaves: Leaves, laid: LaidLeaves | None, own: str, leader: bool
+        self,
+        leaves: Leaves,
+        laid: LaidLeaves | None,
+        own: str,
+        leader: bool,
+        samples: Samples,
     ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
-        known = None if laid is None or laid.job.whole else replica_tables(laid)
-        return replica_digests(leaves.tensors, leaves.objects, own, leader, known)
+        if self._board.world == 1:
+            return (), ()
+        known = None if laid is None or laid.job.whole else replica_tables(laid, samples)
+        return replica_digests(leaves.tensors, leaves.objects, own, leader, known, samples)
 
     def _tell_others(self, key: str, error: CkptdError) -> None:
         if self._board.world > 1:
@@ -153,23 +189,47 @@ class Saver:
         handle: SaveHandle,
         key: str,
     ) -> None:
+        rank = self._board.rank
         if self._steps_of != plan.digest:
-            rank = self._board.rank
             build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
             self._steps = copy_steps(plan, rank, leaves.tensors, self._describer, laid)
             self._steps_of = plan.digest
-        tensor_bytes = plan.filemap.data_bytes(self._board.rank)
+        tensor_bytes = plan.filemap.data_bytes(rank)
         total = tensor_bytes + sum(map(len, bodies))
         handle._total = total
-        staging = client.acquire(total, self._timeout_s)
-        client.begin(save, plan, handle, key)
+        held = self._gate.guard(leaves.optimizers) if self._lazy != "off" else _nothing
+        slot = client.acquire(total, self._timeout_s)
+        client.begin(save, plan, handle, key, slot)
+
+        def give_up(reason: object) -> None:
+            client.abandon(save.job, f"copying the state failed: {reason}"[:500])
+
         try:
-            copy_all(self._steps, leaves.tensors if laid is None else laid.sources, staging)
-            _append(staging, tensor_bytes, bodies)
+            sources = leaves.tensors if laid is None else laid.sources
+            held = _everything if self._lazy == "all" else held
+            snapshot = Snapshot(self._steps, sources, slot, held, look=self._look)
+            snapshot.copy_now()
+            samples = self._early_samples(sources, snapshot)
+            _append(slot, tensor_bytes, bodies)
         except BaseException as error:
-            client.abandon(save.job, f"copying the state failed: {error!r}"[:500])
+            give_up(repr(error))
             raise
-        handle._advance("writing", 0)
+        alike = (leaves, laid, self._planner.structure, rank in plan.leaders, samples)
+
+        def finish() -> None:
+            try:
+                snapshot.copy_rest()
+                slot.staged = total
+                client.seal(save.job, slot, *self._replicas(*alike))
+            except CkptdError as error:
+                client.abandon(save.job, error.message, error)
+            except BaseException as error:  # noqa: BLE001 - the handle tells it
+                give_up(repr(error))
+
+        copy = self._copier.submit(finish)
+        self._gate.close(copy, give_up)
+        if self._lazy == "off":
+            self._gate.wait()
 
     def _extras(self, leaves: Leaves, plan: SavePlan) -> tuple[tuple[Extra, ...], list[bytes]]:
         """Encode what gets a chunk of private size: per-rank values, then large objects."""
@@ -199,10 +259,16 @@ class Saver:
         )
 
 
-def _append(staging: Staging, start: int, bodies: list[bytes]) -> None:
-    target = np.frombuffer(staging.data, dtype=np.uint8)
+def _append(slot: Slot, start: int, bodies: list[bytes]) -> None:
+    target = np.frombuffer(slot.data, dtype=np.uint8)
     for body in bodies:
         target[start : start + len(body)] = np.frombuffer(body, dtype=np.uint8)
         start += len(body)
-    del target
-    staging.staged = start
+
+
+def _nothing(leaf: TensorLeaf) -> bool:
+    return False
+
+
+def _everything(leaf: TensorLeaf) -> bool:
+    return True

@@ -134,17 +134,16 @@ def save_on(client: WriterClient, life: Life) -> SaveHandle:
         plan=plan.digest,
         extra=(),
         objects=(),
-        replicas=(),
-        blobs=(),
         metadata={"loss": float(life.step)} if life.rank == 0 else {},
         keep=None if life.keep is None else Keep(life.keep),
         timeout_s=life.timeout_s,
     )
     handle = SaveHandle(life.step, life.generation, life.attempt, total)
-    staging = client.acquire(total, DEADLINE_S)
-    client.begin(save, plan, handle, outcome_key(life.step, life.attempt))
-    fill(plan, life.rank, arrays_of(life.step, life.attempt, life.large), staging.data)
-    staging.staged = total
+    slot = client.acquire(total, DEADLINE_S)
+    client.begin(save, plan, handle, outcome_key(life.step, life.attempt), slot)
+    fill(plan, life.rank, arrays_of(life.step, life.attempt, life.large), slot.data)
+    slot.staged = total
+    client.seal(save.job, slot)
     return handle
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.engine.arena import Slot
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.client import WriterClient
 from ckptd.engine.memory import available_bytes
-from ckptd.engine.staging import Staging
 from ckptd.errors import SaveError
 from ckptd.store import StoreSpec
 from tests.crash.mounts import Mounted, tmpfs
@@ -103,15 +103,15 @@ def test_a_small_file_system_for_segments(tmpfs: Mounted, monkeypatch: pytest.Mo
     """Where there is no memfd the segment is a file, say in a container's 64 MB of /dev/shm."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmpfs.path))
-    staging = Staging(1 << 20)
-    staging.data[-1:] = b"x"
+    slot = Slot(0, 1 << 20)
+    slot.data[-1:] = b"x"
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SaveError) as caught:
-        Staging(tmpfs.nbytes)
+        Slot(1, tmpfs.nbytes)
     assert caught.value.kind == "no-memory"
     assert "No space left" in (caught.value.found or "")
     assert len(os.listdir("/proc/self/fd")) == open_files
-    staging.close()
+    slot.close()
 
 
 def test_a_state_larger_than_the_machine(tmp_path: Path) -> None:

@@ -73,8 +73,6 @@ class Job:
         fields: dict[str, Any] = {
             "extra": (),
             "objects": (),
-            "replicas": (),
-            "blobs": (),
             "metadata": {},
             "keep": None,
             "timeout_s": 20.0,
@@ -84,20 +82,27 @@ class Job:
         return Save(self.client.next_job(), step, self.generation, attempt, **fields)
 
     def save(
-        self, step: int, arrays: Mapping[str, Any], bodies: Sequence[bytes] = (), **changes: Any
+        self,
+        step: int,
+        arrays: Mapping[str, Any],
+        bodies: Sequence[bytes] = (),
+        *,
+        replicas: tuple[tuple[str, str], ...] = (),
+        blobs: tuple[Blob, ...] = (),
+        **changes: Any,
     ) -> SaveHandle:
         """Save and return the handle; staging is complete."""
         save = self.request(step, **changes)
         total = self.plan.filemap.data_bytes(self.board.rank) + sum(map(len, bodies))
         handle = SaveHandle(step, self.generation, save.attempt, total)
-        staging = self.client.acquire(total, 20.0)
-        self.client.begin(save, self.plan, handle, f"save/{step}/{save.attempt}")
-        end = fill(self.plan, self.board.rank, arrays, staging.data)
+        slot = self.client.acquire(total, 20.0)
+        self.client.begin(save, self.plan, handle, f"save/{step}/{save.attempt}", slot)
+        end = fill(self.plan, self.board.rank, arrays, slot.data)
         for body in bodies:
-            staging.data[end : end + len(body)] = body
+            slot.data[end : end + len(body)] = body
             end += len(body)
-        staging.staged = end
-        handle._advance("writing", 0)
+        slot.staged = end
+        self.client.seal(save.job, slot, replicas, blobs)
         return handle
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -116,7 +117,8 @@ def test_a_worker_that_cannot_open_the_store_says_why(tmp_path: Path) -> None:
 
     client = WriterClient(StoreSpec("nosuchscheme://x"), LocalBoard())
     handle = SaveHandle(1, 1, "0001", 0)
-    client.begin(job.request(1), job.plan, handle, "k")
+    with contextlib.suppress(WorkerError):  # it may be known already
+        client.begin(job.request(1), job.plan, handle, "k", client.acquire(8, 5.0))
     with pytest.raises(WorkerError) as caught:
         handle.durable(30.0)
     assert "nosuchscheme" in str(caught.value)
@@ -131,9 +133,9 @@ def test_a_trainer_that_dies_in_mid_copy_leaves_nothing_visible(root: str) -> No
         from ckptd.engine.handle import SaveHandle
         from tests.engine.saving import Job
         job = Job(StoreSpec({root!r}))
-        staging = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
-        job.client.begin(job.request(1), job.plan, SaveHandle(1, 1, "0001", 1), "k")
-        staging.staged = 100
+        slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
+        job.client.begin(job.request(1), job.plan, SaveHandle(1, 1, "0001", 1), "k", slot)
+        slot.staged = 100
         print(job.client.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -297,9 +299,9 @@ def test_progress_and_waiting_with_a_deadline(root: str) -> None:
 def test_abandoning_a_half_staged_save_frees_the_worker(root: str) -> None:
     job = Job(StoreSpec(root))
     handle = SaveHandle(1, job.generation, "0001", 0)
-    job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
+    slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
     save = job.request(1)
-    job.client.begin(save, job.plan, handle, "k")
+    job.client.begin(save, job.plan, handle, "k", slot)
     job.client.abandon(save.job, "copying failed")
     with pytest.raises(SaveError, match="copying failed"):
         handle.durable(10.0)

@@ -507,12 +507,12 @@ def test_the_staging_buffer_grows_with_the_state(root: str) -> None:
 
 
 def test_no_memory_is_said_plainly(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckptd.engine.staging as staging
+    import ckptd.engine.arena as arena
 
     def refuse(fd: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(staging.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(arena.os, "posix_fallocate", refuse)
     with ckptd.Checkpointer(root) as ck:
         with pytest.raises(SaveError) as caught:
             ck.save(1, {"w": torch.zeros(1000)})

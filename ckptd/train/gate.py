@@ -1,0 +1,106 @@
+"""The gate: whatever mutates the state waits until the snapshot of it is copied.
+
+Tensors of a model and its optimizer do not change between one optimizer step and the next, so they
+are copied while the next forward and backward run (lazy copies: DataStates-LLM, HPDC'24). Only when
+an optimizer is about to step and the copying is not done does anybody wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ckptd.errors import SaveError
+from ckptd.train.leaves import TensorLeaf
+
+__all__ = ["Gate"]
+
+_log = logging.getLogger("ckptd")
+
+
+class Gate:
+    """Closed while a snapshot is being copied.
+
+    Parameters
+    ----------
+    timeout_s
+        Longest time that a mutation is held back, in seconds. Then the save is given up and
+        training goes on: a copy that hangs must not hang the job.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._copy: Future[None] | None = None
+        self._hung: Future[None] | None = None
+        self._give_up: Callable[[str], None] | None = None
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[TensorLeaf], bool]:
+        """Let the steps of `optimizers` wait here, from now on.
+
+        Returns
+        -------
+        callable
+            Tells of a leaf whether it is mutated by these alone: their state, and the parameters
+            in their groups.
+        """
+        held: set[int] = set()
+        for optimizer in optimizers:
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+            held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        return lambda leaf: (
+            leaf.kind == "optim" or (leaf.kind == "param" and id(leaf.origin) in held)
+        )
+
+    def _before_step(self, *_: Any) -> None:
+        self.wait()
+
+    def close(self, copy: Future[None], give_up: Callable[[str], None]) -> None:
+        """Hold mutations back until `copy` is done; `give_up` is called if it is never."""
+        self._copy, self._give_up = copy, give_up
+
+    def wait(self) -> None:
+        """Return when everything may change. Never raises: the save's handle tells what failed."""
+        copy, give_up = self._copy, self._give_up
+        if copy is None:
+            return
+        try:
+            copy.exception(self._timeout_s)
+        except TimeoutError:
+            if give_up is not None:
+                give_up(f"copying the state took longer than {self._timeout_s:.0f} s")
+            self._hung = copy
+            _log.error("copying the state hangs; that save is given up and training goes on")
+        self._copy = self._give_up = None
+
+    def check(self) -> None:
+        """Wait, and raise where a copy hangs: it could still write into what a save would use.
+
+        Raises
+        ------
+        SaveError
+            kind ``draining``.
+        """
+        self.wait()
+        if self._hung is not None and not self._hung.done():
+            raise SaveError(
+                "the copying of an earlier save still hangs",
+                kind="draining",
+                hint="make another checkpointer, or restart the job",
+            )
+
+    def release(self) -> None:
+        """Wait, and let go of the optimizers."""
+        self.wait()
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
