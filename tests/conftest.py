@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import threading
 
 import hypothesis
 import pytest
@@ -18,6 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.reporting")
     # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
     faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
+    # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
+    # the tests start and interrupt.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # The short suite draws the same examples each time, so that CI fails for the change and not
     # for the dice. Campaigns draw new ones and print what reproduces a failure.
     hypothesis.settings.register_profile("short", deadline=None, derandomize=True, database=None)

@@ -24,6 +24,7 @@ from tests.layout.lay.programs_random import Pair, pair, pairs
 from tests.layout.lay.programs_random_constructs import CONSTRUCTS
 
 SHORT = 2000
+PARTS = 4
 LONG = 10_000
 
 
@@ -61,8 +62,10 @@ def campaign(
     assert set(seen) - {""} == set(CONSTRUCTS)
 
 
-def test_agreement(report: Callable[[str], None]) -> None:
-    campaign(range(SHORT), report, f"seeds 0 to {SHORT - 1}", live_every=10)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_agreement(part: int, report: Callable[[str], None]) -> None:
+    first, last = SHORT * part // PARTS, SHORT * (part + 1) // PARTS
+    campaign(range(first, last), report, f"seeds {first} to {last - 1}", live_every=10)
 
 
 @settings(max_examples=60)
