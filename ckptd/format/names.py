@@ -178,7 +178,10 @@ def canonical_fqn(fqn: str) -> str:
     ``module.`` of DDP is a legal attribute name, so it is removed by whoever sees the wrapper
     object itself, not here.
     """
-    return ".".join(s for s in fqn.split(".") if s not in _WRAPPERS)
+    segments = fqn.split(".")
+    if _WRAPPERS.isdisjoint(segments):
+        return fqn
+    return ".".join(s for s in segments if s not in _WRAPPERS)
 
 
 def escape_fqn(fqn: str) -> str:
@@ -186,6 +189,8 @@ def escape_fqn(fqn: str) -> str:
 
     Escaped are "%", "/" and what is not printable, so that any key makes a legal name.
     """
+    if fqn.isprintable() and "%" not in fqn and "/" not in fqn:
+        return fqn  # nearly all are, and a save asks for thousands
     return "".join(_quote(c) if c in "%/" or not c.isprintable() else c for c in fqn)
 
 
