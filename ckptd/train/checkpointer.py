@@ -15,6 +15,7 @@ from ckptd.engine.opening import root_spec
 from ckptd.engine.policy import Every, Keep
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.names import CommitName, check_step
+from ckptd.train.admission import Admission, WhenFull
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence
@@ -67,6 +68,9 @@ class Checkpointer:
     slots
         Snapshots that may be under way at a time: one is copied while others are written. None
         takes two where the memory allows it.
+    when_full
+        What a save does that finds all slots taken: ``"wait"``, or ``"skip"``, counted in
+        `skipped`. Rank 0 decides for all.
     debug
         Digest what is copied late, when `save` is called and when it is copied: names whatever
         changed in between, however it did.
@@ -94,6 +98,7 @@ class Checkpointer:
         layout: LayoutSpec | None = None,
         lazy: Lazy = "auto",
         slots: int | None = None,
+        when_full: WhenFull = "wait",
         debug: bool = False,
     ) -> None:
         self._spec = root_spec(url, store_options, throttle)
@@ -102,6 +107,7 @@ class Checkpointer:
         self._board = board_of(process_group, timeout_s)
         self._timeout_s = timeout_s
         agreement = Agreement(self._board, timeout_s)
+        self._admission = Admission(when_full, self._board, timeout_s)
         self._cadence = Cadence(Every.of(every) if every is not None else None, self._board)
         catalogue = Catalogue(self._store)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
@@ -149,7 +155,7 @@ class Checkpointer:
         Returns
         -------
         SaveHandle or None
-            None when nothing was due.
+            None when nothing was due, or it was skipped.
 
         Raises
         ------
@@ -160,6 +166,8 @@ class Checkpointer:
         self._check_open()
         self._raise_unseen()
         if not self._cadence.due(step, self._lineage.last_step) and not force:
+            return None
+        if not force and not self._admission.grants(step, self._start_client().busy):
             return None
         self._lineage.claim_for_save(step)
         attempt = self._lineage.next_attempt(step)
@@ -286,6 +294,11 @@ class Checkpointer:
     def generation(self) -> int:
         """The claimed generation; 0 before the first save or load."""
         return self._lineage.generation
+
+    @property
+    def skipped(self) -> int:
+        """Saves that were due and skipped, with ``when_full="skip"``."""
+        return self._admission.skipped
 
     @property
     def worker_pid(self) -> int | None:

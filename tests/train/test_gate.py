@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 import ckptd
-from ckptd.errors import SaveError
+from ckptd.engine.board import LocalBoard
+from ckptd.errors import DeadlineError, SaveError
 from ckptd.train import copying
+from ckptd.train.admission import Admission
 from ckptd.train.gate import Gate
 
 WIDTH = 32
@@ -266,6 +268,36 @@ def test_saves_overlap_in_slots(root: str) -> None:
         with ckptd.Checkpointer(root) as ck:
             ck.load(live, step)
         assert bool((live["w"] == step).all())
+
+
+def test_a_save_without_a_slot_is_skipped_and_counted(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = {"w": torch.zeros(1 << 18)}
+    with ckptd.Checkpointer(root, throttle=1e6, slots=1, when_full="skip") as ck:
+        assert ck.save(1, live) is not None
+        assert ck.save(2, live) is None
+        assert ck.skipped == 1
+        assert "step 2 is not saved" in caplog.text
+        forced = ck.save(3, live, force=True)
+        assert forced is not None
+        forced.durable(30.0)
+        assert ck.latest() == 3
+    with pytest.raises(ckptd.CkptdError) as caught:
+        ckptd.Checkpointer(root, when_full="latest")  # type: ignore[arg-type]
+    assert caught.value.kind == "bad-policy"
+
+
+def test_ranks_skip_together() -> None:
+    boards = [LocalBoard(0, 2)]
+    boards.append(LocalBoard(1, 2, boards[0]))
+    both = [Admission("skip", b, 5.0) for b in boards]
+    for full in (False, True, False):
+        assert [a.grants(1, full and a is both[0]) for a in both] == [not full] * 2
+        assert both[1].skipped == both[0].skipped
+    alone = Admission("skip", LocalBoard(1, 2), 0.1)
+    with pytest.raises(DeadlineError):
+        alone.grants(1, False)
 
 
 def test_a_copy_that_hangs_does_not_hang_training() -> None:

@@ -1,0 +1,71 @@
+"""Whether a save that is due begins while all slots are taken: it waits, or it is skipped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from ckptd.engine.board import Board
+from ckptd.errors import UsageError
+
+__all__ = ["Admission", "WhenFull"]
+
+WhenFull = Literal["wait", "skip"]
+
+_log = logging.getLogger("ckptd")
+
+
+class Admission:
+    """Decides alike on every rank: rank 0 looks at its own slots, the others ask the board.
+
+    Ranks that skipped apart from one another would count their attempts differently, and no later
+    save of theirs would ever be complete.
+
+    Parameters
+    ----------
+    when_full
+        What happens when rank 0 has no free slot.
+    timeout_s
+        Longest wait for rank 0, in seconds.
+    """
+
+    def __init__(self, when_full: WhenFull, board: Board, timeout_s: float) -> None:
+        if when_full not in ("wait", "skip"):
+            raise UsageError(
+                "no such policy", kind="bad-policy", wanted="wait, or skip", found=repr(when_full)
+            )
+        self._skips = when_full == "skip"
+        self._board = board
+        self._timeout_s = timeout_s
+        self._calls = 0
+        self.skipped = 0
+        """Saves that were due and skipped."""
+
+    def grants(self, step: int, full: bool) -> bool:
+        """Tell whether the save of `step` begins; every rank asks once a save that is due.
+
+        Parameters
+        ----------
+        full
+            Whether this rank has no free slot.
+
+        Raises
+        ------
+        DeadlineError
+            Rank 0 does not come to this save.
+        """
+        if not self._skips:
+            return True
+        self._calls += 1
+        if self._board.rank == 0:
+            self._board.set(f"admit/{self._calls}", b"0" if full else b"1")
+            self._board.delete(f"admit/{self._calls - 64}")
+        granted = self._board.get(f"admit/{self._calls}", self._timeout_s) == b"1"
+        if not granted:
+            self.skipped += 1
+            _log.warning(
+                "step %d is not saved: earlier saves are still being written (%d skipped so far)",
+                step,
+                self.skipped,
+            )
+        return granted
