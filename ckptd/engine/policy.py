@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,14 +14,16 @@ from ckptd.errors import UsageError
 from ckptd.format.names import CommitName, commit_key
 from ckptd.format.records import Commit
 
-__all__ = ["Every", "Keep", "Selection", "select"]
+__all__ = ["Every", "Keep", "Selection", "check_positive", "select"]
 
 Best = tuple[str, Literal["min", "max"], int]
 
 
-def _positive(name: str, value: object, kinds: tuple[type, ...]) -> None:
+def check_positive(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    """Raise `UsageError` (kind ``bad-policy``) unless `value` is a positive, finite number."""
     number = isinstance(value, kinds) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+    # An int may be above every float, and be less than infinity all the same.
+    if not number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise UsageError(
             f"{name} must be positive", kind="bad-policy", where=name, found=repr(value)
         )
@@ -49,9 +52,9 @@ class Every:
                 "Every needs steps or minutes", kind="bad-policy", wanted="Every(steps=100)"
             )
         if self.steps is not None:
-            _positive("steps", self.steps, (int,))
+            check_positive("steps", self.steps, (int,))
         if self.minutes is not None:
-            _positive("minutes", self.minutes, (int, float))
+            check_positive("minutes", self.minutes, (int, float))
 
     @staticmethod
     def of(value: int | Every) -> Every:
@@ -107,15 +110,15 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last is not None:
-            _positive("last", self.last, (int,))
+            check_positive("last", self.last, (int,))
         if self.every_steps is not None:
-            _positive("every_steps", self.every_steps, (int,))
+            check_positive("every_steps", self.every_steps, (int,))
         if self.every is not None:
             if not isinstance(self.every, timedelta):
                 raise UsageError(
                     "every must be a timedelta", kind="bad-policy", found=repr(self.every)
                 )
-            _positive("every", self.every.total_seconds(), (float,))
+            check_positive("every", self.every.total_seconds(), (float,))
         if self.best is not None:
             self._check_best(self.best)
 
@@ -129,7 +132,7 @@ class Keep:
                 wanted='("loss", "min", 3)',
                 found=repr(best),
             )
-        _positive("best", best[2], (int,))  # type: ignore[index]
+        check_positive("best", best[2], (int,))  # type: ignore[index]
 
     @staticmethod
     def of(value: int | Keep | None) -> Keep:
