@@ -26,12 +26,13 @@ from ckptd.errors import (
 
 if TYPE_CHECKING:
     from ckptd.format.codec import register
-    from ckptd.train import Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
+    from ckptd.train import Auto, Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
     from ckptd.train.relayout import relayout
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "Checkpointer",
     "CkptdError",
     "ConflictError",
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 _TRAIN = frozenset(
-    {"Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"},
+    {"Auto", "Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"},
 )
 # numpy comes with this one, so it too is imported on first use.
 _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {

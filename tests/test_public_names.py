@@ -11,6 +11,7 @@ import pytest
 import ckptd
 
 NAMES = [
+    "Auto",
     "Checkpointer",
     "CkptdError",
     "ConflictError",
@@ -35,7 +36,7 @@ NAMES = [
     "relayout",
 ]
 
-FROM_TRAIN = ["Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]
+FROM_TRAIN = ["Auto", "Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]
 
 TORCH_FREE = [
     "ckptd",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from ckptd.errors import CkptdError, DeadlineError
@@ -51,6 +52,8 @@ class SaveHandle:
         self._error: CkptdError | None = None
         self._error_seen = False
         self._changed = threading.Condition()
+        self._began = time.monotonic()
+        self._ended: float | None = None
 
     def __repr__(self) -> str:
         return f"<SaveHandle step {self.step} {self._phase}>"
@@ -73,6 +76,12 @@ class SaveHandle:
         """Whether the save has ended, well or badly."""
         with self._changed:
             return self._phase in ("durable", "failed")
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds from the call to the end, well or badly; None while the save is under way."""
+        with self._changed:
+            return None if self._ended is None else self._ended - self._began
 
     def staged(self, timeout: float | None = None) -> None:
         """Return when the state may change: every byte of it has been copied.
@@ -111,12 +120,19 @@ class SaveHandle:
 
     # What follows is for the checkpointer.
 
+    def _settled(self, timeout: float) -> bool:
+        """Wait until the save has ended, and tell; looks at no error."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended is not None, timeout)
+
     def _advance(self, phase: str, done: int | None = None) -> None:
         with self._changed:
             if self._phase in ("durable", "failed"):
                 return
             self._phase = phase
             self._done = self._done if done is None else done
+            if phase == "durable":
+                self._ended = time.monotonic()
             self._changed.notify_all()
 
     def _fail(self, error: CkptdError) -> None:
@@ -124,6 +140,7 @@ class SaveHandle:
             if self._phase in ("durable", "failed"):
                 return
             self._phase, self._error = "failed", error
+            self._ended = time.monotonic()
             self._changed.notify_all()
 
     @property

@@ -8,26 +8,31 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from ckptd.engine.auto import Auto, Choice
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
+from ckptd.engine.lives import recent
 from ckptd.engine.opening import root_spec
-from ckptd.engine.policy import Every, Keep
+from ckptd.engine.policy import Every, Keep, check_positive
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.names import CommitName, check_step
 from ckptd.train.admission import Admission, WhenFull
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
-from ckptd.train.cadence import Cadence
+from ckptd.train.cadence import Cadence, rule_of
 from ckptd.train.laid import Laid
 from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.saver import Lazy, Saver
+from ckptd.train.signals import GRACE_S, SignalWatch, lost
 
 __all__ = ["Checkpointer"]
 
 _log = logging.getLogger("ckptd")
+_END_S = 5.0
+"""For a writing process that has nothing to write any more, in seconds."""
 
 
 class Checkpointer:
@@ -42,6 +47,7 @@ class Checkpointer:
         The root: a path, ``s3://bucket/prefix``, ``memory://name``, or any fsspec URL.
     every
         When a save is due; an int means steps. `save` returns None when it is not. None: always.
+        `Auto` chooses. See ``docs/guide/cadence.md``.
     keep
         What to keep; an int means the newest so many. None keeps everything.
     process_group
@@ -74,6 +80,12 @@ class Checkpointer:
     debug
         Digest what is copied late, when `save` is called and when it is copied: names whatever
         changed in between, however it did.
+    save_on
+        Signals that make a coming call of `save` due on every rank, whichever rank they reached:
+        ``(signal.SIGTERM, signal.SIGUSR1)``. Those that end a process (TERM, INT, HUP, QUIT,
+        XCPU) set `stop_requested` as well. Handlers are put back at `close`.
+    grace_s
+        How long the scheduler waits after such a signal, in seconds: as long does `close` wait.
 
     Examples
     --------
@@ -88,7 +100,7 @@ class Checkpointer:
         self,
         url: str,
         *,
-        every: int | Every | None = None,
+        every: int | Every | Auto | None = None,
         keep: int | Keep | None = None,
         process_group: Any = None,
         fresh_line: bool = False,
@@ -100,7 +112,11 @@ class Checkpointer:
         slots: int | None = None,
         when_full: WhenFull = "wait",
         debug: bool = False,
+        save_on: Iterable[int] | int = (),
+        grace_s: float = GRACE_S,
     ) -> None:
+        check_positive("grace_s", grace_s, (int, float))
+        rule = rule_of(every)
         self._spec = root_spec(url, store_options, throttle)
         self._store = self._spec.open()
         self._keep = Keep.of(keep) if keep is not None else None
@@ -108,7 +124,6 @@ class Checkpointer:
         self._timeout_s = timeout_s
         agreement = Agreement(self._board, timeout_s)
         self._admission = Admission(when_full, self._board, timeout_s)
-        self._cadence = Cadence(Every.of(every) if every is not None else None, self._board)
         catalogue = Catalogue(self._store)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         ranks = global_ranks(process_group)
@@ -120,6 +135,9 @@ class Checkpointer:
         self._handles: list[SaveHandle] = []
         self._poisoned: CkptdError | None = None
         self._closed = False
+        self._grace_s = grace_s
+        self._watch = SignalWatch(save_on)
+        self._cadence = Cadence(rule, agreement, self._watch, lambda: recent(catalogue))
         # Starting the writing process now hides its start-up behind the first training steps.
         self._start_client()
 
@@ -164,10 +182,14 @@ class Checkpointer:
         """
         check_step(step)
         self._check_open()
+        began = time.monotonic()
+        # First, so that ranks count alike also where an earlier failure is raised on one of them.
+        due = self._cadence.due(step, self._lineage.last_step)
         self._raise_unseen()
-        if not self._cadence.due(step, self._lineage.last_step) and not force:
+        if not due and not force:
             return None
-        if not force and not self._admission.grants(step, self._start_client().busy):
+        forced = force or self._cadence.urgent
+        if not forced and not self._admission.grants(step, self._start_client().busy):
             return None
         self._lineage.claim_for_save(step)
         attempt = self._lineage.next_attempt(step)
@@ -181,7 +203,7 @@ class Checkpointer:
             keep=self._keep,
         )
         self._lineage.last_step = step
-        self._cadence.saved()
+        self._cadence.saved(handle, time.monotonic() - began)
         self._handles = [h for h in self._handles if not (h.done and h._looked_at)]
         self._handles.append(handle)
         return handle
@@ -279,7 +301,7 @@ class Checkpointer:
             raise
         self._poisoned = None
         self._lineage.claim_for_load(CommitName(report.step, report.generation))
-        self._cadence.saved()
+        self._cadence.loaded(report.step)
         self._last_load = report
         return report.step
 
@@ -294,6 +316,22 @@ class Checkpointer:
     def generation(self) -> int:
         """The claimed generation; 0 before the first save or load."""
         return self._lineage.generation
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether to end the loop: a signal to stop came, and `save` has answered it.
+
+        Changes only in `save`, at the same call on every rank.
+        """
+        return self._cadence.stop_requested
+
+    @property
+    def cadence(self) -> Choice | None:
+        """What `Auto` chose and why; ``str()`` says it in a sentence.
+
+        None before the first save is durable, with other rules, and on ranks that do not decide.
+        """
+        return self._cadence.choice
 
     @property
     def skipped(self) -> int:
@@ -342,17 +380,45 @@ class Checkpointer:
             raise first
 
     def close(self) -> None:
-        """Wait for every save, end the writing process, raise what failed unseen. Idempotent."""
+        """Wait for every save, end the writing process, raise what failed unseen. Idempotent.
+
+        After a signal to stop it waits no longer than the scheduler does.
+
+        Raises
+        ------
+        DeadlineError
+            Kind ``grace``: that was not enough. The writing process goes on, if it may live.
+        CkptdError
+            The first save that failed, unless somebody has seen it already.
+        """
         if self._closed:
             return
+        end = time.monotonic() + self._timeout_s
+        late = False
         try:
-            self.wait(self._timeout_s)
+            late = not self._settle(end) and self._watch.stop_at is not None
+            if late:
+                raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
+            self.wait(max(0.0, end - time.monotonic()))
         finally:
             self._closed = True
+            self._watch.close()
             self._saver.close()
-            if self._client is not None:
-                self._client.close(self._timeout_s)
+            if self._client is not None and not late:
+                self._client.close(max(_END_S, self._time_left(end)))
             self._store.close()
+
+    def _settle(self, end: float) -> bool:
+        """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""
+        for handle in self._handles:
+            while (left := self._time_left(end)) > 0.0 and not handle._settled(min(left, 1.0)):
+                pass
+        return all(h.done for h in self._handles)
+
+    def _time_left(self, end: float) -> float:
+        stop_at = self._watch.stop_at
+        end = end if stop_at is None else min(end, stop_at + self._grace_s)
+        return max(0.0, end - time.monotonic())
 
     def __enter__(self) -> Self:
         return self

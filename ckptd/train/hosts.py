@@ -8,11 +8,20 @@ import msgspec
 
 from ckptd.train.agree import Agreement
 
-__all__ = ["host_members"]
+__all__ = ["host_count", "host_members"]
 
 
 def host_members(agreement: Agreement) -> tuple[int, ...]:
     """Return the group ranks on this rank's host, rising. One round on the board."""
+    return _hosts(agreement)[host_id()]
+
+
+def host_count(agreement: Agreement) -> int:
+    """Return the number of hosts of the group. One round on the board."""
+    return len(_hosts(agreement))
+
+
+def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
     own = host_id()
 
     def tabulate(ids: list[bytes]) -> bytes:
@@ -22,7 +31,7 @@ def host_members(agreement: Agreement) -> tuple[int, ...]:
         return msgspec.json.encode(table)
 
     raw = agreement.all_reports("hosts", own.encode(), tabulate)
-    return msgspec.json.decode(raw, type=dict[str, tuple[int, ...]])[own]
+    return msgspec.json.decode(raw, type=dict[str, tuple[int, ...]])
 
 
 def host_id() -> str:
