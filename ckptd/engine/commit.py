@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from ckptd import events
 from ckptd.engine.assemble import assemble, check_plans, differing_groups
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.job import Part, Save
 from ckptd.engine.publish import publish_manifest, write_witness
 from ckptd.engine.structure import SavePlan
+from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError
 from ckptd.format.names import PARTS, part_key
 from ckptd.format.records import Commit
@@ -43,6 +45,7 @@ def commit_attempt(
     save: Save,
     stop: Callable[[], str | None],
     timeout_s: float,
+    rank: int = 0,
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
@@ -55,6 +58,8 @@ def commit_attempt(
         Asked while waiting; a text ends the wait as a `SaveError`.
     timeout_s
         For the missing parts, in seconds.
+    rank
+        Whose writing process this is, for the events.
 
     Raises
     ------
@@ -66,12 +71,19 @@ def commit_attempt(
         kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``:
         a newer generation runs; what this one writes is not on its line.
     """
+    with saving(catalogue.store, save.name, save.attempt, rank):
+        with events.span("gather"):
+            try:
+                stop = _or_settled(catalogue, save, stop)
+                parts = gather_parts(catalogue.store, save.folder, plan.world, stop, timeout_s)
+            except _SettledError as other:
+                return other.commit
+        with events.span("commit"):
+            return _publish(catalogue, plan, save, parts)
+
+
+def _publish(catalogue: Catalogue, plan: SavePlan, save: Save, parts: list[Part]) -> Commit:
     store = catalogue.store
-    try:
-        stop = _or_settled(catalogue, save, stop)
-        parts = gather_parts(store, save.folder, plan.world, stop, timeout_s)
-    except _SettledError as other:
-        return other.commit
     check_plans(parts, plan)
     _check_replicas(store, save.folder, parts)
     values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ckptd import events
 from ckptd.engine.digester import Digester
+from ckptd.engine.telling import saving_file
 from ckptd.format.digest import digest_hex
 from ckptd.format.names import digests_key
 from ckptd.store.base import Store
@@ -58,31 +60,63 @@ def write_file(
     StoreError, ConflictError
         As the store says. The file is removed as far as that is possible.
     """
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="ckptd-digest") as pool,
-        store.writer(key, len(header) + len(data)) as writer,
-    ):
+    with saving_file(store, key):
         digester = Digester(ends)
-        ahead = _slices(pool, digester, data, wait)
-        writer.write(_aligned(header))
-        for start, end, done in ahead:
-            writer.write(data[start:end])
-            done.result()
-            progress(end)
-        index = digester.index()
-        writer.commit()
-    raw = index.encode()
-    store.put(digests_key(key), raw)
+        _write_data(store, key, header, data, digester, wait, progress)
+        raw = digester.index().encode()
+        store.put(digests_key(key), raw)
     return FileResult(len(header), len(data), digest_hex(raw))
 
 
+def _write_data(
+    store: Store,
+    key: str,
+    header: bytes,
+    data: memoryview,
+    digester: Digester,
+    wait: Callable[[int], None],
+    progress: Callable[[int], None],
+) -> None:
+    digesting, writing = events.Activity("digest"), events.Activity("write")
+    error: BaseException | None = None
+    try:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="ckptd-digest") as pool,
+            store.writer(key, len(header) + len(data)) as writer,
+        ):
+            ahead = _slices(pool, digester, digesting, data, wait)
+            with writing.piece(len(header)):
+                writer.write(_aligned(header))
+            for start, end, done in ahead:
+                with writing.piece(end - start):
+                    writer.write(data[start:end])
+                done.result()
+                progress(end)
+            with events.span("sync"):
+                writer.commit()
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        digesting.emit(error)
+        writing.emit(error)
+
+
 def _slices(
-    pool: ThreadPoolExecutor, digester: Digester, data: memoryview, wait: Callable[[int], None]
+    pool: ThreadPoolExecutor,
+    digester: Digester,
+    digesting: events.Activity,
+    data: memoryview,
+    wait: Callable[[int], None],
 ) -> Iterator[tuple[int, int, Future[None]]]:
+    def digest(part: memoryview) -> None:
+        with digesting.piece(len(part)):
+            digester.update(part)
+
     for start in range(0, len(data), SLICE_BYTES):
         end = min(start + SLICE_BYTES, len(data))
         wait(end)
-        yield start, end, pool.submit(digester.update, data[start:end])
+        yield start, end, pool.submit(digest, data[start:end])
 
 
 def _aligned(header: bytes) -> memoryview:

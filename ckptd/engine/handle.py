@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
+from ckptd import events
 from ckptd.errors import CkptdError, DeadlineError
 
 __all__ = ["SaveHandle", "SaveProgress"]
@@ -52,6 +54,7 @@ class SaveHandle:
         self._error: CkptdError | None = None
         self._error_seen = False
         self._changed = threading.Condition()
+        self._scope = events.current()
         self._began = time.monotonic()
         self._ended: float | None = None
 
@@ -134,6 +137,8 @@ class SaveHandle:
             if phase == "durable":
                 self._ended = time.monotonic()
             self._changed.notify_all()
+        if phase == "durable":
+            self._emit(events.SaveDurable, bytes=self._total)
 
     def _fail(self, error: CkptdError) -> None:
         with self._changed:
@@ -142,6 +147,16 @@ class SaveHandle:
             self._phase, self._error = "failed", error
             self._ended = time.monotonic()
             self._changed.notify_all()
+        message = error.message[: events.MOST_TEXT]
+        self._emit(events.SaveFailed, kind=error.kind, message=message)
+
+    def _emit(self, what: type[events.SaveDurable | events.SaveFailed], **fields: Any) -> None:
+        """Tell what happened, if the save was begun where somebody said whose it is."""
+        if self._scope.save is not None:
+            tier = self._scope.tier
+            events.emit(
+                what(**self._scope.save.fields(), tier=tier, at_ns=events.now_ns(), **fields)
+            )
 
     @property
     def _looked_at(self) -> bool:

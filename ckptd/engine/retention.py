@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckptd import events
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.gc import GcReport, plan_gc, run_gc
 from ckptd.engine.policy import Keep
@@ -30,5 +31,8 @@ def apply_retention(
     ConflictError
         Kind ``stale-plan``: a newer life of the job began meanwhile; it is the one to delete.
     """
-    plan = plan_gc(catalogue, keep, thorough=False, whole=whole)
-    return run_gc(catalogue.store, plan) if plan.items else GcReport()
+    with events.span("retention") as span:
+        plan = plan_gc(catalogue, keep, thorough=False, whole=whole)
+        report = run_gc(catalogue.store, plan) if plan.items else GcReport()
+        span.nbytes = sum(item.nbytes for item in report.deleted)
+    return report

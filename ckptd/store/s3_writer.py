@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from ckptd import events
 from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError, UsageError
 from ckptd.store.retry import Backoff
 from ckptd.store.s3_client import S3Client, S3Options
@@ -62,6 +63,7 @@ class S3Writer(SizedWriter):
         self._upload: str | None = None
         self._begun = 0
         self._completing = False
+        self._uploading = events.Activity("upload")
         if size > self._part_bytes:
             step("create_multipart_upload")
             self._upload = client.call("create_multipart_upload", where, **place)["UploadId"]
@@ -87,13 +89,14 @@ class S3Writer(SizedWriter):
 
     def _start(self, body: bytes, number: int) -> Future[dict[str, Any]]:
         async def once() -> dict[str, Any]:
-            answer = await self._client.request(
-                "upload_part",
-                Body=io.BytesIO(body),
-                PartNumber=number,
-                UploadId=self._upload,
-                **self._place,
-            )
+            with self._uploading.piece(len(body)):
+                answer = await self._client.request(
+                    "upload_part",
+                    Body=io.BytesIO(body),
+                    PartNumber=number,
+                    UploadId=self._upload,
+                    **self._place,
+                )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         return self._client.start(lambda: self._client.persist(self.key, once))
@@ -117,11 +120,15 @@ class S3Writer(SizedWriter):
             self._step("complete_multipart_upload")
             self._completing = True
             self._complete()
+        self._uploading.emit()
         self._views.clear()
 
     def _put(self, body: bytes) -> None:
         async def once() -> dict[str, Any]:
-            return await self._client.request("put_object", Body=io.BytesIO(body), **self._place)
+            with self._uploading.piece(len(body)):
+                return await self._client.request(
+                    "put_object", Body=io.BytesIO(body), **self._place
+                )
 
         with s3_errors(self.key, self.size):
             future = self._client.start(lambda: self._client.persist(self.key, once))

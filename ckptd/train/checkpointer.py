@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -27,6 +28,7 @@ from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.saver import Lazy, Saver
 from ckptd.train.signals import GRACE_S, SignalWatch, lost
+from ckptd.train.telling import Telling
 
 __all__ = ["Checkpointer"]
 
@@ -80,6 +82,9 @@ class Checkpointer:
     debug
         Digest what is copied late, when `save` is called and when it is copied: names whatever
         changed in between, however it did.
+    events
+        A folder: this process and its writing process record there what each save costs, for
+        ``ckptd trace``. ``CKPTD_EVENTS`` in the environment does the same.
     save_on
         Signals that make a coming call of `save` due on every rank, whichever rank they reached:
         ``(signal.SIGTERM, signal.SIGUSR1)``. Those that end a process (TERM, INT, HUP, QUIT,
@@ -112,6 +117,7 @@ class Checkpointer:
         slots: int | None = None,
         when_full: WhenFull = "wait",
         debug: bool = False,
+        events: str | os.PathLike[str] | None = None,
         save_on: Iterable[int] | int = (),
         grace_s: float = GRACE_S,
     ) -> None:
@@ -125,6 +131,7 @@ class Checkpointer:
         agreement = Agreement(self._board, timeout_s)
         self._admission = Admission(when_full, self._board, timeout_s)
         catalogue = Catalogue(self._store)
+        self._telling = Telling(events, catalogue, self._board)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         ranks = global_ranks(process_group)
         laid = None if layout is None else Laid(layout, agreement)
@@ -180,6 +187,7 @@ class Checkpointer:
         CkptdError
             This save cannot begin; or an earlier one failed and nobody has looked yet.
         """
+        begun_ns = time.monotonic_ns()
         check_step(step)
         self._check_open()
         began = time.monotonic()
@@ -190,18 +198,21 @@ class Checkpointer:
             return None
         forced = force or self._cadence.urgent
         if not forced and not self._admission.grants(step, self._start_client().busy):
+            self._telling.skipped(CommitName(step, self._lineage.generation), "no slot is free")
             return None
         self._lineage.claim_for_save(step)
         attempt = self._lineage.next_attempt(step)
-        handle = self._saver.save(
-            self._start_client(),
-            state,
-            step=step,
-            generation=self._lineage.generation,
-            attempt=attempt,
-            metadata=dict(metadata or {}),
-            keep=self._keep,
-        )
+        name = CommitName(step, self._lineage.generation)
+        with self._telling.saving(name, attempt, begun_ns):
+            handle = self._saver.save(
+                self._start_client(),
+                state,
+                step=step,
+                generation=name.generation,
+                attempt=attempt,
+                metadata=dict(metadata or {}),
+                keep=self._keep,
+            )
         self._lineage.last_step = step
         self._cadence.saved(handle, time.monotonic() - began)
         self._handles = [h for h in self._handles if not (h.done and h._looked_at)]
@@ -343,6 +354,18 @@ class Checkpointer:
         """Process id of the writing process (this process for in-process stores)."""
         return self._client.pid if self._client else None
 
+    def metrics_text(self) -> str:
+        """Return this process's counters of saves and loads, in Prometheus's text format.
+
+        The names are in ``docs/reference/metrics.md``.
+
+        Raises
+        ------
+        UsageError
+            kind ``missing-package``: the extra ``metrics`` is not installed.
+        """
+        return self._telling.metrics_text()
+
     def pin(self, step: int, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
         self._check_open()
@@ -407,6 +430,7 @@ class Checkpointer:
             if self._client is not None and not late:
                 self._client.close(max(_END_S, self._time_left(end)))
             self._store.close()
+            self._telling.close()
 
     def _settle(self, end: float) -> bool:
         """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""

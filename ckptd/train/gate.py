@@ -11,11 +11,13 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ckptd import events
 from ckptd.errors import SaveError
 from ckptd.train.leaves import TensorLeaf
 
@@ -39,6 +41,7 @@ class Gate:
         self._copy: Future[None] | None = None
         self._hung: Future[None] | None = None
         self._give_up: Callable[[str], None] | None = None
+        self._scope = events.current()
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
             weakref.WeakKeyDictionary()
         )
@@ -67,6 +70,7 @@ class Gate:
     def close(self, copy: Future[None], give_up: Callable[[str], None]) -> None:
         """Hold mutations back until `copy` is done; `give_up` is called if it is never."""
         self._copy, self._give_up = copy, give_up
+        self._scope = events.current()
 
     def wait(self) -> None:
         """Return when everything may change. Never raises: the save's handle tells what failed."""
@@ -74,13 +78,20 @@ class Gate:
         if copy is None:
             return
         try:
-            copy.exception(self._timeout_s)
+            with self._telling():
+                copy.exception(self._timeout_s)
         except TimeoutError:
             if give_up is not None:
                 give_up(f"copying the state took longer than {self._timeout_s:.0f} s")
             self._hung = copy
             _log.error("copying the state hangs; that save is given up and training goes on")
         self._copy = self._give_up = None
+
+    def _telling(self) -> AbstractContextManager[object]:
+        """Tell how long the training loop waits; within a save it is the call that waits."""
+        if events.current().save is not None:
+            return nullcontext()
+        return events.span("gate_wait", save=self._scope.save, tier=self._scope.tier)
 
     def check(self) -> None:
         """Wait, and raise where a copy hangs: it could still write into what a save would use.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,11 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from ckptd import events
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import hold
 from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
 from ckptd.engine.readahead import read_ahead
 from ckptd.engine.reshard.layouts import Program
+from ckptd.engine.telling import saving
 from ckptd.engine.witnesses import read_witness
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
 from ckptd.format import codec
@@ -134,6 +137,7 @@ class Loader:
             *self._layouts(state, source_layout),
             allow,
         )
+        begun = time.monotonic_ns()
         skipped: list[tuple[int, str]] = []
         for name in self._candidates(step):
             try:
@@ -145,7 +149,7 @@ class Loader:
                 skipped.append((name.step, error.message))
                 last = error
                 continue
-            return LoadReport(
+            report = LoadReport(
                 name.step,
                 name.generation,
                 tuple(matching.missing),
@@ -153,7 +157,23 @@ class Loader:
                 tuple(skipped),
                 read,
             )
+            self._tell(report, begun)
+            return report
         raise last
+
+    def _tell(self, report: LoadReport, begun_ns: int) -> None:
+        events.emit(
+            events.LoadDone(
+                step=report.step,
+                generation=report.generation,
+                rank=self._agreement.board.rank,
+                at_ns=events.now_ns(),
+                duration_ns=time.monotonic_ns() - begun_ns,
+                bytes=report.read.bytes_copied,
+                fetched=report.read.bytes_fetched,
+                skipped=len(report.skipped),
+            )
+        )
 
     def _layouts(
         self, state: Mapping[str, Any], source: LayoutSpec | None
@@ -191,7 +211,8 @@ class Loader:
     def _load_one(
         self, state: Mapping[str, Any], name: CommitName, options: _Options
     ) -> tuple[Matching, ReadReport]:
-        with self._lease(name):
+        rank = self._agreement.board.rank
+        with self._lease(name), saving(self._catalogue.store, name, "", rank):
             return self._load_held(state, name, options)
 
     @contextmanager
@@ -229,10 +250,13 @@ class Loader:
         # Where the witness's values lie is worked out while the disk is busy.
         with ThreadPoolExecutor(1, "ckptd-witness") as beside:
             places = beside.submit(witness_places, values, filling.wants)
+            begun = time.monotonic_ns()
             read = execute(plan, store, host=self._host_group(), progress=options.progress)
+            _tell_read(read, begun)
         self._finish(filling, laid)
         if isinstance(witness, Witness):
-            self._check_witness(witness, places.result(), manifest, filling, laid)
+            with events.span("verify"):
+                self._check_witness(witness, places.result(), manifest, filling, laid)
         apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
         return matching, read
 
@@ -385,3 +409,16 @@ def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callabl
     if callable(rename):
         return rename
     return lambda name: rename.get(name, name)
+
+
+def _tell_read(read: ReadReport, begun_ns: int) -> None:
+    """Emit both passes of a read; where they took turns, as though one had followed the other."""
+    for name, seconds, nbytes in (
+        ("fetch", read.fetch_s, read.bytes_fetched),
+        ("fill", read.copy_s, read.bytes_copied),
+    ):
+        activity = events.Activity(name)
+        ended_ns = begun_ns + int(seconds * 1e9)
+        activity.add(begun_ns, ended_ns, nbytes)
+        activity.emit()
+        begun_ns = ended_ns

@@ -1,0 +1,207 @@
+"""``ckptd trace``: what each save cost, from recorded events."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten, size_text
+from ckptd.cli.output import time_text as when
+from ckptd.engine.eventfiles import EventFolder
+from ckptd.engine.profile import PhaseStats, Profiles, SaveProfile
+from ckptd.engine.timeline import Timeline
+from ckptd.errors import StoreError, UsageError
+
+__all__ = ["TraceDocument", "trace"]
+
+_REASON_WIDTH = 60
+_TIER_WIDTH = 12
+
+
+class TraceDocument(Document, frozen=True, kw_only=True, tag="trace"):
+    """What ``ckptd trace --json`` prints.
+
+    Attributes
+    ----------
+    folder
+        As given.
+    files
+        Event files that were read.
+    events
+        Events that were read.
+    unreadable, skipped, lost, left_out
+        Files that hold no events; lines that are none; events that their process could not write;
+        events of saves older than those shown.
+    loads
+        Loads that ended, each rank counted.
+    saves
+        The newest ones, the newest last.
+    out
+        Where the trace was written; null without ``--out``.
+    traced, untraced
+        Trace events in that file, and events that it did not take.
+    """
+
+    folder: str
+    files: int
+    events: int
+    unreadable: int
+    skipped: int
+    lost: int
+    left_out: int
+    loads: int
+    saves: tuple[SaveProfile, ...]
+    out: str | None
+    traced: int
+    untraced: int
+
+
+def trace(
+    folder: Annotated[str, Parameter(help="Folder that events were recorded to.")],
+    /,
+    *,
+    out: Annotated[
+        str | None,
+        Parameter(help="Write a Chrome trace to this file, for Perfetto.", show_default=False),
+    ] = None,
+    last: Annotated[int, Parameter(help="Show so many saves, the newest.")] = 20,
+    json: Json = False,
+) -> int:
+    """Show what each save cost and which rank was slowest, from recorded events."""
+    if last < 1:
+        raise UsageError("--last wants a positive number", found=last)
+    events = EventFolder.open(folder)
+    profiles = Profiles(last)
+    count = 0
+    with _timeline(out, events) as timeline:
+        for head, event in events.read():
+            count += 1
+            profiles.add(event)
+            if timeline is not None:
+                timeline.add(head.host, event)
+    document = TraceDocument(
+        folder=folder,
+        files=len(events.heads),
+        events=count,
+        unreadable=events.unreadable,
+        skipped=events.skipped,
+        lost=events.lost,
+        left_out=profiles.left_out,
+        loads=profiles.loads,
+        saves=tuple(profiles.saves()),
+        out=out,
+        traced=timeline.written if timeline else 0,
+        untraced=timeline.left_out if timeline else 0,
+    )
+    if json:
+        print_document(document)
+    else:
+        _show(document)
+    return 0
+
+
+@contextmanager
+def _timeline(out: str | None, events: EventFolder) -> Iterator[Timeline | None]:
+    """Give what writes the trace; the file gets its name when it is complete."""
+    if out is None:
+        yield None
+        return
+    partial = f"{out}.partial"
+    base = min(head.wall_ns for head in events.heads.values())
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            timeline = Timeline(file, base)
+            yield timeline
+            timeline.finish()
+        os.replace(partial, out)
+    except OSError as error:
+        raise StoreError("the trace cannot be written", where=out, found=str(error)) from error
+    finally:
+        with suppress(OSError):
+            os.unlink(partial)
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show(d: TraceDocument) -> None:
+    if d.saves:
+        _show_saves(d.saves)
+        _show_phases(d.saves[-1])
+    else:
+        print("no save was recorded")
+    if d.out is not None:
+        print(f"\n{d.out}: {d.traced} trace events; open it at https://ui.perfetto.dev")
+    for number, text in (
+        (d.unreadable, "files hold no events"),
+        (d.skipped, "lines are no events and were skipped"),
+        (d.lost, "events were lost where they were recorded"),
+        (d.left_out, "events belong to older saves, or to more than there is room for"),
+        (d.untraced, "events did not fit the trace"),
+    ):
+        if number:
+            note(f"{number} {text}")
+
+
+def _show_saves(saves: tuple[SaveProfile, ...]) -> None:
+    names = list(dict.fromkeys(p.name for s in saves for p in s.phases))
+    head = (">STEP", ">GEN", "BEGUN", "OUTCOME", ">RANKS", ">SIZE", ">TOTAL", ">STALL")
+    rows = [
+        (
+            str(s.step),
+            str(s.generation),
+            when(s.begun_ns / 1e9),
+            s.outcome,
+            str(s.ranks),
+            size_text(s.bytes),
+            _seconds(s.seconds),
+            _seconds(s.stall.max_s) if s.stall else "-",
+            *(_cell(s, name) for name in names),
+        )
+        for s in saves
+    ]
+    print_table((*head, *(f">{name}" for name in names)), rows)
+    print("\neach time is of the slowest rank; * marks the slowest phase")
+
+
+def _cell(save: SaveProfile, name: str) -> str:
+    times = [p.max_s for p in save.phases if p.name == name]
+    if not times:
+        return "-"
+    return _seconds(max(times)) + ("*" if name == save.slowest else "")
+
+
+def _show_phases(save: SaveProfile) -> None:
+    print(f"\nstep {save.step} of generation {save.generation}, over {save.ranks} ranks")
+    if save.reason:
+        print(f"{save.outcome}: {shorten(save.reason, _REASON_WIDTH)}")
+    stats = ([save.stall] if save.stall else []) + list(save.phases)
+    print_table(
+        ("PHASE", "TIER", ">RANKS", ">MIN", ">MEDIAN", ">MAX", ">SLOWEST RANK", ">SIZE"),
+        [_row(p, marked=p.name == save.slowest) for p in stats],
+    )
+
+
+def _row(p: PhaseStats, *, marked: bool) -> tuple[str, ...]:
+    return (
+        p.name + ("*" if marked else ""),
+        shorten(p.tier, _TIER_WIDTH),
+        str(p.ranks),
+        _seconds(p.min_s),
+        _seconds(p.median_s),
+        _seconds(p.max_s),
+        str(p.slowest_rank),
+        size_text(p.bytes) if p.bytes else "",
+    )
+
+
+def _seconds(value: float) -> str:
+    """Return a time with three digits: ``1.24 s``, ``340 ms``, ``52 us``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if value * scale >= 0.9995:
+            return f"{value * scale:.3g} {unit}" if value * scale < 999.5 else f"{value:.0f} s"
+    return f"{value * 1e6:.0f} us"

@@ -1,0 +1,209 @@
+"""Counters and histograms of saves and loads, for Prometheus: a collector fed by events.
+
+The names, with what they count: ``docs/reference/metrics.md``. Events are kept as they come and
+added up when somebody asks, so that the training loop pays for an append and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptd import events
+from ckptd.errors import UsageError
+from ckptd.events.event import (
+    LOAD_PHASES,
+    STALL_PHASES,
+    AnyEvent,
+    LoadDone,
+    SaveDurable,
+    SaveFailed,
+    SaveSkipped,
+    Span,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+__all__ = ["NAMES", "Metrics"]
+
+BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+NAMES = {
+    "ckptd_save_seconds": "Time of a phase of a save in the activity itself",
+    "ckptd_load_seconds": "Time of a phase of a load in the activity itself",
+    "ckptd_saves_total": "Saves that ended, by outcome",
+    "ckptd_loads_total": "Loads that filled the live state",
+    "ckptd_saved_bytes_total": "Bytes of this rank in saves that became durable",
+    "ckptd_loaded_bytes_total": "Bytes that loads wrote to this rank's buffers",
+    "ckptd_stall_seconds_total": "Time that the training loop waited for saves",
+    "ckptd_last_durable_step": "Step of the last save that became durable",
+    "ckptd_last_durable_timestamp_seconds": "When that was, in seconds since 1970",
+    "ckptd_events_dropped_total": "Events that these figures lack",
+}
+"""Every metric, with its help text."""
+
+_FOLD_AT = 1024
+_MOST_WAITING = 16384
+_MOST_LABELS = 256
+
+
+class _Histogram:
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return cumulative counts by upper bound, as Prometheus wants them."""
+        total, out = 0, []
+        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self.counts, strict=True):
+            total += count
+            out.append((bound, float(total)))
+        return out
+
+
+class Metrics:
+    """Adds up events from when it is made until `close`; a collector for ``prometheus_client``.
+
+    Its own process's events, and those that other processes hand on to it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[AnyEvent] = deque()
+        self._lock = threading.Lock()
+        self._dropped = 0
+        self._phases: dict[tuple[str, str, str], _Histogram] = {}
+        self._outcomes: dict[tuple[str, str], int] = {}
+        self._saved: dict[str, int] = {}
+        self._last: dict[str, SaveDurable] = {}
+        self._stall_ns = 0
+        self._loads = 0
+        self._loaded = 0
+        self._subscription = events.subscribe(self.observe, inline=True, relayed=True)
+
+    def close(self) -> None:
+        """Hear no more. Idempotent."""
+        self._subscription.close()
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take an event; never waits, also when called while these figures are being read."""
+        if len(self._waiting) >= _MOST_WAITING:
+            self._dropped += 1
+            return
+        self._waiting.append(event)
+        if len(self._waiting) >= _FOLD_AT and self._lock.acquire(blocking=False):
+            try:
+                self._fold()
+            finally:
+                self._lock.release()
+
+    def text(self) -> str:
+        """Return all metrics in Prometheus's text format.
+
+        Raises
+        ------
+        UsageError
+            kind ``missing-package``: the extra ``metrics`` is not installed.
+        """
+        try:
+            from prometheus_client import CollectorRegistry, generate_latest
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "metrics as text need prometheus-client, which is not installed",
+                kind="missing-package",
+                hint="pip install 'ckptd[metrics]'",
+            ) from error
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric; what ``prometheus_client`` calls."""
+        with self._lock:
+            self._fold()
+            found = [*self._histograms(), *self._counters(), *self._gauges()]
+        yield from found
+
+    # -- adding up -------------------------------------------------------------------------------
+
+    def _fold(self) -> None:
+        while self._waiting:
+            self._add(self._waiting.popleft())
+
+    def _add(self, event: AnyEvent) -> None:
+        if isinstance(event, Span):
+            self._add_span(event)
+        elif isinstance(event, SaveDurable):
+            self._count(("durable", event.tier))
+            self._saved[event.tier] = self._saved.get(event.tier, 0) + event.bytes
+            self._last[event.tier] = event
+        elif isinstance(event, SaveFailed):
+            self._count(("failed", event.tier))
+        elif isinstance(event, SaveSkipped):
+            self._count(("skipped", ""))
+        elif isinstance(event, LoadDone):
+            self._loads += 1
+            self._loaded += event.bytes
+
+    def _add_span(self, span: Span) -> None:
+        kind = "load" if span.name in LOAD_PHASES else "save"
+        key = (kind, span.name, span.tier)
+        if key in self._phases or len(self._phases) < _MOST_LABELS:
+            self._phases.setdefault(key, _Histogram()).add(span.busy_ns / 1e9)
+        if span.name in STALL_PHASES:
+            self._stall_ns += span.busy_ns
+
+    def _count(self, key: tuple[str, str]) -> None:
+        self._outcomes[key] = self._outcomes.get(key, 0) + 1
+
+    # -- giving out ------------------------------------------------------------------------------
+
+    def _histograms(self) -> Iterator[Metric]:
+        from prometheus_client.core import HistogramMetricFamily
+
+        for kind in ("save", "load"):
+            name = f"ckptd_{kind}_seconds"
+            family = HistogramMetricFamily(name, NAMES[name], labels=["phase", "tier"])
+            for (of, phase, tier), histogram in sorted(self._phases.items(), key=lambda i: i[0]):
+                if of == kind:
+                    family.add_metric([phase, tier], histogram.buckets(), histogram.sum)
+            yield family
+
+    def _counters(self) -> Iterator[Metric]:
+        yield _counter("ckptd_saves_total", ["outcome", "tier"], self._outcomes)
+        saved = {(tier,): n for tier, n in self._saved.items()}
+        yield _counter("ckptd_saved_bytes_total", ["tier"], saved)
+        yield _counter("ckptd_stall_seconds_total", [], {(): self._stall_ns / 1e9})
+        yield _counter("ckptd_loads_total", [], {(): self._loads})
+        yield _counter("ckptd_loaded_bytes_total", [], {(): self._loaded})
+        yield _counter("ckptd_events_dropped_total", [], {(): self._dropped})
+
+    def _gauges(self) -> Iterator[Metric]:
+        steps = {(t,): float(e.step) for t, e in self._last.items()}
+        yield _gauge("ckptd_last_durable_step", ["tier"], steps)
+        times = {(t,): e.at_ns / 1e9 for t, e in self._last.items()}
+        yield _gauge("ckptd_last_durable_timestamp_seconds", ["tier"], times)
+
+
+def _counter(name: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    family = CounterMetricFamily(name, NAMES[name], labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(list(key), value)
+    return family
+
+
+def _gauge(name: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(name, NAMES[name], labels=labels)
+    for key, value in sorted(values.items()):
+        family.add_metric(list(key), value)
+    return family

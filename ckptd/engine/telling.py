@@ -1,0 +1,36 @@
+"""Naming the save, and its tier, around the code that works for it: see `ckptd.events.about`."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+
+from ckptd import events
+from ckptd.format.names import DATA, CommitName, parse_data_folder
+from ckptd.store.base import Store
+
+__all__ = ["saving", "saving_file", "tier_of"]
+
+_FILE = re.compile(DATA + r"([^/]+)/r([0-9]{5,8})\.safetensors")
+
+
+def tier_of(store: Store) -> str:
+    """Return the tier that a checkpointer's root is: ``local``, ``remote``, or ``memory``."""
+    if not store.capabilities.shared:
+        return "memory"
+    return "local" if store.capabilities.local_files else "remote"
+
+
+def saving(store: Store, name: CommitName, attempt: str, rank: int) -> AbstractContextManager[None]:
+    """Say whose share of which save is worked on; a tier that was named already stays."""
+    save = events.SaveId(name.step, name.generation, attempt, rank)
+    return events.about(save, tier=events.current().tier or tier_of(store))
+
+
+def saving_file(store: Store, key: str) -> AbstractContextManager[None]:
+    """Do the same for a data file of a save; any other key says nothing."""
+    match = _FILE.fullmatch(key)
+    folder = parse_data_folder(match[1]) if match else None
+    if match is None or folder is None:
+        return nullcontext()
+    return saving(store, *folder, int(match[2]))

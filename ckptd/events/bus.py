@@ -1,0 +1,165 @@
+"""Who hears of events: one list of subscribers a process.
+
+`emit` takes no lock that anybody holds for long and calls nothing that waits, so that it may be
+called from any thread, from signal handlers and from destructors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from ckptd.events.event import AnyEvent
+
+__all__ = ["Subscription", "at_first_event", "emit", "listening", "relay", "subscribe"]
+
+_log = logging.getLogger("ckptd")
+
+Callback = Callable[[AnyEvent], None]
+CAPACITY = 4096
+"""Events that wait for one subscriber, at most."""
+
+
+class Subscription:
+    """One subscriber; made by `subscribe`.
+
+    Attributes
+    ----------
+    dropped
+        Events that came while the queue was full.
+    failed
+        Calls that raised; the first is logged.
+    """
+
+    def __init__(self, callback: Callback, capacity: int, *, inline: bool, relayed: bool) -> None:
+        self.dropped = 0
+        self.failed = 0
+        self.relayed = relayed
+        self._callback = callback
+        self._capacity = capacity
+        self._queue: SimpleQueue[AnyEvent | threading.Event | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if not inline:
+            self._thread = threading.Thread(target=self._run, name="ckptd-events", daemon=True)
+            self._thread.start()
+
+    def offer(self, event: AnyEvent) -> None:
+        """Take an event, or drop it; never raises, never waits."""
+        if self._thread is None:
+            self._call(event)
+        elif self._queue.qsize() >= self._capacity:
+            self.dropped += 1
+        else:
+            self._queue.put(event)
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all events so far have been delivered; False when that takes too long."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        reached = threading.Event()
+        self._queue.put(reached)
+        return reached.wait(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Deliver what has come and hear no more. Idempotent."""
+        _remove(self)
+        if self._thread is not None and self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+            else:
+                self._call(item)
+
+    def _call(self, event: AnyEvent) -> None:
+        try:
+            self._callback(event)
+        except Exception:  # noqa: BLE001 - whoever listens must not disturb what is listened to
+            self.failed += 1
+            if self.failed == 1:
+                _log.warning("a subscriber of events failed", exc_info=True)
+
+
+_subscribers: tuple[Subscription, ...] = ()
+_changing = threading.Lock()
+_first: list[Callable[[], None]] = []
+
+
+def subscribe(
+    callback: Callback, *, capacity: int = CAPACITY, inline: bool = False, relayed: bool = False
+) -> Subscription:
+    """Call `callback` with every event from now on, in a thread of its own.
+
+    Parameters
+    ----------
+    capacity
+        Events that may wait for it; further ones are dropped and counted.
+    inline
+        Call it in the thread that emits instead: for callbacks that neither wait nor take a lock.
+    relayed
+        Also with events of other processes that were handed on to this one (`relay`).
+    """
+    global _subscribers
+    subscription = Subscription(callback, capacity, inline=inline, relayed=relayed)
+    with _changing:
+        _subscribers = (*_subscribers, subscription)
+    return subscription
+
+
+def _remove(subscription: Subscription) -> None:
+    global _subscribers
+    with _changing:
+        _subscribers = tuple(s for s in _subscribers if s is not subscription)
+
+
+def at_first_event(call: Callable[[], None]) -> None:
+    """Call a function once, before this process's first event is delivered."""
+    _first.append(call)
+
+
+def listening() -> bool:
+    """Tell whether anybody would hear an event: whether making one is worth it."""
+    if _first:
+        _begin()
+    return bool(_subscribers)
+
+
+def emit(event: AnyEvent) -> None:
+    """Tell all subscribers; never raises, never waits."""
+    if _first:
+        _begin()
+    for subscriber in _subscribers:
+        subscriber.offer(event)
+
+
+def relay(event: AnyEvent) -> None:
+    """Tell those who want to hear of other processes: this event happened in one of them."""
+    for subscriber in _subscribers:
+        if subscriber.relayed:
+            subscriber.offer(event)
+
+
+def _begin() -> None:
+    calls = _first.copy()
+    _first.clear()
+    for call in calls:
+        try:
+            call()
+        except Exception:  # noqa: BLE001 - as in Subscription
+            _log.warning("events are not recorded", exc_info=True)
+
+
+def _after_fork() -> None:
+    """Forget the parent's subscribers: their threads did not come along."""
+    global _subscribers, _changing
+    _subscribers = ()
+    _changing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

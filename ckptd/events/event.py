@@ -1,0 +1,215 @@
+"""What happens to saves and loads, as typed structs.
+
+The bounds on fields are for readers: a file may hold anything.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "LOAD_PHASES",
+    "MOST_TEXT",
+    "SAVE_PHASES",
+    "STALL_PHASES",
+    "AnyEvent",
+    "Event",
+    "LoadDone",
+    "Lost",
+    "Opened",
+    "SaveBegun",
+    "SaveDurable",
+    "SaveFailed",
+    "SaveId",
+    "SaveSkipped",
+    "SaveStaged",
+    "Span",
+]
+
+SAVE_PHASES = (
+    "call",
+    "flatten",
+    "plan",
+    "acquire",
+    "enqueue",
+    "gate_wait",
+    "copy",
+    "digest",
+    "write",
+    "sync",
+    "upload",
+    "part",
+    "gather",
+    "commit",
+    "retention",
+)
+"""Names of a save's spans, in the order in which they begin."""
+LOAD_PHASES = ("fetch", "fill", "verify")
+"""Names of a load's spans."""
+STALL_PHASES = ("call", "gate_wait")
+"""What the training loop waits for; `call` contains flatten, plan, acquire and enqueue."""
+
+MOST_TEXT = 2000
+"""Characters of a message or reason."""
+
+_Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Rank = Annotated[int, Meta(ge=0, lt=10**8)]
+_Word = Annotated[str, Meta(max_length=64)]
+_Text = Annotated[str, Meta(max_length=MOST_TEXT)]
+_Phase = Annotated[str, Meta(pattern="^[a-z][a-z_]{0,31}$")]
+
+
+class SaveId(msgspec.Struct, frozen=True):
+    """Which save, and whose share of it; of a load: which checkpoint, with an empty attempt."""
+
+    step: int
+    generation: int
+    attempt: str
+    rank: int
+
+    def fields(self) -> dict[str, Any]:
+        """Return what an `Event` takes of it."""
+        return msgspec.structs.asdict(self)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
+    """What all events have.
+
+    Attributes
+    ----------
+    step, generation, attempt
+        The save; a load has no attempt.
+    rank
+        In the job, or in the process group of the checkpointer.
+    """
+
+    step: _Count
+    generation: _Count
+    attempt: _Word = ""
+    rank: _Rank
+
+    @property
+    def time_ns(self) -> int:
+        """When it happened, or began."""
+        raise NotImplementedError
+
+
+class Span(Event, frozen=True, kw_only=True, tag=True):
+    """An activity that has ended.
+
+    Attributes
+    ----------
+    name
+        One of `SAVE_PHASES` or `LOAD_PHASES`.
+    tier
+        Where to; empty where that does not matter.
+    start_ns
+        Nanoseconds since 1970, from `ckptd.events.now_ns`.
+    duration_ns
+        From its first moment to its last.
+    busy_ns
+        Of these, in the activity itself: less than `duration_ns` where pieces of it take turns with
+        something else, more where pieces run beside each other.
+    bytes
+        Moved or looked at; 0 where that does not matter.
+    error
+        Kind of the error that ended it.
+    """
+
+    name: _Phase
+    tier: _Word = ""
+    start_ns: _Count
+    duration_ns: _Count
+    busy_ns: _Count
+    bytes: _Count = 0
+    error: _Word = ""
+
+    @property
+    def time_ns(self) -> int:
+        """When it began."""
+        return self.start_ns
+
+
+class _Moment(Event, frozen=True, kw_only=True):
+    at_ns: _Count
+
+    @property
+    def time_ns(self) -> int:
+        """When it happened."""
+        return self.at_ns
+
+
+class SaveBegun(_Moment, frozen=True, kw_only=True, tag=True):
+    """A save is due and begins."""
+
+
+class SaveStaged(_Moment, frozen=True, kw_only=True, tag=True):
+    """Every byte of this rank's state is copied."""
+
+    bytes: _Count = 0
+
+
+class SaveDurable(_Moment, frozen=True, kw_only=True, tag=True):
+    """The checkpoint exists on a tier, and this rank knows of it; `bytes` are its own."""
+
+    tier: _Word = ""
+    bytes: _Count = 0
+
+
+class SaveFailed(_Moment, frozen=True, kw_only=True, tag=True):
+    """The save will not become durable on a tier; `kind` and `message` are the error's."""
+
+    tier: _Word = ""
+    kind: _Word = ""
+    message: _Text = ""
+
+
+class SaveSkipped(_Moment, frozen=True, kw_only=True, tag=True):
+    """A save was due and did not begin; `reason` says why."""
+
+    reason: _Text = ""
+
+
+class LoadDone(_Moment, frozen=True, kw_only=True, tag=True):
+    """A load has filled the live state.
+
+    `bytes` were written to this rank's buffers, `fetched` brought from the store by this rank;
+    `skipped` newer steps were corrupt.
+    """
+
+    duration_ns: _Count
+    bytes: _Count = 0
+    fetched: _Count = 0
+    skipped: _Count = 0
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """First line of a file: who writes it, and what its clocks said at one moment.
+
+    Attributes
+    ----------
+    clock
+        Files with the same name here were written with the same monotonic clock.
+    wall_ns, monotonic_ns
+        Both clocks at one moment. Events carry monotonic time plus their difference.
+    """
+
+    schema: _Count = 1
+    host: Annotated[str, Meta(max_length=255)]
+    pid: _Count
+    clock: Annotated[str, Meta(max_length=255)]
+    wall_ns: _Count
+    monotonic_ns: _Count
+    version: _Word = ""
+
+
+class Lost(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):
+    """So many events could not be written to this file since the last such line."""
+
+    count: _Count
+
+
+AnyEvent = Span | SaveBegun | SaveStaged | SaveDurable | SaveFailed | SaveSkipped | LoadDone
