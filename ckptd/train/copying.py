@@ -183,8 +183,8 @@ class Snapshot:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor, detached."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    """Return what this rank has of a detached tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _part(local: torch.Tensor, part: Box | Window | None) -> torch.Tensor:

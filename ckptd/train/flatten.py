@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,19 +11,59 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckptd.errors import UsageError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.train.arrays import add_array
 from ckptd.train.leaves import Leaves
 from ckptd.train.modules import add_module
 from ckptd.train.objects import call_with, replace_in_place
-from ckptd.train.optimizers import Owners, add_optimizer
+from ckptd.train.optimizers import Owners, add_groups, add_optimizer
 from ckptd.train.perrank import PerRank, can_reseed
+from ckptd.train.recall import Recall, is_heavy
 from ckptd.train.rng import Rng
 from ckptd.train.sink import Sink
 from ckptd.train.values import add_value
 from ckptd.train.walk import Site, is_stateful, walk
 
-__all__ = ["collect", "flatten"]
+__all__ = ["Flattener", "collect", "flatten"]
+
+
+class Flattener:
+    """Flattens one state again and again; see `flatten`.
+
+    A state of which nothing has another place, memory or form is not looked through again.
+    """
+
+    def __init__(self) -> None:
+        self._recall = Recall()
+        self._names: dict[str, Mapping[int, str]] = {}
+
+    def flatten(self, state: Mapping[str, Any]) -> Leaves:
+        """Return the leaves of `state`."""
+        sites = walk(state)
+        again = self._recall.leaves(sites)
+        if again is not None:
+            sink = Sink.again(*again)
+            known = len(sink.leaves.tensors)
+            # What cannot be added, or brings tensors of its own, is looked at with all the rest.
+            with contextlib.suppress(CkptdError):
+                self._reread(sink, sites)
+                if len(sink.leaves.tensors) == known:
+                    return sink.leaves
+        sink = Sink()
+        owners = collect(sink, sites)
+        heavy = [s for s in sites if isinstance(s.value, torch.optim.Optimizer)]
+        self._names = {s.place.name: owners.names(s.value, s.place) for s in heavy}
+        self._recall.keep(sites, sink.leaves, sink.path)
+        return sink.leaves
+
+    def _reread(self, sink: Sink, sites: list[Site]) -> None:
+        """Add what may have changed unseen."""
+        owners = Owners(())
+        for site in sites:
+            if isinstance(site.value, torch.optim.Optimizer):
+                add_groups(sink, site.place, site.value, self._names[site.place.name])
+            elif not is_heavy(site):
+                _add(sink, site, owners)
 
 
 def flatten(state: Mapping[str, Any]) -> Leaves:
@@ -50,11 +91,12 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
     return sink.leaves
 
 
-def collect(sink: Sink, sites: list[Site]) -> None:
-    """Add the leaves of all sites to `sink`."""
+def collect(sink: Sink, sites: list[Site]) -> Owners:
+    """Add the leaves of all sites to `sink`; return who owns which parameter."""
     owners = Owners(sites)
     for site in sites:
         _add(sink, site, owners)
+    return owners
 
 
 def _add(sink: Sink, site: Site, owners: Owners) -> None:

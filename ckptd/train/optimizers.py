@@ -7,7 +7,7 @@ depend on the order of groups, and on which parameters a rank happens to hold.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from ckptd.train.sink import Sink
 from ckptd.train.values import add_value
 from ckptd.train.walk import Site
 
-__all__ = ["Owners", "add_optimizer"]
+__all__ = ["Owners", "add_groups", "add_optimizer"]
 
 _NOT_HYPER = ("params", "param_names")
 
@@ -93,13 +93,7 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
     """
     _check_optimizer(optimizer, place)
     names = owners.names(optimizer, place)
-    at = place.child("groups", ".param_groups")
-    put = partial(_put_groups, optimizer, names)
-
-    def check(value: Any) -> None:
-        _match_groups(optimizer, names, at.name, value)
-
-    sink.add_object(at, _groups(optimizer, names), put, kind="groups", check=check)
+    at = add_groups(sink, place, optimizer, names)
     saved = _saved_state(sink.saved, place.name, set(names.values()))
     known = sink.saved is not None and at.name in sink.saved.objects
     for group in optimizer.param_groups:
@@ -117,6 +111,18 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
             # Sorted: a restored optimizer holds its state in another order than a stepped one.
             for key in sorted({*live, *entries}, key=str):
                 param.add(key, entries.get(key))
+
+
+def add_groups(sink: Sink, place: Place, optimizer: Optimizer, names: Mapping[int, str]) -> Place:
+    """Add the hyperparameters of an optimizer; return where. `names` are those of `Owners`."""
+    at = place.child("groups", ".param_groups")
+    put = partial(_put_groups, optimizer, names)
+
+    def check(value: Any) -> None:
+        _match_groups(optimizer, names, at.name, value)
+
+    sink.add_object(at, _groups(optimizer, names), put, kind="groups", check=check)
+    return at
 
 
 class _Parameter:
@@ -227,7 +233,7 @@ def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[st
 # --- groups ---------------------------------------------------------------------------------------
 
 
-def _groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
+def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     return [
         {
             "params": sorted(names[id(p)] for p in group["params"]),
@@ -238,7 +244,7 @@ def _groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]
 
 
 def _match_groups(
-    optimizer: Optimizer, names: dict[int, str], where: str, saved: Any
+    optimizer: Optimizer, names: Mapping[int, str], where: str, saved: Any
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Pair live groups with saved ones by their sets of parameters.
 
@@ -291,7 +297,7 @@ def _listing(groups: Iterable[tuple[str, ...]], where: str) -> str:
 
 
 @torch.no_grad()
-def _put_groups(optimizer: Optimizer, names: dict[int, str], saved: Any) -> None:
+def _put_groups(optimizer: Optimizer, names: Mapping[int, str], saved: Any) -> None:
     for live, group in _match_groups(optimizer, names, "groups", saved):
         for key, value in group.items():
             if key not in _NOT_HYPER:

@@ -22,7 +22,7 @@ from ckptd.format.metadata import checked_metadata
 from ckptd.train.agree import Agreement
 from ckptd.train.copying import CopyStep, Snapshot, copy_steps
 from ckptd.train.describe import Describer
-from ckptd.train.flatten import flatten
+from ckptd.train.flatten import Flattener
 from ckptd.train.gate import Gate
 from ckptd.train.laid import Laid
 from ckptd.train.laid_replicas import replica_tables
@@ -67,6 +67,7 @@ class Saver:
     ) -> None:
         self._layout = layout
         self._board = agreement.board
+        self._flattener = Flattener()
         self._planner = Planner(agreement)
         self._describer = Describer(ranks)
         self._timeout_s = timeout_s
@@ -121,7 +122,7 @@ class Saver:
             # Only those of rank 0 count; what is wrong with them is told before a byte is copied.
             metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
             with no_collection():
-                leaves = taken = flatten(state)
+                leaves = taken = self._flattener.flatten(state)
                 laid = None
                 if self._layout is not None:
                     laid = laid_leaves(self._layout.bind(lambda: taken), taken)

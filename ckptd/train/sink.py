@@ -49,6 +49,18 @@ class Sink:
         self._paths: dict[str, str] = {}
         self._by_memory: dict[Hashable, TensorLeaf] = {}
 
+    @staticmethod
+    def again(leaves: Leaves, paths: dict[str, str]) -> Sink:
+        """Return one that has leaves already, under names that stand at `paths`."""
+        sink = Sink()
+        sink.leaves = leaves
+        sink._paths = paths
+        return sink
+
+    def path(self, name: str) -> str:
+        """Return where a name stands in the program."""
+        return self._paths[name]
+
     def add_tensor(
         self,
         place: Place,

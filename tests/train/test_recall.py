@@ -1,0 +1,153 @@
+"""Leaves that are recalled are those that another look would find, whatever was done between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from ckptd.train import flatten as module
+from ckptd.train.flatten import Flattener, flatten
+from ckptd.train.leaves import Leaves
+
+State = dict[str, Any]
+
+
+def make() -> State:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optim.step()
+    return {
+        "model": model,
+        "optim": optim,
+        "plain": {"w": torch.zeros(3), "n": 1},
+        "tokens": 7,
+        "list": [1, 2],
+    }
+
+
+def tie(s: State) -> None:
+    s["model"][2].weight = nn.Parameter(s["model"][0].weight.detach().t().contiguous())
+
+
+def swap_data(s: State) -> None:
+    s["model"][0].weight.data = torch.ones_like(s["model"][0].weight)
+
+
+def resize(s: State) -> None:
+    s["plain"]["w"].resize_(5)
+
+
+def in_place(s: State) -> None:
+    with torch.no_grad():
+        s["model"][0].weight.add_(1.0)
+
+
+def learning_rate(s: State) -> None:
+    s["optim"].param_groups[0]["lr"] *= 2
+
+
+def new_group(s: State) -> None:
+    extra = nn.Linear(2, 2)
+    s[f"extra{len(s)}"] = extra
+    s["optim"].add_param_group({"params": list(extra.parameters())})
+
+
+def forget_state(s: State) -> None:
+    s["optim"].state.pop(s["model"][0].weight, None)
+
+
+def state_value(s: State) -> None:
+    if s["model"][0].bias in s["optim"].state:
+        s["optim"].state[s["model"][0].bias]["note"] = len(s)
+
+
+def new_state_tensor(s: State) -> None:
+    if s["model"][0].bias in s["optim"].state:
+        s["optim"].state[s["model"][0].bias]["extra"] = torch.ones(2)
+
+
+def alias(s: State) -> None:
+    s["again"] = s["plain"]["w"]
+
+
+def hide_buffer(s: State) -> None:
+    s["model"][1]._non_persistent_buffers_set.add("running_mean")
+
+
+CHANGES: dict[str, Callable[[State], Any]] = {
+    "nothing": lambda s: None,
+    "value": lambda s: s.update(tokens=s["tokens"] + 1),
+    "value inside": lambda s: s["plain"].update(n=s["plain"]["n"] + 1),
+    "list": lambda s: s["list"].append(3),
+    "value becomes tensor": lambda s: s.update(tokens=torch.tensor(1)),
+    "value with a tensor": lambda s: s.update(list=[torch.ones(2), 1]),
+    "array": lambda s: s.update(array=np.arange(3)),
+    "tensor replaced": lambda s: s["plain"].update(w=torch.ones(3)),
+    "key": lambda s: s["plain"].update({f"k{len(s['plain'])}": torch.ones(1)}),
+    "key gone": lambda s: s["plain"].pop("w", None) if len(s["plain"]) > 2 else None,
+    "parameter": lambda s: setattr(s["model"][0], "scale", nn.Parameter(torch.ones(1))),
+    "buffer": lambda s: s["model"][1].register_buffer("more", torch.ones(2)),
+    "buffer replaced": lambda s: setattr(s["model"][1], "running_var", torch.full((4,), 2.0)),
+    "child": lambda s: s["model"].append(nn.Linear(3, 3)),
+    "generator": lambda s: s.update(rng=torch.Generator().manual_seed(1)),
+    "tied": tie,
+    "data": swap_data,
+    "resized": resize,
+    "in place": in_place,
+    "rate": learning_rate,
+    "group": new_group,
+    "no state": forget_state,
+    "state value": state_value,
+    "state tensor": new_state_tensor,
+    "alias": alias,
+    "hidden": hide_buffer,
+}
+
+
+def seen(leaves: Leaves) -> Any:
+    return (
+        [(n, x.tensor.data_ptr(), x.shape, x.dtype, x.kind, x.path, x.aliases)
+         for n, x in leaves.tensors.items() if x.kind != "ndarray"],
+        [(n, x.tensor.tolist()) for n, x in leaves.tensors.items() if x.kind == "ndarray"],
+        {n: (x.raw, x.kind, x.path) for n, x in leaves.objects.items()},
+        {n: x.raw for n, x in leaves.per_rank.items()},
+        leaves.aliases,
+        list(map(id, leaves.optimizers)),
+    )  # fmt: skip
+
+
+def outcome(look: Callable[[State], Leaves], state: State) -> Any:
+    try:
+        return seen(look(state))
+    except Exception as error:  # noqa: BLE001 - the same one has to come from both
+        return type(error), str(error)
+
+
+@settings(max_examples=80)
+@given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6))
+def test_what_is_recalled_is_what_is_there(changes: list[str]) -> None:
+    state, flattener = make(), Flattener()
+    for change in ["nothing", *changes, "nothing"]:
+        CHANGES[change](state)
+        assert outcome(flattener.flatten, state) == outcome(flatten, state), change
+
+
+def test_a_state_that_stays_is_not_looked_through_again(monkeypatch: Any) -> None:
+    state, flattener = make(), Flattener()
+    first = flattener.flatten(state)
+    looked: list[str] = []
+    monkeypatch.setattr(module, "collect", lambda *_: looked.append("again"))
+    for change in ("value", "in place", "rate"):
+        CHANGES[change](state)
+        again = flattener.flatten(state)
+        assert again.tensors == first.tensors
+    assert not looked
+    assert again.objects["tokens"].raw == 8
