@@ -50,6 +50,7 @@ VERBS = {
     "\n\nThat is what dead saves and abandoned lines left, and with --keep older steps. It shows"
     " its plan and asks. Never deleted are the newest complete checkpoint, all after it, and what"
     " is pinned or read at this moment.",
+    "trace": "Show what each save cost and which rank was slowest, from recorded events.",
     "doctor": "Probe a root's store, plugins, versions and environment."
     "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
     " cannot decide who creates an object first is refused, with exit code 5.",

@@ -106,6 +106,7 @@ class _Save:
     committed: bool = False
     failed: str | None = None
     skipped: str | None = None
+    events: int = 0
 
 
 _Key = tuple[int, int, str]
@@ -156,6 +157,7 @@ class Profiles:
         self._floor = min(self._saves)
         gone = self._saves.pop(self._floor)
         self._figures -= _figures(gone)
+        self.left_out += gone.events
 
     def _room(self, save: _Save, event: AnyEvent) -> bool:
         before = _figures_of(save, event)
@@ -196,6 +198,7 @@ def _figures_of(save: _Save, event: AnyEvent) -> int:
 
 
 def _add(save: _Save, event: AnyEvent) -> None:
+    save.events += 1
     save.ranks.add(event.rank)
     if isinstance(event, Span):
         _add_span(save, event)
@@ -205,10 +208,9 @@ def _add(save: _Save, event: AnyEvent) -> None:
         at = save.durable.get(event.tier, event.at_ns)
         save.durable[event.tier] = min(at, event.at_ns)
     elif isinstance(event, SaveFailed):
-        # The same for every order of events.
-        save.failed = min(save.failed or event.message, event.message)
+        save.failed = _first_of(save.failed, event.message)
     elif isinstance(event, SaveSkipped):
-        save.skipped = min(save.skipped or event.reason, event.reason)
+        save.skipped = _first_of(save.skipped, event.reason)
 
 
 def _add_span(save: _Save, span: Span) -> None:
@@ -220,7 +222,12 @@ def _add_span(save: _Save, span: Span) -> None:
     if span.name == "commit":
         save.committed = save.committed or not span.error
         if span.error:
-            save.failed = min(save.failed or span.error, span.error)
+            save.failed = _first_of(save.failed, span.error)
+
+
+def _first_of(text: str | None, other: str) -> str:
+    """Choose alike for every order of events."""
+    return other if text is None else min(text, other)
 
 
 def _extend(save: _Save, first: int, last: int) -> None:

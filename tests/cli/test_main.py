@@ -19,6 +19,7 @@ from ckptd import __version__
 from ckptd.cli.main import VERBS, app
 from ckptd.errors import CorruptError
 from ckptd.store import register_store
+from tests.cli.recorded import write_events
 from tests.cli.running import COMMAND, TIMEOUT_S, Cli, process
 
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
@@ -83,6 +84,7 @@ def test_verbs_on_a_local_root_import_nothing_heavy(root: str, tmp_path: Path) -
     commands += [
         ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
         ["lay", "check", "hf.llama"],
+        ["trace", write_events(tmp_path / "events")],
     ]
     assert {c[0] for c in commands} == set(VERBS) - {"demo"}
     assert not modules_after(*commands) & {*HEAVY, "rich"}
