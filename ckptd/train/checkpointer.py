@@ -469,7 +469,8 @@ class Checkpointer:
             self._client.close(1.0)
         in_process = None if self._store.capabilities.shared else self._store
         board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
-        self._client = WriterClient(self._spec, board, in_process, self._slots)
+        with self._watch.held():
+            self._client = WriterClient(self._spec, board, in_process, self._slots)
         return self._client
 
     def _check_open(self) -> None:

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
@@ -71,6 +72,18 @@ class SignalWatch:
             self._pending.pop(served, None)
         if kind == STOP and self._stop_at is None:
             self._stop_at = time.monotonic()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the signals back in this thread: a process that is started now never gets them.
+
+        A scheduler signals every process of a job, and the writing one has to finish.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def stop_at(self) -> float | None:

@@ -191,6 +191,24 @@ def test_a_signal_that_ends_saves_and_stops(tmp_path: Path) -> None:
         assert [c.step for c in Catalogue(store).line()] == [4]
 
 
+def test_a_scheduler_that_signals_every_process_does_not_end_the_writing_one(
+    tmp_path: Path,
+) -> None:
+    with ckptd.Checkpointer(str(tmp_path), save_on=TERM, throttle=2e6) as ck:
+        worker = ck.worker_pid
+        assert worker is not None
+        under_way = ck.save(1, state(1 << 18))
+        os.kill(worker, TERM)
+        me(TERM)
+        last = ck.save(2, state(1 << 18))
+        assert ck.stop_requested
+        assert under_way is not None
+        assert last is not None
+        last.durable()
+        under_way.durable()
+        assert ck.worker_pid == worker
+
+
 def test_without_save_on_no_handler_is_touched(tmp_path: Path) -> None:
     before = signal.getsignal(TERM)
     with ckptd.Checkpointer(str(tmp_path)) as ck:
