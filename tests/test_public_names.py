@@ -43,6 +43,7 @@ TORCH_FREE = [
     "ckptd.cli.main",
     "ckptd.engine",
     "ckptd.errors",
+    "ckptd.events",
     "ckptd.format",
     "ckptd.layout",
     "ckptd.readers",

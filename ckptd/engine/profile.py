@@ -30,6 +30,9 @@ _MOST_PHASES = 64
 NOT_WORK = frozenset({"call", "gather"})
 """Phases that contain others, or that wait for other ranks: never the cause of anything."""
 
+_DECISIVE = frozenset({"call", "gather", "commit"})
+"""Phases whose errors end a save."""
+
 
 class PhaseStats(msgspec.Struct, frozen=True):
     """One phase of a save over all ranks that had it; times in seconds in the activity itself.
@@ -219,10 +222,10 @@ def _add_span(save: _Save, span: Span) -> None:
     phase.bytes += span.bytes
     if span.name != "retention":
         _extend(save, span.start_ns, span.start_ns + span.duration_ns)
-    if span.name == "commit":
-        save.committed = save.committed or not span.error
-        if span.error:
-            save.failed = _first_of(save.failed, span.error)
+    if span.name == "commit" and not span.error:
+        save.committed = True
+    if span.name in _DECISIVE and span.error:
+        save.failed = _first_of(save.failed, span.error)
 
 
 def _first_of(text: str | None, other: str) -> str:

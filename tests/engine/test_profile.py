@@ -160,7 +160,10 @@ def test_outcomes() -> None:
     assert profile(SaveSkipped(**ids(), at_ns=0, reason="full")).outcome == "skipped"
     # The trainers may be dead when the commit comes.
     assert profile(begun, span("commit", 1.0)).outcome == "durable"
-    assert profile(begun, span("commit", 1.0, error="no-space")).outcome == "failed"
+    for name in ("call", "gather", "commit"):
+        lost = profile(begun, span(name, 1.0, error="no-space"))
+        assert (lost.outcome, lost.reason) == ("failed", "no-space")
+    assert profile(begun, span("retention", 1.0, error="store")).outcome == "unfinished"
 
 
 def test_total_time_leaves_retention_out() -> None:
