@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ckptd import events
 from ckptd.engine.arena import Slot, slots_for
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
@@ -23,6 +24,7 @@ from ckptd.engine.job import (
     Blob,
     Committed,
     Failed,
+    Happened,
     Hello,
     Progress,
     Ready,
@@ -227,7 +229,7 @@ class WriterClient:
         """Say that all of a job is copied; see `Sealed`."""
         slot.seal()
         self._send(Sealed(job, replicas, blobs))
-        self._jobs[job].handle._advance("writing", 0)
+        self._jobs[job].handle._sealed()
 
     def next_job(self) -> int:
         """Return a fresh job number."""
@@ -295,6 +297,9 @@ class WriterClient:
         self._heard = time.monotonic()
         if isinstance(message, Ready):
             self._ready.set()
+            return
+        if isinstance(message, Happened):
+            events.relay(message.event)
             return
         job = self._jobs.get(message.job)
         if job is not None:

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd import events
 from ckptd.engine.commit import blob_key, witness_plan
 from ckptd.engine.filewriter import FileResult, write_file
 from ckptd.engine.job import Blob, Part, Save, Sealed
 from ckptd.engine.structure import SavePlan
+from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
 from ckptd.format.filemap import ChunkRef
@@ -136,7 +138,8 @@ def drain(
     except CkptdError as error:
         _give_up(store, rank_plan.rank, save, error)
         raise
-    store.put(part_key(save.folder, rank_plan.rank), part.encode())
+    with saving(store, save.name, save.attempt, rank_plan.rank), events.span("part"):
+        store.put(part_key(save.folder, rank_plan.rank), part.encode())
 
 
 def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:

@@ -150,6 +150,16 @@ class SaveHandle:
         message = error.message[: events.MOST_TEXT]
         self._emit(events.SaveFailed, kind=error.kind, message=message)
 
+    def _sealed(self) -> None:
+        """Every byte is copied."""
+        self._advance("writing", 0)
+        if self._scope.save is not None:
+            events.emit(
+                events.SaveStaged(
+                    **self._scope.save.fields(), at_ns=events.now_ns(), bytes=self._total
+                )
+            )
+
     def _emit(self, what: type[events.SaveDurable | events.SaveFailed], **fields: Any) -> None:
         """Tell what happened, if the save was begun where somebody said whose it is."""
         if self._scope.save is not None:

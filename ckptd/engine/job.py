@@ -12,6 +12,7 @@ import msgspec
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import CorruptError
+from ckptd.events.event import AnyEvent
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import CommitName, data_folder
 from ckptd.store import StoreSpec
@@ -22,6 +23,7 @@ __all__ = [
     "Committed",
     "Extra",
     "Failed",
+    "Happened",
     "Hello",
     "Part",
     "Progress",
@@ -184,7 +186,13 @@ class Warned(msgspec.Struct, frozen=True, tag=True):
     error: dict[str, str | None]
 
 
-Response = Ready | Progress | Written | Committed | Failed | Warned
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Something that metrics count happened in the writing process."""
+
+    event: AnyEvent
+
+
+Response = Ready | Progress | Written | Committed | Failed | Warned | Happened
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+from ckptd import events
 from ckptd.engine.arena import Slot, half_staged
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.channel import Channel, SocketChannel
@@ -26,10 +27,12 @@ from ckptd.engine.job import (
     Abort,
     Committed,
     Failed,
+    Happened,
     Hello,
     Progress,
     Ready,
     Request,
+    Response,
     Save,
     Sealed,
     Segment,
@@ -39,6 +42,7 @@ from ckptd.engine.job import (
     Written,
 )
 from ckptd.engine.retention import apply_retention
+from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.format.names import commit_key
 from ckptd.store.base import Store
@@ -89,11 +93,11 @@ class Worker:
             self._hello = hello
             self._store = self._given_store or hello.store.open()
             self._catalogue = Catalogue(self._store)
-            self._send(Ready(os.getpid()))
+            self.tell(Ready(os.getpid()))
             while self._serve_one():
                 pass
         except CkptdError as error:
-            self._send(Failed(-1, error.to_dict()))
+            self.tell(Failed(-1, error.to_dict()))
         except EOFError:
             self._trainer_died = True
         finally:
@@ -189,7 +193,7 @@ class Worker:
             now = time.monotonic()
             if now - last > 0.1 or done == total:
                 last = now
-                self._send(Progress(save.job, done, total))
+                self.tell(Progress(save.job, done, total))
 
         try:
             slot = self._slot(save)
@@ -203,12 +207,12 @@ class Worker:
                 progress,
             )
         except CkptdError as error:
-            self._send(Failed(save.job, error.to_dict()))
+            self.tell(Failed(save.job, error.to_dict()))
             return
         except Exception as error:  # noqa: BLE001 - a bug must reach the handle, not vanish
-            self._send(Failed(save.job, _as_worker_error(error)))
+            self.tell(Failed(save.job, _as_worker_error(error)))
             return
-        self._send(Written(save.job))
+        self.tell(Written(save.job))
         if self._hello.rank == 0:
             self._commits.submit(self._commit, save, plan)
         else:
@@ -246,28 +250,29 @@ class Worker:
             return None
 
         try:
-            commit_attempt(self._catalogue, plan.plan, save, stop, save.timeout_s)
+            commit_attempt(self._catalogue, plan.plan, save, stop, save.timeout_s, self._hello.rank)
         except CkptdError as error:
             self._commit_failed(save, error.to_dict())
             return
         except Exception as error:  # noqa: BLE001 - as above
             self._commit_failed(save, _as_worker_error(error))
             return
-        self._send(Committed(save.job))
+        self.tell(Committed(save.job))
         # From here on the checkpoint exists: nothing that fails may call it a failed save.
         try:
-            remove_parts(self._store, save.folder)
-            if save.keep is not None:
-                apply_retention(self._catalogue, save.keep)
+            with saving(self._store, save.name, save.attempt, self._hello.rank):
+                remove_parts(self._store, save.folder)
+                if save.keep is not None:
+                    apply_retention(self._catalogue, save.keep)
         except CkptdError as error:
-            self._send(Warned(save.job, error.to_dict()))
+            self.tell(Warned(save.job, error.to_dict()))
 
     def _commit_failed(self, save: Save, error: dict[str, str | None]) -> None:
         if self._orphan.is_set():  # nobody else is there to say it
             _log.error("step %d was not committed: %s", save.step, error.get("message"))
-        self._send(Failed(save.job, error))
+        self.tell(Failed(save.job, error))
 
-    def _send(self, message: Ready | Progress | Written | Committed | Failed | Warned) -> None:
+    def tell(self, message: Response) -> None:
         """Tell the trainer, if it still lives."""
         with self._send_lock:
             try:
@@ -292,8 +297,10 @@ def _as_worker_error(error: Exception) -> dict[str, str | None]:
 
 def main() -> None:
     """Entry point of the process: the channel is the socket whose number is the only argument."""
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    Worker(SocketChannel(sock, Request)).run()
+    worker = Worker(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
+    # A worker in a thread of the trainer tells the same bus, and must not tell it twice.
+    events.subscribe(lambda event: worker.tell(Happened(event)))
+    worker.run()
 
 
 if __name__ == "__main__":

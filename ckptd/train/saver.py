@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from ckptd import events
 from ckptd.engine.arena import Slot
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
@@ -121,7 +122,7 @@ class Saver:
             self._gate.check()
             # Only those of rank 0 count; what is wrong with them is told before a byte is copied.
             metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
-            with no_collection():
+            with events.span("flatten"), no_collection():
                 leaves = taken = self._flattener.flatten(state)
                 laid = None
                 if self._layout is not None:
@@ -129,7 +130,8 @@ class Saver:
                     leaves = laid.leaves
                 structure = self._describer.structure(leaves.tensors, list(leaves.objects))
                 structure = structure if laid is None else laid.structure(structure)
-            plan = self._planner.plan(structure)
+            with events.span("plan"):
+                plan = self._planner.plan(structure)
             extras, bodies = self._extras(leaves, plan)
             leader = self._board.rank in plan.leaders
             save = Save(
@@ -148,6 +150,7 @@ class Saver:
         except CkptdError as error:
             self._planner.forget()
             self._tell_others(key, error)
+            handle._fail(error)
             raise
         return handle
 
@@ -199,7 +202,8 @@ class Saver:
         total = tensor_bytes + sum(map(len, bodies))
         handle._total = total
         held = self._gate.guard(leaves.optimizers) if self._lazy != "off" else _nothing
-        slot = client.acquire(total, self._timeout_s)
+        with events.span("acquire"):
+            slot = client.acquire(total, self._timeout_s)
         client.begin(save, plan, handle, key, slot)
 
         def give_up(reason: object) -> None:
@@ -208,18 +212,22 @@ class Saver:
         try:
             sources = leaves.tensors if laid is None else laid.sources
             held = _everything if self._lazy == "all" else held
-            snapshot = Snapshot(self._steps, sources, slot, held, look=self._look)
-            snapshot.copy_now()
-            samples = self._early_samples(sources, snapshot)
-            _append(slot, tensor_bytes, bodies)
+            with events.span("enqueue"):
+                snapshot = Snapshot(self._steps, sources, slot, held, look=self._look)
+                snapshot.copy_now()
+                samples = self._early_samples(sources, snapshot)
+                _append(slot, tensor_bytes, bodies)
         except BaseException as error:
             give_up(repr(error))
             raise
         alike = (leaves, laid, self._planner.structure, rank in plan.leaders, samples)
 
+        scope = events.current()  # the copier's thread does not inherit it
+
         def finish() -> None:
             try:
-                snapshot.copy_rest()
+                with events.about(*scope), events.span("copy", nbytes=total):
+                    snapshot.copy_rest()
                 slot.staged = total
                 client.seal(save.job, slot, *self._replicas(*alike))
             except CkptdError as error:

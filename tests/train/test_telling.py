@@ -70,7 +70,18 @@ def test_two_ranks_tell_every_phase(tmp_path: Path) -> None:
     assert [(s.step, s.outcome, s.ranks) for s in saves] == [(n, "durable", 2) for n in (1, 2, 3)]
     for save in saves:
         ranks = {p.name: p.ranks for p in save.phases}
-        for name in ("call", "digest", "write", "sync"):
+        for name in (
+            "call",
+            "flatten",
+            "plan",
+            "acquire",
+            "enqueue",
+            "copy",
+            "digest",
+            "write",
+            "sync",
+            "part",
+        ):
             assert ranks[name] == 2, name
         for name in ("gather", "commit"):
             assert ranks[name] == 1, name
