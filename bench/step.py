@@ -1,11 +1,12 @@
 """A checkpoint at every step: what does it cost a training step, and what does it hold?
 
-    python bench/step.py [--cases "ckptd,DCP save"] [--reps 3] [--parts step,blocked]
+    python bench/step.py --reps 2 [--cases "ckptd,DCP save"] [--parts step,blocked]
 
 First a GPT that trains on one core while everything else runs on the other: each process times its
 steps without checkpoints, then with one at each step. Then the same process saves, and the
 optimizer steps right after the call: which step's values are stored? Second, how long one save of
-2 GB in 2,320 tensors blocks. Each case is a fresh process. Engines: ``bench/engines.py``.
+2 GB in 2,320 tensors blocks. Each case is a fresh process; all of them take about five minutes a
+repetition. Engines: ``bench/engines.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import common
 import engines
 
 WIDTH = 512
-WARM_UP = 2
+WARM_UP = 1
 BLOCKED_SAVES = 3
 
 
@@ -187,6 +188,7 @@ def step_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, 
     without = [run.step(checkpoint=False) for _ in range(options.steps)]
     for _ in range(WARM_UP):
         run.step(checkpoint=True)
+    engine.wait()
     blocked, waited = run.forget()
     durable, saves = engine.poll(), run.number
     times = [run.step(checkpoint=True) for _ in range(options.steps)]
@@ -327,7 +329,7 @@ def main() -> None:
         __doc__,
         parts=",".join(PARTS),
         cases=",".join(engines.ENGINES),
-        steps=5,
+        steps=4,
         layers=8,
         tokens=96,
         words=32768,
@@ -399,7 +401,7 @@ def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
         "before the optimizer, which the loop makes and the last column does not.\n\n"
     )
     text += common.table(head, rows) + skipped(found)
-    common.publish("step", "python bench/step.py", text, found)
+    common.publish("step", "python bench/step.py --reps 2", text, found)
 
 
 def report_blocked(found: dict[str, list[dict[str, Any]]], size: int) -> None:
@@ -420,7 +422,7 @@ def report_blocked(found: dict[str, list[dict[str, Any]]], size: int) -> None:
     text = f"One save of {size / 1e9:.2f} GB in {count} tensors, both cores free; medians of "
     text += f"{len(found['limit'])} alternating repetitions.\n\n"
     text += common.table(head, rows) + skipped(found)
-    common.publish("step_blocked", "python bench/step.py --parts blocked", text, found)
+    common.publish("step_blocked", "python bench/step.py --reps 2", text, found)
 
 
 def milliseconds(samples: list[dict[str, Any]], key: str) -> str:
