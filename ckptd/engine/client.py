@@ -228,8 +228,9 @@ class WriterClient:
     ) -> None:
         """Say that all of a job is copied; see `Sealed`."""
         slot.seal()
-        self._send(Sealed(job, replicas, blobs))
+        # Before the worker hears of it, which might say that it has written all.
         self._jobs[job].handle._sealed()
+        self._send(Sealed(job, replicas, blobs))
 
     def next_job(self) -> int:
         """Return a fresh job number."""
@@ -315,7 +316,7 @@ class WriterClient:
         elif job is None:
             return
         elif isinstance(message, Progress):
-            job.handle._advance("writing", message.done)
+            job.handle._progress(message.done)
         elif isinstance(message, Written):
             job.written = True
             job.handle._advance("committing")

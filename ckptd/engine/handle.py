@@ -13,6 +13,9 @@ from ckptd.errors import CkptdError, DeadlineError
 __all__ = ["SaveHandle", "SaveProgress"]
 
 
+_ORDER = ("staging", "writing", "committing", "durable", "failed")
+
+
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
     """How far this rank's part of a save is.
@@ -128,10 +131,15 @@ class SaveHandle:
         with self._changed:
             return self._changed.wait_for(lambda: self._ended is not None, timeout)
 
+    def _progress(self, done: int) -> None:
+        """So many bytes are written; some may be before all are copied."""
+        with self._changed:
+            self._done = max(self._done, done)
+
     def _advance(self, phase: str, done: int | None = None) -> None:
         with self._changed:
-            if self._phase in ("durable", "failed"):
-                return
+            if _ORDER.index(phase) <= _ORDER.index(self._phase):
+                return  # threads that tell of earlier phases may come late
             self._phase = phase
             self._done = self._done if done is None else done
             if phase == "durable":
@@ -152,7 +160,7 @@ class SaveHandle:
 
     def _sealed(self) -> None:
         """Every byte is copied."""
-        self._advance("writing", 0)
+        self._advance("writing")
         if self._scope.save is not None:
             events.emit(
                 events.SaveStaged(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,10 @@ def test_a_kill_leaves_whole_lines(tmp_path: Path) -> None:
         assert process.stdout is not None
         for _ in range(3):
             process.stdout.readline()
+        until = time.monotonic() + 60.0  # another thread writes what is emitted
+        while sum(f.stat().st_size for f in tmp_path.glob("*.jsonl")) < 100_000:
+            assert time.monotonic() < until
+            time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
     folder = EventFolder.open(str(tmp_path))
     steps = [e.step for _, e in folder.read()]

@@ -237,6 +237,37 @@ def test_off_copies_everything_at_once(root: str) -> None:
     assert_loads(root, state, 1, wanted)
 
 
+def test_staged_means_copied_also_when_writing_has_begun(root: str) -> None:
+    live = {"w": torch.zeros(8 << 20)}  # several slices: the first is written while others wait
+    with ckptd.Checkpointer(root, lazy="all") as ck:
+        ck.save(1, live)
+        ck.wait()
+        held = threading.Event()
+        plain = copying.Snapshot._check
+
+        def late(self: copying.Snapshot) -> None:
+            self._slot.staged = 16 << 20
+            assert held.wait(30.0)
+            plain(self)
+
+        copying.Snapshot._check = late  # type: ignore[method-assign]
+        try:
+            handle = ck.save(2, live)
+            assert handle is not None
+            until = time.monotonic() + 30.0
+            while not handle.progress.done_bytes:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            with pytest.raises(DeadlineError):
+                handle.staged(0.1)
+        finally:
+            held.set()
+            copying.Snapshot._check = plain  # type: ignore[method-assign]
+        handle.staged(30.0)
+        handle.durable(30.0)
+        assert handle.progress.phase == "durable"
+
+
 def test_all_copies_plain_tensors_late(root: str, slow: threading.Event) -> None:
     live = {"w": torch.arange(100.0)}
     with ckptd.Checkpointer(root, lazy="all") as ck:
