@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import msgspec
+from typing import Literal
 
 from ckptd.engine.reshard.assemble import Assembled, assemble_target
 from ckptd.engine.reshard.composed import Link, compose_layouts
@@ -140,28 +139,25 @@ def _checked(
         # Whoever gives a program for a checkpoint may well do so because of that.
         return SourceProgram(kept="unreadable", note=error.message)
     found = compare(bound, used, stock.shapes, "leave --from out; or --allow layout")
-    if found.difference is not None and not allowed:
-        raise found.difference
-    said = SourceProgram(
-        kept="agrees" if found.compared else "unlike",
+    wrong = found.difference
+    if wrong is not None and not allowed:
+        raise wrong
+    alike: Literal["agrees", "unlike"] = "agrees" if found.compared else "unlike"
+    return SourceProgram(
+        kept=alike if wrong is None else "differs",
         compared=found.compared,
         tensors=found.tensors,
         sizes=other,
+        note="" if wrong is None else str(wrong.where),
     )
-    if found.difference is None:
-        return said
-    return msgspec.structs.replace(said, kept="differs", note=str(found.difference.where))
 
 
-def _fitting(stock: Stock, *programs: Program) -> Bound:
-    """Return the first program that fits the source."""
-    first, *others = programs
+def _fitting(stock: Stock, changed: Program, kept: Program) -> Bound:
+    """Bind the kept program, with the user's sizes where they fit the source."""
     try:
-        return bind_stored(first.resolve(), stock.shapes, stock.sizes)
+        return bind_stored(changed.resolve(), stock.shapes, stock.sizes)
     except CkptdError:
-        if not others:
-            raise
-        return _fitting(stock, *others)
+        return bind_stored(kept.resolve(), stock.shapes, stock.sizes)
 
 
 def _lossy(dropped: Sequence[str], links: Sequence[Link]) -> RefusedError:
