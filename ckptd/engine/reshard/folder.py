@@ -51,6 +51,11 @@ class FolderSource:
         self.chunks = [(f, c) for f, header in enumerate(headers) for c in header[1].values()]
         """All chunks, by number, each with its file."""
         self.dtypes = [BY_CODE[c.code] for _, c in self.chunks]
+        self._found = [found for _, _, found in headers]
+
+    def identity(self, step: int) -> str:
+        """Return text that is the same as long as nobody changes a file, for a `Stock`."""
+        return "\n".join([self.store.url, f"step {step}", *self._found])
 
     def place(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return where a tensor lies; each is one piece."""
@@ -172,7 +177,7 @@ def open_folder(store: Store, step: int) -> Stock:
         tensors.append(StockTensor(number, chunk.name, dtype, chunk.shape, grid))
     return Stock(
         source,
-        identity="\n".join([store.url, f"step {step}", *(found for _, _, found in headers)]),
+        identity=source.identity(step),
         tensors=tensors,
         values=lambda names: _values(source, tensors, names),
         step=step,

@@ -239,7 +239,7 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     keys = {name: key for name, key in form.by_name.items() if key in dtypes}
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
-    return _stock(store, headers, ranks, dtypes, step)
+    return _stock(ranks, dtypes, step)
 
 
 def _bound(layout: Resolved, shapes: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Bound:
@@ -290,20 +290,14 @@ def _held(
         yield key, (number, tuple(pieces)), chunk
 
 
-def _stock(
-    store: Store,
-    headers: Sequence[HeaderOf],
-    ranks: _Ranks,
-    dtypes: Mapping[TensorKey, DType],
-    step: int,
-) -> Stock:
+def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int) -> Stock:
     tensors = []
     for number, (name, key) in enumerate(ranks.keys.items()):
         tensor = ranks.form.tensor(*key)
         tensors.append(StockTensor(number, name, dtypes[key], tensor.shape, tensor.grid))
     return Stock(
         ranks.source,
-        identity="\n".join([store.url, f"step {step}", *(found for _, _, found in headers)]),
+        identity=ranks.source.identity(step),
         tensors=tensors,
         values=_no_values,
         step=step,
