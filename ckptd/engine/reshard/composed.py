@@ -329,9 +329,7 @@ def _of_empty(
     seen = set()
     for family in rule.equation.families.values():
         for source, _ in composition.holders.get(family.name, ()):
-            choices = [
-                [numbers[a]] if a in numbers else range(cut.size) for a, cut in source.cuts.items()
-            ]
+            choices = [[numbers[a]] if a in numbers else source.numbers(a) for a in source.indexes]
             for at in product(*choices):
                 if source.has(at) and (source.number, at) not in seen:
                     seen.add((source.number, at))
