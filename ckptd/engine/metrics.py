@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from ckptd.events.event import (
 )
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 __all__ = ["NAMES", "Metrics"]
 
@@ -79,8 +79,8 @@ class Metrics:
         self._lock = threading.Lock()
         self._dropped = 0
         self._phases: dict[tuple[str, str, str], _Histogram] = {}
-        self._outcomes: dict[tuple[str, str], int] = {}
-        self._saved: dict[str, int] = {}
+        self._outcomes: Counter[tuple[str, str]] = Counter()
+        self._saved: Counter[tuple[str]] = Counter()
         self._last: dict[str, SaveDurable] = {}
         self._stall_ns = 0
         self._loads = 0
@@ -140,13 +140,13 @@ class Metrics:
         if isinstance(event, Span):
             self._add_span(event)
         elif isinstance(event, SaveDurable):
-            self._count(("durable", event.tier))
-            self._saved[event.tier] = self._saved.get(event.tier, 0) + event.bytes
+            self._outcomes["durable", event.tier] += 1
+            self._saved[event.tier,] += event.bytes
             self._last[event.tier] = event
         elif isinstance(event, SaveFailed):
-            self._count(("failed", event.tier))
+            self._outcomes["failed", event.tier] += 1
         elif isinstance(event, SaveSkipped):
-            self._count(("skipped", ""))
+            self._outcomes["skipped", ""] += 1
         elif isinstance(event, LoadDone):
             self._loads += 1
             self._loaded += event.bytes
@@ -158,9 +158,6 @@ class Metrics:
             self._phases.setdefault(key, _Histogram()).add(span.busy_ns / 1e9)
         if span.name in STALL_PHASES:
             self._stall_ns += span.busy_ns
-
-    def _count(self, key: tuple[str, str]) -> None:
-        self._outcomes[key] = self._outcomes.get(key, 0) + 1
 
     # -- giving out ------------------------------------------------------------------------------
 
@@ -176,34 +173,34 @@ class Metrics:
             yield family
 
     def _counters(self) -> Iterator[Metric]:
-        yield _counter("ckptd_saves_total", ["outcome", "tier"], self._outcomes)
-        saved = {(tier,): n for tier, n in self._saved.items()}
-        yield _counter("ckptd_saved_bytes_total", ["tier"], saved)
-        yield _counter("ckptd_stall_seconds_total", [], {(): self._stall_ns / 1e9})
-        yield _counter("ckptd_loads_total", [], {(): self._loads})
-        yield _counter("ckptd_loaded_bytes_total", [], {(): self._loaded})
-        yield _counter("ckptd_events_dropped_total", [], {(): self._dropped})
+        from prometheus_client.core import CounterMetricFamily as Counted
+
+        yield _family(Counted, "ckptd_saves_total", self._outcomes, "outcome", "tier")
+        yield _family(Counted, "ckptd_saved_bytes_total", self._saved, "tier")
+        for name, value in (
+            ("ckptd_stall_seconds_total", self._stall_ns / 1e9),
+            ("ckptd_loads_total", self._loads),
+            ("ckptd_loaded_bytes_total", self._loaded),
+            ("ckptd_events_dropped_total", self._dropped),
+        ):
+            yield _family(Counted, name, {(): value})
 
     def _gauges(self) -> Iterator[Metric]:
-        steps = {(t,): float(e.step) for t, e in self._last.items()}
-        yield _gauge("ckptd_last_durable_step", ["tier"], steps)
+        from prometheus_client.core import GaugeMetricFamily
+
+        steps = {(t,): e.step for t, e in self._last.items()}
+        yield _family(GaugeMetricFamily, "ckptd_last_durable_step", steps, "tier")
         times = {(t,): e.at_ns / 1e9 for t, e in self._last.items()}
-        yield _gauge("ckptd_last_durable_timestamp_seconds", ["tier"], times)
+        yield _family(GaugeMetricFamily, "ckptd_last_durable_timestamp_seconds", times, "tier")
 
 
-def _counter(name: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
-    from prometheus_client.core import CounterMetricFamily
-
-    family = CounterMetricFamily(name, NAMES[name], labels=labels)
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    values: Mapping[Any, float],
+    *labels: str,
+) -> Metric:
+    family = kind(name, NAMES[name], labels=labels)
     for key, value in sorted(values.items()):
-        family.add_metric(list(key), value)
-    return family
-
-
-def _gauge(name: str, labels: list[str], values: Mapping[Any, float]) -> Metric:
-    from prometheus_client.core import GaugeMetricFamily
-
-    family = GaugeMetricFamily(name, NAMES[name], labels=labels)
-    for key, value in sorted(values.items()):
-        family.add_metric(list(key), value)
+        family.add_metric(key, value)
     return family
