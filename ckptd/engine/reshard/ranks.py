@@ -7,7 +7,6 @@ out of that. Replicas are compared, combined or chosen, as the rules say.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,11 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.format.container import Chunk
 from ckptd.layout.block import Block
 from ckptd.layout.grid import strides_of
-from ckptd.layout.lay.equation import Bound, MeshShape, Resolved
+from ckptd.layout.lay.equation import MeshShape, Resolved
 from ckptd.layout.lay.indexes import write_name
 from ckptd.layout.lay.local import LocalPiece, local_tensors
 from ckptd.layout.lay.modifiers import Average, Replicas
-from ckptd.layout.lay.observe import bind_ranks, bind_sizes
+from ckptd.layout.lay.observe import bind_ranks
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
 from ckptd.store.base import Store
@@ -38,7 +37,6 @@ from ckptd.types import ByteRange, DType
 __all__ = ["open_ranks"]
 
 _SLAB_BYTES = 16 << 20
-_BUFFER = re.compile(r"flat\.[0-9]+\.params")
 
 _Where = tuple[int, tuple[LocalPiece, ...]]
 """Number of a local tensor of the source, and what of rank-local tensors it holds."""
@@ -219,7 +217,7 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     mesh = layout.mesh or MeshShape(1, {}, {})
     files = [_file_of(layout, mesh, rank, headers) for rank in range(mesh.world)]
     shapes = {r: {n: c.shape for n, c in headers[f][1].items()} for r, f in enumerate(files)}
-    form = StoredForm(_bound(layout, shapes))
+    form = StoredForm(bind_ranks(layout, shapes))
     places: list[dict[TensorKey, _Where]] = []
     dtypes: dict[TensorKey, DType] = {}
     for rank, file in enumerate(files):
@@ -240,13 +238,6 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
     return _stock(ranks, dtypes, step)
-
-
-def _bound(layout: Resolved, shapes: Mapping[int, Mapping[str, tuple[int, ...]]]) -> Bound:
-    """Bind a layout; buffers of parameters say neither names nor shapes, so sizes must be known."""
-    if any(_BUFFER.fullmatch(name) for held in shapes.values() for name in held):
-        return bind_sizes(layout, {})
-    return bind_ranks(layout, shapes)
 
 
 def _file_of(layout: Resolved, mesh: MeshShape, rank: int, headers: Sequence[HeaderOf]) -> int:
