@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd import events
-from ckptd.engine.arena import Slot, slots_for
+from ckptd.engine.arena import MOST_SLOTS, Slot, slots_for
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
 from ckptd.engine.handle import SaveHandle
@@ -173,7 +173,9 @@ class WriterClient:
                     hint="save less often, or give the store more bandwidth",
                 )
             idle = [s for s in self._arena.values() if s.number not in self._taken]
-            number = max(idle, key=lambda s: s.nbytes).number if idle else len(self._arena)
+            # Never one that is taken: numbers have gaps where a larger slot could not be had.
+            fresh = (n for n in range(MOST_SLOTS + 1) if n not in self._arena)
+            number = max(idle, key=lambda s: s.nbytes).number if idle else next(fresh)
         slot = self._arena.get(number)
         if slot is not None and slot.nbytes >= nbytes:
             return slot
@@ -182,7 +184,7 @@ class WriterClient:
         except SaveError:
             if not self._taken or slot is not None:
                 raise
-        # There is no memory for one more: the save waits for those that there are.
+        _log.info("no memory for another slot: saves wait for the %d that there are", number)
         self._most_slots = self._slots = len(self._arena)
         return self.acquire(nbytes, timeout_s)
 

@@ -1,4 +1,4 @@
-"""One attempt of one rank, from staging buffer to part; and, for the committer, to the commit.
+"""One attempt of one rank, from slot to part; and, for the committer, to the commit.
 
 This is the code that runs outside the trainer. It holds no torch and no loop: `ckptd.engine.worker`
 brings the loop, the process and the channel.

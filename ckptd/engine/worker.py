@@ -175,8 +175,10 @@ class Worker:
                 ),
                 timeout_s,
             )
+            seal = self._sealed.get(save.job)
+            # Drains go in order: what came for an earlier job, which failed, is needed no more.
+            self._sealed = {j: s for j, s in self._sealed.items() if j > save.job}
             self._raise_aborted(save)
-            seal = self._sealed.pop(save.job, None)
         if seal is None or slot.sealed != save.job:
             raise half_staged("a sealed snapshot", slot.staged)
         return seal

@@ -386,7 +386,6 @@ class Checkpointer:
         CkptdError
             The first save that failed, unless somebody has seen it already.
         """
-        self.before_mutation()  # a save that failed may still be copied
         end = None if timeout is None else time.monotonic() + timeout
         first: CkptdError | None = None
         for handle in self._handles:
@@ -399,6 +398,7 @@ class Checkpointer:
                     raise
                 first = first or (None if seen else error)
         self._handles = []
+        self.before_mutation()  # a save that failed may still be copied
         if first is not None:
             raise first
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
@@ -68,6 +68,13 @@ class Saver:
     ) -> None:
         self._layout = layout
         self._board = agreement.board
+        if lazy not in get_args(Lazy):
+            raise UsageError(
+                "no such way to copy",
+                kind="bad-policy",
+                wanted=", ".join(get_args(Lazy)),
+                found=repr(lazy),
+            )
         self._flattener = Flattener()
         self._planner = Planner(agreement)
         self._describer = Describer(ranks)
@@ -154,6 +161,13 @@ class Saver:
             raise
         return handle
 
+    def _held(self, leaves: Leaves) -> Callable[[TensorLeaf], bool]:
+        """Return what tells whether a leaf stays as it is until the gate opens."""
+        if self._lazy == "off":
+            return lambda leaf: False
+        guarded = self._gate.guard(leaves.optimizers)
+        return guarded if self._lazy == "auto" else lambda leaf: True
+
     def _early_samples(self, sources: Mapping[str, TensorLeaf], snapshot: Snapshot) -> Samples:
         """Sample what others hold as well and may change once `save` has returned."""
         samples = Samples()
@@ -201,7 +215,7 @@ class Saver:
         tensor_bytes = plan.filemap.data_bytes(rank)
         total = tensor_bytes + sum(map(len, bodies))
         handle._total = total
-        held = self._gate.guard(leaves.optimizers) if self._lazy != "off" else _nothing
+        held = self._held(leaves)
         with events.span("acquire"):
             slot = client.acquire(total, self._timeout_s)
         client.begin(save, plan, handle, key, slot)
@@ -211,7 +225,6 @@ class Saver:
 
         try:
             sources = leaves.tensors if laid is None else laid.sources
-            held = _everything if self._lazy == "all" else held
             with events.span("enqueue"):
                 snapshot = Snapshot(self._steps, sources, slot, held, look=self._look)
                 snapshot.copy_now()
@@ -273,11 +286,3 @@ def _append(slot: Slot, start: int, bodies: list[bytes]) -> None:
     for body in bodies:
         target[start : start + len(body)] = np.frombuffer(body, dtype=np.uint8)
         start += len(body)
-
-
-def _nothing(leaf: TensorLeaf) -> bool:
-    return False
-
-
-def _everything(leaf: TensorLeaf) -> bool:
-    return True

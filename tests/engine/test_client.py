@@ -12,11 +12,13 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
 from ckptd.errors import CkptdError, ConflictError, DeadlineError, SaveError, WorkerError
 from ckptd.format.manifest import ObjectEntry
@@ -113,8 +115,6 @@ def test_a_killed_worker_is_noticed_and_named(root: str) -> None:
 def test_a_worker_that_cannot_open_the_store_says_why(tmp_path: Path) -> None:
     job = Job(StoreSpec(str(tmp_path / "root")))
     job.close()
-    from ckptd.engine.client import WriterClient
-
     client = WriterClient(StoreSpec("nosuchscheme://x"), LocalBoard())
     handle = SaveHandle(1, 1, "0001", 0)
     with contextlib.suppress(WorkerError):  # it may be known already
@@ -308,3 +308,40 @@ def test_abandoning_a_half_staged_save_frees_the_worker(root: str) -> None:
     job.save(2, values(2), attempt="0002").durable(20.0)
     assert [n.step for n in job.catalogue.line()] == [2]
     job.close()
+
+
+def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger slot that could not be had leaves a gap in the numbers."""
+    import ckptd.engine.arena as arena
+
+    job = Job(StoreSpec(root))
+    job.client.close(20.0)
+    client = WriterClient(StoreSpec(root), LocalBoard(), slots=3)
+    handle = SaveHandle(1, job.generation, "0001", 0)
+    size = job.plan.filemap.data_bytes(0)
+    first = client.acquire(size, 5.0)
+    client.begin(job.request(1), job.plan, handle, "k", first)
+    second = client.acquire(size, 5.0)
+    save = msgspec.structs.replace(job.request(2), job=99)
+    other = SaveHandle(2, job.generation, "0002", 0)
+    client.begin(save, job.plan, other, "k2", second)
+    client.abandon(1, "gives its slot back")
+    deadline = time.monotonic() + 20.0
+    while 0 in client._taken:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    def refuse(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.os, "posix_fallocate", refuse)
+        with pytest.raises(SaveError):
+            client.acquire(2 * size, 5.0)
+    assert other.error is None
+    third = client.acquire(size, 5.0)
+    assert third.number not in client._taken
+    assert third is not second
+    client.abandon(99, "the end")
+    client.close(20.0)
+    job.store.close()

@@ -237,7 +237,9 @@ def test_off_copies_everything_at_once(root: str) -> None:
     assert_loads(root, state, 1, wanted)
 
 
-def test_staged_means_copied_also_when_writing_has_begun(root: str) -> None:
+def test_staged_means_copied_also_when_writing_has_begun(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = {"w": torch.zeros(8 << 20)}  # several slices: the first is written while others wait
     with ckptd.Checkpointer(root, lazy="all") as ck:
         ck.save(1, live)
@@ -250,19 +252,16 @@ def test_staged_means_copied_also_when_writing_has_begun(root: str) -> None:
             assert held.wait(30.0)
             plain(self)
 
-        copying.Snapshot._check = late  # type: ignore[method-assign]
-        try:
-            handle = ck.save(2, live)
-            assert handle is not None
-            until = time.monotonic() + 30.0
-            while not handle.progress.done_bytes:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            with pytest.raises(DeadlineError):
-                handle.staged(0.1)
-        finally:
-            held.set()
-            copying.Snapshot._check = plain  # type: ignore[method-assign]
+        monkeypatch.setattr(copying.Snapshot, "_check", late)
+        handle = ck.save(2, live)
+        assert handle is not None
+        until = time.monotonic() + 30.0
+        while not handle.progress.done_bytes:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with pytest.raises(DeadlineError):
+            handle.staged(0.1)
+        held.set()
         handle.staged(30.0)
         handle.durable(30.0)
         assert handle.progress.phase == "durable"
@@ -314,9 +313,11 @@ def test_a_save_without_a_slot_is_skipped_and_counted(
         assert forced is not None
         forced.durable(30.0)
         assert ck.latest() == 3
-    with pytest.raises(ckptd.CkptdError) as caught:
-        ckptd.Checkpointer(root, when_full="latest")  # type: ignore[arg-type]
-    assert caught.value.kind == "bad-policy"
+    wrong: Any
+    for wrong in ({"when_full": "latest"}, {"lazy": "sometimes"}):
+        with pytest.raises(ckptd.CkptdError) as caught:
+            ckptd.Checkpointer(root, **wrong)
+        assert caught.value.kind == "bad-policy"
 
 
 def test_ranks_skip_together() -> None:
