@@ -146,7 +146,7 @@ class SaveHandle:
                 self._ended = time.monotonic()
             self._changed.notify_all()
         if phase == "durable":
-            self._emit(events.SaveDurable, bytes=self._total)
+            self._emit(events.SaveDurable, tier=self._scope.tier, bytes=self._total)
 
     def _fail(self, error: CkptdError) -> None:
         with self._changed:
@@ -156,25 +156,21 @@ class SaveHandle:
             self._ended = time.monotonic()
             self._changed.notify_all()
         message = error.message[: events.MOST_TEXT]
-        self._emit(events.SaveFailed, kind=error.kind, message=message)
+        self._emit(events.SaveFailed, tier=self._scope.tier, kind=error.kind, message=message)
 
     def _sealed(self) -> None:
         """Every byte is copied."""
         self._advance("writing")
-        if self._scope.save is not None:
-            events.emit(
-                events.SaveStaged(
-                    **self._scope.save.fields(), at_ns=events.now_ns(), bytes=self._total
-                )
-            )
+        self._emit(events.SaveStaged, bytes=self._total)
 
-    def _emit(self, what: type[events.SaveDurable | events.SaveFailed], **fields: Any) -> None:
+    def _emit(
+        self,
+        what: type[events.SaveStaged | events.SaveDurable | events.SaveFailed],
+        **fields: Any,
+    ) -> None:
         """Tell what happened, if the save was begun where somebody said whose it is."""
         if self._scope.save is not None:
-            tier = self._scope.tier
-            events.emit(
-                what(**self._scope.save.fields(), tier=tier, at_ns=events.now_ns(), **fields)
-            )
+            events.emit(what(**self._scope.save.fields(), at_ns=events.now_ns(), **fields))
 
     @property
     def _looked_at(self) -> bool:

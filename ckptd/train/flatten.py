@@ -35,7 +35,7 @@ class Flattener:
 
     def __init__(self) -> None:
         self._recall = Recall()
-        self._names: dict[str, Mapping[int, str]] = {}
+        self._owners = Owners(())
 
     def flatten(self, state: Mapping[str, Any]) -> Leaves:
         """Return the leaves of `state`."""
@@ -50,20 +50,18 @@ class Flattener:
                 if len(sink.leaves.tensors) == known:
                     return sink.leaves
         sink = Sink()
-        owners = collect(sink, sites)
-        heavy = [s for s in sites if isinstance(s.value, torch.optim.Optimizer)]
-        self._names = {s.place.name: owners.names(s.value, s.place) for s in heavy}
+        self._owners = collect(sink, sites)
         self._recall.keep(sites, sink.leaves, sink.path)
         return sink.leaves
 
     def _reread(self, sink: Sink, sites: list[Site]) -> None:
         """Add what may have changed unseen."""
-        owners = Owners(())
         for site in sites:
             if isinstance(site.value, torch.optim.Optimizer):
-                add_groups(sink, site.place, site.value, self._names[site.place.name])
+                names = self._owners.names(site.value, site.place)
+                add_groups(sink, site.place, site.value, names)
             elif not is_heavy(site):
-                _add(sink, site, owners)
+                _add(sink, site, self._owners)
 
 
 def flatten(state: Mapping[str, Any]) -> Leaves:
@@ -86,9 +84,7 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
         ``cycle``, ``unsavable``, ``dtype``, ``unowned-parameter``, ``optimizer-ids``,
         ``optimizer-state``, ``optimizer-container``, ``module-state``, ``fsdp1``.
     """
-    sink = Sink()
-    collect(sink, walk(state))
-    return sink.leaves
+    return Flattener().flatten(state)
 
 
 def collect(sink: Sink, sites: list[Site]) -> Owners:

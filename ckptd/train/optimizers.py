@@ -41,6 +41,7 @@ class Owners:
     def __init__(self, sites: Iterable[Site]) -> None:
         self._by_owner: dict[str, dict[int, str]] = {}
         self._full: dict[int, str] = {}
+        self._names: dict[str, dict[int, str]] = {}
         for site in sites:
             self._note(site)
 
@@ -57,13 +58,18 @@ class Owners:
                 self._full.setdefault(id(tensor), at)
 
     def names(self, optimizer: Optimizer, place: Place) -> dict[int, str]:
-        """Return the parameters' names by ``id(parameter)``.
+        """Return the parameters' names by ``id(parameter)``; looked up once for each place.
 
         Raises
         ------
         UsageError
             kind ``unowned-parameter``: the state has no module that owns it.
         """
+        if place.name not in self._names:
+            self._names[place.name] = self._find(optimizer, place)
+        return self._names[place.name]
+
+    def _find(self, optimizer: Optimizer, place: Place) -> dict[int, str]:
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         for own in self._by_owner.values():
             if all(i in own for i in ids):
