@@ -12,11 +12,11 @@ from ckptd.cli.picture import (
     Picture,
     cell_of,
     columns,
-    ranks_text,
     row_text,
     rows,
     span_text,
 )
+from ckptd.engine.inspect import ranks_text
 
 __all__ = ["drawing"]
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
+from ckptd.engine.inspect import ranks_text
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.printer import show
@@ -22,7 +23,6 @@ __all__ = [
     "cell_of",
     "columns",
     "picture",
-    "ranks_text",
     "row_text",
     "rows",
     "span_text",
@@ -178,18 +178,6 @@ def _ranged(rule: RuleForm, tags: tuple[str, ...], ranges: dict[str, tuple[int, 
 
 
 # -- text ------------------------------------------------------------------------------------------
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks for people: ``0-3,8``."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:8]]
-    return ",".join(shown) + (",..." if len(runs) > 8 else "")
 
 
 def text_of(p: Picture) -> str:

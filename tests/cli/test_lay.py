@@ -71,8 +71,8 @@ def test_fmt_changes_and_keeps_comments(cli: Cli, tmp_path: Path) -> None:
 def test_show_tells_who_holds_what(cli: Cli, tmp_path: Path) -> None:
     args = ("lay", "show", MEGATRON[0], QKV, *e(MESH, *SIZES, *WIDTHS))
     text = cli.good(*args).out
-    assert "0..64    r0,2" in text
-    assert "64..128  r1,3" in text
+    assert "0..64    r0, 2" in text
+    assert "64..128  r1, 3" in text
     assert "q[kv 2-3] k[kv 2-3] v[kv 2-3]" in text
     document = cli.json(*args)
     assert document["shape"] == [128, 16]
@@ -91,7 +91,7 @@ def test_show_draws_cells_to_scale(cli: Cli, tmp_path: Path) -> None:
     assert len({b.get("height") for b in boxes}) == 1
     assert len({b.get("fill") for b in boxes}) == 2
     titles = [t.text or "" for t in root.findall(".//s:title", space)]
-    assert titles[0].startswith("r0,2: g[f 0-11]")
+    assert titles[0].startswith("r0, 2: g[f 0-11]")
 
 
 def test_a_drawing_of_many_columns_can_be_read(cli: Cli, tmp_path: Path) -> None:
