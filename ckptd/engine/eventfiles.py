@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from ckptd.errors import CorruptError, NotFoundError
-from ckptd.events.event import AnyEvent, Lost, Opened
+from ckptd.events.event import AnyEvent, Lost, Opened, Span
 from ckptd.events.sink import SUFFIX
 
 __all__ = ["EventFolder", "shifts"]
@@ -132,7 +132,7 @@ def _offset(head: Opened) -> int:
 def _moved(event: AnyEvent, by: int) -> AnyEvent:
     if not by:
         return event
-    name = "start_ns" if hasattr(event, "start_ns") else "at_ns"
+    name = "start_ns" if isinstance(event, Span) else "at_ns"
     moved: AnyEvent = msgspec.structs.replace(event, **{name: max(0, event.time_ns + by)})
     return moved
 
@@ -174,19 +174,14 @@ def _head(path: Path) -> Opened | None:
 def _lines(file: BinaryIO) -> Iterator[bytes | None]:
     """Yield whole lines; None for one that is too long. A torn last line is left out."""
     left = os.fstat(file.fileno()).st_size
+    begins = True
     try:
-        while left > 0:
-            line = file.readline(min(LINE_BYTES, left))
+        while left > 0 and (line := file.readline(min(LINE_BYTES, left))):
             left -= len(line)
-            if line.endswith(b"\n"):
-                yield line
-            elif left <= 0 or not line:
-                return
-            else:
-                while left > 0 and line and not line.endswith(b"\n"):
-                    line = file.readline(min(LINE_BYTES, left))
-                    left -= len(line)
-                yield None
+            ends = line.endswith(b"\n")
+            if begins and (ends or left > 0):
+                yield line if ends else None
+            begins = ends
     except OSError:
         yield None
 
