@@ -76,7 +76,6 @@ class JsonlSink:
         self._torn = False
         self._lost = 0
         self._told = 0
-        self._failed = False
 
     def write(self, event: AnyEvent) -> None:
         """Append an event; never raises for what the file system does."""
@@ -84,8 +83,7 @@ class JsonlSink:
             self._write(event)
         except (OSError, UnicodeError) as error:
             self._lost += 1
-            if not self._failed:
-                self._failed = True
+            if self._lost == 1:
                 _log.warning("events are lost: %s: %s", self._base.parent, error)
 
     def close(self) -> None:
