@@ -23,11 +23,12 @@ from ckptd.events.event import (
     Span,
 )
 
-__all__ = ["NOT_WORK", "PhaseStats", "Profiles", "SaveProfile"]
+__all__ = ["PhaseStats", "Profiles", "SaveProfile"]
 
 MOST_FIGURES = 4_000_000
 _MOST_PHASES = 64
-NOT_WORK = frozenset({"call", "gather"})
+_PLACES = {name: i for i, name in enumerate(SAVE_PHASES)}
+_NOT_WORK = frozenset({"call", "gather"})
 """Phases that contain others, or that wait for other ranks: never the cause of anything."""
 
 _DECISIVE = frozenset({"call", "gather", "commit"})
@@ -110,6 +111,7 @@ class _Save:
     failed: str | None = None
     skipped: str | None = None
     events: int = 0
+    figures: int = 0
 
 
 _Key = tuple[int, int, str]
@@ -159,7 +161,7 @@ class Profiles:
     def _drop_oldest(self) -> None:
         self._floor = min(self._saves)
         gone = self._saves.pop(self._floor)
-        self._figures -= _figures(gone)
+        self._figures -= gone.figures
         self.left_out += gone.events
 
     def _room(self, save: _Save, event: AnyEvent) -> bool:
@@ -178,15 +180,12 @@ class Profiles:
         if key not in self._saves:
             return False
         self._figures += before
+        save.figures += before
         return True
 
     def saves(self) -> list[SaveProfile]:
         """Return the profiles, the oldest save first."""
         return [_profile(key, self._saves[key]) for key in sorted(self._saves)]
-
-
-def _figures(save: _Save) -> int:
-    return len(save.ranks) + sum(len(p.busy) for p in save.phases.values()) + len(save.durable)
 
 
 def _figures_of(save: _Save, event: AnyEvent) -> int:
@@ -242,7 +241,7 @@ def _profile(key: _Key, save: _Save) -> SaveProfile:
     generation, step, attempt = key
     phases = tuple(_stats(n, t, p.busy, p.bytes) for (n, t), p in _in_order(save.phases))
     begun = save.first or 0
-    working = [p for p in phases if p.name not in NOT_WORK]
+    working = [p for p in phases if p.name not in _NOT_WORK]
     slowest = max(working, key=lambda p: p.max_s, default=None)
     outcome, reason = _outcome(save)
     return SaveProfile(
@@ -293,5 +292,4 @@ def _stats(name: str, tier: str, busy: Mapping[int, int], nbytes: int) -> PhaseS
 def _in_order(
     phases: Mapping[tuple[str, str], _Phase],
 ) -> list[tuple[tuple[str, str], _Phase]]:
-    places = {name: i for i, name in enumerate(SAVE_PHASES)}
-    return sorted(phases.items(), key=lambda i: (places.get(i[0][0], len(places)), i[0]))
+    return sorted(phases.items(), key=lambda i: (_PLACES.get(i[0][0], len(_PLACES)), i[0]))
