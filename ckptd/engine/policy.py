@@ -19,11 +19,11 @@ __all__ = ["Every", "Keep", "Selection", "check_positive", "select"]
 Best = tuple[str, Literal["min", "max"], int]
 
 
-def check_positive(name: str, value: object, kinds: tuple[type, ...]) -> None:
+def check_positive(name: str, value: object, kinds: tuple[type[int | float], ...]) -> None:
     """Raise `UsageError` (kind ``bad-policy``) unless `value` is a positive, finite number."""
-    number = isinstance(value, kinds) and not isinstance(value, bool)
     # An int may be above every float, and be less than infinity all the same.
-    if not number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+    number = isinstance(value, kinds) and 0 < value <= sys.float_info.max
+    if not number or isinstance(value, bool):
         raise UsageError(
             f"{name} must be positive", kind="bad-policy", where=name, found=repr(value)
         )
@@ -124,15 +124,16 @@ class Keep:
 
     @staticmethod
     def _check_best(best: object) -> None:
-        shaped = isinstance(best, (tuple, list)) and len(best) == 3 and isinstance(best[0], str)
-        if not shaped or best[1] not in ("min", "max"):  # type: ignore[index]
-            raise UsageError(
-                "best is not a rule",
-                kind="bad-policy",
-                wanted='("loss", "min", 3)',
-                found=repr(best),
-            )
-        check_positive("best", best[2], (int,))  # type: ignore[index]
+        match best:
+            case (str(), "min" | "max", count):
+                check_positive("best", count, (int,))
+            case _:
+                raise UsageError(
+                    "best is not a rule",
+                    kind="bad-policy",
+                    wanted='("loss", "min", 3)',
+                    found=repr(best),
+                )
 
     @staticmethod
     def of(value: int | Keep | None) -> Keep:

@@ -23,7 +23,7 @@ GRACE_S = 30.0
 """What Slurm (KillWait), Kubernetes and torchrun wait between TERM and KILL, in seconds."""
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU}
-_NEVER = {
+_ANSWERED = frozenset(signal.Signals) - {
     signal.SIGKILL,
     signal.SIGSTOP,
     signal.SIGCHLD,
@@ -142,11 +142,7 @@ def _checked(signals: Iterable[int] | int) -> list[int]:
 
 
 def _number(value: object) -> int:
-    try:
-        number = None if isinstance(value, bool) else signal.Signals(value)  # type: ignore[arg-type]
-    except ValueError:
-        number = None
-    if number is None or number in _NEVER:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in _ANSWERED:
         raise UsageError(
             "save_on wants signals that a program can answer",
             kind="bad-policy",
@@ -154,7 +150,7 @@ def _number(value: object) -> int:
             wanted="(signal.SIGTERM, signal.SIGUSR1)",
             found=repr(value),
         )
-    return int(number)
+    return int(value)
 
 
 def _n(number: int) -> str:

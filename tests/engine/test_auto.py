@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -130,7 +131,7 @@ def test_a_typical_save_is_the_median() -> None:
         {"max_minutes": math.inf},
     ],
 )
-def test_auto_refuses_nonsense(arguments: dict[str, object]) -> None:
+def test_auto_refuses_nonsense(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as info:
-        Auto(**arguments)  # type: ignore[arg-type]
+        Auto(**arguments)
     assert info.value.kind == "bad-policy"
