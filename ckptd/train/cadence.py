@@ -97,9 +97,7 @@ class Cadence:
         self._steps.leave(time.monotonic())
         if self._rule is None:
             return True
-        every = self._rule if isinstance(self._rule, Every) else None
-        by_step = every is not None and every.steps is not None
-        return asked or (by_step and Every(every.steps).due(step, last_step))  # type: ignore[union-attr]
+        return asked or (isinstance(self._rule, Every) and self._rule.due(step, last_step))
 
     def saved(self, handle: SaveHandle, blocked_s: float) -> None:
         """Begin the time anew; `handle` is the save that began, which held the loop so long."""
@@ -136,7 +134,8 @@ class Cadence:
     def _collect(self) -> None:
         """Take in the saves that have ended meanwhile."""
         ended = [pair for pair in self._under_way if pair[0].done]
-        self._under_way = [pair for pair in self._under_way if not pair[0].done]
+        # A save may end meanwhile: who asked `done` again would lose it.
+        self._under_way = [pair for pair in self._under_way if pair not in ended]
         for handle, blocked_s in ended:
             if handle.progress.phase == "durable" and handle.seconds is not None:
                 self._durable = handle.step

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import ckptd
 from ckptd.engine.board import LocalBoard
+from ckptd.engine.handle import SaveHandle
 from ckptd.engine.lives import ENOUGH
 from ckptd.format.records import Generation
 from ckptd.train.agree import Agreement
@@ -100,6 +101,20 @@ def test_auto_makes_no_save_while_one_drains(tmp_path: Path) -> None:
                 assert all(before)
                 handles.append(handle)
         assert len(handles) >= 2
+
+
+def test_a_save_that_ends_while_it_is_looked_at_is_counted() -> None:
+    class Ending(SaveHandle):
+        @property
+        def done(self) -> bool:
+            """Tell what was so when it was asked, and end."""
+            before = super().done
+            self._advance("durable")
+            return before
+
+    rule = cadence(None)
+    rule.saved(Ending(3, 1, "a", 0), 0.1)
+    assert [rule.durable_step(), rule.durable_step()] == [None, 3]
 
 
 def test_an_unreadable_history_is_told_and_the_published_rate_taken(
