@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptd.engine.arena import Slot
 from ckptd.engine.structure import SavePlan
@@ -17,11 +16,11 @@ from ckptd.format.digest import digest
 from ckptd.format.filemap import ChunkRef
 from ckptd.layout.region import Region
 from ckptd.train.describe import Describer
-from ckptd.train.dtypes import as_bytes
+from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.leaves import TensorLeaf
 from ckptd.types import Box
 
-__all__ = ["CopyStep", "Snapshot", "Window", "copy_steps", "local_tensor"]
+__all__ = ["CopyStep", "Snapshot", "Window", "copy_steps"]
 
 REPORT_BYTES = 8 << 20
 
@@ -180,11 +179,6 @@ class Snapshot:
                 hint="call before_mutation() of the checkpointer before whatever changes them, or "
                 'make it with lazy="off"',
             )
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a detached tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _part(local: torch.Tensor, part: Box | Window | None) -> torch.Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptd.errors import UsageError
 from ckptd.types import DTYPES, dtype_of
 
-__all__ = ["as_bytes", "dtype_name", "torch_dtype"]
+__all__ = ["as_bytes", "dtype_name", "local_tensor", "torch_dtype"]
 
 
 def dtype_name(dtype: torch.dtype, where: str | None = None) -> str:
@@ -53,6 +54,11 @@ def torch_dtype(name: str, where: str | None = None) -> torch.dtype:
             hint="pip install --upgrade torch",
         )
     return dtype
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: of a DTensor its part, else the tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from ckptd.train.dtypes import local_tensor
 from ckptd.train.leaves import Leaves
 from ckptd.train.modules import reshard
 from ckptd.train.walk import Site
@@ -148,4 +148,4 @@ def _groups(heavy: Sequence[Site]) -> Iterator[tuple[int, ...]]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+    return local_tensor(tensor).data_ptr()

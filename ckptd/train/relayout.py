@@ -18,11 +18,11 @@ from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
 from ckptd.train.agree import Agreement
 from ckptd.train.board import board_of
-from ckptd.train.dtypes import dtype_name
+from ckptd.train.dtypes import dtype_name, local_tensor
 from ckptd.train.laid_loading import look
 from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.leaves import Leaves, SavedNames, TensorLeaf
-from ckptd.train.relayout_memory import check_apart, local_part
+from ckptd.train.relayout_memory import check_apart
 from ckptd.train.relayout_side import Numbers, Side, memories, numbers
 from ckptd.train.restore import apply_objects, prepare
 from ckptd.train.transport_torch import TorchTransport
@@ -229,7 +229,7 @@ def _write(leaf: TensorLeaf, value: tuple[DType, bytes] | None) -> None:
     """Write a number, in the type that the live one has."""
     if value is not None:
         found = np.frombuffer(value[1], dtype=np.uint8).view(value[0].numpy)
-        local_part(leaf.tensor).fill_(found.astype(np.float64).item())
+        local_tensor(leaf.tensor).fill_(found.astype(np.float64).item())
 
 
 def _prepared(target: Side, states: set[str], scalars: Sequence[str]) -> Leaves:

@@ -5,23 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.tensor import DTensor
 
 from ckptd.engine.relayout_memory import ArrayMemory, Memory
 from ckptd.errors import UsageError
 from ckptd.train.dtypes import as_bytes, dtype_name
 from ckptd.types import DType, dtype_of
 
-__all__ = ["TorchMemory", "check_apart", "local_part", "memory_of"]
+__all__ = ["TorchMemory", "check_apart", "memory_of"]
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.detach()
 
 
 def memory_of(tensor: torch.Tensor, name: str) -> Memory:

@@ -16,11 +16,12 @@ from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.observe import bind_sizes
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.train.agree import Agreement
+from ckptd.train.dtypes import local_tensor
 from ckptd.train.laid import JobLayout, Laid, Seen
 from ckptd.train.laid_loading import look
 from ckptd.train.laid_program import LayoutSpec, Spelling
 from ckptd.train.leaves import Leaves
-from ckptd.train.relayout_memory import local_part, memory_of
+from ckptd.train.relayout_memory import memory_of
 from ckptd.types import DType, dtype_of
 
 __all__ = ["Numbers", "Side", "memories", "numbers"]
@@ -110,7 +111,7 @@ def _check_roles(
 
 def _local(leaves: Leaves) -> Leaves:
     """Return leaves that are what this rank has of its tensors."""
-    tensors = {n: replace(x, tensor=local_part(x.tensor)) for n, x in leaves.tensors.items()}
+    tensors = {n: replace(x, tensor=local_tensor(x.tensor)) for n, x in leaves.tensors.items()}
     return replace(leaves, tensors=tensors)
 
 
@@ -138,7 +139,7 @@ def memories(side: Side, leaves: Leaves, states: set[str]) -> dict[str, Memory]:
             leaf = flats.get(tensor.name.removeprefix("flat."))
         if leaf is None or tensor.state not in states:
             continue
-        local = local_part(leaf.tensor)
+        local = local_tensor(leaf.tensor)
         if tuple(local.shape) != tensor.shape:
             raise MismatchError(
                 "a tensor has another shape than the layout says",

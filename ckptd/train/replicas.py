@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ckptd.engine.job import Blob
 from ckptd.format.digest import digest_hex
-from ckptd.train.dtypes import as_bytes
+from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.leaves import ObjectLeaf, TensorLeaf
 
 __all__ = ["Samples", "is_common", "replica_digests", "sample_digest"]
@@ -27,8 +27,7 @@ _names: dict[tuple[int, tuple[Any, ...]], tuple[Any, str]] = {}
 
 def sample_digest(tensor: torch.Tensor) -> str:
     """XXH3-64 of a small tensor's bytes, of 32 windows of 64 bytes spread over a large one."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    local = local.detach()
+    local = local_tensor(tensor).detach()
     if local.numel() * local.element_size() > WHOLE_BYTES and not local.is_contiguous():
         local = local.reshape(-1)
     if local.device.type != "cpu" or not local.is_contiguous() or local.is_conj() or local.is_neg():

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.errors import UsageError
 from ckptd.format.invariants import MAX_DIMS
-from ckptd.train.dtypes import dtype_name
+from ckptd.train.dtypes import dtype_name, local_tensor
 from ckptd.train.leaves import (
     Leaves,
     ObjectKind,
@@ -167,7 +167,7 @@ def memory_key(tensor: torch.Tensor) -> Hashable:
 
 def is_fillable(tensor: torch.Tensor) -> bool:
     """Return whether writing elements one by one into this memory gives the tensor."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     if local.is_conj() or local.is_neg():
         return False
     strides = local.stride()
