@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,13 +41,6 @@ class FileDraft:
     header: bytes
     data_bytes: int
     ends: Sequence[int]
-
-
-class OnDone(Protocol):
-    """What is done once a file is durable."""
-
-    def __call__(self, draft: FileDraft, index: DigestIndex) -> None:
-        """Record that the file is complete."""
 
 
 class Output:
