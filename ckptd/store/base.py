@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.buffers import as_bytes_view
+from ckptd.store.osio import open_plain
 from ckptd.types import ByteRange
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "Capabilities",
     "Names",
     "ObjectInfo",
+    "OpenFile",
     "Store",
     "Watchable",
     "Writer",
@@ -130,6 +132,24 @@ class ObjectInfo:
     key: str
     size: int
     modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """An object's bytes behind a descriptor: byte ``x`` of the object lies at ``x + shift``.
+
+    Attributes
+    ----------
+    fd
+        Open for reading, with ``O_CLOEXEC``; whoever got this closes it. A regular file or a
+        memory file; `os.pread` and `mmap.mmap` work.
+    shift
+        In bytes; negative where the object begins before the file does (its header lies
+        elsewhere), and then only bytes with ``x + shift >= 0`` are there.
+    """
+
+    fd: int
+    shift: int
 
 
 class Writer(ABC):
@@ -256,6 +276,15 @@ class Store(ABC):
         """Return the file behind `key` where the store keeps plain files, else None."""
         check_key(key)
         return None
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Open the object for reading without copies, or return None where that cannot be.
+
+        The descriptor shows the object as it is now; one that is deleted later stays readable.
+        Errors are those of `get`.
+        """
+        path = self.local_path(key)
+        return None if path is None else OpenFile(open_plain(str(path)), 0)
 
     def close(self) -> None:
         """Release connections and threads. Idempotent."""

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import os
+import stat as stat_module
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "Os",
     "WatchedOs",
     "explain",
+    "open_plain",
     "reading",
     "start_writeback",
     "write_all",
@@ -230,6 +232,17 @@ def writing(path: str, size: int | None = None) -> Iterator[None]:
             message = "an object or a folder of that name is in the way"
             raise StoreError(message, where=path, found=error.strerror) from error
         raise explain(error, path, "writing failed", size) from error
+
+
+def open_plain(path: str) -> int:
+    """Open a plain file for reading; `NotFoundError` when there is none of that name."""
+    with reading(path):
+        # A fifo must not block the open.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat_module.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise NotFoundError("no such object", where=path, found="not a plain file")
 
 
 def explain(error: OSError, path: str, what: str, size: int | None) -> CkptdError:

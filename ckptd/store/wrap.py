@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptd.store.base import Names, ObjectInfo, Store, Writer
+from ckptd.store.base import Names, ObjectInfo, OpenFile, Store, Writer
 from ckptd.store.spec import (
     FaultSpec,
     MeterSpec,
@@ -22,7 +22,8 @@ __all__ = ["Wrapper", "innermost", "wrap"]
 class Wrapper(Store):
     """Passes every call on to `inner`; subclasses change what they care for.
 
-    `Store.local_path` is passed on too: what is read through a memory map bypasses every wrapper.
+    `Store.local_path` and `Store.open_file` are passed on too: what is read through a descriptor or
+    a memory map bypasses every wrapper.
     """
 
     spec: WrapperSpec
@@ -87,6 +88,10 @@ class Wrapper(Store):
     def local_path(self, key: str) -> Path | None:
         """Pass on."""
         return self.inner.local_path(key)
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Pass on."""
+        return self.inner.open_file(key)
 
     def close(self) -> None:
         """Pass on."""

@@ -14,6 +14,7 @@ and from other processes. ``docs/guide/store-authors.md`` walks through an examp
 from __future__ import annotations
 
 import itertools
+import os
 import string
 import threading
 from collections.abc import Callable, Iterator
@@ -205,6 +206,7 @@ class StoreContract:
             store.stat,
             store.exists,
             store.local_path,
+            store.open_file,
             lambda key: store.delete([key]),
         ]
         for key, (number, call) in itertools.product(BAD_KEYS, enumerate(calls)):
@@ -563,6 +565,26 @@ class StoreContract:
             assert path.read_bytes() == b"content"
         else:
             assert path is None
+
+    def test_open_file(self, store: Store) -> None:
+        with store.writer("a/b", 100_003) as writer:
+            writer.write(memoryview(pattern(100_003)))
+            writer.commit()
+        opened = store.open_file("a/b")
+        if opened is None:
+            assert not store.capabilities.local_files
+            return
+        try:
+            store.delete(["a/b"])
+            assert (
+                os.pread(opened.fd, 70_000, 30_001 + opened.shift)
+                == pattern(100_003)[30_001:][:70_000]
+            )
+        finally:
+            os.close(opened.fd)
+        for key in ["a/b", "a", "never/was"]:
+            with pytest.raises(NotFoundError):
+                store.open_file(key)
 
     def test_errors_travel_between_processes(self, store: Store) -> None:
         with pytest.raises(NotFoundError) as caught:
