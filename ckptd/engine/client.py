@@ -24,6 +24,7 @@ from ckptd.engine.job import (
     Blob,
     Committed,
     Failed,
+    Freed,
     Happened,
     Hello,
     Progress,
@@ -60,7 +61,6 @@ class _Job:
     handle: SaveHandle
     outcome_key: str
     deadline: float = field(default=float("inf"))
-    written: bool = False
     aborted: bool = False
     answered: bool = False
     """The worker has said its last word on it, whatever the handle says."""
@@ -247,7 +247,7 @@ class WriterClient:
         """
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
             self._send(Abort(job, reason))
-        self._fail(job, cause or SaveError(reason, kind="aborted"), release=False)
+        self._fail(job, cause or SaveError(reason, kind="aborted"))
 
     def close(self, timeout_s: float) -> None:
         """Let the worker finish what is staged, and end it. Idempotent; never raises.
@@ -315,14 +315,14 @@ class WriterClient:
                 self._worker_gone(error.message, error)
             else:
                 self._fail(message.job, error)
+        elif isinstance(message, Freed):
+            self._release(message.job)
         elif job is None:
             return
         elif isinstance(message, Progress):
             job.handle._progress(message.done)
         elif isinstance(message, Written):
-            job.written = True
             job.handle._advance("committing")
-            self._release(message.job)
         elif isinstance(message, Committed):
             self._finish(message.job)
         elif isinstance(message, Warned):
@@ -340,7 +340,7 @@ class WriterClient:
                 self._ask_board(number, job)
             if now > job.deadline:
                 error = SaveError("the save did not finish in time", kind="overdue")
-                self._fail(number, error, release=job.written)
+                self._fail(number, error)
         if self._hangs(now):
             # It would keep its slot for ever, and every later save would fail for it.
             self._end_worker(f"it has said nothing for {now - self._heard:.0f} s")
@@ -363,13 +363,12 @@ class WriterClient:
                 if outcome:
                     error = CkptdError.from_dict(outcome)
                     self._send(Abort(number, error.message))
-                    self._fail(number, error, release=job.written)
+                    self._fail(number, error)
                 else:
                     self._finish(number)
         except CkptdError as error:
-            if job.written or self._board.rank != 0:
-                # The worker may still be writing from the slot: it says when it is done.
-                self._fail(number, error, release=job.written)
+            if job.handle.progress.phase == "committing" or self._board.rank != 0:
+                self._fail(number, error)
 
     def _finish(self, number: int) -> None:
         job = self._jobs[number]
@@ -377,10 +376,8 @@ class WriterClient:
         job.handle._advance("durable", job.handle.progress.total_bytes)
         self._forget_old()
 
-    def _fail(self, number: int, error: CkptdError, *, release: bool = True) -> None:
+    def _fail(self, number: int, error: CkptdError) -> None:
         job = self._jobs.get(number)
-        if release:
-            self._release(number)
         if job is not None and not job.handle.done:
             self._tell(job, error.to_dict())
             job.handle._fail(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -36,7 +37,7 @@ from ckptd.layout.region import piece_regions
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
-__all__ = ["RankPlan", "drain"]
+__all__ = ["DataFile", "RankPlan", "data_file", "drain", "put_blobs"]
 
 
 class RankPlan:
@@ -73,6 +74,43 @@ class RankPlan:
                 itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
                 out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """What a rank's whole data file is made of, besides the bytes.
+
+    Attributes
+    ----------
+    header
+        Padded; its length is where the data begins.
+    data_bytes
+        Length of the data section.
+    ends
+        End of each chunk in it, rising.
+    """
+
+    header: bytes
+    data_bytes: int
+    ends: tuple[int, ...]
+
+
+def data_file(rank_plan: RankPlan, save: Save) -> DataFile | None:
+    """Return what the data file of a save is made of; None when the rank has nothing to write."""
+    if not rank_plan.entries and not save.extra:
+        return None
+    entries = list(rank_plan.entries)
+    ends = [c.end for c in rank_plan.chunks]
+    for e in save.extra:
+        name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
+        entries.append((name, DTYPES["uint8"], (e.nbytes,)))
+        ends.append((ends[-1] if ends else 0) + e.nbytes)
+    metadata = {
+        "format": "pt",
+        "ckptd": f"step {save.step} generation {save.generation} rank {rank_plan.rank}",
+    }
+    header, data_bytes = build_header(entries, metadata)
+    return DataFile(header, data_bytes, tuple(ends))
 
 
 def drain(
@@ -114,14 +152,14 @@ def drain(
     def whole() -> Sealed:
         # The leader's tables go out while the last bytes are written: others then find them.
         seal = sealed(left())
-        _put_blobs(store, save, seal.blobs, leaders=True)
+        put_blobs(store, save, seal.blobs, leaders=True)
         return seal
 
     try:
         result = _write(store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress)
         seal = whole()
         slots, values = rank_plan.witness(data)
-        _put_blobs(store, save, seal.blobs, leaders=False)
+        put_blobs(store, save, seal.blobs, leaders=False)
         part = Part(
             rank=rank_plan.rank,
             plan=save.plan,
@@ -155,7 +193,8 @@ def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
         store.put(part_key(save.folder, rank), failed.encode())
 
 
-def _put_blobs(store: Store, save: Save, blobs: Sequence[Blob], *, leaders: bool) -> None:
+def put_blobs(store: Store, save: Save, blobs: Sequence[Blob], *, leaders: bool) -> None:
+    """Store the bodies that parts refer to: the group leader's, or those that are not there yet."""
     for blob in blobs:
         key = blob_key(save.folder, blob.digest)
         if blob.leader == leaders and (leaders or not store.exists(key)):
@@ -171,38 +210,26 @@ def _write(
     whole: Callable[[], Sealed],
     progress: Callable[[int, int], None],
 ) -> FileResult:
-    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
-    if not rank_plan.entries and not save.extra:
+    file = data_file(rank_plan, save)
+    if file is None:
         return FileResult(0, 0, "")
-    if len(data) < total:
-        raise SaveError("the slot is too small", kind="internal", wanted=total)
-    entries = list(rank_plan.entries)
-    for e in save.extra:
-        name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
-        entries.append((name, DTYPES["uint8"], (e.nbytes,)))
-    metadata = {
-        "format": "pt",
-        "ckptd": f"step {save.step} generation {save.generation} rank {rank_plan.rank}",
-    }
-    header, data_bytes = build_header(entries, metadata)
-    ends = [c.end for c in rank_plan.chunks]
-    for e in save.extra:
-        ends.append((ends[-1] if ends else 0) + e.nbytes)
+    if len(data) < file.data_bytes:
+        raise SaveError("the slot is too small", kind="internal", wanted=file.data_bytes)
 
     def wait_for(upto: int) -> None:
         wait(upto)
-        if upto == data_bytes:
+        if upto == file.data_bytes:
             whole()
 
     key = file_key(save.folder, rank_plan.rank)
     result = write_file(
         store,
         key,
-        header,
-        data[:data_bytes],
-        ends,
+        file.header,
+        data[: file.data_bytes],
+        file.ends,
         wait_for,
-        lambda done: progress(done, data_bytes),
+        lambda done: progress(done, file.data_bytes),
     )
     store.sync(save.folder)
     return result

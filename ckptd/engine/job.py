@@ -11,6 +11,7 @@ import msgspec
 
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
+from ckptd.engine.tiers import TierSpec
 from ckptd.errors import CorruptError
 from ckptd.events.event import AnyEvent
 from ckptd.format.manifest import ObjectEntry
@@ -21,12 +22,17 @@ __all__ = [
     "Abort",
     "Blob",
     "Committed",
+    "Complete",
     "Extra",
     "Failed",
+    "Freed",
     "Happened",
     "Hello",
+    "NearFailed",
     "Part",
+    "Partner",
     "Progress",
+    "Reached",
     "Ready",
     "Request",
     "Response",
@@ -53,11 +59,39 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First message: where to write, and who is asking."""
+    """First message: where to write, and who is asking.
+
+    Attributes
+    ----------
+    tiers
+        The near tiers, nearest first; only a node's agent keeps any.
+    linger_s
+        How long the agent keeps snapshots for the next life when this trainer dies, in seconds.
+    bind
+        Address on which the agents of other nodes reach this one's; empty: none does.
+    """
 
     store: StoreSpec
     rank: int
     world: int
+    tiers: tuple[TierSpec, ...] = ()
+    linger_s: float = 0.0
+    bind: str = ""
+
+
+class Partner(msgspec.Struct, frozen=True, tag=True):
+    """Whose memory the peer tier is: what that node's agent answered in its `Ready`."""
+
+    url: str
+    secret: str
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of the job has its share of a snapshot on a tier: older ones may go."""
+
+    tier: str
+    step: int
+    generation: int
 
 
 class Segment(msgspec.Struct, frozen=True, tag=True):
@@ -90,6 +124,10 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         Number of the slot.
     timeout_s
         From the last byte written to the commit.
+    near
+        The near tiers it goes to, nearest first.
+    root
+        Whether it goes to the root, and is committed there.
     """
 
     job: int
@@ -103,6 +141,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     keep: Keep | None
     timeout_s: float
     slot: int = 0
+    near: tuple[str, ...] = ()
+    root: bool = True
 
     @property
     def name(self) -> CommitName:
@@ -143,13 +183,25 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what is staged, then end."""
 
 
-Request = Hello | Segment | SetPlan | Save | Sealed | Abort | Stop
+Request = Hello | Segment | SetPlan | Save | Sealed | Abort | Stop | Partner | Complete
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The worker has opened its store."""
+    """The worker has opened its store.
+
+    Attributes
+    ----------
+    memory, local
+        Where other nodes read what this node's agent keeps in memory and in its folder: URLs, or
+        empty.
+    secret
+        For both.
+    """
 
     pid: int
+    memory: str = ""
+    local: str = ""
+    secret: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -161,9 +213,30 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The rank's bytes are durable and reported; the slot is free."""
+    """The rank's bytes are durable on the root, and reported."""
 
     job: int
+
+
+class Freed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing reads the job's slot any more."""
+
+    job: int
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """This rank's share of a snapshot is on a near tier."""
+
+    job: int
+    tier: str
+
+
+class NearFailed(msgspec.Struct, frozen=True, tag=True):
+    """This rank's share will not be on a near tier; `error` is `CkptdError.to_dict`."""
+
+    job: int
+    tier: str
+    error: dict[str, str | None]
 
 
 class Committed(msgspec.Struct, frozen=True, tag=True):
@@ -192,7 +265,18 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     event: AnyEvent
 
 
-Response = Ready | Progress | Written | Committed | Failed | Warned | Happened
+Response = (
+    Ready
+    | Progress
+    | Written
+    | Freed
+    | Reached
+    | NearFailed
+    | Committed
+    | Failed
+    | Warned
+    | Happened
+)
 
 
 class Part(msgspec.Struct, frozen=True):

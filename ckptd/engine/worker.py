@@ -27,6 +27,7 @@ from ckptd.engine.job import (
     Abort,
     Committed,
     Failed,
+    Freed,
     Happened,
     Hello,
     Progress,
@@ -214,6 +215,8 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - a bug must reach the handle, not vanish
             self.tell(Failed(save.job, _as_worker_error(error)))
             return
+        finally:
+            self.tell(Freed(save.job))
         self.tell(Written(save.job))
         if self._hello.rank == 0:
             self._commits.submit(self._commit, save, plan)

@@ -1,0 +1,138 @@
+"""The tiers of a checkpointer: where snapshots are kept nearer than the root, as plain data.
+
+A near tier holds, below the same keys as a root, the files and parts of the ranks, and no commit
+record: a snapshot of which every rank's part is found is complete, and whoever loads it finishes
+it (`ckptd.engine.snapshots`). The root alone keeps checkpoints for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from ckptd.engine.opening import root_spec
+from ckptd.engine.policy import Every, check_positive
+from ckptd.errors import UsageError
+from ckptd.store import StoreSpec
+
+__all__ = ["LINGER_S", "NEAR", "Local", "Memory", "Peer", "Tier", "TierSpec", "tier_specs"]
+
+NEAR = ("memory", "peer", "local")
+"""Names of near tiers, nearest first."""
+LINGER_S = 600.0
+"""How long an agent keeps snapshots for the next life of a job whose trainers died, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of this node: survives the death of its trainers.
+
+    Parameters
+    ----------
+    every
+        When a snapshot goes here; an int means steps. None: whenever the root's rule says.
+    """
+
+    every: int | Every | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The memory of another node: survives the loss of this one.
+
+    Parameters
+    ----------
+    every
+        As for `Memory`.
+    """
+
+    every: int | Every | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A folder on a disk of each node: survives its reboot.
+
+    Parameters
+    ----------
+    url
+        The folder, the same path on every node; holds the shares of the node's ranks.
+    every
+        As for `Memory`.
+    keep
+        Complete snapshots to keep.
+    throttle
+        Upper bound of the bytes a second that each rank writes; None is no bound.
+    store_options
+        As for the root.
+    """
+
+    url: str
+    every: int | Every | None = None
+    keep: int = 2
+    throttle: float | None = None
+    store_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_positive("keep", self.keep, (int,))
+
+
+Tier: TypeAlias = Memory | Peer | Local
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """A near tier as the agent needs to know it.
+
+    Attributes
+    ----------
+    name
+        One of `NEAR`.
+    keep
+        Complete snapshots to keep.
+    store
+        Of a folder.
+    """
+
+    name: str
+    keep: int = 1
+    store: StoreSpec | None = None
+
+
+def tier_specs(tiers: Iterable[Tier]) -> tuple[TierSpec, ...]:
+    """Return what the agent needs to know of `tiers`, nearest first.
+
+    Raises
+    ------
+    UsageError
+        Kind ``bad-tier``: something else than a tier, or two of one kind.
+    """
+    found: dict[str, TierSpec] = {}
+    for tier in tiers:
+        spec = _spec(tier)
+        if spec.name in found:
+            raise UsageError(
+                f"two {spec.name} tiers", kind="bad-tier", where="tiers", wanted="one of each kind"
+            )
+        found[spec.name] = spec
+    return tuple(found[name] for name in NEAR if name in found)
+
+
+def _spec(tier: object) -> TierSpec:
+    match tier:
+        case Memory():
+            return TierSpec("memory")
+        case Peer():
+            return TierSpec("peer")
+        case Local():
+            store = root_spec(tier.url, tier.store_options, tier.throttle)
+            return TierSpec("local", tier.keep, store)
+    raise UsageError(
+        "not a tier",
+        kind="bad-tier",
+        where="tiers",
+        wanted="Memory(), Peer() or Local(folder); the url is the root, the last tier",
+        found=repr(tier)[:200],
+    )
