@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from ckptd import events
 from ckptd.engine.assemble import assemble, check_plans, differing_groups
 from ckptd.engine.catalogue import Catalogue
@@ -21,13 +23,21 @@ from ckptd.engine.job import Part, Save
 from ckptd.engine.publish import publish_manifest, write_witness
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.telling import saving
-from ckptd.errors import CkptdError, DeadlineError, NotFoundError, SaveError
+from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
 from ckptd.format.names import PARTS, part_key
 from ckptd.format.records import Commit
 from ckptd.format.witness import WitnessPlan
 from ckptd.store.base import Store
 
-__all__ = ["blob_key", "commit_attempt", "gather_parts", "remove_parts", "witness_plan"]
+__all__ = [
+    "blob_key",
+    "commit_attempt",
+    "decode_plan",
+    "gather_parts",
+    "plan_key",
+    "remove_parts",
+    "witness_plan",
+]
 
 _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.5
@@ -37,6 +47,40 @@ _ASK_S = 1.0
 def blob_key(folder: str, digest: str) -> str:
     """Key of a body that several parts refer to by its digest."""
     return f"{folder}{PARTS}b-{digest}"
+
+
+def plan_key(folder: str) -> str:
+    """Key of the plan that an attempt was written by, a `SavePlan` as msgpack.
+
+    Near tiers hold it beside the parts, so that whoever finds them can finish the snapshot.
+    """
+    return f"{folder}{PARTS}plan"
+
+
+def decode_plan(raw: bytes, where: str) -> SavePlan:
+    """Return the plan that was stored under `plan_key`.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-record``: not a plan. kind ``digest``: not the one that its digest names.
+    """
+    try:
+        plan = msgspec.msgpack.decode(raw, type=SavePlan)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptError(
+            "not a plan", kind="bad-record", where=where, found=str(error)[:200]
+        ) from None
+    found = plan.stamped().digest
+    if found != plan.digest:
+        raise CorruptError(
+            "a plan is not what was written",
+            kind="digest",
+            where=where,
+            wanted=plan.digest,
+            found=found,
+        )
+    return plan
 
 
 def commit_attempt(

@@ -14,6 +14,7 @@ from ckptd.engine.structure import SavePlan
 from ckptd.engine.tiers import TierSpec
 from ckptd.errors import CorruptError
 from ckptd.events.event import AnyEvent
+from ckptd.format.digest import DIGEST_BYTES, digest
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import CommitName, data_folder
 from ckptd.store import StoreSpec
@@ -225,14 +226,14 @@ class Freed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reached(msgspec.Struct, frozen=True, tag=True):
-    """This rank's share of a snapshot is on a near tier."""
+    """The share of this rank is on a near tier."""
 
     job: int
     tier: str
 
 
 class NearFailed(msgspec.Struct, frozen=True, tag=True):
-    """This rank's share will not be on a near tier; `error` is `CkptdError.to_dict`."""
+    """The share of this rank will not be on a near tier; `error` is `CkptdError.to_dict`."""
 
     job: int
     tier: str
@@ -310,14 +311,18 @@ class Part(msgspec.Struct, frozen=True):
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:
-        """Return msgpack."""
-        return msgspec.msgpack.encode(self)
+        """Return msgpack and its digest: nobody else vouches for what a part says."""
+        raw = msgspec.msgpack.encode(self)
+        return raw + digest(raw)
 
     @staticmethod
     def decode(raw: bytes, where: str) -> Part:
         """Invert `encode`; anything else is a `CorruptError`."""
+        body = memoryview(raw)[:-DIGEST_BYTES]
+        if raw[-DIGEST_BYTES:] != digest(body):
+            raise CorruptError("a part is not what was written", kind="digest", where=where)
         try:
-            return msgspec.msgpack.decode(raw, type=Part)
+            return msgspec.msgpack.decode(body, type=Part)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptError(
                 "not a part", kind="bad-record", where=where, found=str(error)[:200]
