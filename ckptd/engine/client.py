@@ -230,9 +230,10 @@ class WriterClient:
     ) -> None:
         """Say that all of a job is copied; see `Sealed`."""
         slot.seal()
-        # Before the worker hears of it, which might say that it has written all.
-        self._jobs[job].handle._sealed()
+        # The worker first: who was told that the snapshot is staged may be killed at that moment,
+        # and a worker that heard of no seal would throw it away.
         self._send(Sealed(job, replicas, blobs))
+        self._jobs[job].handle._sealed()
 
     def next_job(self) -> int:
         """Return a fresh job number."""

@@ -12,6 +12,7 @@ import msgspec
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.tiers import TierSpec
+from ckptd.engine.unchanged import Base, Refer
 from ckptd.errors import CorruptError
 from ckptd.events.event import AnyEvent
 from ckptd.format.digest import DIGEST_BYTES, digest
@@ -129,6 +130,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         The near tiers it goes to, nearest first.
     root
         Whether it goes to the root, and is committed there.
+    refer
+        Whether chunks that did not change may be referred to instead of written to the root.
     """
 
     job: int
@@ -144,6 +147,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     slot: int = 0
     near: tuple[str, ...] = ()
     root: bool = True
+    refer: bool = True
 
     @property
     def name(self) -> CommitName:
@@ -293,6 +297,10 @@ class Part(msgspec.Struct, frozen=True):
         Witness slots this rank could see (uint32) and their values (8 bytes each).
     metadata
         The user's; rank 0's counts, whoever commits.
+    base, refers
+        The checkpoint whose chunks are referred to, and which of them.
+    seeks
+        Whether this rank will look for unchanged chunks at its next save.
     error
         Why this rank failed, instead of all the rest.
     """
@@ -308,6 +316,9 @@ class Part(msgspec.Struct, frozen=True):
     slots: bytes = b""
     values: bytes = b""
     metadata: dict[str, Any] = {}
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    seeks: bool = False
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:
