@@ -166,6 +166,18 @@ class Writer(ABC):
     def write(self, data: memoryview) -> None:
         """Append all of `data`; an error of a background upload may surface here."""
 
+    def cut(self) -> None:
+        """End the object here: fewer bytes than were announced are right then.
+
+        For a caller that knows a bound of the size only; `commit` follows, and no `write`.
+
+        Raises
+        ------
+        UsageError
+            Kind ``size``: this store needs the exact size.
+        """
+        raise UsageError("this store needs the exact size of an object", kind="size")
+
     @abstractmethod
     def commit(self) -> None:
         """Return when every byte is durable (its name too, after `Store.sync` of its folder)."""

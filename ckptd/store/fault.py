@@ -221,6 +221,10 @@ class _FaultWriter(Writer):
             self._inner.write(data[: len(data) // 2])
         self._fault._act(rule, "write", self._key, lambda: self._inner.write(data))
 
+    def cut(self) -> None:
+        """Pass on."""
+        self._inner.cut()
+
     def commit(self) -> None:
         """Count; maybe fail."""
         self._fault.step("commit", self._key, self._size, self._inner.commit)

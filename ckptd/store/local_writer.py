@@ -55,6 +55,7 @@ class LocalWriter(SizedWriter):
         self._gather: mmap.mmap | None = None
         self._gathered = 0
         self._sent = 0  # bytes handed to threads; the file offset of what is gathered
+        self._is_cut = False
         self._fd = -1
         self._open(direct)
 
@@ -152,6 +153,9 @@ class LocalWriter(SizedWriter):
         if block is not None:
             self._free.append(block)
 
+    def _shorten(self) -> None:
+        self._is_cut = True  # once nothing is in flight any more
+
     def _finish(self) -> None:
         with writing(self.key, self.size):
             tail = b""
@@ -164,6 +168,8 @@ class LocalWriter(SizedWriter):
                 self._land()
             self._go_buffered()  # O_DIRECT refuses a length that is not a multiple of ALIGN
             self._write_block(memoryview(tail), self._sent)
+            if self._is_cut:
+                os.ftruncate(self._fd, self.size)
             self._system.fdatasync(self._fd, self.key)
             self._release()
 

@@ -161,6 +161,9 @@ class _MemoryWriter(SizedWriter):
     def _append(self, view: memoryview) -> None:
         self._data[self.written : self.written + len(view)] = view
 
+    def _shorten(self) -> None:
+        del self._data[self.size :]
+
     def _finish(self) -> None:
         self._store._store(self.key, self._data, create_only=False)
 

@@ -131,6 +131,10 @@ class _MeteredWriter(Writer):
         """Pass on and count."""
         self._meter.timed("write", lambda: self._inner.write(data), data.nbytes)
 
+    def cut(self) -> None:
+        """Pass on."""
+        self._inner.cut()
+
     def commit(self) -> None:
         """Pass on and count."""
         self._meter.timed("commit", self._inner.commit)

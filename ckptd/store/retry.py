@@ -153,6 +153,7 @@ class _RetryWriter(Writer):
         self._given: list[memoryview] = []
         self._inner: Writer | None = None
         self._done = False
+        self._is_cut = False
         self._attempt(lambda writer: None)
 
     def _attempt(self, act: Callable[[Writer], None]) -> None:
@@ -179,6 +180,8 @@ class _RetryWriter(Writer):
             self._inner = self._store.inner.writer(self._key, self._size)
             for data in self._given:
                 self._inner.write(data)
+            if self._is_cut:
+                self._inner.cut()
         return self._inner
 
     def _discard(self) -> None:
@@ -190,6 +193,11 @@ class _RetryWriter(Writer):
         """Append all of `data`."""
         self._attempt(lambda writer: writer.write(data))
         self._given.append(data)
+
+    def cut(self) -> None:
+        """End the object at what was written."""
+        self._attempt(lambda writer: writer.cut())
+        self._is_cut = True
 
     def commit(self) -> None:
         """Return when every byte is durable."""

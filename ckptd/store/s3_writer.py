@@ -113,7 +113,7 @@ class S3Writer(SizedWriter):
             self._completing = True
             self._put(b"".join(self._views))
         else:
-            if self._held:
+            if self._held or not self._begun:
                 self._send_part()
             while self._flying:
                 self._land()

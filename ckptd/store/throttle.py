@@ -88,6 +88,10 @@ class _ThrottledWriter(Writer):
             self._bucket.take(len(piece))
             self._inner.write(piece)
 
+    def cut(self) -> None:
+        """Pass on."""
+        self._inner.cut()
+
     def commit(self) -> None:
         """Pass on."""
         self._inner.commit()

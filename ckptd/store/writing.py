@@ -36,6 +36,12 @@ class SizedWriter(Writer):
             raise
         self.written += len(view)
 
+    def cut(self) -> None:
+        """End the object at what was written."""
+        self._check_open()
+        self.size = self.written
+        self._shorten()
+
     def commit(self) -> None:
         """Return when every byte is durable."""
         self._check_open()
@@ -76,6 +82,9 @@ class SizedWriter(Writer):
     @abstractmethod
     def _append(self, view: memoryview) -> None:
         """Take `view`, which fits into the announced size."""
+
+    def _shorten(self) -> None:
+        """Give up what was set aside beyond `size`, by now or in `_finish`."""
 
     @abstractmethod
     def _finish(self) -> None:
