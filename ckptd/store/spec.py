@@ -21,6 +21,7 @@ __all__ = [
     "FaultRule",
     "FaultSpec",
     "MeterSpec",
+    "PackSpec",
     "RetrySpec",
     "StoreSpec",
     "ThrottleSpec",
@@ -54,6 +55,21 @@ class ThrottleSpec(msgspec.Struct, frozen=True, tag="throttle", forbid_unknown_f
 
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
+
+
+class PackSpec(msgspec.Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
+    """Store large objects as byte planes under zstd; `RetrySpec` belongs outside of it.
+
+    Attributes
+    ----------
+    level
+        Of zstd, 1 to 22; 1 is nearly always right. None packs nothing and reads what is packed.
+    suffix
+        Only objects whose names end in it have a packed form.
+    """
+
+    level: int | None = 1
+    suffix: str = ".safetensors"
 
 
 class MeterSpec(msgspec.Struct, frozen=True, tag="meter", forbid_unknown_fields=True):
@@ -127,7 +143,7 @@ class FaultSpec(msgspec.Struct, frozen=True, tag="fault", forbid_unknown_fields=
     log: str | None = None
 
 
-WrapperSpec = RetrySpec | ThrottleSpec | MeterSpec | FaultSpec
+WrapperSpec = RetrySpec | ThrottleSpec | MeterSpec | FaultSpec | PackSpec
 
 _SECRET = re.compile(r"key|secret|token|password|credential|sas", re.IGNORECASE)
 

@@ -9,6 +9,7 @@ from ckptd.store.base import Names, ObjectInfo, OpenFile, Store, Writer
 from ckptd.store.spec import (
     FaultSpec,
     MeterSpec,
+    PackSpec,
     RetrySpec,
     StoreSpec,
     ThrottleSpec,
@@ -124,3 +125,7 @@ def wrap(store: Store, spec: WrapperSpec) -> Store:
             from ckptd.store.fault import Fault
 
             return Fault(store, spec)
+        case PackSpec():
+            from ckptd.store.pack import Pack
+
+            return Pack(store, spec)
