@@ -22,7 +22,7 @@ from ckptd.engine.leases import LEASE_S, Hold, hold
 from ckptd.errors import CkptdError, NotFoundError, StoreError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
-from ckptd.store.spec import RetrySpec, StoreSpec
+from ckptd.store.spec import PackSpec, RetrySpec, StoreSpec
 
 __all__ = ["Address", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
 
@@ -90,7 +90,7 @@ def needs_step(text: str) -> Address:
 
 def spec_of(root: str) -> StoreSpec:
     """Return the store of a root, with tries that fit a person's patience."""
-    return StoreSpec(root).wrapped(RetrySpec(deadline_s=_PATIENCE_S))
+    return StoreSpec(root).wrapped(PackSpec(level=None), RetrySpec(deadline_s=_PATIENCE_S))
 
 
 @contextmanager

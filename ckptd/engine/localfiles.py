@@ -1,4 +1,7 @@
-"""Data files of a local root, open for reading, shared by the threads of one pass."""
+"""Data files of a local root, open for reading, shared by the threads of one pass.
+
+Files that are packed have no descriptor: -1 stands for it, and they are read through the store.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from ckptd.engine.places import missing_file
-from ckptd.errors import CorruptError, NotFoundError, StoreError
+from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.manifest import FileEntry
 from ckptd.store.base import Store
 from ckptd.store.osio import reading
@@ -53,7 +56,7 @@ class LocalFiles:
 
     @contextmanager
     def use(self, file: int) -> Iterator[int]:
-        """Give the descriptor of file number `file`.
+        """Give the descriptor of file number `file`; -1 for a packed one.
 
         Raises
         ------
@@ -75,12 +78,14 @@ class LocalFiles:
         """Close the longest unused files; one in use (by a thread that hangs) is never closed."""
         idle = [file for file, (_, users) in self._open.items() if not users]
         for file in idle[: len(idle) - keep] if keep else idle:
-            os.close(self._open.pop(file)[0])
+            fd = self._open.pop(file)[0]
+            if fd >= 0:
+                os.close(fd)
 
     def _open_file(self, entry: FileEntry) -> int:
         path = self._store.local_path(entry.path)
         if path is None:
-            raise StoreError("the store keeps no plain files", where=entry.path)
+            return -1
         try:
             with reading(str(path)):
                 fd = os.open(path, _READ_FLAGS)
@@ -108,6 +113,9 @@ class LocalFiles:
             The system failed to read.
         """
         entry = self._entries[file]
+        if fd < 0:
+            self._store.read_into(entry.path, entry.data_start + start, view)
+            return
         done = 0
         while done < len(view):
             with reading(entry.path):

@@ -6,24 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptd.store import StoreSpec
-from ckptd.store.spec import RetrySpec, ThrottleSpec, WrapperSpec
+from ckptd.store.spec import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec
 
 __all__ = ["root_spec"]
 
 
 def root_spec(
-    url: str, options: Mapping[str, Any] | None = None, throttle_bytes_s: float | None = None
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    throttle_bytes_s: float | None = None,
+    compress: int | None = None,
 ) -> StoreSpec:
     """Return the store of a root: retried where that helps, throttled where that is wanted.
+
+    It reads packed data files in any case, and packs what it writes where that is wanted.
 
     Parameters
     ----------
     url, options
         As for `ckptd.store.open_store`.
     throttle_bytes_s
-        Upper bound of the bytes a second that are written; None is no bound.
+        Upper bound of the bytes a second that are written; None is no bound. What is packed
+        counts as it is stored.
+    compress
+        Level of zstd for data files, 1 to 22; None stores them plain.
     """
-    wrappers: tuple[WrapperSpec, ...] = (RetrySpec(),)
+    # Retries are outermost: they keep what they may have to write again, which is then the
+    # caller's memory, and not packed copies of it.
+    wrappers: tuple[WrapperSpec, ...] = (PackSpec(level=compress), RetrySpec())
     if throttle_bytes_s is not None:
-        wrappers = (*wrappers, ThrottleSpec(write_bytes_per_s=throttle_bytes_s))
+        wrappers = (ThrottleSpec(write_bytes_per_s=throttle_bytes_s), *wrappers)
     return StoreSpec(str(url), dict(options or {}), wrappers)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from ckptd import events
 from ckptd.format.names import DATA, CommitName, parse_data_folder
 from ckptd.store.base import Store
+from ckptd.store.wrap import innermost
 
 __all__ = ["saving", "saving_file", "tier_of"]
 
@@ -18,7 +19,8 @@ def tier_of(store: Store) -> str:
     """Return the tier that a checkpointer's root is: ``local``, ``remote``, or ``memory``."""
     if not store.capabilities.shared:
         return "memory"
-    return "local" if store.capabilities.local_files else "remote"
+    # Of the store itself: one that packs gives no local files, wherever it is.
+    return "local" if innermost(store).capabilities.local_files else "remote"
 
 
 def saving(store: Store, name: CommitName, attempt: str, rank: int) -> AbstractContextManager[None]:

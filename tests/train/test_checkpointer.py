@@ -526,7 +526,7 @@ def test_a_spec_of_a_root_retries_what_may_heal(root: str) -> None:
 
     spec = root_spec(root, {}, 5.0)
     assert isinstance(spec, StoreSpec)
-    assert [type(w).__name__ for w in spec.wrappers] == ["RetrySpec", "ThrottleSpec"]
+    assert [type(w).__name__ for w in spec.wrappers] == ["ThrottleSpec", "PackSpec", "RetrySpec"]
 
 
 # -- what is refused before a byte is copied ------------------------------------------------------
