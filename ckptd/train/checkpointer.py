@@ -62,6 +62,10 @@ class Checkpointer:
         For one save, from the call to the commit, and for ranks to wait for one another, seconds.
     throttle
         Upper bound of the bytes a second that each rank writes; None is no bound.
+    compress
+        Level of zstd, 1 to 22, at which data files are stored as byte planes; 1 is nearly always
+        right. None stores plain safetensors. It pays where the store is slower than the cores: see
+        ``docs/reference/stores.md``. What is packed is read without being told.
     store_options
         For the store: endpoint, keys, region.
     layout
@@ -111,6 +115,7 @@ class Checkpointer:
         fresh_line: bool = False,
         timeout_s: float = 1800.0,
         throttle: float | None = None,
+        compress: int | None = None,
         store_options: Mapping[str, Any] | None = None,
         layout: LayoutSpec | None = None,
         lazy: Lazy = "auto",
@@ -123,7 +128,7 @@ class Checkpointer:
     ) -> None:
         check_positive("grace_s", grace_s, (int, float))
         rule = rule_of(every)
-        self._spec = root_spec(url, store_options, throttle)
+        self._spec = root_spec(url, store_options, throttle, compress)
         self._store = self._spec.open()
         self._keep = Keep.of(keep) if keep is not None else None
         self._board = board_of(process_group, timeout_s)
