@@ -173,6 +173,8 @@ def _check(entry: EntryPoint, seen: set[str]) -> str | None:
 
 
 for _scheme, _target in {
+    "ckptd": "ckptd.store.net:open_net",
+    "ckptd+unix": "ckptd.store.net:open_net",
     "file": "ckptd.store.local:open_local",
     "memory": "ckptd.store.memory:open_memory",
     "s3": "ckptd.store.s3:open_s3",

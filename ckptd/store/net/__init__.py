@@ -1,0 +1,18 @@
+"""Stores over a connection: `StoreServer` gives one, `NetStore` uses it from another process."""
+
+from __future__ import annotations
+
+from ckptd.store.net.client import NetOptions, NetStore, open_net
+from ckptd.store.net.greeting import new_secret
+from ckptd.store.net.server import Counts, StoreServer
+from ckptd.store.net.session import Limits
+
+__all__ = [
+    "Counts",
+    "Limits",
+    "NetOptions",
+    "NetStore",
+    "StoreServer",
+    "new_secret",
+    "open_net",
+]

@@ -1,0 +1,343 @@
+"""`NetStore`: a store that another process holds, over a connection."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any, TypeVar
+
+import msgspec
+
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
+from ckptd.store.base import (
+    Capabilities,
+    Names,
+    ObjectInfo,
+    OpenFile,
+    Store,
+    Writer,
+    check_key,
+    check_prefix,
+)
+from ckptd.store.buffers import as_bytes_view
+from ckptd.store.net import messages
+from ckptd.store.net.address import parse_address
+from ckptd.store.net.greeting import check_secret
+from ckptd.store.net.link import Link, LinkPool
+from ckptd.store.net.messages import Done, Piece
+from ckptd.store.registry import parse_options
+from ckptd.store.retry import Backoff
+from ckptd.store.spec import RetrySpec
+from ckptd.store.writing import SizedWriter
+from ckptd.types import ByteRange
+
+__all__ = ["NetOptions", "NetStore", "open_net"]
+
+_T = TypeVar("_T")
+_LOST = frozenset({"link-lost", "link-busy", "link-protocol"})
+
+
+class NetOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of ``ckptd://`` and ``ckptd+unix://``.
+
+    Attributes
+    ----------
+    secret
+        What client and server both know, in hexadecimal digits; not for Unix sockets.
+    connect_s
+        For a connection, and for the greeting after it, in seconds.
+    answer_s
+        For each message of an answer, and for sent bytes to make progress, in seconds.
+    durable_s
+        For the commit of a writer, and for `Store.sync`, in seconds.
+    retry_s
+        A call whose connection is lost is tried again for so long, in seconds, where repeating it
+        does no harm. A server that did not answer in time is not asked again.
+    """
+
+    secret: str | None = None
+    connect_s: float = 5.0
+    answer_s: float = 60.0
+    durable_s: float = 600.0
+    retry_s: float = 5.0
+
+
+def open_net(url: str, options: dict[str, Any]) -> NetStore:
+    """Open ``ckptd://host:port`` or ``ckptd+unix:///path``."""
+    return NetStore(url, parse_options(url, options, NetOptions))
+
+
+class NetStore(Store):
+    """The store of a `StoreServer`, over TCP or a Unix socket.
+
+    It promises what the server's store promises (`capabilities` asks the server the first time),
+    but for `Store.local_path`; over a Unix socket `open_file` gives descriptors of what the server
+    can open, so that nothing is copied. Besides the errors of that store each call may raise
+    `TransientStoreError` of kind ``link-lost``, ``link-late``, ``link-busy`` or ``link-protocol``,
+    `StoreError` of kind ``permission`` or ``link-version``, and, as the server decides,
+    ``read-only``.
+
+    Over TCP, `get`, `put` and everything said between the two are protected against change by
+    others, the bytes of `read_into` and `writer` are not (`ckptd.store.net.wire` says why): they
+    need digests of their own. Nothing is encrypted.
+
+    Parameters
+    ----------
+    url
+        Of the server.
+    options
+        See `NetOptions`.
+    """
+
+    def __init__(self, url: str, options: NetOptions | None = None) -> None:
+        self._settings = options or NetOptions()
+        self._address = parse_address(url)
+        self.url = self._address.url
+        defaults = msgspec.structs.asdict(NetOptions())
+        given = msgspec.structs.asdict(self._settings)
+        self.options: dict[str, Any] = {k: v for k, v in given.items() if v != defaults[k]}
+        local = self._address.local
+        self._secret = b"" if local else check_secret(self._settings.secret, self.url)
+        self._pool = LinkPool(self._connect, self.url)
+
+    def _connect(self) -> Link:
+        s = self._settings
+        return Link(self._address, self._secret, connect_s=s.connect_s, answer_s=s.answer_s)
+
+    def _call(self, act: Callable[[Link], _T]) -> _T:
+        """Do `act` on a link, and again on another one while connections are lost."""
+
+        def once() -> _T:
+            with self._pool.use() as link:
+                return act(link)
+
+        return self._retried(once)
+
+    def _retried(self, act: Callable[[], _T]) -> _T:
+        backoff = Backoff(RetrySpec(deadline_s=self._settings.retry_s, first_s=0.05, longest_s=1.0))
+        while True:
+            try:
+                return act()
+            except TransientStoreError as error:
+                if error.kind not in _LOST:
+                    raise
+                backoff.wait(error)
+
+    @cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]
+        """What the server's store promises, as seen from here."""
+        found = self._call(lambda link: link.capabilities)
+        return Capabilities(
+            create_only=found.create_only,
+            consistent_list=found.consistent_list,
+            durable=found.durable,
+            local_files=False,
+            shared=True,
+            parallel=found.parallel,
+            block_bytes=found.block_bytes,
+        )
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Return the whole object, or exactly `byte_range` of it."""
+        start, end = (byte_range.start, byte_range.end) if byte_range else (0, None)
+        request = messages.Get(check_key(key), start, end)
+
+        def act(link: Link) -> bytes:
+            link.begin(request)
+            size = link.expect(messages.Sized).size
+            if size < 0 or (end is not None and size != end - start):
+                raise link.wire.fail("not the bytes that were asked for", kind="link-protocol")
+            data = bytearray(size)
+            link.receive_bytes(memoryview(data), sealed=True)
+            return bytes(data)
+
+        return self._call(act)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` of the object, straight from the connection."""
+        view = as_bytes_view(buffer)
+        request = messages.Read(check_key(key), offset, len(view))
+
+        def act(link: Link) -> None:
+            link.begin(request)
+            link.receive_bytes(view, sealed=False)
+
+        self._call(act)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object."""
+        request = messages.Stat(check_key(key))
+        found = self._call(lambda link: link.ask(request, messages.Found))
+        return ObjectInfo(key, found.size, found.modified)
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Return a descriptor from the server (Unix sockets), or None where it can give none."""
+        check_key(key)
+        if not self._address.local:
+            return None
+
+        def act(link: Link) -> OpenFile | None:
+            link.begin(messages.Open(key))
+            found = link.receive_descriptor(messages.Opened)
+            return None if found is None else OpenFile(found[1], found[0].shift)
+
+        return self._call(act)
+
+    # -- listing -------------------------------------------------------------------------------
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below `prefix`, in key order; the listing is received whole."""
+        for page in self._pages(messages.List(check_prefix(prefix))):
+            for found in page.objects:
+                yield ObjectInfo(*found)
+
+    def children(self, prefix: str = "") -> Names:
+        """Return names directly below `prefix`, sorted; folders end in "/"."""
+        return self._names(messages.Children(check_prefix(prefix)))
+
+    def sweep(
+        self, prefix: str = "", *, older_than_s: float = 86_400.0, deep: bool = True
+    ) -> Names:
+        """Remove leftovers of interrupted calls below `prefix` and return their names."""
+        return self._names(messages.Sweep(check_prefix(prefix), older_than_s, deep))
+
+    def _pages(self, request: msgspec.Struct) -> tuple[messages.Page, ...]:
+        def act(link: Link) -> tuple[messages.Page, ...]:
+            link.begin(request)
+            return tuple(link.receive_pages())
+
+        return self._call(act)
+
+    def _names(self, request: msgspec.Struct) -> Names:
+        return [name for page in self._pages(request) for name in page.names]
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write a small object whole; as atomic and durable as the server's store does it.
+
+        A create-only put whose answer was lost is repeated; when the key is taken then, equal
+        bytes are our own.
+        """
+        view = as_bytes_view(memoryview(data))
+        if len(view) > messages.MOST_PUT_BYTES:
+            raise UsageError(
+                "too large for one put",
+                kind="size",
+                where=key,
+                wanted=f"at most {messages.MOST_PUT_BYTES} bytes",
+                found=f"{len(view)} bytes",
+                hint="use Store.writer",
+            )
+        request = messages.Put(check_key(key), len(view), create_only)
+        tries = itertools.count()
+
+        def act(link: Link) -> int:
+            number = next(tries)
+            link.begin(request)
+            for piece in _pieces(view):
+                link.begin(Piece(link.wire.seal(piece)), piece)
+            link.finish()
+            return number
+
+        try:
+            self._call(act)
+        except ConflictError:
+            if next(tries) == 1 or not self._holds(key, data):
+                raise
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        try:
+            return self.get(key) == data
+        except NotFoundError:
+            return False
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Begin a large object; its bytes are sent as they come and kept by nobody in between.
+
+        A writer has a connection of its own. It is not repeated when that is lost.
+        """
+        writer = _NetWriter(self._pool, check_key(key), size, self._settings)
+        self._retried(writer.begin)
+        return writer
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; one that is gone already is no error."""
+        checked = [check_key(k) for k in keys]
+        for start in range(0, len(checked), messages.PAGE):
+            request = messages.Delete(tuple(checked[start : start + messages.PAGE]))
+            self._call(lambda link, r=request: link.ask(r, Done))  # type: ignore[misc]
+
+    def sync(self, prefix: str) -> None:
+        """Make the names below folder `prefix`, and the folder's own name, durable."""
+        request = messages.Sync(check_prefix(prefix))
+        self._call(lambda link: link.ask(request, Done, self._settings.durable_s))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._pool.close()
+
+
+class _NetWriter(SizedWriter):
+    def __init__(self, pool: LinkPool, key: str, size: int, settings: NetOptions) -> None:
+        super().__init__(key, size)
+        self._pool = pool
+        self._settings = settings
+        self._link: Link | None = None
+
+    def begin(self) -> None:
+        """Take a link and begin the object on the server."""
+        link = self._pool.take()
+        try:
+            link.ask(messages.Begin(self.key, self.size), Done)
+            link.wire.patience(self._settings.answer_s)  # its disk may be slow
+        except BaseException:
+            self._pool.give_back(link)
+            raise
+        self._link = link
+
+    def _append(self, view: memoryview) -> None:
+        link = self._held()
+        for piece in _pieces(view):
+            if link.wire.readable():
+                link.finish()  # raises: the server speaks before the commit only when it failed
+                raise link.wire.fail("an answer came too early", kind="link-protocol")
+            link.begin(Piece(), piece)
+
+    def _finish(self) -> None:
+        link = self._held()
+        link.begin(messages.Commit())
+        link.finish(self._settings.durable_s)
+        self._leave()
+
+    def _drop(self) -> None:
+        link = self._held()
+        try:
+            link.begin(messages.Abort())
+            try:
+                link.finish()
+            except CkptdError:
+                if link.wire.broken:
+                    raise
+                link.finish()  # that was about a piece sent before
+        finally:
+            self._leave()
+
+    def _held(self) -> Link:
+        if self._link is None:
+            raise TransientStoreError("the connection is gone", kind="link-lost", where=self.key)
+        return self._link
+
+    def _leave(self) -> None:
+        """Give the link back."""
+        link, self._link = self._link, None
+        if link is not None:
+            self._pool.give_back(link)
+
+
+def _pieces(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), messages.PIECE_BYTES):
+        yield view[start : start + messages.PIECE_BYTES]

@@ -1,0 +1,215 @@
+"""`Link`: the client's end of one connection, and `LinkPool`: several, for calls at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from ckptd.errors import CkptdError, StoreError, UsageError
+from ckptd.store.base import Capabilities
+from ckptd.store.net.address import Address, same_user
+from ckptd.store.net.greeting import greet_server
+from ckptd.store.net.messages import MOST_PIECE_BYTES, Answer, Done, Failed, Page, Piece
+from ckptd.store.net.wire import Wire, decoder
+
+__all__ = ["Link", "LinkPool"]
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+_ANSWER = decoder(Answer)
+_MOST_IDLE = 16
+_PATIENCE_S = 10.0
+
+
+class Link:
+    """One connection to a `StoreServer`, for one call at a time.
+
+    Calls raise what the server's store raised, or a `TransientStoreError` of `Wire`; after that
+    one, or an exception in the middle of an answer, the link is not `clean` and cannot be used.
+
+    Parameters
+    ----------
+    address, secret
+        Of the server; the secret is empty for Unix sockets.
+    connect_s
+        For the connection, and again for the greeting, in seconds.
+    answer_s
+        For each message of an answer, in seconds.
+    """
+
+    def __init__(
+        self, address: Address, secret: bytes, *, connect_s: float, answer_s: float
+    ) -> None:
+        sock = address.connect(connect_s)
+        self.wire = Wire(sock, address.url, answer_s)
+        self.clean = True
+        self._answer_s = answer_s
+        try:
+            if address.local and not same_user(sock):
+                raise StoreError(
+                    "the server runs as another user", kind="permission", where=address.url
+                )
+            self.wire.patience(_PATIENCE_S)
+            self.capabilities: Capabilities = greet_server(self.wire, secret, connect_s)
+        except BaseException:
+            self.wire.release()
+            raise
+
+    def ask(self, request: msgspec.Struct, kind: type[_T], wait_s: float | None = None) -> _T:
+        """Send a request whose answer is one message, and return that."""
+        self.begin(request)
+        answer = self.expect(kind, wait_s)
+        self.clean = True
+        return answer
+
+    def begin(self, request: msgspec.Struct, bulk: memoryview | None = None) -> None:
+        """Send a request, or a part of one; its answer is not complete before `finish`."""
+        self.clean = False
+        self.wire.send(request, bulk)
+
+    def expect(self, kind: type[_T], wait_s: float | None = None) -> _T:
+        """Return the next message of an answer, which must be of `kind`."""
+        answer, _ = self._receive(wait_s)
+        if not isinstance(answer, kind):
+            raise self._surprise(answer)
+        return answer
+
+    def finish(self, wait_s: float | None = None) -> None:
+        """Receive the end of an answer."""
+        self.expect(Done, wait_s)
+        self.clean = True
+
+    def receive_bytes(self, view: memoryview, *, sealed: bool) -> None:
+        """Fill `view` from the pieces of an answer, and finish it."""
+        done = 0
+        while done < len(view):
+            left = min(MOST_PIECE_BYTES, len(view) - done)
+            answer, count = self._receive(None, most_bulk=left)
+            if not isinstance(answer, Piece) or not count:
+                raise self._surprise(answer)
+            part = view[done : done + count]
+            self.wire.fill(part, self._answer_s, answer.seal if sealed else None)
+            done += count
+        self.finish()
+
+    def receive_pages(self) -> list[Page]:
+        """Return the pages of an answer, and finish it."""
+        pages: list[Page] = []
+        while True:
+            answer, _ = self._receive(None)
+            if isinstance(answer, Done):
+                self.clean = True
+                return pages
+            if not isinstance(answer, Page):
+                raise self._surprise(answer)
+            pages.append(answer)
+
+    def receive_descriptor(self, kind: type[_T]) -> tuple[_T, int] | None:
+        """Return a message and the descriptor beside it, or None when the answer is `Done`."""
+        fds: list[int] = []
+        try:
+            answer, _ = self._receive(None, fds=fds)
+            if isinstance(answer, Done) and not fds:
+                self.clean = True
+                return None
+            if not isinstance(answer, kind) or not fds:
+                raise self._surprise(answer)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        self.clean = True
+        return answer, fds[0]
+
+    def _receive(
+        self, wait_s: float | None, *, most_bulk: int = 0, fds: list[int] | None = None
+    ) -> tuple[Any, int]:
+        wait_s = self._answer_s if wait_s is None else wait_s
+        answer, count = self.wire.receive(_ANSWER, wait_s, most_bulk=most_bulk, fds=fds)
+        if isinstance(answer, Failed):
+            self.clean = True
+            raise CkptdError.from_dict(answer.error)
+        return answer, count
+
+    def _surprise(self, answer: object) -> CkptdError:
+        found = type(answer).__name__
+        return self.wire.fail("an answer that nobody asked for", kind="link-protocol", found=found)
+
+
+class LinkPool:
+    """Links for the threads of one store: each call has one for itself, idle ones are kept."""
+
+    def __init__(self, connect: Callable[[], Link], where: str) -> None:
+        self._connect = connect
+        self._where = where
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._used: set[Link] = set()
+        self._process = os.getpid()
+        self._closed = False
+
+    @contextmanager
+    def use(self) -> Iterator[Link]:
+        """Give a link for one call."""
+        link = self.take()
+        try:
+            yield link
+        finally:
+            self.give_back(link)
+
+    def take(self) -> Link:
+        """Return a link, which must be given back; errors are those of `Link`."""
+        while (link := self._pop()) is not None:
+            if not link.wire.readable():
+                return link
+            self.give_back(link, drop=True)  # the server is gone, or came back
+        link = self._connect()
+        with self._lock:
+            self._used.add(link)
+            closed = self._closed
+        if closed:
+            self.give_back(link, drop=True)
+            raise self._closed_error()
+        return link
+
+    def give_back(self, link: Link, *, drop: bool = False) -> None:
+        """Keep `link` for the next call, unless it broke in this one."""
+        with self._lock:
+            self._used.discard(link)
+            fit = link.clean and not link.wire.broken and not self._closed and not drop
+            keep = fit and len(self._idle) < _MOST_IDLE
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.wire.release()
+
+    def close(self) -> None:
+        """Close all links; calls under way fail. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            used = [*self._used]
+        for link in idle:
+            link.wire.release()
+        for link in used:
+            link.wire.close()
+
+    def _pop(self) -> Link | None:
+        with self._lock:
+            if self._closed:
+                raise self._closed_error()
+            if self._process != os.getpid():
+                # A forked child must not speak on its parent's connections, nor shut them down.
+                self._process = os.getpid()
+                self._idle, self._used = [], set()
+            link = self._idle.pop() if self._idle else None
+            if link is not None:
+                self._used.add(link)
+            return link
+
+    def _closed_error(self) -> UsageError:
+        return UsageError("the store is closed", kind="closed", where=self._where)

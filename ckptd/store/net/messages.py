@@ -1,0 +1,228 @@
+"""What a store's client and server say to each other, as plain data.
+
+A request is answered by one message, or by a series that ends with a `Done`; `Failed` takes the
+place of any of them and ends the answer. Bytes of objects travel behind `Piece` messages.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ckptd.store.base import Capabilities
+
+__all__ = [
+    "MOST_BODY_BYTES",
+    "MOST_PIECE_BYTES",
+    "MOST_PUT_BYTES",
+    "PAGE",
+    "PIECE_BYTES",
+    "VERSION",
+    "Abort",
+    "Answer",
+    "Begin",
+    "Challenge",
+    "Children",
+    "Commit",
+    "Delete",
+    "Done",
+    "Failed",
+    "Found",
+    "Get",
+    "List",
+    "Open",
+    "Opened",
+    "Page",
+    "Piece",
+    "Promise",
+    "Proof",
+    "Put",
+    "Read",
+    "Refused",
+    "Request",
+    "Sized",
+    "Stat",
+    "Sweep",
+    "Sync",
+    "Welcome",
+    "Writing",
+]
+
+VERSION = 1
+MOST_BODY_BYTES = 1 << 20
+"""Largest message, without the piece behind it; a page of the longest keys has half of it."""
+PIECE_BYTES = 4 << 20
+"""Bytes behind one `Piece`, as they are sent."""
+MOST_PIECE_BYTES = 8 << 20
+"""Bytes behind one `Piece` that a server takes."""
+MOST_PUT_BYTES = 1 << 30
+"""Largest object of one put, which the server holds in memory; larger ones need a writer."""
+PAGE = 1000
+"""Names in one `Page` and keys in one `Delete`."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+class Challenge(_Message, frozen=True, tag="challenge"):
+    """Server, first of all: its protocol and a random number."""
+
+    version: int
+    nonce: bytes
+
+
+class Proof(_Message, frozen=True, tag="proof"):
+    """Client: a random number of its own, and that it knows the secret."""
+
+    nonce: bytes
+    mac: bytes
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """Server: that it knows the secret too. From here on frames are protected."""
+
+    mac: bytes
+
+
+class Promise(_Message, frozen=True, tag="promise"):
+    """Server, at once after `Welcome`: what its store promises."""
+
+    capabilities: Capabilities
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """Server, in place of `Welcome`."""
+
+    reason: Literal["secret", "busy"]
+
+
+class Get(_Message, frozen=True, tag="get"):
+    """The whole object, or bytes [`start`, `end`). Answer: `Sized`, sealed pieces, `Done`."""
+
+    key: str
+    start: int = 0
+    end: int | None = None
+
+
+class Read(_Message, frozen=True, tag="read"):
+    """`length` bytes from `offset`. Answer: pieces, `Done`."""
+
+    key: str
+    offset: int
+    length: int
+
+
+class Put(_Message, frozen=True, tag="put"):
+    """A small object of `size` bytes; sealed pieces follow at once. Answer: `Done`."""
+
+    key: str
+    size: int
+    create_only: bool
+
+
+class Begin(_Message, frozen=True, tag="begin"):
+    """A writer. Answer: `Done`; then `Writing` messages."""
+
+    key: str
+    size: int
+
+
+class Piece(_Message, frozen=True, tag="piece"):
+    """Bytes of an object follow; `seal` is their keyed hash where they are sealed."""
+
+    seal: bytes = b""
+
+
+class Commit(_Message, frozen=True, tag="commit"):
+    """End of a writer. Answer: `Done`, or the `Failed` that an earlier piece has brought about."""
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    """Drop of a writer, if there is one still. Answer: `Done`, maybe after an earlier `Failed`."""
+
+
+class Stat(_Message, frozen=True, tag="stat"):
+    """Answer: `Found`."""
+
+    key: str
+
+
+class List(_Message, frozen=True, tag="list"):
+    """Answer: pages of ``(key, size, modified)``, `Done`."""
+
+    prefix: str
+
+
+class Children(_Message, frozen=True, tag="children"):
+    """Answer: pages of names, `Done`."""
+
+    prefix: str
+
+
+class Delete(_Message, frozen=True, tag="delete"):
+    """Answer: `Done`."""
+
+    keys: tuple[str, ...]
+
+
+class Sync(_Message, frozen=True, tag="sync"):
+    """Answer: `Done`."""
+
+    prefix: str
+
+
+class Sweep(_Message, frozen=True, tag="sweep"):
+    """Answer: pages of names, `Done`."""
+
+    prefix: str
+    older_than_s: float
+    deep: bool
+
+
+class Open(_Message, frozen=True, tag="open"):
+    """Over Unix sockets. Answer: `Opened`, with a descriptor beside it; `Done` when none."""
+
+    key: str
+
+
+class Done(_Message, frozen=True, tag="done"):
+    """It is done, and has had its effect."""
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """`CkptdError.to_dict` of what was raised."""
+
+    error: dict[str, str | None]
+
+
+class Sized(_Message, frozen=True, tag="sized"):
+    """Bytes that follow in pieces."""
+
+    size: int
+
+
+class Found(_Message, frozen=True, tag="found"):
+    """Size in bytes and time of one object."""
+
+    size: int
+    modified: float
+
+
+class Page(_Message, frozen=True, tag="page"):
+    """A part of a listing."""
+
+    names: tuple[str, ...] = ()
+    objects: tuple[tuple[str, int, float], ...] = ()
+
+
+class Opened(_Message, frozen=True, tag="opened"):
+    """`ckptd.store.base.OpenFile` without its descriptor."""
+
+    shift: int
+
+
+Request = Get | Read | Put | Begin | Abort | Stat | List | Children | Delete | Sync | Sweep | Open
+Writing = Piece | Commit | Abort
+Answer = Done | Failed | Sized | Found | Page | Opened | Piece
