@@ -60,6 +60,8 @@ class CkptdError(Exception):
     exit_code: ClassVar[int] = 1
     poisoned: bool = False
     """Whether live state was half written when this was raised; only a whole load mends it."""
+    key: str | None = None
+    """Object of a checkpoint that was found bad: set where it was, and not told to others."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import numpy as np
 from ckptd.engine.blocks import BlockLine, Runs, coalesce
 from ckptd.engine.hostbuffer import HostBuffer
 from ckptd.engine.localfiles import LocalFiles
-from ckptd.engine.places import Places, check_size, missing_file
+from ckptd.engine.places import Places, blame, check_size, missing_file
 from ckptd.engine.pool import run_all
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.digest import (
@@ -51,6 +51,8 @@ class Fetcher:
         The checkpoint.
     line
         Positions of its blocks.
+    files
+        Its data files, where they are read through descriptors.
     threads
         Concurrent reads.
     stall_s
@@ -64,6 +66,7 @@ class Fetcher:
         store: Store,
         places: Places,
         line: BlockLine,
+        files: LocalFiles,
         *,
         threads: int,
         stall_s: float,
@@ -72,6 +75,7 @@ class Fetcher:
         self._store = store
         self._places = places
         self._line = line
+        self._files = files
         self._threads = threads
         self._stall_s = stall_s
         self._verify = verify
@@ -140,27 +144,26 @@ class Fetcher:
             size, gap = LOCAL_WINDOW_BLOCKS, 0
         else:
             size, gap = max(1, self._store.capabilities.block_bytes // BLOCK_BYTES), 1
-        with LocalFiles(self._store, self._places.manifest.files) as files:
 
-            def work(window: tuple[int, int, int]) -> None:
-                file, lo, hi = window
-                start, end = self._line.byte_range(file, lo, hi)
-                if buffer is None:
-                    view = self._window()[: end - start]
-                    files.read(file, start, view)
-                else:
-                    view = buffer.view(file, start, end)
-                    self._read_store(file, start, view)
-                self._check(file, lo, start, view, runs)
-                on_bytes(end - start)
+        def work(window: tuple[int, int, int]) -> None:
+            file, lo, hi = window
+            start, end = self._line.byte_range(file, lo, hi)
+            if buffer is None:
+                view = self._window()[: end - start]
+                self._files.read(file, start, view)
+            else:
+                view = buffer.view(file, start, end)
+                self._read_store(file, start, view)
+            self._check(file, lo, start, view, runs)
+            on_bytes(end - start)
 
-            run_all(
-                self._line.windows(coalesce(runs, gap, everybody), size),
-                work,
-                threads=self._threads,
-                stall_s=self._stall_s,
-                what="reading the checkpoint",
-            )
+        run_all(
+            self._line.windows(coalesce(runs, gap, everybody), size),
+            work,
+            threads=self._threads,
+            stall_s=self._stall_s,
+            what="reading the checkpoint",
+        )
 
     def _window(self) -> memoryview:
         found: memoryview | None = getattr(self._scratch, "view", None)
@@ -194,7 +197,7 @@ class Fetcher:
     ) -> CorruptError:
         entry = self._places.manifest.files[file]
         start = block * BLOCK_BYTES
-        return CorruptError(
+        error = CorruptError(
             "bytes of the checkpoint are not what was written",
             kind="digest",
             where=f"block {block} of {entry.path}, written by rank {entry.rank}: "
@@ -203,6 +206,7 @@ class Fetcher:
             found=f"XXH3-128 {found.hex()}",
             hint="ckptd verify lists everything that is bad; load an older step or another tier",
         )
+        return blame(error, entry.path)
 
 
 def _holds(runs: Runs, position: int) -> bool:
@@ -233,13 +237,14 @@ def check_index_size(store: Store, entry: FileEntry) -> None:
     except NotFoundError:
         raise missing_file(key, entry.rank, "digest index") from None
     if not least <= size <= least + MAX_CHUNKS * DIGEST_BYTES:
-        raise CorruptError(
+        error = CorruptError(
             "a digest index has the wrong size",
             kind="truncated" if size < least else "bad-size",
             where=f"{key}, written by rank {entry.rank}",
             wanted=f"at least {least} bytes",
             found=f"{size} bytes",
         )
+        raise blame(error, key)
 
 
 def load_index(store: Store, entry: FileEntry) -> DigestIndex:
@@ -260,13 +265,14 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex:
         raise missing_file(key, entry.rank, "digest index") from None
     found = digest_hex(raw)
     if found != entry.index:
-        raise CorruptError(
+        error = CorruptError(
             "a digest index is not what was written",
             kind="digest",
             where=where,
             wanted=f"XXH3-128 {entry.index}",
             found=f"XXH3-128 {found}",
         )
+        raise blame(error, key)
     index = DigestIndex.decode(raw, where)
     check_index(entry, index, where=where)
     return index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,10 +13,28 @@ from ckptd.engine.board import Board, LocalBoard
 from ckptd.engine.hostbuffer import SharedMemory
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["HostGroup"]
+__all__ = ["HostGroup", "Needs"]
 
-_Post = tuple[bytes, int, bool, tuple[int, str, str]]
-"""What a rank needs, its budget, whether its store has local files, and its process."""
+_Post = tuple[bytes, tuple[int, int], bool, tuple[int, str, str]]
+"""What a rank needs, its budgets, whether it can open its files, and its process."""
+
+
+class Needs(NamedTuple):
+    """What the ranks of a host need.
+
+    Attributes
+    ----------
+    runs
+        Of each local rank.
+    budgets
+        The smallest of all ranks: in bytes of files that can be opened, and of a buffer.
+    files
+        Whether every rank can open the files that it needs.
+    """
+
+    runs: list[Runs]
+    budgets: tuple[int, int]
+    files: bool
 
 
 class HostGroup:
@@ -121,24 +140,29 @@ class HostGroup:
         """Wait for all local ranks. One that failed has told so by its pulse: raises its error."""
         self.exchange(tag, b"")
 
-    def needs(self, runs: Runs, budget_bytes: int, local: bool) -> tuple[list[Runs], int]:
-        """Tell what this rank needs; return every local rank's needs and the smallest budget.
+    def needs(self, runs: Runs, budgets: tuple[int, int], files: bool) -> Needs:
+        """Tell what this rank needs, its budgets, and whether it can open its files.
 
         From here on the processes of the others are known, so that a dead one is noticed at once.
         """
-        post = msgspec.msgpack.encode((encode_runs(runs), budget_bytes, local, identity()))
+        post = msgspec.msgpack.encode((encode_runs(runs), budgets, files, identity()))
         posts = [msgspec.msgpack.decode(raw, type=_Post) for raw in self.exchange("needs", post)]
         for peer, (_, _, _, process) in enumerate(posts):
             if peer != self.local_rank:
                 self._alive[peer] = liveness(process)
-        if len({post[2] for post in posts}) > 1:
-            raise UsageError(
-                "ranks of one host read from stores of different kinds",
-                kind="bad-option",
-                wanted="all with local files, or none",
-                found=[self.members[i] for i, post in enumerate(posts) if post[2]],
-            )
-        return [decode_runs(post[0]) for post in posts], min(post[1] for post in posts)
+        return Needs(
+            [decode_runs(post[0]) for post in posts],
+            (min(post[1][0] for post in posts), min(post[1][1] for post in posts)),
+            all(post[2] for post in posts),
+        )
+
+    def same_files(self, identity: bytes) -> bool:
+        """Tell whether all local ranks open the very same files; empty for one that cannot.
+
+        Ranks verify for one another what each copies for itself: from equal copies of a file in
+        different places one would take bytes that nobody looked at.
+        """
+        return bool(identity) and set(self.exchange("files", identity)) == {identity}
 
     def share_memory(self, size: int) -> SharedMemory | None:
         """Return `size` bytes that all local ranks map, or None when one of them cannot.

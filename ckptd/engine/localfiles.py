@@ -1,27 +1,47 @@
-"""Data files of a local root, open for reading, shared by the threads of one pass.
+"""Data files that can be opened, shared by the threads of a read.
 
-Files that are packed have no descriptor: -1 stands for it, and they are read through the store.
+Files that cannot (packed ones) have no descriptor: -1 stands for it, and they are read through the
+store.
 """
 
 from __future__ import annotations
 
 import os
-import stat as stat_module
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Self
 
+import msgspec
+
 from ckptd.engine.places import missing_file
-from ckptd.errors import CorruptError, NotFoundError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
+from ckptd.format.digest import digest
 from ckptd.format.manifest import FileEntry
 from ckptd.store.base import Store
 from ckptd.store.osio import reading
 
 __all__ = ["LocalFiles"]
 
-_READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a fifo must not block the open
-_MOST_IDLE = 8
+_MOST_IDLE = 32
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open file: its descriptor, where the object begins in it, and threads at work."""
+
+    fd: int
+    shift: int
+    users: int = 0
+
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """What is the same for whoever opens the same bytes on this host."""
+        if self.fd < 0:
+            return -1, -1, 0
+        stat = os.fstat(self.fd)
+        return stat.st_dev, stat.st_ino, self.shift
 
 
 class LocalFiles:
@@ -31,19 +51,31 @@ class LocalFiles:
     its mapping is a SIGBUS. Copies from mappings were not faster (`read_exact` into a few MiB of
     warm memory and a strided copy from there take 0.08 s for 2 GB, two threads).
 
+    A file stays the one that was opened first: what was verified is not taken from elsewhere later.
+
     Parameters
     ----------
     store
-        A store with ``capabilities.local_files``.
+        Where the files are.
     entries
         The files of the manifest.
+    on_read
+        Called from threads with the key of a file and the bytes that `read` took from it.
     """
 
-    def __init__(self, store: Store, entries: Sequence[FileEntry]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        entries: Sequence[FileEntry],
+        on_read: Callable[[str, int], None] | None = None,
+    ) -> None:
         self._store = store
         self._entries = entries
+        self._on_read = on_read
         self._lock = threading.Lock()
-        self._open: dict[int, list[int]] = {}  # file number to [descriptor, users]
+        self._open: dict[int, _Open] = {}
+        self._first: dict[int, tuple[int, int, int]] = {}
+        self._shifts: dict[int, int] = {}
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -54,9 +86,27 @@ class LocalFiles:
             self._closed = True
             self._close_idle(0)
 
+    def identity(self, files: Iterable[int]) -> bytes:
+        """Return what ranks of one host that open the same files agree on; empty: some cannot be.
+
+        One that is missing is no reason against descriptors: whoever reads it will say so.
+        """
+        found: list[tuple[int, tuple[int, int, int]]] = []
+        for file in files:
+            try:
+                with self.use(file) as fd:
+                    if fd < 0:
+                        return b""
+                    found.append((file, self._first[file]))
+            except CorruptError:
+                found.append((file, (-1, -1, 0)))
+            except StoreError:
+                return b""
+        return digest(msgspec.msgpack.encode(found))
+
     @contextmanager
     def use(self, file: int) -> Iterator[int]:
-        """Give the descriptor of file number `file`; -1 for a packed one.
+        """Give the descriptor of file number `file`; -1 for one that cannot be opened.
 
         Raises
         ------
@@ -64,42 +114,49 @@ class LocalFiles:
             kind ``missing-file``: it is not there, or no plain file.
         """
         with self._lock:
-            held = self._open.pop(file, None) or [self._open_file(self._entries[file]), 0]
-            held[1] += 1
+            held = self._open.pop(file, None) or self._open_file(file)
+            held.users += 1
             self._open[file] = held
         try:
-            yield held[0]
+            yield held.fd
         finally:
             with self._lock:
-                held[1] -= 1
+                held.users -= 1
                 self._close_idle(0 if self._closed else _MOST_IDLE)
 
     def _close_idle(self, keep: int) -> None:
         """Close the longest unused files; one in use (by a thread that hangs) is never closed."""
-        idle = [file for file, (_, users) in self._open.items() if not users]
+        idle = [file for file, held in self._open.items() if not held.users]
         for file in idle[: len(idle) - keep] if keep else idle:
-            fd = self._open.pop(file)[0]
-            if fd >= 0:
-                os.close(fd)
+            self._close(self._open.pop(file))
 
-    def _open_file(self, entry: FileEntry) -> int:
-        path = self._store.local_path(entry.path)
-        if path is None:
-            return -1
+    @staticmethod
+    def _close(held: _Open) -> None:
+        if held.fd >= 0:
+            os.close(held.fd)
+
+    def _open_file(self, file: int) -> _Open:
+        entry = self._entries[file]
         try:
-            with reading(str(path)):
-                fd = os.open(path, _READ_FLAGS)
+            opened = self._store.open_file(entry.path)
         except NotFoundError:
             raise missing_file(entry.path, entry.rank) from None
-        if not stat_module.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise missing_file(entry.path, entry.rank)
-        return fd
+        except CkptdError as error:
+            error.key = entry.path
+            raise
+        held = _Open(-1, 0) if opened is None else _Open(opened.fd, opened.shift)
+        if self._first.setdefault(file, held.identity) != held.identity:
+            self._close(held)
+            raise missing_file(entry.path, entry.rank, "data file that was open before")
+        self._shifts[file] = held.shift
+        return held
 
     def read(self, file: int, start: int, view: memoryview) -> None:
         """Fill `view` from byte `start` of the data section of file number `file`."""
         with self.use(file) as fd:
             self.read_exact(fd, file, start, view)
+        if self._on_read is not None and fd >= 0:
+            self._on_read(self._entries[file].path, len(view))
 
     def read_exact(self, fd: int, file: int, start: int, view: memoryview) -> None:
         """Fill `view` from the descriptor that `use` gave.
@@ -116,16 +173,24 @@ class LocalFiles:
         if fd < 0:
             self._store.read_into(entry.path, entry.data_start + start, view)
             return
-        done = 0
+        try:
+            self._fill(fd, entry, start, self._shifts[file], view)
+        except CkptdError as error:
+            error.key = entry.path
+            raise
+
+    @staticmethod
+    def _fill(fd: int, entry: FileEntry, start: int, shift: int, view: memoryview) -> None:
+        done, first = 0, entry.data_start + start + shift
         while done < len(view):
             with reading(entry.path):
-                n = os.preadv(fd, [view[done:]], entry.data_start + start + done)
+                n = os.preadv(fd, [view[done:]], first + done)
             if n == 0:
                 raise CorruptError(
                     "a data file ended early",
                     kind="truncated",
                     where=f"{entry.path}, written by rank {entry.rank}",
                     wanted=f"{entry.data_start + entry.data_bytes} bytes",
-                    found=f"{entry.data_start + start + done} bytes",
+                    found=f"{first + done - shift} bytes",
                 )
             done += n

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import TypeVar
 
-from ckptd.errors import CorruptError, NotFoundError, UsageError
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
 from ckptd.format.container import MAX_HEADER_BYTES, Chunk, header_bytes, parse_header
 from ckptd.format.digest import DigestIndex
 from ckptd.format.filemap import ChunkRef, FileMap, is_home
@@ -19,7 +20,9 @@ from ckptd.layout.owners import ABSENT
 from ckptd.store.base import Store
 from ckptd.types import ByteRange
 
-__all__ = ["Places", "check_size", "missing_file", "read_header"]
+__all__ = ["Places", "blame", "check_size", "missing_file", "read_header"]
+
+E = TypeVar("E", bound=CkptdError)
 
 
 class Places:
@@ -110,7 +113,10 @@ class Places:
             entry = self.manifest.files[file]
             if self._store is None:
                 raise UsageError("a store is needed to read a header", where=entry.path)
-            found = read_header(self._store, entry)[0]
+            try:
+                found = read_header(self._store, entry)[0]
+            except CorruptError as error:
+                raise blame(error, entry.path) from error.__cause__
             with self._lock:
                 self._headers[file] = found
         return found
@@ -127,14 +133,21 @@ class Places:
         ]
 
 
+def blame(error: E, key: str) -> E:
+    """Say which object was found bad, for whoever may have it elsewhere too; return `error`."""
+    error.key = key
+    return error
+
+
 def missing_file(path: str, rank: int, what: str = "data file") -> CorruptError:
     """Return the error for a file that the manifest names and the store does not have."""
-    return CorruptError(
+    error = CorruptError(
         f"a {what} of the checkpoint is missing",
         kind="missing-file",
         where=f"{path}, written by rank {rank}",
         hint="ckptd verify lists everything that is bad; load an older step or another tier",
     )
+    return blame(error, path)
 
 
 def check_size(store: Store, entry: FileEntry) -> None:
@@ -151,13 +164,14 @@ def check_size(store: Store, entry: FileEntry) -> None:
         raise missing_file(entry.path, entry.rank) from None
     wanted = entry.data_start + entry.data_bytes
     if found != wanted:
-        raise CorruptError(
+        error = CorruptError(
             "a data file has the wrong size",
             kind="truncated" if found < wanted else "bad-size",
             where=f"{entry.path}, written by rank {entry.rank}",
             wanted=f"{wanted} bytes",
             found=f"{found} bytes",
         )
+        raise blame(error, entry.path)
 
 
 def read_header(

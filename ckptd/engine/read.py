@@ -20,15 +20,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.engine.blocks import Runs
+from ckptd.engine.blocks import Runs, merge
 from ckptd.engine.copying import copy_from_buffer, copy_from_files
 from ckptd.engine.fetch import Fetcher
 from ckptd.engine.hostbuffer import HostBuffer
-from ckptd.engine.hostgroup import HostGroup
+from ckptd.engine.hostgroup import HostGroup, Needs
 from ckptd.engine.localfiles import LocalFiles
 from ckptd.engine.memory import available_bytes
 from ckptd.engine.pool import cores
 from ckptd.engine.sharing import Schedule, Wave, make_schedule
+from ckptd.engine.union import UnionStore
 from ckptd.engine.wants import Move, ReadPlan, Want, read_plan
 from ckptd.errors import CkptdError, StoreError
 from ckptd.format.digest import BLOCK_BYTES
@@ -91,9 +92,9 @@ def execute(
         The ranks of this host, on the board of the job; None for a job of one rank. A rank that
         is alone on its host is a group of one.
     budget_bytes
-        Bytes of the checkpoint that are held at a time on this host: in memory for stores without
-        local files, in the page cache for others. None takes a quarter, or half, of what is
-        available. At least 4 MiB are used.
+        Bytes of the checkpoint that are held at a time on this host: in the page cache where all
+        ranks of it can open all files that they need, in memory elsewhere. None takes half, or a
+        quarter, of what is available. At least 4 MiB are used.
     progress
         Called with ``(bytes done, bytes total)`` of this rank, both passes counted, from threads,
         one call at a time.
@@ -113,7 +114,8 @@ def execute(
         Likewise, `poisoned` included. When one rank fails all ranks raise.
     """
     run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s)
-    return run.go(budget_bytes, progress, verify)
+    with run.files:
+        return run.go(budget_bytes, progress, verify)
 
 
 class _Run:
@@ -123,11 +125,11 @@ class _Run:
         self._plan = plan
         self._store = store
         self._group = group
-        self._local = store.capabilities.local_files
         self._copiers = threads or _share_of(cores(), group.local_world)
-        parallel = cores() if self._local else store.capabilities.parallel
-        self._readers = threads or _share_of(parallel, group.local_world)
+        self._threads = threads
         self._stall_s = stall_s
+        count = store.count if isinstance(store, UnionStore) else None
+        self.files = LocalFiles(store, plan.manifest.files, count)
         self._buffer: HostBuffer | None = None
         self._schedule = Schedule([], BLOCK_BYTES, 0)
         self._fetched = self._copied = 0
@@ -175,7 +177,8 @@ class _Run:
             self._store,
             self._plan.places,
             self._plan.line,
-            threads=self._readers,
+            self.files,
+            threads=self._threads or _share_of(self._parallel(), self._group.local_world),
             stall_s=self._stall_s,
             verify=self._verify,
         )
@@ -190,21 +193,36 @@ class _Run:
     def _prepare(self, budget_bytes: int | None) -> None:
         """Agree with the host on who brings what when, and get the buffer for it."""
         group, line = self._group, self._plan.line
-        if budget_bytes is None:
-            budget_bytes = available_bytes() // (2 if self._local else 4)
-        needs, budget_bytes = group.needs(self._plan.needed, budget_bytes, self._local)
+        needs = self._agree_on_files(budget_bytes)
         gap = 0 if self._local else 1
-        blocks = budget_bytes // BLOCK_BYTES
-        self._schedule = make_schedule(line, needs, group.local_rank, budget_blocks=blocks, gap=gap)
+        blocks = needs.budgets[0 if self._local else 1] // BLOCK_BYTES
+        self._schedule = make_schedule(
+            line, needs.runs, group.local_rank, budget_blocks=blocks, gap=gap
+        )
         if not self._local and self._schedule.most_blocks:
             memory = None
             if group.local_world > 1:
                 shared = group.share_memory(self._schedule.most_blocks * BLOCK_BYTES)
                 memory = shared.array if shared else None
             if memory is None:
-                memory = self._go_alone(needs[group.local_rank], blocks, gap)
+                memory = self._go_alone(needs.runs[group.local_rank], blocks, gap)
             self._buffer = HostBuffer(line, memory)
         self._parts = self._plan.parts(self._schedule.span_bytes)
+
+    def _agree_on_files(self, budget_bytes: int | None) -> Needs:
+        """Tell the host what this rank needs, and agree whether descriptors are read from."""
+        group, free = self._group, available_bytes()
+        budgets = (free // 2, free // 4) if budget_bytes is None else (budget_bytes, budget_bytes)
+        own = self.files.identity(self._plan.files)
+        needs = group.needs(self._plan.needed, budgets, bool(own))
+        self._local = needs.files
+        if needs.files and group.local_world > 1:
+            files = self._plan.line.files_of(merge(np.concatenate(needs.runs)))
+            self._local = group.same_files(self.files.identity(files))
+        return needs
+
+    def _parallel(self) -> int:
+        return cores() if self._local else self._store.capabilities.parallel
 
     def _go_alone(self, runs: Runs, blocks: int, gap: int) -> NDArray[np.uint8]:
         """Read for this rank only: nobody else is there, or memory cannot be shared."""
@@ -265,14 +283,13 @@ class _Run:
                 on_bytes=self._on_copied,
             )
             return
-        with LocalFiles(self._store, self._plan.manifest.files) as files:
-            copy_from_files(
-                moves,
-                files,
-                threads=self._copiers,
-                stall_s=self._stall_s,
-                on_bytes=self._on_copied,
-            )
+        copy_from_files(
+            moves,
+            self.files,
+            threads=self._copiers,
+            stall_s=self._stall_s,
+            on_bytes=self._on_copied,
+        )
 
     def _report(self) -> ReadReport:
         return ReadReport(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -25,7 +26,7 @@ from ckptd.engine.wants import Want, read_plan
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, StoreError, UsageError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.region import box_region
-from ckptd.store.base import Store
+from ckptd.store.base import OpenFile, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from ckptd.store.meter import Meter
@@ -46,6 +47,9 @@ class Remote(Meter):
         self.capabilities = dataclasses.replace(inner.capabilities, local_files=False)
 
     def local_path(self, key: str) -> Path | None:
+        return None
+
+    def open_file(self, key: str) -> OpenFile | None:
         return None
 
 
@@ -220,7 +224,32 @@ def test_ranks_of_a_host_with_different_stores(tmp_path: Path) -> None:
         chosen = Remote(store) if rank == 1 else store
         return load_columns(built, chosen, rank, HostGroup(board, "k", rank, range(WORLD)))
 
-    assert {type(e) for e in threads(WORLD, work)} == {UsageError}
+    results = threads(WORLD, work)
+    assert [type(r) for r in results] == [tuple] * WORLD, results
+
+
+@pytest.mark.parametrize("file", range(WORLD))
+def test_a_rank_with_copies_of_the_files_takes_nothing_unverified(
+    tmp_path: Path, file: int
+) -> None:
+    """Others verify for it what they read, and not what it would copy from its own files."""
+    store = LocalStore(tmp_path / "root")
+    built = build(store, tensors(), publish=False)
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    damaged = tmp_path / "copy" / built.manifest.files[file].path
+    raw = bytearray(damaged.read_bytes())
+    raw[-1] ^= 1
+    damaged.write_bytes(raw)
+
+    def work(rank: int, board: LocalBoard) -> Any:
+        chosen = LocalStore(tmp_path / "copy") if rank == 1 else store
+        return load_columns(built, chosen, rank, HostGroup(board, "k", rank, range(WORLD)))
+
+    results = threads(WORLD, work)
+    if any(isinstance(r, CkptdError) for r in results):
+        assert {r.kind for r in results} == {"digest"}
+    else:
+        assert [type(r) for r in results] == [tuple] * WORLD, results
 
 
 def test_memory_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
