@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckptd.engine.elsewhere import refer
 from ckptd.engine.job import Part, Save
 from ckptd.engine.structure import SavePlan
 from ckptd.errors import SaveError
@@ -66,11 +67,15 @@ def assemble(
     Raises
     ------
     SaveError
-        kind ``replicas-differ``: groups of ranks hold different values of one object.
+        kind ``replicas-differ``: groups of ranks hold different values of one object. kind
+        ``structure``: a part refers to chunks that it cannot mean.
     """
     grids = {g: i for i, g in enumerate(plan.grids)}
     owners: dict[Runs3, int] = {o: i for i, o in enumerate(plan.owners)}
     tensors = list(plan.tensors)
+    files = [_file(p, save.folder) for p in parts]
+    if any(p.refers for p in parts):
+        files += refer(plan, parts, save.folder, tensors, owners)
     objects = merge_objects(parts)
     for name, holders in _extras(parts):
         grid = GridEntry.of(Grid((Axis.from_sizes([n for _, n, _ in holders]),)))
@@ -92,7 +97,7 @@ def assemble(
         generation=save.generation,
         attempt=save.attempt,
         world_size=plan.world,
-        files=tuple(_file(p, save.folder) for p in parts),
+        files=tuple(files),
         grids=tuple(grids),
         owners=tuple(owners),
         tensors=tuple(tensors),

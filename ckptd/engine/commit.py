@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -21,6 +21,7 @@ from ckptd.engine.assemble import assemble, check_plans, differing_groups
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.job import Part, Save
 from ckptd.engine.publish import publish_manifest, write_witness
+from ckptd.engine.referred import leased
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
@@ -90,6 +91,7 @@ def commit_attempt(
     stop: Callable[[], str | None],
     timeout_s: float,
     rank: int = 0,
+    heard: Callable[[Sequence[Part]], None] | None = None,
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
@@ -104,11 +106,14 @@ def commit_attempt(
         For the missing parts, in seconds.
     rank
         Whose writing process this is, for the events.
+    heard
+        Called with the parts of all ranks.
 
     Raises
     ------
     SaveError
-        A rank failed, or ranks disagree (kinds ``structure``, ``replicas-differ``).
+        A rank failed, or ranks disagree (kinds ``structure``, ``replicas-differ``). kind
+        ``base-gone``: what ranks refer to was deleted.
     DeadlineError
         kind ``parts``: names the ranks that did not report.
     ConflictError
@@ -122,7 +127,9 @@ def commit_attempt(
                 parts = gather_parts(catalogue.store, save.folder, plan.world, stop, timeout_s)
             except _SettledError as other:
                 return other.commit
-        with events.span("commit"):
+        if heard is not None:
+            heard(parts)
+        with events.span("commit"), leased(catalogue, parts):
             return _publish(catalogue, plan, save, parts)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import xxhash
 
+from ckptd.engine.unchanged import LEAST_BYTES, Digests
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest
+from ckptd.format.filemap import ChunkRef
 
-__all__ = ["Digester"]
+__all__ = ["Digester", "digest_chunks"]
+
+_SLICE_BYTES = 8 << 20
 
 
 class Digester:
@@ -58,3 +63,28 @@ class Digester:
         while len(self._chunks) < len(self._ends):  # empty chunks at the end of an empty file
             self._close()
         return DigestIndex.build(self._at, self._blocks, self._chunks)
+
+
+def digest_chunks(
+    data: memoryview, chunks: Sequence[ChunkRef], wait: Callable[[int], None]
+) -> Digests:
+    """Return the digests of the chunks that are large enough to be looked for; of others zeros.
+
+    Parameters
+    ----------
+    data
+        Where they lie, which may still be filling up.
+    wait
+        Called with an offset; returns when the data before it is in place, or raises.
+    """
+    table = np.zeros((len(chunks), 2), dtype=np.uint64)
+    for number, chunk in enumerate(chunks):
+        if chunk.end - chunk.start < LEAST_BYTES:
+            continue
+        state = xxhash.xxh3_128()
+        for start in range(chunk.start, chunk.end, _SLICE_BYTES):
+            end = min(start + _SLICE_BYTES, chunk.end)
+            wait(end)
+            state.update(data[start:end])
+        table[number] = np.frombuffer(state.digest(), dtype=np.uint64)
+    return table

@@ -18,13 +18,24 @@ from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.engine.commit import blob_key, witness_plan
-from ckptd.engine.filewriter import FileResult, write_file
+from ckptd.engine.digester import digest_chunks
+from ckptd.engine.filewriter import FileResult, Packed, write_file
 from ckptd.engine.job import Blob, Part, Save, Sealed
+from ckptd.engine.referring import Search, Unchanged
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.telling import saving
+from ckptd.engine.unchanged import (
+    Base,
+    Refer,
+    after,
+    digest_table,
+    refers,
+    same_as,
+)
 from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
 from ckptd.format.filemap import ChunkRef
+from ckptd.format.manifest import FileEntry
 from ckptd.format.names import (
     digests_key,
     file_key,
@@ -49,6 +60,9 @@ class RankPlan:
         self.chunks: Sequence[ChunkRef] = plan.filemap.chunks(rank)
         self.entries = plan.filemap.header_entries(rank)
         self.data_bytes = self.chunks[-1].end if self.chunks else 0
+        self.sizes: NDArray[np.int64] = np.array(
+            [c.end - c.start for c in self.chunks], dtype=np.int64
+        )
         self._witness: list[tuple[int, int, int, Any, Any]] | None = None
 
     def witness(self, data: memoryview) -> tuple[bytes, bytes]:
@@ -95,12 +109,23 @@ class DataFile:
     ends: tuple[int, ...]
 
 
-def data_file(rank_plan: RankPlan, save: Save) -> DataFile | None:
-    """Return what the data file of a save is made of; None when the rank has nothing to write."""
-    if not rank_plan.entries and not save.extra:
+def data_file(
+    rank_plan: RankPlan, save: Save, same: NDArray[np.bool_] | None = None
+) -> DataFile | None:
+    """Return what the data file of a save is made of; None when the rank has nothing to write.
+
+    Parameters
+    ----------
+    same
+        The chunks of the plan that are left out.
+    """
+    entries, ends = list(rank_plan.entries), [c.end for c in rank_plan.chunks]
+    if same is not None:
+        left = np.flatnonzero(~same)
+        entries = [entries[i] for i in left]
+        ends = np.cumsum(rank_plan.sizes[left]).tolist()
+    if not entries and not save.extra:
         return None
-    entries = list(rank_plan.entries)
-    ends = [c.end for c in rank_plan.chunks]
     for e in save.extra:
         name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
         entries.append((name, DTYPES["uint8"], (e.nbytes,)))
@@ -121,6 +146,7 @@ def drain(
     wait: Callable[[int, float], None],
     sealed: Callable[[float], Sealed],
     progress: Callable[[int, int], None],
+    unchanged: Unchanged | None = None,
 ) -> None:
     """Write this rank's bytes and report its part; both are durable on return.
 
@@ -134,6 +160,8 @@ def drain(
         ``sealed(timeout_s)`` returns what was said when the snapshot was whole, or raises.
     progress
         Called with bytes written and bytes in all.
+    unchanged
+        Finds what need not be written again; None: everything is.
 
     A failure is reported as a part as well, when the store still takes it, so that the committer
     learns of it at once and not by a deadline.
@@ -156,8 +184,10 @@ def drain(
         return seal
 
     try:
-        result = _write(store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress)
-        seal = whole()
+        wrote = _write(
+            store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress, unchanged
+        )
+        result, seal = wrote.file, whole()
         slots, values = rank_plan.witness(data)
         put_blobs(store, save, seal.blobs, leaders=False)
         part = Part(
@@ -172,11 +202,15 @@ def drain(
             slots=slots,
             values=values,
             metadata=save.metadata,
+            base=wrote.base,
+            refers=wrote.refers,
+            seeks=unchanged is not None and unchanged.seeks(rank_plan),
         )
     except CkptdError as error:
         _give_up(store, rank_plan.rank, save, error)
         raise
-    with saving(store, save.name, save.attempt, rank_plan.rank), events.span("part"):
+    with saving(store, save.name, save.attempt, rank_plan.rank), events.span("part") as span:
+        span.referred = wrote.referred
         store.put(part_key(save.folder, rank_plan.rank), part.encode())
 
 
@@ -201,6 +235,16 @@ def put_blobs(store: Store, save: Save, blobs: Sequence[Blob], *, leaders: bool)
             store.put(key, blob.body)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wrote:
+    """A rank's own file, and what lies elsewhere: `referred` bytes of it."""
+
+    file: FileResult
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    referred: int = 0
+
+
 def _write(
     store: Store,
     rank_plan: RankPlan,
@@ -209,27 +253,102 @@ def _write(
     wait: Callable[[int], None],
     whole: Callable[[], Sealed],
     progress: Callable[[int, int], None],
-) -> FileResult:
-    file = data_file(rank_plan, save)
-    if file is None:
-        return FileResult(0, 0, "")
-    if len(data) < file.data_bytes:
-        raise SaveError("the slot is too small", kind="internal", wanted=file.data_bytes)
+    unchanged: Unchanged | None,
+) -> _Wrote:
+    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
+    if len(data) < total:
+        raise SaveError("the slot is too small", kind="internal", wanted=total)
+    data = data[:total]
 
     def wait_for(upto: int) -> None:
         wait(upto)
-        if upto == file.data_bytes:
+        if upto == total:
             whole()
 
-    key = file_key(save.folder, rank_plan.rank)
+    with saving(store, save.name, save.attempt, rank_plan.rank):
+        search = None if unchanged is None else unchanged.begin(save, rank_plan, lambda: wait(0))
+        if unchanged is None or search is None:
+            result = _write_own(store, rank_plan, save, data, wait_for, progress)
+            if unchanged is not None and result.data_start:
+                table = digest_table(result.digests)[: len(rank_plan.chunks)]
+                unchanged.wrote(save, after(save.plan, _entry(rank_plan, save, result), table))
+            return _Wrote(result)
+        return _write_changed(store, rank_plan, save, data, wait_for, progress, unchanged, search)
+
+
+def _write_changed(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wait: Callable[[int], None],
+    progress: Callable[[int, int], None],
+    unchanged: Unchanged,
+    search: Search,
+) -> _Wrote:
+    """Digest everything as it is staged, and write what the search does not find."""
+    with events.span("digest", nbytes=rank_plan.data_bytes):
+        table = digest_chunks(data, rank_plan.chunks, wait)
+        wait(len(data))
+    held = search.held
+    same = same_as(held, table, rank_plan.sizes, search.folders)
+    referred = int(rank_plan.sizes[same].sum())
+    unchanged.found(referred, len(data))
+    result = _write_own(store, rank_plan, save, data, wait, progress, same if referred else None)
+    entry = _entry(rank_plan, save, result)
+    if not referred:
+        unchanged.wrote(save, after(save.plan, entry, table))
+        return _Wrote(result)
+    unchanged.wrote(save, after(save.plan, entry, table, held, same))
+    return _Wrote(result, search.base, refers(held, same), referred)
+
+
+def _write_own(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wait: Callable[[int], None],
+    progress: Callable[[int, int], None],
+    same: NDArray[np.bool_] | None = None,
+) -> FileResult:
+    file = data_file(rank_plan, save, same)
+    if file is None:
+        return FileResult(0, 0, "")
+    source: memoryview | Packed = data
+    if same is not None:
+        source = Packed(data, _ranges(rank_plan, same, len(data)))
+        wait = _no_wait  # the search has seen all of it
+    elsewhere = len(data) - file.data_bytes
     result = write_file(
         store,
-        key,
+        file_key(save.folder, rank_plan.rank),
         file.header,
-        data[: file.data_bytes],
+        source,
         file.ends,
-        wait_for,
-        lambda done: progress(done, file.data_bytes),
+        wait,
+        lambda done: progress(done + elsewhere, len(data)),
     )
     store.sync(save.folder)
     return result
+
+
+def _no_wait(upto: int) -> None:
+    pass
+
+
+def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tuple[int, int]]:
+    """Return the byte ranges that are written: of changed chunks, and of what is not the plan's."""
+    out: list[tuple[int, int]] = []
+    pieces = [(c.start, c.end) for c, s in zip(rank_plan.chunks, same, strict=True) if not s]
+    for start, end in [*pieces, (rank_plan.data_bytes, total)]:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], end)
+        elif end > start:
+            out.append((start, end))
+    return out
+
+
+def _entry(rank_plan: RankPlan, save: Save, result: FileResult) -> FileEntry:
+    key = file_key(save.folder, rank_plan.rank)
+    return FileEntry(key, rank_plan.rank, result.data_start, result.data_bytes, result.index)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ckptd import events
 from ckptd.engine.digester import Digester
@@ -13,7 +16,7 @@ from ckptd.format.digest import digest_hex
 from ckptd.format.names import digests_key
 from ckptd.store.base import Store
 
-__all__ = ["FileResult", "write_file"]
+__all__ = ["FileResult", "Packed", "write_file"]
 
 SLICE_BYTES = 8 << 20
 """Bytes digested and written at a time; a multiple of the block and of the direct-I/O unit."""
@@ -21,18 +24,51 @@ SLICE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """What the manifest needs to know of a written file."""
+    """What the manifest needs to know of a written file, and the joined digests of its chunks."""
 
     data_start: int
     data_bytes: int
     index: str
+    digests: bytes = b""
+
+
+class Packed:
+    """Ranges of a buffer as one data section; each slice is a copy of its own, page-aligned.
+
+    Parameters
+    ----------
+    ranges
+        ``(start, end)``, rising, not empty.
+    """
+
+    def __init__(self, data: memoryview, ranges: Sequence[tuple[int, int]]) -> None:
+        self._data = data
+        self._ranges = ranges
+        self._ends = list(accumulate(end - start for start, end in ranges))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        start, end, _ = wanted.indices(len(self))
+        # Direct I/O wants aligned memory, and stores keep what they are given until the commit.
+        out = memoryview(mmap.mmap(-1, end - start))
+        at = bisect_right(self._ends, start)
+        done = 0
+        while start + done < end:
+            last = self._ranges[at][1]
+            here = last - (self._ends[at] - (start + done))
+            take = min(last - here, end - start - done)
+            out[done : done + take] = self._data[here : here + take]
+            done, at = done + take, at + 1
+        return out
 
 
 def write_file(
     store: Store,
     key: str,
     header: bytes,
-    data: memoryview,
+    data: memoryview | Packed,
     ends: Sequence[int],
     wait: Callable[[int], None],
     progress: Callable[[int], None],
@@ -63,16 +99,17 @@ def write_file(
     with saving_file(store, key):
         digester = Digester(ends)
         _write_data(store, key, header, data, digester, wait, progress)
-        raw = digester.index().encode()
+        index = digester.index()
+        raw = index.encode()
         store.put(digests_key(key), raw)
-    return FileResult(len(header), len(data), digest_hex(raw))
+    return FileResult(len(header), len(data), digest_hex(raw), index.chunks)
 
 
 def _write_data(
     store: Store,
     key: str,
     header: bytes,
-    data: memoryview,
+    data: memoryview | Packed,
     digester: Digester,
     wait: Callable[[int], None],
     progress: Callable[[int], None],
@@ -87,9 +124,9 @@ def _write_data(
             ahead = _slices(pool, digester, digesting, data, wait)
             with writing.piece(len(header)):
                 writer.write(_aligned(header))
-            for start, end, done in ahead:
-                with writing.piece(end - start):
-                    writer.write(data[start:end])
+            for part, end, done in ahead:
+                with writing.piece(len(part)):
+                    writer.write(part)
                 done.result()
                 progress(end)
             with events.span("sync"):
@@ -106,9 +143,9 @@ def _slices(
     pool: ThreadPoolExecutor,
     digester: Digester,
     digesting: events.Activity,
-    data: memoryview,
+    data: memoryview | Packed,
     wait: Callable[[int], None],
-) -> Iterator[tuple[int, int, Future[None]]]:
+) -> Iterator[tuple[memoryview, int, Future[None]]]:
     def digest(part: memoryview) -> None:
         with digesting.piece(len(part)):
             digester.update(part)
@@ -116,13 +153,12 @@ def _slices(
     for start in range(0, len(data), SLICE_BYTES):
         end = min(start + SLICE_BYTES, len(data))
         wait(end)
-        yield start, end, pool.submit(digest, data[start:end])
+        part = data[start:end]
+        yield part, end, pool.submit(digest, part)
 
 
 def _aligned(header: bytes) -> memoryview:
     """Copy the header into page-aligned memory, so that it does not break direct I/O."""
-    import mmap
-
     buffer = mmap.mmap(-1, len(header))
     buffer[:] = header
     return memoryview(buffer)

@@ -37,6 +37,7 @@ NAMES = {
     "ckptd_saves_total": "Saves that ended, by outcome",
     "ckptd_loads_total": "Loads that filled the live state",
     "ckptd_saved_bytes_total": "Bytes of this rank in saves that became durable",
+    "ckptd_referred_bytes_total": "Bytes of this rank that older checkpoints held already",
     "ckptd_loaded_bytes_total": "Bytes that loads wrote to this rank's buffers",
     "ckptd_stall_seconds_total": "Time that the training loop waited for saves",
     "ckptd_last_durable_step": "Step of the last save that became durable",
@@ -81,6 +82,7 @@ class Metrics:
         self._phases: dict[tuple[str, str, str], _Histogram] = {}
         self._outcomes: Counter[tuple[str, str]] = Counter()
         self._saved: Counter[tuple[str]] = Counter()
+        self._referred: Counter[tuple[str]] = Counter()
         self._last: dict[str, SaveDurable] = {}
         self._stall_ns = 0
         self._loads = 0
@@ -156,6 +158,8 @@ class Metrics:
         key = (kind, span.name, span.tier)
         if key in self._phases or len(self._phases) < _MOST_LABELS:
             self._phases.setdefault(key, _Histogram()).add(span.busy_ns / 1e9)
+        if span.name == "part":
+            self._referred[span.tier,] += span.referred
         if span.name in STALL_PHASES:
             self._stall_ns += span.busy_ns
 
@@ -177,6 +181,7 @@ class Metrics:
 
         yield _family(Counted, "ckptd_saves_total", self._outcomes, "outcome", "tier")
         yield _family(Counted, "ckptd_saved_bytes_total", self._saved, "tier")
+        yield _family(Counted, "ckptd_referred_bytes_total", self._referred, "tier")
         for name, value in (
             ("ckptd_stall_seconds_total", self._stall_ns / 1e9),
             ("ckptd_loads_total", self._loads),

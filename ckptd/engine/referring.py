@@ -78,7 +78,7 @@ class Search:
 
 
 class Unchanged:
-    """One rank's memory of what it saved to one store, and its part in agreeing on what to refer to.
+    """What one rank remembers of its saves to one store, and how ranks agree on what to refer to.
 
     Parameters
     ----------
@@ -278,7 +278,10 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> Held | None:
                 where[mine] = len(files)
                 digests[mine] = table[number[name]]
         files.append(manifest.files[file])
-    return Held(plan.plan.digest, tuple(files), where, digests) if (where >= 0).any() else None
+    if not files or (where < 0).all():
+        return None
+    shared = manifest.world_size != plan.plan.world
+    return Held(plan.plan.digest, tuple(files), where, digests, shared)
 
 
 def _by_file(

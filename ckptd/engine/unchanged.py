@@ -117,12 +117,15 @@ class Held:
         Number of the file that holds each chunk, -1 for unknown.
     digests
         Of each chunk.
+    shared
+        Whether other ranks may need these files as well: the number of ranks has changed.
     """
 
     plan: str
     files: tuple[FileEntry, ...]
     where: NDArray[np.int64]
     digests: Digests
+    shared: bool = False
 
 
 def digest_table(digests: bytes) -> Digests:
@@ -140,9 +143,11 @@ def same_as(
     digests: Digests,
     sizes: NDArray[np.int64],
     folders: Collection[str],
-    rank: int,
 ) -> NDArray[np.bool_]:
     """Tell for each chunk whether it is referred to.
+
+    A file of which less than half is needed is let go. How much is needed of one that is shared is
+    looked at by folder (`worth_keeping`).
 
     Parameters
     ----------
@@ -152,16 +157,13 @@ def same_as(
         Of this save's chunks, sizes in bytes.
     folders
         Those that may be referred to.
-    rank
-        A file that this rank wrote is let go when it needs less than half of it; how much the
-        others need of theirs is looked at by folder (`worth_keeping`).
     """
     same = (held.where >= 0) & (sizes >= LEAST_BYTES)
     same &= (held.digests == digests).all(axis=1)
     for number, file in enumerate(held.files):
         here = same & (held.where == number)
         needed = int(sizes[here].sum())
-        thin = file.rank == rank and needed < LEAST_SHARE * file.data_bytes
+        thin = not held.shared and needed < LEAST_SHARE * file.data_bytes
         if thin or folder_of(file.path) not in folders:
             same &= ~here
     return same
@@ -254,10 +256,12 @@ def after(
     """
     where = np.zeros(len(digests), dtype=np.int64)
     files = [own]
+    shared = False
     if held is not None and same is not None:
         for number, file in enumerate(held.files):
             here = same & (held.where == number)
             if here.any():
                 where[here] = len(files)
                 files.append(file)
-    return Held(plan, tuple(files), where, digests)
+                shared = held.shared
+    return Held(plan, tuple(files), where, digests, shared)

@@ -115,6 +115,8 @@ class Span(Event, frozen=True, kw_only=True, tag=True):
         something else, more where pieces run beside each other.
     bytes
         Moved or looked at; 0 where that does not matter.
+    referred
+        Of `part`: bytes of this rank that an older checkpoint holds, and that were not written.
     error
         Kind of the error that ended it.
     """
@@ -125,6 +127,7 @@ class Span(Event, frozen=True, kw_only=True, tag=True):
     duration_ns: _Count
     busy_ns: _Count
     bytes: _Count = 0
+    referred: _Count = 0
     error: _Word = ""
 
     @property

@@ -58,14 +58,14 @@ class span:
     name
         One of `ckptd.events.SAVE_PHASES` or `LOAD_PHASES`.
     nbytes
-        Bytes moved or looked at; may be set within the block.
+        Bytes moved or looked at; may be set within the block, and so may `referred`.
     tier, save
         By default those of `about`.
     since_ns
         When it began, on the monotonic clock, if that was before the block.
     """
 
-    __slots__ = ("_name", "_save", "_start", "_tier", "nbytes")
+    __slots__ = ("_name", "_save", "_start", "_tier", "nbytes", "referred")
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class span:
         self._save = save
         self._tier = tier
         self.nbytes = nbytes
+        self.referred = 0
 
     def __enter__(self) -> Self:
         self._start = self._start or time.monotonic_ns()
@@ -94,7 +95,8 @@ class span:
     ) -> None:
         if listening():
             took = time.monotonic_ns() - self._start
-            _send(self._name, self._save, self._tier, took, took, self.nbytes, error)
+            sizes = self.nbytes, self.referred
+            _send(self._name, self._save, self._tier, took, took, sizes, error)
 
 
 class Activity:
@@ -137,7 +139,8 @@ class Activity:
         if self._first and listening():
             late = time.monotonic_ns() - self._last
             took = self._last - self._first
-            _send(self._name, self._save, self._tier, took, self.busy_ns, self.nbytes, error, late)
+            sizes = self.nbytes, 0
+            _send(self._name, self._save, self._tier, took, self.busy_ns, sizes, error, late)
 
 
 def _send(
@@ -146,7 +149,7 @@ def _send(
     tier: str | None,
     took: int,
     busy: int,
-    nbytes: int,
+    sizes: tuple[int, int],
     error: BaseException | None,
     ago: int = 0,
 ) -> None:
@@ -162,7 +165,8 @@ def _send(
             start_ns=now_ns() - ago - took,
             duration_ns=took,
             busy_ns=busy,
-            bytes=nbytes,
+            bytes=sizes[0],
+            referred=sizes[1],
             error=_kind(error),
         )
     )

@@ -303,6 +303,16 @@ class FileMap:
                 position = end
         return out
 
+    def chunk_numbers(self, file: int) -> tuple[I64, I64]:
+        """Return tensor and piece of every chunk of `file`, in file order."""
+        held = [self._pieces(group, file)[0] for group in range(len(self._groups))]
+        groups = self._group_of[self.order]
+        counts = np.array([len(pieces) for pieces in held], dtype=np.int64)[groups]
+        pieces = [held[group] for group in groups[counts > 0]]
+        if not pieces:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        return np.repeat(self.order, counts), np.concatenate(pieces)
+
     def header_entries(self, file: int) -> list[tuple[str, DType, tuple[int, ...]]]:
         """Return what `ckptd.format.container.build_header` needs for `file`."""
         return [

@@ -83,6 +83,9 @@ class Checkpointer:
     when_full
         What a save does that finds all slots taken: ``"wait"``, or ``"skip"``, counted in
         `skipped`. Rank 0 decides for all.
+    refer
+        Refer to chunks that did not change since the last checkpoint, where an older one holds
+        them, instead of writing them again. See ``docs/guide/training-loop.md``.
     debug
         Digest what is copied late, when `save` is called and when it is copied: names whatever
         changed in between, however it did.
@@ -121,6 +124,7 @@ class Checkpointer:
         lazy: Lazy = "auto",
         slots: int | None = None,
         when_full: WhenFull = "wait",
+        refer: bool = True,
         debug: bool = False,
         events: str | os.PathLike[str] | None = None,
         save_on: Iterable[int] | int = (),
@@ -140,7 +144,7 @@ class Checkpointer:
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         ranks = global_ranks(process_group)
         laid = None if layout is None else Laid(layout, agreement)
-        self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug)
+        self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
         self._slots = slots
         self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid)
         self._client: WriterClient | None = None

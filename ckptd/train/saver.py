@@ -65,8 +65,10 @@ class Saver:
         *,
         lazy: Lazy = "auto",
         look: bool = False,
+        refer: bool = True,
     ) -> None:
         self._layout = layout
+        self._refer = refer
         self._board = agreement.board
         if lazy not in get_args(Lazy):
             raise UsageError(
@@ -152,6 +154,7 @@ class Saver:
                 metadata=metadata,
                 keep=keep,
                 timeout_s=self._timeout_s,
+                refer=self._refer,
             )
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -63,6 +64,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 def everything() -> None:
     for name, seconds in (("call", 0.25), ("gate_wait", 0.5), ("write", 2.0), ("fetch", 3.0)):
         events.emit(span(name, seconds))
+    events.emit(msgspec.structs.replace(span("part", 0.125), referred=40))
     events.emit(durable(7))
     events.emit(SaveFailed(step=8, generation=1, rank=0, at_ns=1, tier="local"))
     events.emit(SaveSkipped(step=9, generation=1, rank=0, at_ns=1))
@@ -90,6 +92,7 @@ def test_figures(metrics: Metrics) -> None:
     assert found["ckptd_saves_total", "failed", "local"] == 1
     assert found["ckptd_saves_total", "skipped", ""] == 1
     assert found["ckptd_saved_bytes_total", "local"] == 111
+    assert found["ckptd_referred_bytes_total", "local"] == 40
     assert found[("ckptd_stall_seconds_total",)] == 0.75
     assert found["ckptd_last_durable_step", "local"] == 9
     assert found["ckptd_last_durable_timestamp_seconds", "local"] == 9
