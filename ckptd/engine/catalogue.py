@@ -8,13 +8,14 @@ here needs a lock, and two processes that disagree are told apart by who created
 from __future__ import annotations
 
 import uuid
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from ckptd.engine.clock import stamp
 from ckptd.engine.index import MAX_TRIES, Index
 from ckptd.engine.leases import hold, relied_on
 from ckptd.engine.marks import unmarked
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError
+from ckptd.format.lineage import newest_on_line
 from ckptd.format.names import (
     COMMITS,
     GENERATIONS,
@@ -47,7 +48,14 @@ class Catalogue(Index):
 
     # -- generations ---------------------------------------------------------------------------
 
-    def claim(self, parent: CommitName | None, world_size: int, reason: str = "") -> Generation:
+    def claim(
+        self,
+        parent: CommitName | None,
+        world_size: int,
+        reason: str = "",
+        *,
+        committed: bool = True,
+    ) -> Generation:
         """Begin a new life of the job that continues from `parent`; durable on return.
 
         From now on only commits up to `parent` and those of the new generation count.
@@ -60,19 +68,62 @@ class Catalogue(Index):
             Number of ranks; 0 when no job is behind the claim.
         reason
             For people: ``start``, ``resume``, ``rollback``.
+        committed
+            False for a parent that was loaded from a snapshot, and need not have a commit: the
+            line then has the commits up to it, none of which is deleted before the claim.
 
         Raises
         ------
         NotFoundError
-            Kind ``no-commit``: the parent does not exist.
+            Kind ``no-commit``: the parent does not exist, or nobody claimed its generation.
+        RefusedError
+            Kind ``behind``: a parent whose step is not later than its generation's own parent.
         ConflictError
             Kind ``busy``: others claimed every number that was tried.
         """
         if parent is None:
             return self._claim(None, world_size, reason)
         # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
-        with hold(self, parent, holder="claim"):
+        with hold(self, parent, holder="claim") if committed else self._hold_upto(parent):
             return self._claim(Parent(parent.step, parent.generation), world_size, reason)
+
+    def _hold_upto(self, parent: CommitName) -> AbstractContextManager[object]:
+        """Hold the newest commit of the line that ends with `parent`, if there is any."""
+        self._check_parent(parent)
+        for _ in range(MAX_TRIES):
+            upto = [
+                n
+                for n in self.commits()
+                if n.generation != parent.generation or n.step <= parent.step
+            ]
+            newest = newest_on_line(parent.generation, upto, self.ancestor)
+            if newest is None:
+                return nullcontext()
+            with suppress(NotFoundError):  # deleted since the listing
+                return hold(self, newest, holder="claim")
+        raise ConflictError(
+            "checkpoints are replaced faster than one can be held",
+            kind="busy",
+            where=self.store.url,
+        )
+
+    def _check_parent(self, parent: CommitName) -> None:
+        """Check that a commit of this name could be: the line must not skip, or end in nothing."""
+        try:
+            floor = self.generation(parent.generation).parent
+        except NotFoundError:
+            raise NotFoundError(
+                f"{parent} cannot be continued: its generation was never claimed here",
+                kind="no-commit",
+                where=self.where(generation_key(parent.generation)),
+            ) from None
+        if floor is not None and parent.step <= floor.step:
+            raise RefusedError(
+                f"{parent} cannot be continued: its generation began later",
+                kind="behind",
+                where=self.where(generation_key(parent.generation)),
+                wanted=f"a step after {floor.step}",
+            )
 
     def join(self, reason: str) -> Generation:
         """Return the newest generation if it was claimed for `reason`, else claim one for it.

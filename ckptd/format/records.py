@@ -46,14 +46,14 @@ class RootMarker(msgspec.Struct, frozen=True):
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """The commit that a generation resumed from."""
+    """The checkpoint that a generation resumed from: a commit, or a snapshot that has none."""
 
     step: int
     generation: int
 
     @property
     def name(self) -> CommitName:
-        """The commit's identity."""
+        """Its identity."""
         return CommitName(self.step, self.generation)
 
 

@@ -110,6 +110,22 @@ class LineageMachine(RuleBasedStateMachine):
         assert self.job.claim(parent, 2, how).generation == self.model.newest + 1
         self.claimed(parent)
 
+    @rule(pick=which, lead=st.integers(-20, 60))
+    def resume_from_snapshot(self, pick: int, lead: int) -> None:
+        """From a step of any generation that was restored, and perhaps never committed."""
+        generation = 1 + pick % self.model.newest
+        parent = CommitName(max(0, self.model.floor(generation) + lead), generation)
+        try:
+            claimed = self.job.claim(parent, 2, "snapshot", committed=False)
+        except RefusedError as error:
+            told = error.kind
+        else:
+            told = ""
+            assert claimed.generation == self.model.newest + 1
+        assert (told == "behind") == (parent.step <= self.model.floor(generation))
+        if not told:
+            self.claimed(parent)
+
     @rule(step=st.integers(0, 200))
     def continue_without_load(self, step: int) -> None:
         latest = self.model.latest
