@@ -33,6 +33,9 @@ class Board(Protocol):
     def peek(self, key: str) -> bytes | None:
         """Return the value if it is there already, without waiting."""
 
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter, which begins at 0; return its value. `peek` shows it as decimal."""
+
     def delete(self, key: str) -> None:
         """Forget a key; no error when it is gone."""
 
@@ -68,6 +71,14 @@ class LocalBoard:
         """See `Board`."""
         with self._changed:
             return self._values.get(key)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """See `Board`."""
+        with self._changed:
+            value = int(self._values.get(key, b"0")) + amount
+            self._values[key] = b"%d" % value
+            self._changed.notify_all()
+            return value
 
     def delete(self, key: str) -> None:
         """See `Board`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd import events
-from ckptd.engine.arena import MOST_SLOTS, Slot, slots_for
+from ckptd.engine.agentlink import AgentPlace, connect_agent
+from ckptd.engine.arena import Slot
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
 from ckptd.engine.handle import SaveHandle
@@ -23,11 +25,15 @@ from ckptd.engine.job import (
     Abort,
     Blob,
     Committed,
+    Complete,
     Failed,
     Freed,
     Happened,
     Hello,
+    NearFailed,
+    Partner,
     Progress,
+    Reached,
     Ready,
     Request,
     Response,
@@ -39,14 +45,15 @@ from ckptd.engine.job import (
     Warned,
     Written,
 )
-from ckptd.engine.memory import available_bytes
+from ckptd.engine.slots import KEEPING, Slots
 from ckptd.engine.structure import SavePlan
+from ckptd.engine.tiers import LINGER_S, TierSpec
 from ckptd.engine.worker import Worker
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
-__all__ = ["WriterClient"]
+__all__ = ["AgentSpec", "WriterClient"]
 
 _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
@@ -56,14 +63,43 @@ GRACE_S = 30.0
 """The worker keeps deadlines and explains them; this is for one that no longer answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class AgentSpec:
+    """The agent of this node, and what it is to keep.
+
+    Attributes
+    ----------
+    place
+        Where it is found, or started.
+    tiers, linger_s, bind
+        See `Hello`.
+    """
+
+    place: AgentPlace
+    tiers: tuple[TierSpec, ...] = ()
+    linger_s: float = LINGER_S
+    bind: str = ""
+
+
 @dataclass
 class _Job:
     handle: SaveHandle
     outcome_key: str
     deadline: float = field(default=float("inf"))
     aborted: bool = False
+    freed: bool = False
     answered: bool = False
     """The worker has said its last word on it, whatever the handle says."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether its slot must stay as it is.
+
+        A share counts for all ranks once it is on a near tier: one that were overwritten before
+        they know what became of the snapshot would be missing from what they take for complete.
+        """
+        pending = any(self.handle.tiers.get(tier) == "pending" for tier in KEEPING)
+        return not self.freed or pending
 
 
 class WriterClient:
@@ -83,6 +119,8 @@ class WriterClient:
         Given for stores that no other process can see: the worker is then a thread.
     slots
         Snapshots that may be under way at a time; None leaves it to the memory there is.
+    agent
+        Talk to the node's agent instead of a process of its own.
     """
 
     def __init__(
@@ -91,33 +129,61 @@ class WriterClient:
         board: Board,
         store: Store | None = None,
         slots: int | None = 1,
+        agent: AgentSpec | None = None,
     ) -> None:
         self._board = board
         self._jobs: dict[int, _Job] = {}
-        self._lock = threading.Lock()
-        self._free = threading.Condition(self._lock)
-        self._slots = slots
-        self._taken: dict[int, int] = {}
-        """The job that each slot of the arena is taken by."""
+        self._slots = Slots(slots, self._announce)
         self._dead: WorkerError | None = None
         self._closing = False
         self._plan = ""
         self._counter = 0
         self._heard = time.monotonic()
         self._sending = threading.Lock()
-        self._arena: dict[int, Slot] = {}
-        self._most_slots = 1
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel = self._start_thread(store) if store else self._start_process()
-        self._send(Hello(spec, board.rank, board.world))
+        self._agent = agent
+        self._hello = Hello(spec, board.rank, board.world)
+        self._answer: Ready | None = None
         self._ready = threading.Event()
+        self._connected = threading.Event()
+        self._channel: Channel
+        if agent is None:
+            self._channel = self._start_thread(store) if store else self._start_process()
+            self._connected.set()
+            self._send(self._hello)
         self._monitor = threading.Thread(target=self._watch, name="ckptd-monitor", daemon=True)
         self._monitor.start()
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
+        """Process id of the worker; an agent's is -1 until it has answered."""
+        if self._agent is not None:
+            return self._answer.pid if self._answer else -1
         return self._process.pid if self._process else os.getpid()
+
+    def answer(self, timeout_s: float = START_S) -> Ready:
+        """Return what the worker said when it was ready.
+
+        Raises
+        ------
+        WorkerError
+            It is dead, or did not answer within `timeout_s`.
+        """
+        end = time.monotonic() + timeout_s
+        while not self._ready.wait(_BUSY_POLL_S) and self._dead is None:
+            if time.monotonic() > end:
+                break
+        if self._dead is not None:
+            raise self._dead
+        if self._answer is None:
+            raise WorkerError(
+                "the writing process is not ready", wanted=f"within {timeout_s:.0f} s"
+            )
+        return self._answer
+
+    def meet(self, partner: Partner) -> None:
+        """Say whose memory the peer tier is."""
+        self._send(partner)
 
     @property
     def dead(self) -> WorkerError | None:
@@ -147,6 +213,8 @@ class WriterClient:
 
     def _send(self, message: Request, fd: int | None = None) -> None:
         """Send from the trainer's thread or the monitor's: a channel takes one at a time."""
+        if not self._connected.is_set():
+            self.answer()
         with self._sending:
             self._channel.send(message, fd)
 
@@ -160,52 +228,17 @@ class WriterClient:
         SaveError
             Earlier saves did not leave a slot within `timeout_s`, or the worker died.
         """
-        with self._free:
-            free = self._free.wait_for(lambda: not self._is_full() or self._dead, timeout_s)
-            if self._dead is not None:
-                raise self._dead
-            if not free:
-                raise SaveError(
-                    "earlier saves still occupy the arena",
-                    kind="draining",
-                    wanted=f"a free slot within {timeout_s:.0f} s",
-                    found=f"{len(self._taken)} saves under way",
-                    hint="save less often, or give the store more bandwidth",
-                )
-            idle = [s for s in self._arena.values() if s.number not in self._taken]
-            # Never one that is taken: numbers have gaps where a larger slot could not be had.
-            fresh = (n for n in range(MOST_SLOTS + 1) if n not in self._arena)
-            number = max(idle, key=lambda s: s.nbytes).number if idle else next(fresh)
-        slot = self._arena.get(number)
-        if slot is not None and slot.nbytes >= nbytes:
-            return slot
-        try:
-            return self._make_slot(number, nbytes)
-        except SaveError:
-            if not self._taken or slot is not None:
-                raise
-        _log.info("no memory for another slot: saves wait for the %d that there are", number)
-        self._most_slots = self._slots = len(self._arena)
-        return self.acquire(nbytes, timeout_s)
-
-    def _is_full(self) -> bool:
-        return bool(self._arena) and len(self._taken) == max(len(self._arena), self._most_slots)
+        return self._slots.acquire(nbytes, timeout_s)
 
     @property
     def busy(self) -> bool:
         """Whether a save that began now would wait for a slot."""
-        with self._lock:
-            return self._is_full()
+        return self._slots.full
 
-    def _make_slot(self, number: int, nbytes: int) -> Slot:
-        old = self._arena.pop(number, None)
-        if old is not None:  # first, so that both need not fit
-            old.close()
-        slot = self._arena[number] = Slot(number, nbytes)
-        self._most_slots = slots_for(nbytes, self._slots, available_bytes() + nbytes)
-        fd = os.dup(slot.fd) if self._process is None else slot.fd
-        self._send(Segment(number, nbytes), fd)
-        return slot
+    def _announce(self, slot: Slot) -> None:
+        in_thread = self._agent is None and self._process is None
+        fd = os.dup(slot.fd) if in_thread else slot.fd
+        self._send(Segment(slot.number, slot.nbytes), fd)
 
     def begin(
         self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str, slot: Slot
@@ -215,10 +248,9 @@ class WriterClient:
             self._send(SetPlan(plan))
             self._plan = plan.digest
         slot.begin(save.job)
-        with self._lock:
-            self._taken[slot.number] = save.job
-            deadline = time.monotonic() + 2 * save.timeout_s + GRACE_S
-            self._jobs[save.job] = _Job(handle, outcome_key, deadline)
+        self._slots.take(slot, save.job)
+        deadline = time.monotonic() + 2 * save.timeout_s + GRACE_S
+        self._jobs[save.job] = _Job(handle, outcome_key, deadline)
         self._send(msgspec.structs.replace(save, slot=slot.number))
 
     def seal(
@@ -248,7 +280,7 @@ class WriterClient:
         """
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
             self._send(Abort(job, reason))
-        self._fail(job, cause or SaveError(reason, kind="aborted"))
+        self._fail_all(job, cause or SaveError(reason, kind="aborted"))
 
     def close(self, timeout_s: float) -> None:
         """Let the worker finish what is staged, and end it. Idempotent; never raises.
@@ -261,30 +293,61 @@ class WriterClient:
         end = time.monotonic() + timeout_s
         with contextlib.suppress(CkptdError):  # it may be gone already
             self._send(Stop())
-        self._monitor.join(timeout_s)
+        if self._dead is None or self._agent is None:
+            self._monitor.join(timeout_s)
         if self._process is not None:
             try:
                 self._process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._channel.close()
-        for held in self._arena.values():
-            held.close()
-        self._arena.clear()
+        if self._connected.is_set():
+            self._channel.close()
+        self._slots.close()
 
     # -- the monitor thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
         try:
+            if self._agent is not None and not self._join_agent(self._agent):
+                return
             self._listen()
         except Exception as error:  # noqa: BLE001 - a bug must reach the handles, not hang them
             self._end_worker(f"this process no longer listens to it: {error!r}")
 
+    def _join_agent(self, agent: AgentSpec) -> bool:
+        """Connect to the node's agent and wait until it is ready.
+
+        One that was killed may still take a connection while its memory is given back: so what
+        does not answer is asked again.
+        """
+        hello = msgspec.structs.replace(
+            self._hello, tiers=agent.tiers, linger_s=agent.linger_s, bind=agent.bind
+        )
+        end = time.monotonic() + START_S
+        found = "no answer"
+        while time.monotonic() < end:
+            try:
+                channel = SocketChannel(connect_agent(agent.place), Response)
+                channel.send(hello)
+                item = channel.receive(max(0.1, end - time.monotonic()))
+            except (CkptdError, EOFError, OSError, msgspec.MsgspecError) as error:
+                found = str(error)
+                time.sleep(_IDLE_POLL_S)
+                continue
+            self._channel = channel
+            self._connected.set()
+            if item is not None:
+                self._hear(item[0])
+            return self._dead is None
+        self._worker_gone(found, WorkerError("no agent", where=str(agent.place.socket)))
+        return False
+
     def _listen(self) -> None:
         pause = _IDLE_POLL_S
         start = time.monotonic()
-        while True:
+        # An agent goes on by itself after `Stop`; a process of ours is waited for until it ends.
+        while self._agent is None or not self._closing:
             try:
                 item = self._channel.receive(pause)
             except (EOFError, msgspec.MsgspecError) as error:
@@ -300,6 +363,7 @@ class WriterClient:
     def _hear(self, message: Response) -> None:
         self._heard = time.monotonic()
         if isinstance(message, Ready):
+            self._answer = message
             self._ready.set()
             return
         if isinstance(message, Happened):
@@ -309,17 +373,23 @@ class WriterClient:
         if job is not None:
             # Only rank 0's worker has more to say than that the bytes are written.
             last = Written if self._board.rank else Committed
-            job.answered = job.answered or isinstance(message, Failed | Committed | last)
+            final = Failed | Committed | last if job.handle.root else Freed
+            job.answered = job.answered or isinstance(message, final)
         if isinstance(message, Failed):
             error = CkptdError.from_dict(message.error)
             if message.job < 0:
                 self._worker_gone(error.message, error)
             else:
                 self._fail(message.job, error)
-        elif isinstance(message, Freed):
-            self._release(message.job)
         elif job is None:
             return
+        elif isinstance(message, Freed):
+            job.freed = True
+            self._release(message.job, job)
+        elif isinstance(message, Reached):
+            self._reached(message.job, job, message.tier)
+        elif isinstance(message, NearFailed):
+            self._near_failed(message.job, job, message.tier, CkptdError.from_dict(message.error))
         elif isinstance(message, Progress):
             job.handle._progress(message.done)
         elif isinstance(message, Written):
@@ -338,14 +408,18 @@ class WriterClient:
                 continue
             busy = True
             if self._board.world > 1:
-                self._ask_board(number, job)
+                if job.handle.root:
+                    self._ask_board(number, job)
+                self._ask_near(number, job)
             if now > job.deadline:
                 error = SaveError("the save did not finish in time", kind="overdue")
-                self._fail(number, error)
+                self._fail_all(number, error)
         if self._hangs(now):
             # It would keep its slot for ever, and every later save would fail for it.
             self._end_worker(f"it has said nothing for {now - self._heard:.0f} s")
-        return min(_IDLE_POLL_S, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
+        # All ranks ask one board: the more there are, the less often each of them does.
+        longest = _IDLE_POLL_S * max(1.0, self._board.world / 512)
+        return min(longest, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
 
     def _hangs(self, now: float) -> bool:
         """Tell whether the worker owes an answer past every deadline, and shows no life."""
@@ -371,17 +445,77 @@ class WriterClient:
             if job.handle.progress.phase == "committing" or self._board.rank != 0:
                 self._fail(number, error)
 
+    # -- near tiers ------------------------------------------------------------------------------
+
+    def _reached(self, number: int, job: _Job, tier: str) -> None:
+        """Count this rank's share, which is there, for all."""
+        if self._board.world == 1:
+            self._complete(number, job, tier)
+            return
+        try:
+            self._board.add(_near_key(job, tier))
+        except CkptdError as error:
+            self._near_failed(number, job, tier, error)
+
+    def _near_failed(self, number: int, job: _Job, tier: str, error: CkptdError) -> None:
+        """Tell every rank that this one's share will not be there."""
+        if job.handle._settle(tier, error):
+            _log.warning(
+                "step %d is not kept on the tier %s: %s", job.handle.step, tier, error.message
+            )
+            if self._board.world > 1:
+                text = f"rank {self._board.rank}: {error.message}"
+                with contextlib.suppress(CkptdError):  # then they wait for their deadline
+                    self._board.set(_near_key(job, tier) + "/failed", text.encode())
+        self._release(number, job)
+
+    def _ask_near(self, number: int, job: _Job) -> None:
+        for tier in [t for t, state in job.handle.tiers.items() if state == "pending"]:
+            key = _near_key(job, tier)
+            try:
+                if int(self._board.peek(key) or b"0") == self._board.world:
+                    self._complete(number, job, tier)
+                elif (raw := self._board.peek(key + "/failed")) is not None:
+                    error = SaveError(raw.decode(), kind="aborted", where=tier)
+                    job.handle._settle(tier, error)
+                    self._release(number, job)
+            except CkptdError as error:  # the job's store is gone with its ranks
+                job.handle._settle(tier, error)
+                self._release(number, job)
+
+    def _complete(self, number: int, job: _Job, tier: str) -> None:
+        """Every rank's share is on a tier: what was there before may go, and this must stay."""
+        handle = job.handle
+        self._slots.keep(tier, number)
+        handle._settle(tier)
+        self._release(number, job)
+        with contextlib.suppress(CkptdError):  # a dead agent has nothing to clear
+            self._send(Complete(tier, handle.step, handle.generation))
+
+    # -- ends ------------------------------------------------------------------------------------
+
     def _finish(self, number: int) -> None:
         job = self._jobs[number]
         self._tell(job, {})
         job.handle._advance("durable", job.handle.progress.total_bytes)
+        if self._agent is not None:
+            with contextlib.suppress(CkptdError):  # as above
+                self._send(Complete("root", job.handle.step, job.handle.generation))
         self._forget_old()
 
     def _fail(self, number: int, error: CkptdError) -> None:
         job = self._jobs.get(number)
-        if job is not None and not job.handle.done:
+        if job is not None and job.handle.root and not job.handle._root_ended:
             self._tell(job, error.to_dict())
             job.handle._fail(error)
+
+    def _fail_all(self, number: int, error: CkptdError) -> None:
+        """Fail a save on every tier that it has not reached."""
+        job = self._jobs.get(number)
+        if job is not None:
+            for tier in job.handle.near:
+                self._near_failed(number, job, tier, error)
+        self._fail(number, error)
 
     def _tell(self, job: _Job, outcome: dict[str, str | None]) -> None:
         if self._board.world == 1 or (self._board.rank != 0 and not outcome):
@@ -396,11 +530,9 @@ class WriterClient:
         except CkptdError as error:
             _log.warning("the other ranks were not told: %s", error.message)
 
-    def _release(self, number: int) -> None:
-        with self._free:
-            for slot in [s for s, job in self._taken.items() if job == number]:
-                del self._taken[slot]
-            self._free.notify_all()
+    def _release(self, number: int, job: _Job) -> None:
+        if not job.holds:
+            self._slots.release(number)
 
     def _forget_old(self) -> None:
         done = [n for n, j in list(self._jobs.items()) if j.handle.done]
@@ -410,6 +542,9 @@ class WriterClient:
     def _end_worker(self, found: str) -> None:
         if self._process is not None:
             self._process.kill()
+        elif self._agent is not None and self._answer is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._answer.pid, signal.SIGKILL)
         self._worker_gone(
             found, WorkerError("the writing process does not answer", where=f"process {self.pid}")
         )
@@ -425,8 +560,12 @@ class WriterClient:
             if cause
             else "see its messages on stderr; the next save starts another",
         )
-        with self._free:
-            self._dead = self._dead or error
-            self._free.notify_all()
+        self._dead = self._dead or error
+        self._slots.fail(error)
         for number in list(self._jobs):
-            self._fail(number, error)
+            self._fail_all(number, error)
+
+
+def _near_key(job: _Job, tier: str) -> str:
+    """Where the ranks count the shares of a save that are on a near tier."""
+    return f"{job.outcome_key}/near/{tier}"

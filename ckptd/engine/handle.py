@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckptd import events
-from ckptd.errors import CkptdError, DeadlineError
+from ckptd.errors import CkptdError, DeadlineError, UsageError
 
 __all__ = ["SaveHandle", "SaveProgress"]
 
@@ -45,9 +46,27 @@ class SaveHandle:
         The step being saved.
     generation, attempt
         Which life of the job writes it, and which try of that life.
+    near
+        The near tiers that it goes to, nearest first.
+    root
+        Whether it goes to the root. What is said here without a tier is said of the farthest one.
     """
 
-    def __init__(self, step: int, generation: int, attempt: str, total_bytes: int) -> None:
+    def __init__(
+        self,
+        step: int,
+        generation: int,
+        attempt: str,
+        total_bytes: int,
+        *,
+        near: Sequence[str] = (),
+        root: bool = True,
+    ) -> None:
+        self.near = tuple(near)
+        self.root = root
+        self._tiers: dict[str, CkptdError | Literal["pending"] | None] = dict.fromkeys(
+            self.near, "pending"
+        )
         self.step = step
         self.generation = generation
         self.attempt = attempt
@@ -79,9 +98,21 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or badly."""
+        """Whether the save has ended, well or badly, on every tier."""
         with self._changed:
-            return self._phase in ("durable", "failed")
+            return self._phase in ("durable", "failed") and not self._pending()
+
+    def _pending(self) -> list[str]:
+        return [tier for tier, state in self._tiers.items() if state == "pending"]
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Each near tier's state: ``pending``, ``complete`` (on every rank) or ``failed``."""
+        with self._changed:
+            return {
+                tier: "pending" if state == "pending" else "failed" if state else "complete"
+                for tier, state in self._tiers.items()
+            }
 
     @property
     def seconds(self) -> float | None:
@@ -106,9 +137,43 @@ class SaveHandle:
         """
         self._wait(("writing", "committing", "durable"), timeout)
 
-    def durable(self, timeout: float | None = None) -> None:
-        """Return when the checkpoint exists, every byte of it on the store. See `staged`."""
-        self._wait(("durable",), timeout)
+    def durable(self, timeout: float | None = None, *, tier: str | None = None) -> None:
+        """Return when the checkpoint exists, every byte of it on the store. See `staged`.
+
+        Parameters
+        ----------
+        tier
+            Return when every rank's share is on that near tier; None waits for the root, or for
+            the farthest tier of a save that does not go there.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-tier``: this save does not go there.
+        """
+        if tier is None:
+            self._wait(("durable",), timeout)
+        else:
+            self._wait_near(tier, timeout)
+
+    def _wait_near(self, tier: str, timeout: float | None) -> None:
+        if tier not in self._tiers:
+            raise UsageError(
+                f"step {self.step} does not go to the tier {tier!r}",
+                kind="bad-tier",
+                wanted=", ".join(self._tiers) or "no near tier",
+                found=tier,
+            )
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._tiers[tier] != "pending", timeout):
+                raise DeadlineError(
+                    f"step {self.step} is not yet complete on the tier {tier}",
+                    kind="timeout",
+                    wanted=f"within {timeout} s",
+                )
+            state = self._tiers[tier]
+        if isinstance(state, CkptdError):
+            raise state
 
     def _wait(self, phases: tuple[str, ...], timeout: float | None) -> None:
         with self._changed:
@@ -126,10 +191,15 @@ class SaveHandle:
 
     # What follows is for the checkpointer.
 
+    @property
+    def _root_ended(self) -> bool:
+        with self._changed:
+            return self._phase in ("durable", "failed")
+
     def _settled(self, timeout: float) -> bool:
         """Wait until the save has ended, and tell; looks at no error."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._ended is not None, timeout)
+            return self._changed.wait_for(lambda: self.done, timeout)
 
     def _progress(self, done: int) -> None:
         """So many bytes are written; some may be before all are copied."""
@@ -149,14 +219,48 @@ class SaveHandle:
             self._emit(events.SaveDurable, tier=self._scope.tier, bytes=self._total)
 
     def _fail(self, error: CkptdError) -> None:
+        """The root will not have it; near tiers are settled by themselves."""
         with self._changed:
             if self._phase in ("durable", "failed"):
                 return
             self._phase, self._error = "failed", error
             self._ended = time.monotonic()
             self._changed.notify_all()
+        self._tell_failed(self._scope.tier, error)
+
+    def _settle(self, tier: str, error: CkptdError | None = None) -> bool:
+        """A near tier is complete, or will never be; tell whether that is news."""
+        with self._changed:
+            if self._tiers.get(tier) != "pending":
+                return False
+            self._tiers[tier] = error
+            self._changed.notify_all()
+        if error is None:
+            self._emit(events.SaveDurable, tier=tier, bytes=self._total)
+        else:
+            self._tell_failed(tier, error)
+        if tier == self.near[-1] and not self.root:
+            self._end_nearby(error)
+        return True
+
+    def _end_nearby(self, error: CkptdError | None) -> None:
+        """A save that does not go to the root ends with its farthest tier.
+
+        That it failed has been told and is not raised by a later call: near tiers are kept for
+        speed, and training goes on.
+        """
+        with self._changed:
+            if self._phase in ("durable", "failed"):
+                return
+            self._phase = "failed" if error else "durable"
+            self._error, self._error_seen = error, True
+            self._done = self._total
+            self._ended = time.monotonic()
+            self._changed.notify_all()
+
+    def _tell_failed(self, tier: str, error: CkptdError) -> None:
         message = error.message[: events.MOST_TEXT]
-        self._emit(events.SaveFailed, tier=self._scope.tier, kind=error.kind, message=message)
+        self._emit(events.SaveFailed, tier=tier, kind=error.kind, message=message)
 
     def _sealed(self) -> None:
         """Every byte is copied."""

@@ -196,14 +196,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     Attributes
     ----------
+    here
+        Where trainers of this node read what its agent keeps in memory: a URL.
     memory, local
-        Where other nodes read what this node's agent keeps in memory and in its folder: URLs, or
-        empty.
+        Where other nodes read that, and what is in the node's folder: URLs, or empty.
     secret
         For both.
     """
 
     pid: int
+    here: str = ""
     memory: str = ""
     local: str = ""
     secret: str = ""

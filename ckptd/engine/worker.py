@@ -23,13 +23,17 @@ from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.channel import Channel, SocketChannel
 from ckptd.engine.commit import commit_attempt, remove_parts
 from ckptd.engine.drain import RankPlan, drain
+from ckptd.engine.held import hold_share
 from ckptd.engine.job import (
     Abort,
     Committed,
+    Complete,
     Failed,
     Freed,
     Happened,
     Hello,
+    NearFailed,
+    Partner,
     Progress,
     Ready,
     Request,
@@ -42,6 +46,9 @@ from ckptd.engine.job import (
     Warned,
     Written,
 )
+from ckptd.engine.lanes import Lanes, Share, as_worker_error
+from ckptd.engine.near import Near
+from ckptd.engine.referring import Unchanged
 from ckptd.engine.retention import apply_retention
 from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, SaveError, WorkerError
@@ -67,11 +74,17 @@ class Worker:
         The worker's end.
     store
         Used instead of the one that `Hello` describes (in-process stores).
+    near
+        The near tiers of the node; only its agent keeps any.
     """
 
-    def __init__(self, channel: Channel, store: Store | None = None) -> None:
+    def __init__(
+        self, channel: Channel, store: Store | None = None, near: Near | None = None
+    ) -> None:
         self._channel = channel
         self._given_store = store
+        self._near = near
+        self._lanes: Lanes | None = None
         self._arena: dict[int, Slot] = {}
         self._sealed: dict[int, Sealed] = {}
         self._heard = threading.Condition()
@@ -94,7 +107,8 @@ class Worker:
             self._hello = hello
             self._store = self._given_store or hello.store.open()
             self._catalogue = Catalogue(self._store)
-            self.tell(Ready(os.getpid()))
+            self._unchanged = Unchanged(self._catalogue, hello.rank, hello.world)
+            self.tell(self._ready(hello))
             while self._serve_one():
                 pass
         except CkptdError as error:
@@ -103,6 +117,24 @@ class Worker:
             self._trainer_died = True
         finally:
             self._finish()
+
+    def _ready(self, hello: Hello) -> Ready:
+        if self._near is None:
+            return Ready(os.getpid())
+        self._near.prepare(hello.tiers)
+        self._lanes = Lanes(self._near, self.tell, self._share_to_root)
+        served = self._near.serve(hello.bind) if hello.bind else ()
+        return Ready(os.getpid(), self._near.here, *served)
+
+    @property
+    def linger_s(self) -> float:
+        """How long to keep what is in memory once the trainer has gone, in seconds."""
+        return self._hello.linger_s if self._trainer_died else 0.0
+
+    @property
+    def rank(self) -> int:
+        """Whose worker this is; -1 before it said so."""
+        return self._hello.rank if hasattr(self, "_hello") else -1
 
     def _serve_one(self) -> bool:
         item = self._channel.receive(3600.0)
@@ -123,17 +155,27 @@ class Worker:
                 self._heard.notify_all()
         elif isinstance(message, Save) and self._plan is not None:
             self._drains.submit(self._drain, message, self._plan)
+        elif isinstance(message, Partner) and self._near is not None:
+            self._near.set_peer(message.url, message.secret)
+        elif isinstance(message, Complete) and self._lanes is not None:
+            self._lanes.completed(message)
         return not isinstance(message, Stop)
 
     def _finish(self) -> None:
         self._end_waits()
         self._drains.shutdown(wait=True)
+        if self._lanes is not None:
+            self._lanes.finish()
+            self._promote(self._lanes)
         if self._trainer_died:
             for save, plan in self._unsettled:
                 self._commits.submit(self._commit_as_survivor, save, plan)
         self._commits.shutdown(wait=True)
-        for slot in self._arena.values():
-            slot.close()
+        if self._near is not None:
+            self._near.shelf.adopt(self._arena.values())
+        else:
+            for slot in self._arena.values():
+                slot.close()
         if self._given_store is None and hasattr(self, "_store"):
             self._store.close()
         self._channel.close()
@@ -145,9 +187,11 @@ class Worker:
             self._heard.notify_all()
 
     def _swap_slot(self, slot: Slot) -> None:
-        # Drains go one after the other, so nothing of the old one is still to be written.
+        # The trainer replaces a slot that nobody reads any more.
         old = self._arena.pop(slot.number, None)
         if old is not None:
+            if self._near is not None:
+                self._near.shelf.forget_slot(old)
             old.close()
         self._arena[slot.number] = slot
 
@@ -200,6 +244,9 @@ class Worker:
 
         try:
             slot = self._slot(save)
+            if self._lanes is not None:
+                self._lanes.take(self._share(save, plan, slot))
+                return
             drain(
                 self._store,
                 plan,
@@ -208,20 +255,90 @@ class Worker:
                 lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
                 lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
                 progress,
+                self._unchanged,
             )
         except CkptdError as error:
-            self.tell(Failed(save.job, error.to_dict()))
+            self._give_up(save, error.to_dict())
             return
         except Exception as error:  # noqa: BLE001 - a bug must reach the handle, not vanish
-            self.tell(Failed(save.job, _as_worker_error(error)))
+            self._give_up(save, as_worker_error(error))
             return
-        finally:
-            self.tell(Freed(save.job))
+        self.tell(Freed(save.job))
+        self._written(save, plan)
+
+    def _give_up(self, save: Save, error: dict[str, str | None]) -> None:
+        """Tell that nothing of this rank's share goes anywhere."""
+        self._unchanged.end(save)
+        for tier in save.near:
+            self.tell(NearFailed(save.job, tier, error))
+        if save.root:
+            self.tell(Failed(save.job, error))
+        self.tell(Freed(save.job))
+
+    def _written(self, save: Save, plan: RankPlan) -> None:
+        """Say so; what is left is the commit."""
         self.tell(Written(save.job))
         if self._hello.rank == 0:
             self._commits.submit(self._commit, save, plan)
         else:
             self._unsettled.append((save, plan))
+
+    # -- near tiers --------------------------------------------------------------------------------
+
+    def _share(self, save: Save, plan: RankPlan, slot: Slot) -> Share:
+        """Digest a snapshot as it comes, and return this rank's share of it once it is whole."""
+        limit = time.monotonic() + save.timeout_s
+
+        def left() -> float:
+            return max(1.0, limit - time.monotonic())
+
+        seals: list[Sealed] = []
+
+        def sealed() -> Sealed:
+            if not seals:
+                seals.append(self._wait_sealed(save, slot, left()))
+            return seals[0]
+
+        with saving(self._store, save.name, save.attempt, plan.rank):
+            held = hold_share(
+                plan, save, slot, lambda n: self._wait_staged(save, slot, n, left()), sealed
+            )
+        return Share(held, plan, sealed())
+
+    def _share_to_root(self, share: Share, data: memoryview) -> None:
+        save = share.save
+        try:
+            self._raise_aborted(save)
+            share.write(self._store, data, self._unchanged)
+        except CkptdError as error:
+            self._unchanged.end(save)
+            self.tell(Failed(save.job, error.to_dict()))
+            return
+        except Exception as error:  # noqa: BLE001 - as above
+            self._unchanged.end(save)
+            self.tell(Failed(save.job, as_worker_error(error)))
+            return
+        self._written(save, share.plan)
+
+    def _promote(self, lanes: Lanes) -> None:
+        """Bring the newest complete snapshot to the root, if it was kept in memory only.
+
+        Every rank's worker does so by itself when its trainer ends, however it ends: what was
+        promised nearby is not lost with the memory. A newer life of the job may go on meanwhile:
+        then the root refuses it, and nothing is missed.
+        """
+        share = lanes.newest()
+        if share is None or share.save.root:
+            return
+        try:
+            latest = self._catalogue.latest()
+            if latest is not None and latest.step >= share.save.step:
+                return
+            self._catalogue.check_not_superseded(share.save.generation)
+        except CkptdError as error:
+            _log.warning("step %d stays in memory: %s", share.save.step, error.message)
+            return
+        self._share_to_root(share, share.held.slot.data)
 
     def _commit_as_survivor(self, save: Save, plan: RankPlan) -> None:
         """Commit what rank 0 did not: its worker may have died with the trainers.
@@ -254,14 +371,20 @@ class Worker:
                     return "the trainers are gone and not every rank's part arrived"
             return None
 
+        rank, heard = self._hello.rank, self._unchanged.gathered
+        commit = None
         try:
-            commit_attempt(self._catalogue, plan.plan, save, stop, save.timeout_s, self._hello.rank)
+            commit = commit_attempt(
+                self._catalogue, plan.plan, save, stop, save.timeout_s, rank, heard
+            )
         except CkptdError as error:
             self._commit_failed(save, error.to_dict())
             return
         except Exception as error:  # noqa: BLE001 - as above
-            self._commit_failed(save, _as_worker_error(error))
+            self._commit_failed(save, as_worker_error(error))
             return
+        finally:
+            self._unchanged.end(save, commit)
         self.tell(Committed(save.job))
         # From here on the checkpoint exists: nothing that fails may call it a failed save.
         try:
@@ -289,15 +412,6 @@ class Worker:
 def _turn_s(rank: int) -> float:
     """Return how long an orphan holds back, in seconds: thousands must not commit at once."""
     return TURN_S * rank if rank <= 15 else TURN_S * 15 + rank % 97
-
-
-def _as_worker_error(error: Exception) -> dict[str, str | None]:
-    import traceback
-
-    where = "".join(traceback.format_exception(error)[-3:])
-    return WorkerError(
-        "the writing process failed unexpectedly", kind="internal", where=where, found=repr(error)
-    ).to_dict()
 
 
 def main() -> None:

@@ -70,6 +70,10 @@ class JobBoard:
         value: bytes = self._call(self._store.get, self._prefix + key)
         return value
 
+    def add(self, key: str, amount: int = 1) -> int:
+        """See `ckptd.engine.board.Board`."""
+        return int(self._call(self._store.add, self._prefix + key, amount))
+
     def delete(self, key: str) -> None:
         """See `ckptd.engine.board.Board`."""
         self._call(self._store.delete_key, self._prefix + key)

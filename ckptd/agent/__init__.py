@@ -1,0 +1,1 @@
+"""The node process: keeps snapshots, writes them to the tiers, and outlives the trainers."""

@@ -1,0 +1,222 @@
+"""From one rank's snapshot in a slot to the tiers: a lane each, none waits for a slower one.
+
+The share is digested once in memory. Its peer gets it from there; the folder and the root are
+written as a root always is. Where a snapshot goes to the folder and to the root, the root is
+written from the folder's file, and the slot is free long before an upload ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from ckptd import events
+from ckptd.engine.commit import plan_key
+from ckptd.engine.drain import RankPlan, drain
+from ckptd.engine.held import Held, put_share
+from ckptd.engine.job import Complete, Freed, NearFailed, Reached, Response, Save, Sealed
+from ckptd.engine.near import Near
+from ckptd.engine.referring import Unchanged
+from ckptd.engine.telling import saving
+from ckptd.errors import CkptdError, WorkerError
+from ckptd.format.names import CommitName
+from ckptd.store.base import Store
+
+__all__ = ["Lanes", "Share", "as_worker_error"]
+
+_RECENT = 8
+
+ToRoot = Callable[["Share", memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What is needed to write a rank's share anywhere."""
+
+    held: Held
+    plan: RankPlan
+    seal: Sealed
+
+    @property
+    def save(self) -> Save:
+        """The save that it is of."""
+        return self.held.save
+
+    def write(self, store: Store, data: memoryview, unchanged: Unchanged | None = None) -> None:
+        """Write data file, digests and part; durable on return. See `ckptd.engine.drain.drain`."""
+        drain(store, self.plan, self.save, data, _is_there, lambda _: self.seal, _unseen, unchanged)
+
+
+class Lanes:
+    """The lanes of one rank.
+
+    Parameters
+    ----------
+    near
+        The node's tiers.
+    tell
+        Sends to the trainer.
+    to_root
+        Writes a share to the root from the bytes given, and has it committed; raises nothing.
+    """
+
+    def __init__(self, near: Near, tell: Callable[[Response], None], to_root: ToRoot) -> None:
+        self._near = near
+        self._tell = tell
+        self._to_root = to_root
+        self._pools = {
+            name: ThreadPoolExecutor(1, thread_name_prefix=f"ckptd-{name}")
+            for name in ("peer", "local", "root", "clear")
+        }
+        self._recent: dict[CommitName, Share] = {}
+
+    def take(self, share: Share) -> None:
+        """Let a share go to the tiers of its save; returns at once."""
+        save, shelf = share.save, self._near.shelf
+        if "memory" in save.near:
+            shelf.keep(share.held)
+            self._tell(Reached(save.job, "memory"))
+        else:
+            shelf.forget_slot(share.held.slot)
+        self._recent[save.name] = share
+        for old in sorted(self._recent, key=lambda n: (n.generation, n.step))[:-_RECENT]:
+            del self._recent[old]
+        readers = _Readers(lambda: self._tell(Freed(save.job)))
+        waiting = readers.join()
+        if "peer" in save.near:
+            self._pools["peer"].submit(self._to_peer, share, readers.join())
+        in_folder: Future[bool] | None = None
+        if "local" in save.near:
+            in_folder = self._pools["local"].submit(self._to_local, share, readers.join())
+        if save.root:
+            self._pools["root"].submit(self._write_root, share, in_folder, readers.join())
+        waiting()
+
+    def completed(self, message: Complete) -> None:
+        """Take in that a snapshot is complete on a tier; returns at once."""
+        name = CommitName(message.step, message.generation)
+        self._pools["clear"].submit(self._near.completed, message.tier, name)
+
+    def newest(self) -> Share | None:
+        """Return the newest share of a complete snapshot that is still in memory."""
+        known = [n for t in ("memory", "peer", "local") if (n := self._near.newest(t)) is not None]
+        shares = [s for n in known if (s := self._recent.get(n)) is not None and s.held.is_whole]
+        return max(shares, key=lambda s: (s.save.generation, s.save.step), default=None)
+
+    def finish(self) -> None:
+        """Return when every share that was taken is where it should be."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)
+
+    # -- the lanes ---------------------------------------------------------------------------------
+
+    def _to_peer(self, share: Share, done: Callable[[], None]) -> bool:
+        return self._attempt(share, "peer", done, lambda: put_share(self._near.peer, share.held))
+
+    def _to_local(self, share: Share, done: Callable[[], None]) -> bool:
+        def write() -> None:
+            store = self._near.local
+            body = msgspec.msgpack.encode(share.plan.plan)
+            store.put(plan_key(share.save.folder), body)
+            share.write(store, share.held.slot.data)
+
+        return self._attempt(share, "local", done, write)
+
+    def _attempt(
+        self, share: Share, tier: str, done: Callable[[], None], write: Callable[[], None]
+    ) -> bool:
+        """Write to a near tier, and tell how it went."""
+        save = share.save
+        error: dict[str, str | None] | None = None
+        try:
+            with (
+                events.about(tier=tier),
+                saving(self._near.shelf, save.name, save.attempt, share.held.rank),
+            ):
+                write()
+        except CkptdError as caught:
+            error = caught.to_dict()
+        except Exception as caught:  # noqa: BLE001 - a bug must reach the handle, not vanish
+            error = as_worker_error(caught)
+        done()
+        self._tell(NearFailed(save.job, tier, error) if error else Reached(save.job, tier))
+        return error is None
+
+    def _write_root(
+        self, share: Share, in_folder: Future[bool] | None, done: Callable[[], None]
+    ) -> None:
+        if in_folder is not None and in_folder.result():
+            done()
+            with self._near.using(share.save.folder), _mapped(self._near.local, share) as data:
+                self._to_root(share, data)
+        else:
+            self._to_root(share, share.held.slot.data)
+            done()
+
+
+@contextmanager
+def _mapped(store: Store, share: Share) -> Iterator[memoryview]:
+    """Map the data section of a share's file in a folder.
+
+    Nobody else writes there; should somebody truncate the file, the process ends by SIGBUS, and
+    the trainer starts another.
+    """
+    held = share.held
+    opened = store.open_file(held.key) if held.header else None
+    if opened is None:
+        yield memoryview(b"")
+        return
+    try:
+        size = opened.shift + len(held.header) + held.data_bytes
+        with mmap.mmap(opened.fd, size, access=mmap.ACCESS_READ) as mapped:
+            with memoryview(mapped) as whole:
+                with whole[opened.shift + len(held.header) :] as data:
+                    yield data
+    finally:
+        os.close(opened.fd)
+
+
+class _Readers:
+    """Counts who still reads a slot."""
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        self._free = free
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def join(self) -> Callable[[], None]:
+        """Return what a reader calls when it is done."""
+        with self._lock:
+            self._count += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            last = not self._count
+        if last:
+            self._free()
+
+
+def as_worker_error(error: Exception) -> dict[str, str | None]:
+    """Return a bug in the writing process as an error that can be sent."""
+    where = "".join(traceback.format_exception(error)[-3:])
+    return WorkerError(
+        "the writing process failed unexpectedly", kind="internal", where=where, found=repr(error)
+    ).to_dict()
+
+
+def _is_there(upto: int, timeout_s: float) -> None:
+    """Wait for bytes that are all there."""
+
+
+def _unseen(done: int, total: int) -> None:
+    """Tell nobody of the progress of a lane."""

@@ -1,0 +1,223 @@
+"""What a node keeps of its job's snapshots: memory, a folder, and the way to its peer's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptd.engine.shelf import Shelf
+from ckptd.engine.tiers import TierSpec
+from ckptd.errors import CkptdError, StoreError
+from ckptd.format.names import DATA, CommitName, parse_data_folder
+from ckptd.store import StoreSpec
+from ckptd.store.base import Store
+
+if TYPE_CHECKING:
+    from ckptd.store.net import StoreServer
+
+__all__ = ["Near"]
+
+_log = logging.getLogger("ckptd")
+
+
+class Near:
+    """The near tiers of one node, shared by the ranks on it. Thread-safe.
+
+    Attributes
+    ----------
+    shelf
+        What lies in memory, guests included.
+    here
+        Where trainers of this node read it; empty before `serve_here`.
+    """
+
+    def __init__(self) -> None:
+        self.shelf = Shelf()
+        self.here = ""
+        self._lock = threading.RLock()
+        self._local: Store | None = None
+        self._local_keep = 1
+        self._peer: Store | None = None
+        self._peer_of = ""
+        self._complete: dict[str, list[CommitName]] = {}
+        self._used: dict[str, int] = {}
+        self._secret = os.environ.get("CKPTD_SECRET") or secrets.token_hex(32)
+        self._servers: dict[str, StoreServer] = {}
+
+    # -- the tiers ---------------------------------------------------------------------------------
+
+    def prepare(self, tiers: tuple[TierSpec, ...]) -> None:
+        """Open what `tiers` need. Every rank of a job names the same ones.
+
+        Raises
+        ------
+        StoreError
+            The folder cannot be opened.
+        """
+        for tier in tiers:
+            if tier.store is not None:
+                with self._lock:
+                    self._local = self._local or tier.store.open()
+                    self._local_keep = tier.keep
+
+    @property
+    def local(self) -> Store:
+        """The folder of this node."""
+        if self._local is None:
+            raise StoreError("this node's agent was given no folder", kind="no-tier")
+        return self._local
+
+    @property
+    def peer(self) -> Store:
+        """The memory of the node that keeps this one's shares.
+
+        Raises
+        ------
+        StoreError
+            kind ``no-peer``: no other node is known.
+        """
+        with self._lock:
+            if self._peer is None:
+                raise StoreError(
+                    "no other node keeps this one's snapshots",
+                    kind="no-peer",
+                    hint="a job of several nodes has peers; CKPTD_NODE names a node",
+                )
+            return self._peer
+
+    def set_peer(self, url: str, secret: str) -> None:
+        """Say whose memory the peer tier is."""
+        with self._lock:
+            if url == self._peer_of:
+                return
+            old, self._peer = self._peer, StoreSpec(url, {"secret": secret}).open()
+            self._peer_of = url
+        if old is not None:
+            old.close()
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, folder: str) -> Iterator[None]:
+        """Keep an attempt in the folder from being deleted within the block."""
+        with self._lock:
+            self._used[folder] = self._used.get(folder, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._used[folder] -= 1
+
+    def completed(self, tier: str, name: CommitName) -> None:
+        """Take in that every rank's share of a snapshot is on a tier; older ones go.
+
+        A tier is cleared for what survives as much as it does, so that whatever may die next
+        leaves one whole snapshot.
+        """
+        with self._lock:
+            names = self._complete.setdefault(tier, [])
+            if name in names:
+                return
+            names.append(name)
+            names.sort(key=_age)
+            names[:] = names[-max(8, self._local_keep) :]
+        if tier == "local":
+            self._clear_local()
+        if tier in ("peer", "root"):
+            self.shelf.clear_before(name, guests=True)
+        if tier in ("memory", "peer", "root"):
+            self._clear_own()
+
+    def newest(self, tier: str) -> CommitName | None:
+        """Return the newest snapshot that is complete on a tier, as far as is known here."""
+        with self._lock:
+            names = self._complete.get(tier)
+            return names[-1] if names else None
+
+    def _clear_own(self) -> None:
+        """Take down own shares that are older than the newest complete one of every tier."""
+        with self._lock:
+            newest = [n for t in ("memory", "peer") if (n := self.newest(t)) is not None]
+            newest = newest or [n for n in [self.newest("root")] if n is not None]
+        if newest:
+            self.shelf.clear_before(min(newest, key=_age), guests=False)
+
+    def _clear_local(self) -> None:
+        with self._lock:
+            store = self._local
+            names = self._complete["local"][-self._local_keep :]
+            used = {folder for folder, users in self._used.items() if users}
+        if store is None or len(names) < self._local_keep:
+            return
+        try:
+            for child in store.children(DATA):
+                parsed = parse_data_folder(child)
+                folder = DATA + child
+                old = parsed is not None and _age(parsed[0]) < _age(names[0])
+                if old and folder not in used:
+                    store.delete([info.key for info in store.list(folder)])
+        except CkptdError as error:
+            _log.warning("old snapshots stay in %s: %s", store.url, error.message)
+
+    # -- other nodes -------------------------------------------------------------------------------
+
+    def serve_here(self, path: str) -> None:
+        """Let the trainers of this node read what lies in memory.
+
+        Parameters
+        ----------
+        path
+            Of a Unix socket: large objects are handed over as descriptors, without a copy.
+        """
+        self.here = self._serve("here", self.shelf, f"ckptd+unix://{path}", read_only=True)
+
+    def serve(self, bind: str) -> tuple[str, str, str]:
+        """Let other nodes read, and put their snapshots into this one's memory.
+
+        Parameters
+        ----------
+        bind
+            Address of this node by which the others reach it.
+
+        Returns
+        -------
+        memory, local, secret
+            URLs, and what opens them; `local` is empty without a folder.
+        """
+        host = f"[{bind}]" if ":" in bind else bind
+        url = f"ckptd://{host}:0"
+        memory = self._serve("memory", self.shelf, url, allow=_guests_only)
+        local = "" if self._local is None else self._serve("local", self._local, url)
+        return memory, local, self._secret
+
+    def _serve(self, name: str, store: Store, url: str, **options: Any) -> str:
+        from ckptd.store.net import StoreServer
+
+        with self._lock:
+            if name not in self._servers:
+                options.setdefault("read_only", name != "memory")
+                self._servers[name] = StoreServer(store, url, secret=self._secret, **options)
+            return self._servers[name].url
+
+    def close(self) -> None:
+        """Serve nobody any more and let go of everything. Idempotent."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+        for store in (self._peer, self._local, self.shelf):
+            if store is not None:
+                store.close()
+
+
+def _age(name: CommitName) -> tuple[int, int]:
+    return name.generation, name.step
+
+
+def _guests_only(op: str, key: str) -> bool:
+    """Other nodes put snapshots here, and delete nothing."""
+    return op not in ("delete", "sweep") and (not key or key.startswith(DATA))

@@ -1,0 +1,357 @@
+"""The shelf: the snapshots that a node's agent keeps in memory, as a store.
+
+Shares of this node's ranks lie in the slots into which their trainers copied them, those of
+another node's ranks (its peer tier) in segments of this process. Both outlive the trainers. Keys
+are those of a root, so that whoever loads reads both as any other store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.engine.arena import CONTROL_BYTES, Slot
+from ckptd.engine.held import Held
+from ckptd.errors import ConflictError, NotFoundError, SaveError, StoreError
+from ckptd.format.names import DATA, CommitName, parse_data_folder
+from ckptd.store.base import (
+    Capabilities,
+    Names,
+    ObjectInfo,
+    OpenFile,
+    Store,
+    Writer,
+    check_key,
+    check_prefix,
+)
+from ckptd.store.buffers import as_bytes_view, check_end
+from ckptd.store.writing import SizedWriter
+from ckptd.types import ByteRange
+
+__all__ = ["Shelf"]
+
+_RANKED = re.compile(r"(?:parts/)?r([0-9]{5,8})(?:\.safetensors|\.digests)?")
+_SPARE = 2
+"""Segments kept for the next guests: filling fresh pages takes ten times as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    body: bytes
+    at: float
+
+    @property
+    def size(self) -> int:
+        return len(self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """The data file of a rank of this node."""
+
+    held: Held
+    at: float
+
+    @property
+    def size(self) -> int:
+        return len(self.held.header) + self.held.data_bytes
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A large object of another node, in a segment of its own."""
+
+    segment: Slot
+    size: int
+    at: float
+    lent: bool = False
+    """Somebody reads it by its descriptor: the segment must not be filled anew."""
+
+
+_Object = _Small | _Own | _Guest
+
+
+class Shelf(Store):
+    """Own shares and guests. Thread-safe; `close` lets go of all memory."""
+
+    capabilities = Capabilities(
+        create_only=True,
+        consistent_list=True,
+        durable=False,
+        local_files=False,
+        shared=False,
+        parallel=4,
+        block_bytes=8 << 20,
+    )
+
+    def __init__(self, url: str = "memory://shelf") -> None:
+        self.url = url
+        self.options: dict[str, Any] = {}
+        self._lock = threading.RLock()
+        self._objects: dict[str, _Object] = {}
+        self._mine: dict[tuple[str, int], Held] = {}
+        """Shares of this node's ranks by folder and rank."""
+        self._spare: list[Slot] = []
+        self._adopted: set[int] = set()
+
+    # -- shares of this node -----------------------------------------------------------------------
+
+    def keep(self, held: Held) -> None:
+        """Put a share on the shelf, in place of what its slot held before."""
+        now = time.time()
+        with self._lock:
+            self.forget_slot(held.slot)
+            self._mine[held.save.folder, held.rank] = held
+            if held.header:
+                self._objects[held.key] = _Own(held, now)
+            self._objects |= {key: _Small(body, now) for key, body in held.small.items()}
+
+    def forget_slot(self, slot: Slot) -> None:
+        """Take down what lies in a slot, which is about to hold something else."""
+        with self._lock:
+            for place, held in list(self._mine.items()):
+                if held.slot is slot:
+                    self._take_down(*place)
+
+    def adopt(self, slots: Iterable[Slot]) -> None:
+        """Take over the slots of a trainer that is gone: those with a share live on here."""
+        with self._lock:
+            kept = {id(held.slot) for held in self._mine.values() if held.is_whole}
+            for slot in slots:
+                if id(slot) in kept:
+                    self._adopted.add(id(slot))
+                else:
+                    self.forget_slot(slot)
+                    slot.close()
+
+    def shares(self) -> list[Held]:
+        """Return the shares of this node's ranks that are whole, oldest first."""
+        with self._lock:
+            whole = [held for held in self._mine.values() if held.is_whole]
+        return sorted(whole, key=lambda h: (h.save.generation, h.save.step))
+
+    # -- clearing ----------------------------------------------------------------------------------
+
+    def folders(self) -> dict[str, tuple[CommitName, str]]:
+        """Return the attempts of which something is here, by folder."""
+        with self._lock:
+            names = {key.split("/")[1] for key in self._objects if key.startswith(DATA)}
+        found = ((f"{DATA}{name}/", parse_data_folder(name)) for name in names)
+        return {folder: parsed for folder, parsed in found if parsed is not None}
+
+    def clear_before(self, name: CommitName, *, guests: bool) -> None:
+        """Take down attempts of earlier generations and steps than `name`.
+
+        Parameters
+        ----------
+        guests
+            Other nodes' shares, else this node's.
+        """
+        for folder, (other, _) in self.folders().items():
+            if (other.generation, other.step) < (name.generation, name.step):
+                with self._lock:
+                    self._clear(folder, guests=guests)
+
+    def _clear(self, folder: str, *, guests: bool) -> None:
+        ranks = {rank for k in self._objects if (rank := _rank_of(k, folder)) is not None}
+        for rank in [r for r in ranks if ((folder, r) in self._mine) is not guests]:
+            ranks.discard(rank)
+            self._take_down(folder, rank)
+        if not ranks:
+            for key in [k for k in self._objects if k.startswith(folder)]:
+                self._drop(key)
+
+    def _take_down(self, folder: str, rank: int) -> None:
+        for key in [k for k in self._objects if _rank_of(k, folder) == rank]:
+            self._drop(key)
+        held = self._mine.pop((folder, rank), None)
+        if held is not None and id(held.slot) in self._adopted:
+            self._adopted.discard(id(held.slot))
+            held.slot.close()
+
+    def _drop(self, key: str) -> None:
+        with self._lock:
+            found = self._objects.pop(key, None)
+            if isinstance(found, _Guest):
+                if found.lent or len(self._spare) >= _SPARE:
+                    found.segment.close()
+                else:
+                    self._spare.append(found.segment)
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        with self._lock:
+            for place in list(self._mine):
+                self._take_down(*place)
+            for key in list(self._objects):
+                self._drop(key)
+            for segment in self._spare:
+                segment.close()
+            self._spare.clear()
+
+    # -- the store ---------------------------------------------------------------------------------
+
+    def _find(self, key: str) -> _Object:
+        check_key(key)
+        with self._lock:
+            found = self._objects.get(key)
+            if not self._is_whole(key):
+                found = None
+        if found is None:
+            raise NotFoundError("no such object", where=f"{self.url}/{key}")
+        return found
+
+    def _is_whole(self, key: str) -> bool:
+        """Tell whether what a key of an own share belongs to is still there."""
+        folder = key[: key.find("/", len(DATA)) + 1]
+        rank = _rank_of(key, folder)
+        held = None if rank is None else self._mine.get((folder, rank))
+        return held is None or held.is_whole
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Return the whole object, or exactly `byte_range` of it."""
+        found = self._find(key)
+        span = byte_range or ByteRange(0, found.size)
+        if isinstance(found, _Small):
+            check_end(f"{self.url}/{key}", span.end, found.size)
+            return found.body[span.start : span.end]
+        buffer = bytearray(span.end - span.start)
+        self._fill(key, found, span.start, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` of the object."""
+        self._fill(key, self._find(key), offset, as_bytes_view(buffer))
+
+    def _fill(self, key: str, found: _Object, offset: int, view: memoryview) -> None:
+        check_end(f"{self.url}/{key}", offset + len(view), found.size)
+        if isinstance(found, _Small):
+            view[:] = found.body[offset : offset + len(view)]
+        elif isinstance(found, _Guest):
+            view[:] = found.segment.data[offset : offset + len(view)]
+        else:
+            head = found.held.header[offset : offset + len(view)]
+            view[: len(head)] = head
+            start = max(0, offset - len(found.held.header))
+            rest = len(view) - len(head)
+            view[len(head) :] = found.held.slot.data[start : start + rest]
+            self._find(key)  # its slot may have been taken while it was read
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Give the segment that holds the object; of an own share the header lies elsewhere."""
+        found = self._find(key)
+        with self._lock:
+            if isinstance(found, _Own):
+                shift = CONTROL_BYTES - len(found.held.header)
+                return OpenFile(os.dup(found.held.slot.fd), shift)
+            if isinstance(found, _Guest):
+                found.lent = True
+                return OpenFile(os.dup(found.segment.fd), CONTROL_BYTES)
+        return None
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Keep a copy of `data`."""
+        check_key(key)
+        with self._lock:
+            if create_only and key in self._objects:
+                raise ConflictError(
+                    "the object exists already", kind="exists", where=f"{self.url}/{key}"
+                )
+            self._drop(key)
+            self._objects[key] = _Small(bytes(data), time.time())
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Begin a guest of exactly `size` bytes, for which there must be memory."""
+        return _GuestWriter(self, check_key(key), size)
+
+    def _segment(self, key: str, size: int) -> Slot:
+        with self._lock:
+            fitting = [s for s in self._spare if s.nbytes >= size]
+            if fitting:
+                best = min(fitting, key=lambda s: s.nbytes)
+                self._spare.remove(best)
+                return best
+            spare, self._spare = self._spare, []
+        for segment in spare:
+            segment.close()
+        try:
+            return Slot(0, size)
+        except SaveError as error:
+            raise StoreError(
+                "no memory for another node's snapshot",
+                kind="no-space",
+                where=f"{self.url}/{key}",
+                wanted=error.wanted,
+                found=error.found,
+                hint="leave more memory on the nodes, or make the checkpointer without Peer()",
+            ) from error
+
+    def _put_guest(self, key: str, segment: Slot, size: int) -> None:
+        with self._lock:
+            self._drop(key)
+            self._objects[key] = _Guest(segment, size, time.time())
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object."""
+        found = self._find(key)
+        return ObjectInfo(key, found.size, found.at)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object below `prefix`, in key order; shares that are no longer whole not."""
+        check_prefix(prefix)
+        with self._lock:
+            found = sorted(
+                (k, o.size, o.at)
+                for k, o in self._objects.items()
+                if k.startswith(prefix) and self._is_whole(k)
+            )
+        for key, size, at in found:
+            yield ObjectInfo(key, size, at)
+
+    def children(self, prefix: str = "") -> Names:
+        """Return names directly below `prefix`, sorted."""
+        rests = (o.key[len(prefix) :] for o in self.list(prefix))
+        return sorted({head + slash for head, slash, _ in (r.partition("/") for r in rests)})
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; one that is gone already is no error."""
+        checked = [check_key(k) for k in keys]
+        with self._lock:
+            for key in checked:
+                self._drop(key)
+
+    def sync(self, prefix: str) -> None:
+        """Do nothing: memory has no durability to wait for."""
+        check_prefix(prefix)
+
+
+class _GuestWriter(SizedWriter):
+    def __init__(self, shelf: Shelf, key: str, size: int) -> None:
+        super().__init__(key, size)
+        self._shelf = shelf
+        self._segment: Slot | None = shelf._segment(key, size)
+
+    def _append(self, view: memoryview) -> None:
+        if self._segment is not None:
+            self._segment.data[self.written : self.written + len(view)] = view
+
+    def _finish(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self._shelf._put_guest(self.key, segment, self.size)
+
+    def _drop(self) -> None:
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            segment.close()
+
+
+def _rank_of(key: str, folder: str) -> int | None:
+    """Return whose share an object of an attempt is; None for what several ranks share."""
+    match = _RANKED.fullmatch(key[len(folder) :]) if key.startswith(folder) else None
+    return int(match[1]) if match else None
