@@ -63,7 +63,8 @@ class PackSpec(msgspec.Struct, frozen=True, tag="pack", forbid_unknown_fields=Tr
     Attributes
     ----------
     level
-        Of zstd, 1 to 22; 1 is nearly always right. None packs nothing and reads what is packed.
+        Of zstd, 1 to 22; 1 is set up for planes of numbers, and nearly always right. None packs
+        nothing and reads what is packed.
     suffix
         Only objects whose names end in it have a packed form.
     """
