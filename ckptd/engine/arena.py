@@ -56,6 +56,8 @@ class Slot:
     def __init__(self, number: int, nbytes: int, fd: int | None = None) -> None:
         self.number = number
         self.nbytes = nbytes
+        self.before_close: Callable[[], None] | None = None
+        """Called once before the memory goes; whoever page-locks it sets this."""
         size = CONTROL_BYTES + max(nbytes, 1)
         self.fd = _allocate(size) if fd is None else fd
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -114,6 +116,8 @@ class Slot:
         """Release the mapping and the descriptor; views of `data` must be gone. Idempotent."""
         if self.fd < 0:
             return
+        if self.before_close is not None:
+            self.before_close()
         try:
             self.data.release()
             del self._control

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,14 +18,19 @@ from ckptd.errors import SaveError
 from ckptd.format.digest import digest
 from ckptd.format.filemap import ChunkRef
 from ckptd.layout.region import Region
+from ckptd.train.cudacopy import CHUNK_BYTES, CudaCopies
+from ckptd.train.cudasnapshot import CudaSnapshot, OnDevice
 from ckptd.train.describe import Describer
 from ckptd.train.dtypes import as_bytes, local_tensor
+from ckptd.train.feed import Feed, Group, Mark, Unit, cuts, grouped
 from ckptd.train.leaves import TensorLeaf
+from ckptd.train.replicas import Samples, is_common
 from ckptd.types import Box
 
 __all__ = ["CopyStep", "Snapshot", "Window", "copy_steps"]
 
 REPORT_BYTES = 8 << 20
+SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,27 @@ def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[in
     raise AssertionError(f"plan gives this rank a piece it does not hold: {piece}")
 
 
+class _HostLane:
+    """Copies in `push`, by the thread that feeds. See `Lane`."""
+
+    limit = 1
+    free = False
+
+    def __init__(self, slot: Slot, source: Callable[[Unit], torch.Tensor]) -> None:
+        self._target = np.frombuffer(slot.data, dtype=np.uint8)
+        self._source = source
+
+    def push(self, group: Group) -> Mark:
+        for unit in group.units:
+            _copy(self._source(unit), self._target[unit.start : unit.end])
+        if group.task is not None:
+            group.task()
+        return self
+
+    def done(self) -> bool:
+        return True
+
+
 class Snapshot:
     """One save's copying: what may not wait at once, the rest in another thread.
 
@@ -110,10 +139,25 @@ class Snapshot:
     look
         Digest what is held now and again when it is copied: finds also what torch does not count
         as a mutation (writes through ``.data`` or numpy). Costs a pass over the state.
+    cuda
+        Carries out the copies from CUDA devices.
+    clone
+        See `CudaSnapshot`.
+    samples
+        Gets digests of what ranks hold in common, each of the values that are copied. None: ranks
+        are not compared.
+    timeout_s
+        A device that copies nothing for so long hangs.
+
+    Attributes
+    ----------
+    on_device
+        Whether anything is copied from a CUDA device, so that `order` lets the host go on.
 
     Notes
     -----
-    Tensors on an accelerator are copied at once and synchronously.
+    Tensors on the host and on CUDA devices may be held. What is on other accelerators is copied at
+    once and synchronously.
     """
 
     def __init__(
@@ -124,27 +168,169 @@ class Snapshot:
         held: Callable[[TensorLeaf], bool],
         *,
         look: bool = False,
+        cuda: CudaCopies | None = None,
+        clone: bool = True,
+        samples: Samples | None = None,
+        timeout_s: float = 1800.0,
     ) -> None:
         self._steps = steps
         self._slot = slot
         self._held = held
+        self._sources = sources
+        self._samples = samples
+        self._shared = cuda
+        self._clone = clone
+        self._timeout_s = timeout_s
         self._locals = {s.name: local_tensor(sources[s.name].tensor) for s in steps}
+        self._mixed = any(x.is_cuda for x in self._locals.values())
         self._late = {n: x for n, x in self._locals.items() if self.is_held(sources[n])}
         self._versions = {
             name: local._version for name, local in self._late.items() if not local.is_inference()
         }
-        self._digests = {name: _digest(local) for name, local in self._late.items() if look}
+        # Until the gate opens nothing changes what is on the host; what a device has may change
+        # before the host sees its copies done, so of that the staged bytes are compared.
+        on_host = {n: x for n, x in self._late.items() if not x.is_cuda} if look else {}
+        self._digests = {name: _digest(local) for name, local in on_host.items()}
+        self._staged_digests = {
+            number: _digest(self._whole(number).cpu())
+            for number, step in enumerate(steps if look else ())
+            if step.name in self._late and step.name not in on_host
+        }
+        self._checking = threading.Lock()
+        self._changed: list[str] | None = None
+        self._on_cuda: CudaSnapshot | None = None
+        self._feed: Feed | None = None
+        self.on_device = False
 
     def is_held(self, leaf: TensorLeaf) -> bool:
         """Tell whether a leaf is copied late."""
-        return leaf.tensor.device.type == "cpu" and self._held(leaf)
+        tensor = local_tensor(leaf.tensor)
+        if tensor.device.type == "cpu":
+            # Beside CUDA tensors the few bytes of an optimizer's step counters would be all that
+            # the host has to wait for at the gate.
+            small = self._mixed and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+            return not small and self._held(leaf)
+        return tensor.is_cuda and self._held(leaf)
+
+    # -- in save ---------------------------------------------------------------------------------
 
     def copy_now(self) -> None:
-        """Copy what may change at any time. Returns when it is copied."""
+        """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
         target = np.frombuffer(self._slot.data, dtype=np.uint8)
-        for step in self._steps:
-            if step.name not in self._late:
-                _copy(_part(self._locals[step.name], step.part), target[step.start : step.end])
+        for number, step in enumerate(self._steps):
+            if step.name not in self._late and not self._locals[step.name].is_cuda:
+                _copy(self._whole(number), target[step.start : step.end])
+        if self._samples is not None:
+            for leaf in self._common("cpu", late=False):
+                self._samples(leaf.tensor)
+        devices = self._devices()
+        if devices:
+            self._begin_on(devices)
+
+    def _common(self, kind: str, *, late: bool) -> list[TensorLeaf]:
+        """Return the leaves that other ranks hold as well, on devices of a kind or not of CUDA."""
+        return [
+            leaf
+            for leaf in self._sources.values()
+            if is_common(leaf.tensor)
+            and (leaf.tensor.device.type == "cuda") == (kind == "cuda")
+            and self.is_held(leaf) == late
+        ]
+
+    def _devices(self) -> dict[torch.device, OnDevice]:
+        """Return what is on CUDA devices, without its units."""
+        found = {x.device: OnDevice() for x in self._locals.values() if x.is_cuda}
+        if self._samples is not None:
+            for late in (False, True):
+                for leaf in self._common("cuda", late=late):
+                    local = local_tensor(leaf.tensor)
+                    part = found.setdefault(local.device, OnDevice())
+                    common = part.common_late if late else part.common_early
+                    common.append((leaf.tensor, local))
+        return found
+
+    def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
+        units = self._units()
+        for unit in units:
+            name = self._steps[unit.step].name
+            local = self._locals[name]
+            if not local.is_cuda:
+                continue
+            part = devices[local.device]
+            if name in self._late:
+                part.late.append(unit)
+                part.held[name] = local
+            else:
+                part.early.append(unit)
+        ends = [unit.end for unit in units]
+        self._on_cuda = CudaSnapshot(
+            self._shared or CudaCopies(),
+            self._slot,
+            devices,
+            self._source,
+            self._whole,
+            ends,
+            clone=self._clone,
+            timeout_s=self._timeout_s,
+        )
+        groups = self._on_cuda.groups + self._host_groups(units)
+        self._feed = self._feed_of(units, groups, self._on_cuda.placed)
+        self.on_device = True
+
+    def _units(self) -> list[Unit]:
+        units: list[Unit] = []
+        for number, step in enumerate(self._steps):
+            nbytes = step.end - step.start
+            if nbytes <= CHUNK_BYTES or not self._locals[step.name].is_cuda:
+                units.append(Unit(len(units), number, None, step.start, step.end))
+                continue
+            whole = self._whole(number)
+            at = step.start
+            for box in cuts(tuple(whole.shape), whole.element_size(), CHUNK_BYTES):
+                end = at + math.prod(box.shape) * whole.element_size()
+                units.append(Unit(len(units), number, box, at, end))
+                at = end
+        return units
+
+    def _host_groups(self, units: Iterable[Unit]) -> list[Group]:
+        lane = _HostLane(self._slot, self._source)
+        late = (u for u in units if self._is_late_on_host(u))
+        groups = list(grouped(lane, late, REPORT_BYTES, len(self._steps)))
+        if self._samples is not None:
+            groups.append(Group(lane, (), self._sample_late))
+        return groups
+
+    def _is_late_on_host(self, unit: Unit) -> bool:
+        local = self._late.get(self._steps[unit.step].name)
+        return local is not None and not local.is_cuda
+
+    def _sample_late(self) -> None:
+        if self._samples is not None:
+            for leaf in self._common("cpu", late=True):
+                self._samples(leaf.tensor)
+
+    def _feed_of(
+        self, units: Sequence[Unit], groups: Iterable[Group], placed: Iterable[int]
+    ) -> Feed:
+        def report(front: int) -> None:
+            self._slot.staged = front
+
+        at_once = (
+            unit.index
+            for unit in units
+            if (name := self._steps[unit.step].name) not in self._late
+            and not self._locals[name].is_cuda
+        )
+        return Feed([u.end for u in units], groups, report, (*at_once, *placed))
+
+    def _whole(self, number: int) -> torch.Tensor:
+        step = self._steps[number]
+        return _part(self._locals[step.name], step.part)
+
+    def _source(self, unit: Unit) -> torch.Tensor:
+        return _part(self._whole(unit.step), unit.part)
+
+    # -- in the copying thread -------------------------------------------------------------------
 
     def copy_rest(self) -> None:
         """Copy what is held, front to back; on return the snapshot's tensors are all there.
@@ -153,22 +339,39 @@ class Snapshot:
         ------
         SaveError
             kind ``mutated``: something changed before it was copied; the snapshot is worth
-            nothing. Names what.
+            nothing. Names what. Kind ``draining``: a device hangs.
         """
-        target = np.frombuffer(self._slot.data, dtype=np.uint8)
-        done = reported = 0
-        for step in self._steps:
-            if step.name in self._late:
-                _copy(_part(self._late[step.name], step.part), target[step.start : step.end])
-            done = step.end
-            if done - reported >= REPORT_BYTES:
-                self._slot.staged = reported = done
-        self._check()
-        self._slot.staged = done
+        if self._feed is None:
+            units = self._units()
+            self._feed = self._feed_of(units, self._host_groups(units), ())
+        with nullcontext() if self._on_cuda is None else self._on_cuda.devices():
+            try:
+                self._feed.run(self._timeout_s)
+                if self._on_cuda is not None and self._samples is not None:
+                    self._on_cuda.give(self._samples)
+                self._check()
+            finally:
+                self._let_go()
+        self._slot.staged = self._steps[-1].end if self._steps else 0
+
+    def _let_go(self) -> None:
+        """Drop what keeps memory, unless a device may still use it."""
+        if self._feed is not None and not self._feed.stuck:
+            if self._on_cuda is not None:
+                self._on_cuda.release()
+            self._feed = self._on_cuda = None
+            with self._checking:
+                self._changed = self._changed or []
+            self._locals, self._late, self._sources = {}, {}, {}
 
     def _check(self) -> None:
-        changed = [n for n, v in self._versions.items() if self._late[n]._version != v]
-        changed += [n for n, d in self._digests.items() if _digest(self._late[n]) != d]
+        changed = self._changes()
+        if self._on_cuda is not None:
+            changed += self._on_cuda.changed()
+        for number, wanted in self._staged_digests.items():
+            step = self._steps[number]
+            if digest(self._slot.data[step.start : step.end]) != wanted:
+                changed.append(step.name)
         if changed:
             names = sorted(set(changed))
             raise SaveError(
@@ -179,6 +382,45 @@ class Snapshot:
                 hint="call before_mutation() of the checkpointer before whatever changes them, or "
                 'make it with lazy="off"',
             )
+
+    def _changes(self) -> list[str]:
+        """Return what has changed by now, or by the time when the gate opened."""
+        with self._checking:
+            if self._changed is None:
+                self._changed = [
+                    n for n, v in self._versions.items() if self._late[n]._version != v
+                ]
+                self._changed += [
+                    n for n, d in self._digests.items() if _digest(self._late[n]) != d
+                ]
+            return list(self._changed)
+
+    # -- at the gate -----------------------------------------------------------------------------
+
+    def order(self, timeout_s: float) -> bool:
+        """Let what the current streams do from now on come after the copies.
+
+        The host waits for copies of what is on the host alone.
+
+        Returns
+        -------
+        bool
+            False: even that took longer than `timeout_s`.
+        """
+        feed, on_cuda = self._feed, self._on_cuda
+        if feed is None or on_cuda is None:
+            return True  # everything is copied, or given up
+        if not feed.hurry(timeout_s):
+            return False
+        self._changes()
+        on_cuda.order()
+        return True
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a device may still write into the slot though the copying was given up."""
+        feed = self._feed
+        return feed is not None and feed.stuck
 
 
 def _part(local: torch.Tensor, part: Box | Window | None) -> torch.Tensor:

@@ -2,28 +2,43 @@
 
 Tensors of a model and its optimizer do not change between one optimizer step and the next, so they
 are copied while the next forward and backward run (lazy copies: DataStates-LLM, HPDC'24). Only when
-an optimizer is about to step and the copying is not done does anybody wait.
+an optimizer is about to step and the copying is not done does anybody wait: this thread for what is
+on the host, the current stream for what is on a CUDA device.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckptd import events
+from ckptd.engine.arena import MOST_SLOTS
 from ckptd.errors import SaveError
+from ckptd.train.cudacopy import is_capturing
 from ckptd.train.leaves import TensorLeaf
 
 __all__ = ["Gate"]
 
 _log = logging.getLogger("ckptd")
+
+
+class OnDevice(Protocol):
+    """The copies of a snapshot, where a device carries some of them out."""
+
+    def order(self, timeout_s: float) -> bool:
+        """Let the current streams wait for the copies; see `Snapshot.order`."""
+
+    @property
+    def stuck(self) -> bool:
+        """Whether copies are under way though the copying was given up."""
 
 
 class Gate:
@@ -40,6 +55,8 @@ class Gate:
         self._timeout_s = timeout_s
         self._copy: Future[None] | None = None
         self._hung: Future[None] | None = None
+        self._on_device: OnDevice | None = None
+        self._earlier: deque[OnDevice] = deque(maxlen=MOST_SLOTS)
         self._give_up: Callable[[str], None] | None = None
         self._scope = events.current()
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
@@ -67,25 +84,61 @@ class Gate:
     def _before_step(self, *_: Any) -> None:
         self.wait()
 
-    def close(self, copy: Future[None], give_up: Callable[[str], None]) -> None:
-        """Hold mutations back until `copy` is done; `give_up` is called if it is never."""
-        self._copy, self._give_up = copy, give_up
+    def close(
+        self,
+        copy: Future[None],
+        give_up: Callable[[str], None],
+        on_device: OnDevice | None = None,
+    ) -> None:
+        """Hold mutations back until `copy` is done; `give_up` is called if it is never.
+
+        Parameters
+        ----------
+        on_device
+            Lets the current stream wait in the host's place.
+        """
+        if self._on_device is not None:
+            self._earlier.append(self._on_device)
+        self._copy, self._give_up, self._on_device = copy, give_up, on_device
         self._scope = events.current()
 
     def wait(self) -> None:
-        """Return when everything may change. Never raises: the save's handle tells what failed."""
-        copy, give_up = self._copy, self._give_up
+        """Return when everything may change. Never raises: the save's handle tells what failed.
+
+        What is copied from a CUDA device may be changed by what the current stream of that device
+        does after this; the host goes on.
+        """
+        if self._on_device is None or self._copy is None or self._copy.done() or is_capturing():
+            # A wait that is captured into a graph would be waited for at each replay, and only
+            # there: what the capture itself is behind is the host.
+            self.settle()
+            return
+        with self._telling():
+            ordered = self._on_device.order(self._timeout_s)
+        if not ordered:
+            self._abandon(self._copy)
+
+    def settle(self) -> None:
+        """Return when everything is copied. Never raises."""
+        copy = self._copy
         if copy is None:
             return
         try:
             with self._telling():
                 copy.exception(self._timeout_s)
         except TimeoutError:
-            if give_up is not None:
-                give_up(f"copying the state took longer than {self._timeout_s:.0f} s")
-            self._hung = copy
-            _log.error("copying the state hangs; that save is given up and training goes on")
-        self._copy = self._give_up = None
+            self._abandon(copy)
+            return
+        if self._on_device is not None:
+            self._earlier.append(self._on_device)
+        self._copy = self._give_up = self._on_device = None
+
+    def _abandon(self, copy: Future[None]) -> None:
+        if self._give_up is not None:
+            self._give_up(f"copying the state took longer than {self._timeout_s:.0f} s")
+        self._hung = copy
+        _log.error("copying the state hangs; that save is given up and training goes on")
+        self._copy = self._give_up = self._on_device = None
 
     def _telling(self) -> AbstractContextManager[object]:
         """Tell how long the training loop waits; within a save it is the call that waits."""
@@ -102,7 +155,8 @@ class Gate:
             kind ``draining``.
         """
         self.wait()
-        if self._hung is not None and not self._hung.done():
+        hung = self._hung is not None and not self._hung.done()
+        if hung or any(snapshot.stuck for snapshot in self._earlier):
             raise SaveError(
                 "the copying of an earlier save still hangs",
                 kind="draining",
@@ -110,8 +164,8 @@ class Gate:
             )
 
     def release(self) -> None:
-        """Wait, and let go of the optimizers."""
-        self.wait()
+        """Wait until everything is copied, and let go of the optimizers."""
+        self.settle()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

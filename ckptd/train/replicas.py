@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate
@@ -15,7 +16,14 @@ from ckptd.format.digest import digest_hex
 from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.leaves import ObjectLeaf, TensorLeaf
 
-__all__ = ["Samples", "is_common", "replica_digests", "sample_digest"]
+__all__ = [
+    "Samples",
+    "digest_of_sample",
+    "is_common",
+    "replica_digests",
+    "sample_digest",
+    "sampled_ranges",
+]
 
 WHOLE_BYTES = 4096
 WINDOWS = 32
@@ -33,13 +41,26 @@ def sample_digest(tensor: torch.Tensor) -> str:
     if local.device.type != "cpu" or not local.is_contiguous() or local.is_conj() or local.is_neg():
         local = local.to("cpu").contiguous().resolve_conj().resolve_neg()
     raw = as_bytes(local)
-    if raw.nbytes <= WHOLE_BYTES:
+    ranges = sampled_ranges(raw.nbytes)
+    if ranges is None:
         return xxhash.xxh3_64_hexdigest(raw.data)
     state = xxhash.xxh3_64()
-    for i in range(WINDOWS):
-        start = (raw.nbytes - WINDOW_BYTES) * i // (WINDOWS - 1)
-        state.update(raw[start : start + WINDOW_BYTES].data)
+    for start in ranges[0]:
+        state.update(raw[start : start + ranges[1]].data)
     return state.hexdigest()
+
+
+def sampled_ranges(nbytes: int) -> tuple[list[int], int] | None:
+    """Return where the windows of `sample_digest` begin and how long each is; None means all."""
+    if nbytes <= WHOLE_BYTES:
+        return None
+    starts = [(nbytes - WINDOW_BYTES) * i // (WINDOWS - 1) for i in range(WINDOWS)]
+    return starts, WINDOW_BYTES
+
+
+def digest_of_sample(raw: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
+    """Return the digest for bytes that were sampled elsewhere: all, or the windows in order."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(raw).data)
 
 
 class Samples:
@@ -55,6 +76,10 @@ class Samples:
         if found is None:
             found = self._known[id(tensor)] = tensor, sample_digest(tensor)
         return found[1]
+
+    def put(self, tensor: torch.Tensor, digest: str) -> None:
+        """Add a digest that was taken elsewhere."""
+        self._known[id(tensor)] = tensor, digest
 
 
 def replica_digests(

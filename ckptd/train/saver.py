@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptd import events
 from ckptd.engine.arena import Slot
-from ckptd.engine.client import WriterClient
+from ckptd.engine.client import WriterClient, near_key
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
@@ -22,6 +22,7 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
 from ckptd.train.agree import Agreement
 from ckptd.train.copying import CopyStep, Snapshot, copy_steps
+from ckptd.train.cudacopy import CudaCopies, refuse_capture
 from ckptd.train.describe import Describer
 from ckptd.train.flatten import Flattener
 from ckptd.train.gate import Gate
@@ -31,7 +32,7 @@ from ckptd.train.laid_saving import LaidLeaves, laid_leaves
 from ckptd.train.leaves import Leaves, TensorLeaf
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
-from ckptd.train.replicas import Samples, is_common, replica_digests
+from ckptd.train.replicas import Samples, replica_digests
 
 __all__ = ["Lazy", "Saver"]
 
@@ -86,6 +87,7 @@ class Saver:
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
+        self._cuda = CudaCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
         self._copier = ThreadPoolExecutor(1, "ckptd-copy")
 
@@ -113,6 +115,8 @@ class Saver:
         attempt: str,
         metadata: dict[str, Any],
         keep: Keep | None,
+        near: tuple[str, ...] = (),
+        root: bool = True,
     ) -> SaveHandle:
         """Begin to copy the state into the arena, and have it written.
 
@@ -125,9 +129,10 @@ class Saver:
             other ranks' saves of this attempt then fail too, and say why.
         """
         job = client.next_job()
-        handle = SaveHandle(step, generation, attempt, 0)
+        handle = SaveHandle(step, generation, attempt, 0, near=near, root=root)
         key = f"save/{generation}/{step}/{attempt}"
         try:
+            refuse_capture()
             self._gate.check()
             # Only those of rank 0 count; what is wrong with them is told before a byte is copied.
             metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
@@ -159,7 +164,7 @@ class Saver:
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:
             self._planner.forget()
-            self._tell_others(key, error)
+            self._tell_others(key, near, error)
             handle._fail(error)
             raise
         return handle
@@ -170,14 +175,6 @@ class Saver:
             return lambda leaf: False
         guarded = self._gate.guard(leaves.optimizers)
         return guarded if self._lazy == "auto" else lambda leaf: True
-
-    def _early_samples(self, sources: Mapping[str, TensorLeaf], snapshot: Snapshot) -> Samples:
-        """Sample what others hold as well and may change once `save` has returned."""
-        samples = Samples()
-        for leaf in sources.values() if self._board.world > 1 else ():
-            if is_common(leaf.tensor) and not snapshot.is_held(leaf):
-                samples(leaf.tensor)
-        return samples
 
     def _replicas(
         self,
@@ -192,10 +189,11 @@ class Saver:
         known = None if laid is None or laid.job.whole else replica_tables(laid, samples)
         return replica_digests(leaves.tensors, leaves.objects, own, leader, known, samples)
 
-    def _tell_others(self, key: str, error: CkptdError) -> None:
+    def _tell_others(self, key: str, near: Sequence[str], error: CkptdError) -> None:
         if self._board.world > 1:
             text = f"rank {self._board.rank} failed: {error.message}"
-            self._board.set(f"{key}/failed", text.encode())
+            for place in (key, *(near_key(key, tier) for tier in near)):
+                self._board.set(f"{place}/failed", text.encode())
             if self._board.rank == 0:
                 self._board.set(key, msgspec.json.encode(error.to_dict()))
 
@@ -229,9 +227,19 @@ class Saver:
         try:
             sources = leaves.tensors if laid is None else laid.sources
             with events.span("enqueue"):
-                snapshot = Snapshot(self._steps, sources, slot, held, look=self._look)
+                samples = Samples()
+                snapshot = Snapshot(
+                    self._steps,
+                    sources,
+                    slot,
+                    held,
+                    look=self._look,
+                    cuda=self._cuda,
+                    clone=self._lazy != "off",
+                    samples=samples if self._board.world > 1 else None,
+                    timeout_s=self._timeout_s,
+                )
                 snapshot.copy_now()
-                samples = self._early_samples(sources, snapshot)
                 _append(slot, tensor_bytes, bodies)
         except BaseException as error:
             give_up(repr(error))
@@ -252,9 +260,9 @@ class Saver:
                 give_up(repr(error))
 
         copy = self._copier.submit(finish)
-        self._gate.close(copy, give_up)
+        self._gate.close(copy, give_up, snapshot if snapshot.on_device else None)
         if self._lazy == "off":
-            self._gate.wait()
+            self._gate.settle()
 
     def _extras(self, leaves: Leaves, plan: SavePlan) -> tuple[tuple[Extra, ...], list[bytes]]:
         """Encode what gets a chunk of private size: per-rank values, then large objects."""

@@ -1,0 +1,315 @@
+"""In which order copies are handed over, how many are under way, when everything is in place.
+
+Scheduling alone, without torch: what carries a copy out is a `Lane`. A lane on the host copies in
+`push`; one of a GPU enqueues there and is done later (`ckptd.train.cudacopy`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckptd.errors import SaveError
+from ckptd.types import Box
+
+__all__ = ["Feed", "Group", "Lane", "Mark", "Unit", "cuts", "grouped"]
+
+_POLL_S = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A run of bytes in the slot, and what of which copy step it comes from.
+
+    Attributes
+    ----------
+    index
+        Its place among the units of a snapshot, in file order.
+    step
+        Index of the copy step.
+    part
+        Which part of the step's own tensor; None means all of it.
+    start, end
+        Bytes in the slot.
+    """
+
+    index: int
+    step: int
+    part: Box | None
+    start: int
+    end: int
+
+
+class Mark(Protocol):
+    """Tells when a group is in place."""
+
+    def done(self) -> bool:
+        """Return whether it is; raise what kept it from it. Never waits."""
+
+
+class Lane(Protocol):
+    """Carries groups out, in the order in which they are pushed.
+
+    Attributes
+    ----------
+    limit
+        Groups that may be under way, so that others still get at the link.
+    free
+        Whether `push` only enqueues: who is in a hurry may then push from any thread and beyond
+        `limit`.
+    """
+
+    @property
+    def limit(self) -> int: ...
+    @property
+    def free(self) -> bool: ...
+
+    def push(self, group: Group) -> Mark:
+        """Begin to copy a group, then do its task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Units that are pushed together; `task` comes after their copies, on the same lane."""
+
+    lane: Lane
+    units: Sequence[Unit] = ()
+    task: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Line:
+    """What a lane has before it, and under way."""
+
+    lane: Lane
+    waiting: deque[Group] = field(default_factory=deque)
+    flying: deque[tuple[Group, Mark]] = field(default_factory=deque)
+
+
+class Feed:
+    """Hands groups to their lanes until everything is in place.
+
+    One thread calls `run`; others may call `hurry` meanwhile.
+
+    Parameters
+    ----------
+    ends
+        Where each unit of the snapshot ends in the slot, in file order.
+    groups
+        In the order in which each lane gets them.
+    report
+        Called with the bytes that are in place from the front, whenever they grow.
+    placed
+        Indexes of units that are in place already.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[int],
+        groups: Iterable[Group],
+        report: Callable[[int], None],
+        placed: Iterable[int] = (),
+    ) -> None:
+        self._ends = ends
+        self._report = report
+        self._lines: dict[int, _Line] = {}
+        for group in groups:
+            line = self._lines.setdefault(id(group.lane), _Line(group.lane))
+            line.waiting.append(group)
+        self._in_place = bytearray(len(ends))
+        for index in placed:
+            self._in_place[index] = 1
+        self._front = 0
+        self._change = threading.Condition()
+        self._hurried = False
+        self._pushing = 0
+        self._error: BaseException | None = None
+
+    # -- the thread that feeds -------------------------------------------------------------------
+
+    def run(self, timeout_s: float) -> None:
+        """Return when everything is in place.
+
+        Raises
+        ------
+        SaveError
+            kind ``draining``: nothing came into place for `timeout_s`. What is under way may still
+            arrive: `stuck` tells.
+        Exception
+            What a lane raised. Nothing is under way any more.
+        """
+        end = time.monotonic() + timeout_s
+        self._advance()
+        while True:
+            pushed = self._push_some()
+            settled = self._settle()
+            with self._change:  # one that hurries has taken a group and not begun it yet
+                if self._is_over() and not any(x.flying for x in self._lines.values()):
+                    break
+            if pushed or settled:
+                end = time.monotonic() + timeout_s
+            elif time.monotonic() > end:
+                raise self._fail(
+                    SaveError(
+                        "the device does not finish copying",
+                        kind="draining",
+                        wanted=f"a copy within {timeout_s:.0f} s",
+                    )
+                )
+            else:
+                time.sleep(_POLL_S)
+        if self._error is not None:
+            raise self._error
+
+    def _is_over(self) -> bool:
+        return self._error is not None or not any(x.waiting for x in self._lines.values())
+
+    def _push_some(self) -> bool:
+        pushed = False
+        for line in self._lines.values():
+            while self._error is None and line.waiting:
+                if len(line.flying) >= line.lane.limit and not (self._hurried and line.lane.free):
+                    break
+                if line.lane.free:
+                    with self._change:  # one that hurries must not overtake
+                        self._push_next(line)
+                else:
+                    self._push_slow(line)
+                pushed = True
+        return pushed
+
+    def _push_slow(self, line: _Line) -> None:
+        with self._change:
+            self._pushing += 1
+            group = line.waiting.popleft()
+        try:
+            line.flying.append((group, line.lane.push(group)))
+        except BaseException as error:  # noqa: BLE001 - raised when nothing is under way
+            self._fail(error)
+        with self._change:
+            self._pushing -= 1
+            self._change.notify_all()
+
+    def _push_next(self, line: _Line) -> None:
+        if not line.waiting:
+            return
+        group = line.waiting.popleft()
+        try:
+            line.flying.append((group, line.lane.push(group)))
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._fail(error)
+        self._change.notify_all()
+
+    def _settle(self) -> bool:
+        """Take what is done off the lanes; return whether anything was."""
+        before = sum(len(x.flying) for x in self._lines.values())
+        for line in self._lines.values():
+            while line.flying:
+                group, mark = line.flying[0]
+                try:
+                    if not mark.done():
+                        break
+                except BaseException as error:  # noqa: BLE001 - as above
+                    self._fail(error)
+                line.flying.popleft()
+                for unit in group.units:
+                    self._in_place[unit.index] = 1
+        settled = before != sum(len(x.flying) for x in self._lines.values())
+        if settled and self._error is None:
+            self._advance()
+        return settled
+
+    def _advance(self) -> None:
+        front = self._in_place.find(0, self._front)
+        front = len(self._in_place) if front < 0 else front
+        if front > self._front:
+            self._front = front
+            self._report(self._ends[front - 1])
+
+    def _fail(self, error: BaseException) -> BaseException:
+        with self._change:
+            self._error = self._error or error
+            self._change.notify_all()
+        return self._error
+
+    # -- others ----------------------------------------------------------------------------------
+
+    def hurry(self, timeout_s: float) -> bool:
+        """Push all that can be pushed without waiting, and wait until all else is pushed.
+
+        Returns
+        -------
+        bool
+            False when that took longer than `timeout_s`. True also after a failure, which `run`
+            raises: nothing is pushed any more.
+        """
+        if not self._change.acquire(timeout=timeout_s):
+            return False
+        try:
+            self._hurried = True
+            for line in self._lines.values():
+                while line.lane.free and line.waiting and self._error is None:
+                    self._push_next(line)
+            return self._change.wait_for(lambda: self._is_over() and not self._pushing, timeout_s)
+        finally:
+            self._change.release()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something is still under way though `run` has given up."""
+        marks = [mark for line in self._lines.values() for _, mark in list(line.flying)]
+        return self._error is not None and not all(_is_done(mark) for mark in marks)
+
+
+def _is_done(mark: Mark) -> bool:
+    try:
+        return mark.done()
+    except Exception:  # noqa: BLE001 - `run` has raised already; all that counts is that it ended
+        return True
+
+
+def cuts(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most `limit` bytes that follow one another in its memory.
+
+    Parameters
+    ----------
+    itemsize
+        Bytes of an element; one that is larger than `limit` is a box of its own.
+    """
+    nbytes = math.prod(shape) * itemsize
+    if nbytes <= limit or not shape:
+        yield Box((0,) * len(shape), shape)
+        return
+    row = nbytes // shape[0]
+    if row <= limit:
+        rows = limit // row
+        rest = (0,) * (len(shape) - 1)
+        for first in range(0, shape[0], rows):
+            yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
+        return
+    for i in range(shape[0]):
+        for box in cuts(shape[1:], itemsize, limit):
+            yield Box((i, *box.offset), (1, *box.shape))
+
+
+def grouped(lane: Lane, units: Iterable[Unit], limit: int, most: int) -> Iterator[Group]:
+    """Put units that follow one another into groups of at most `most`, and of `limit` bytes.
+
+    A unit that is larger is a group of its own.
+    """
+    group: list[Unit] = []
+    size = 0
+    for unit in units:
+        nbytes = unit.end - unit.start
+        if group and (size + nbytes > limit or len(group) == most):
+            yield Group(lane, group)
+            group, size = [], 0
+        group.append(unit)
+        size += nbytes
+    if group:
+        yield Group(lane, group)
