@@ -26,6 +26,7 @@ from ckptd.errors import (
 
 if TYPE_CHECKING:
     from ckptd.format.codec import register
+    from ckptd.engine.tiers import Local, Memory, Peer
     from ckptd.train import Auto, Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
     from ckptd.train.relayout import relayout
 
@@ -41,8 +42,11 @@ __all__ = [
     "Every",
     "Keep",
     "LoadReport",
+    "Local",
+    "Memory",
     "MismatchError",
     "NotFoundError",
+    "Peer",
     "PerRank",
     "RefusedError",
     "Rng",
@@ -62,6 +66,9 @@ _TRAIN = frozenset(
 )
 # numpy comes with this one, so it too is imported on first use.
 _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
+    "Local": "ckptd.engine.tiers",
+    "Memory": "ckptd.engine.tiers",
+    "Peer": "ckptd.engine.tiers",
     "register": "ckptd.format.codec",
     "relayout": "ckptd.train.relayout",
 }

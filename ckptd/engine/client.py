@@ -53,7 +53,7 @@ from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
-__all__ = ["AgentSpec", "WriterClient"]
+__all__ = ["AgentSpec", "WriterClient", "near_key"]
 
 _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
@@ -453,7 +453,7 @@ class WriterClient:
             self._complete(number, job, tier)
             return
         try:
-            self._board.add(_near_key(job, tier))
+            self._board.add(near_key(job.outcome_key, tier))
         except CkptdError as error:
             self._near_failed(number, job, tier, error)
 
@@ -466,12 +466,12 @@ class WriterClient:
             if self._board.world > 1:
                 text = f"rank {self._board.rank}: {error.message}"
                 with contextlib.suppress(CkptdError):  # then they wait for their deadline
-                    self._board.set(_near_key(job, tier) + "/failed", text.encode())
+                    self._board.set(near_key(job.outcome_key, tier) + "/failed", text.encode())
         self._release(number, job)
 
     def _ask_near(self, number: int, job: _Job) -> None:
         for tier in [t for t, state in job.handle.tiers.items() if state == "pending"]:
-            key = _near_key(job, tier)
+            key = near_key(job.outcome_key, tier)
             try:
                 if int(self._board.peek(key) or b"0") == self._board.world:
                     self._complete(number, job, tier)
@@ -566,6 +566,6 @@ class WriterClient:
             self._fail_all(number, error)
 
 
-def _near_key(job: _Job, tier: str) -> str:
-    """Where the ranks count the shares of a save that are on a near tier."""
-    return f"{job.outcome_key}/near/{tier}"
+def near_key(outcome_key: str, tier: str) -> str:
+    """Return where the ranks count the shares of a save that are on a near tier."""
+    return f"{outcome_key}/near/{tier}"

@@ -280,6 +280,11 @@ class SaveHandle:
     def _looked_at(self) -> bool:
         return self._error is None or self._error_seen
 
+    @property
+    def _error_unseen(self) -> bool:
+        with self._changed:
+            return self._error is not None and not self._error_seen
+
     def _take_unseen_error(self) -> CkptdError | None:
         with self._changed:
             if self._error is None or self._error_seen:

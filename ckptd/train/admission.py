@@ -1,4 +1,4 @@
-"""Whether a save that is due begins while all slots are taken: it waits, or it is skipped."""
+"""What becomes of a save that is due while all slots are taken, and of one that failed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from typing import Literal
 from ckptd.engine.board import Board
 from ckptd.errors import UsageError
 
-__all__ = ["Admission", "WhenFull"]
+__all__ = ["Admission", "WhenFailed", "WhenFull", "check_when_failed"]
 
 WhenFull = Literal["wait", "skip"]
+WhenFailed = Literal["raise", "warn"]
 
 _log = logging.getLogger("ckptd")
+
+
+def check_when_failed(value: WhenFailed) -> WhenFailed:
+    """Return the policy; `UsageError` (kind ``bad-policy``) when it is none."""
+    if value not in ("raise", "warn"):
+        raise UsageError(
+            "no such policy",
+            kind="bad-policy",
+            where="when_failed",
+            wanted="raise, or warn",
+            found=repr(value),
+        )
+    return value
 
 
 class Admission:

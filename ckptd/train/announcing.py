@@ -27,10 +27,16 @@ class Announcements:
     Thousands of ranks that step a hundred times a second must not ask the board each time, so rank
     0 chooses the calls about a second apart. It speaks `AHEAD` calls before, and in training whose
     steps take that second, where the wait is nothing and a grace time is short, at that very call.
+
+    Parameters
+    ----------
+    name
+        Tells several announcers of one board apart.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, name: str = "due") -> None:
         self._board = board
+        self._name = name
         self._call = 0
         self._look = 1
         self._unsaid = 1
@@ -63,15 +69,16 @@ class Announcements:
             word = decide([w for w, _ in self._said.values() if w])
             look, self._unsaid = self._unsaid, self._unsaid + stride
             self._said[look] = (word, self._unsaid)
-            self._board.set(f"due/{look}", f"{word} {self._unsaid}".encode())
+            self._board.set(f"{self._name}/{look}", f"{word} {self._unsaid}".encode())
             self._old.append(look)
         while len(self._old) > _KEPT:
-            self._board.delete(f"due/{self._old.popleft()}")
+            self._board.delete(f"{self._name}/{self._old.popleft()}")
 
     def _take(self, look: int) -> tuple[str, int]:
         if self._board.rank == 0:
             return self._said.pop(look)
-        word, _, following = self._board.get(f"due/{look}", _PATIENCE_S).decode().partition(" ")
+        raw = self._board.get(f"{self._name}/{look}", _PATIENCE_S)
+        word, _, following = raw.decode().partition(" ")
         return word, int(following)
 
 

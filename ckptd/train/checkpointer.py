@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,9 +16,10 @@ from ckptd.engine.handle import SaveHandle
 from ckptd.engine.lives import recent
 from ckptd.engine.opening import root_spec
 from ckptd.engine.policy import Every, Keep, check_positive
+from ckptd.engine.tiers import LINGER_S, Tier
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.names import CommitName, check_step
-from ckptd.train.admission import Admission, WhenFull
+from ckptd.train.admission import Admission, WhenFailed, WhenFull, check_when_failed
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence, rule_of
@@ -26,6 +27,7 @@ from ckptd.train.laid import Laid
 from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
+from ckptd.train.nearby import Nearby
 from ckptd.train.saver import Lazy, Saver
 from ckptd.train.signals import GRACE_S, SignalWatch, lost
 from ckptd.train.telling import Telling
@@ -50,6 +52,17 @@ class Checkpointer:
     every
         When a save is due; an int means steps. `save` returns None when it is not. None: always.
         `Auto` chooses. See ``docs/guide/cadence.md``.
+    tiers
+        Nearer places for snapshots: ``[ckptd.Memory(), ckptd.Peer(), ckptd.Local("/nvme/run")]``,
+        each with a rule of its own (``ckptd.Memory(every=1)``), else that of the root. They are
+        kept by the node's agent, a process that outlives the trainers. See
+        ``docs/guide/tiers.md``.
+    linger_s
+        How long agents keep snapshots for the next life of the job when trainers died, in seconds.
+    when_failed
+        ``"raise"``: a save that failed on the root is raised by the next call. ``"warn"``: it is
+        logged, counted, and told by its handle and by `close`; training goes on. Near tiers never
+        raise.
     keep
         What to keep; an int means the newest so many. None keeps everything.
     process_group
@@ -113,6 +126,9 @@ class Checkpointer:
         url: str,
         *,
         every: int | Every | Auto | None = None,
+        tiers: Sequence[Tier] = (),
+        linger_s: float = LINGER_S,
+        when_failed: WhenFailed = "raise",
         keep: int | Keep | None = None,
         process_group: Any = None,
         fresh_line: bool = False,
@@ -142,6 +158,7 @@ class Checkpointer:
         catalogue = Catalogue(self._store)
         self._telling = Telling(events, catalogue, self._board)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
+        self._last_on_root: int | None = None
         ranks = global_ranks(process_group)
         laid = None if layout is None else Laid(layout, agreement)
         self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
@@ -149,8 +166,11 @@ class Checkpointer:
         self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid)
         self._client: WriterClient | None = None
         self._handles: list[SaveHandle] = []
+        self._told: list[SaveHandle] = []
         self._poisoned: CkptdError | None = None
         self._closed = False
+        self._when_failed = check_when_failed(when_failed)
+        self._nearby = self._near_tiers(tiers, agreement, linger_s)
         self._grace_s = grace_s
         self._watch = SignalWatch(save_on)
         self._cadence = Cadence(rule, agreement, self._watch, lambda: recent(catalogue))
@@ -201,11 +221,15 @@ class Checkpointer:
         self._check_open()
         began = time.monotonic()
         # First, so that ranks count alike also where an earlier failure is raised on one of them.
-        due = self._cadence.due(step, self._lineage.last_step)
-        self._raise_unseen()
-        if not due and not force:
-            return None
+        root = self._cadence.due(step, self._last_on_root)
         forced = force or self._cadence.urgent
+        near: tuple[str, ...] = ()
+        if self._nearby is not None:
+            near = self._nearby.rules.due(step, root, forced=forced)
+        self._raise_unseen()
+        root = root or forced
+        if not root and not near:
+            return None
         if not forced and not self._admission.grants(step, self._start_client().busy):
             self._telling.skipped(CommitName(step, self._lineage.generation), "no slot is free")
             return None
@@ -214,16 +238,22 @@ class Checkpointer:
         name = CommitName(step, self._lineage.generation)
         with self._telling.saving(name, attempt, begun_ns):
             handle = self._saver.save(
-                self._start_client(),
+                self._meet(),
                 state,
                 step=step,
                 generation=name.generation,
                 attempt=attempt,
                 metadata=dict(metadata or {}),
                 keep=self._keep,
+                near=near,
+                root=root,
             )
         self._lineage.last_step = step
-        self._cadence.saved(handle, time.monotonic() - began)
+        if self._nearby is not None:
+            self._nearby.rules.saved(step, near)
+        if root:
+            self._last_on_root = step
+            self._cadence.saved(handle, time.monotonic() - began)
         self._handles = [h for h in self._handles if not (h.done and h._looked_at)]
         self._handles.append(handle)
         return handle
@@ -322,6 +352,9 @@ class Checkpointer:
         self._poisoned = None
         self._lineage.claim_for_load(CommitName(report.step, report.generation))
         self._cadence.loaded(report.step)
+        if self._nearby is not None:
+            self._nearby.rules.loaded(report.step)
+        self._last_on_root = report.step
         self._last_load = report
         return report.step
 
@@ -436,6 +469,8 @@ class Checkpointer:
             self._closed = True
             self._watch.close()
             self._saver.close()
+            if self._nearby is not None:
+                self._nearby.close()
             if self._client is not None and not late:
                 self._client.close(max(_END_S, self._time_left(end)))
             self._store.close()
@@ -479,8 +514,31 @@ class Checkpointer:
         in_process = None if self._store.capabilities.shared else self._store
         board = self._board.clone() if isinstance(self._board, JobBoard) else self._board
         with self._watch.held():
-            self._client = WriterClient(self._spec, board, in_process, self._slots)
+            agent = None if self._nearby is None else self._nearby.agent
+            self._client = WriterClient(self._spec, board, in_process, self._slots, agent)
         return self._client
+
+    def _near_tiers(
+        self, tiers: Sequence[Tier], agreement: Agreement, linger_s: float
+    ) -> Nearby | None:
+        if not tiers:
+            return None
+        check_positive("linger_s", linger_s, (int, float))
+        if not self._store.capabilities.shared:
+            raise UsageError(
+                "a root in this process's memory has no near tiers",
+                kind="bad-tier",
+                where=self._store.url,
+                wanted="a root that another process can open",
+            )
+        return Nearby(tiers, self._store.url, agreement, linger_s)
+
+    def _meet(self) -> WriterClient:
+        """Return the client; its agent knows its peer."""
+        client = self._start_client()
+        if self._nearby is not None:
+            self._nearby.meet(client)
+        return client
 
     def _check_open(self) -> None:
         if self._closed:
@@ -490,6 +548,15 @@ class Checkpointer:
         if self._poisoned is not None:
             raise self._poisoned
         for handle in self._handles:
-            if (failed := handle._take_unseen_error()) is not None:
+            if handle._error_unseen and self._when_failed == "warn":
+                self._tell_failed(handle)
+            elif (failed := handle._take_unseen_error()) is not None:
                 self._saver.forget_plan()
                 raise failed
+
+    def _tell_failed(self, handle: SaveHandle) -> None:
+        """Tell once of a save that failed while training goes on; `close` raises it."""
+        if handle not in self._told:
+            self._told.append(handle)
+            self._saver.forget_plan()
+            _log.error("step %d was not saved: %s", handle.step, handle._error)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import msgspec
 
 from ckptd.train.agree import Agreement
 
-__all__ = ["host_count", "host_members"]
+__all__ = ["bind_address", "host_count", "host_id", "host_members"]
 
 
 def host_members(agreement: Agreement) -> tuple[int, ...]:
@@ -35,10 +36,35 @@ def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
 
 
 def host_id() -> str:
-    """Name the host as its processes see it: containers with their own names share nothing."""
+    """Name the host as its processes see it: containers with their own names share nothing.
+
+    ``CKPTD_NODE`` names it otherwise: several nodes on one machine, for rehearsals.
+    """
+    if given := os.environ.get("CKPTD_NODE"):
+        return given
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
+
+
+def bind_address() -> str:
+    """Return the address by which other nodes of the job reach this one.
+
+    That of the interface through which this node reaches the job's master; ``CKPTD_BIND``
+    overrides it. The loopback address where the master is on this very machine.
+    """
+    if given := os.environ.get("CKPTD_BIND"):
+        return given
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: it only picks the interface
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

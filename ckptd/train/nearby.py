@@ -1,0 +1,159 @@
+"""The near tiers of one checkpointer: its node's agent, and those of the other nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from ckptd.engine.agentlink import AgentPlace
+from ckptd.engine.client import AgentSpec, WriterClient
+from ckptd.engine.job import Partner
+from ckptd.engine.partners import partners
+from ckptd.engine.tiers import Tier, tier_specs
+from ckptd.engine.union import Source
+from ckptd.errors import CkptdError
+from ckptd.store import StoreSpec
+from ckptd.train.agree import Agreement
+from ckptd.train.hosts import bind_address, host_count, host_id
+from ckptd.train.tierrules import TierRules
+
+__all__ = ["Nearby"]
+
+_log = logging.getLogger("ckptd")
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """What a node tells the others of its agent."""
+
+    name: str
+    domain: str
+    memory: str
+    local: str
+    secret: str
+
+
+_Nodes = dict[str, _Node]
+
+
+class Nearby:
+    """Knows the agents of a job.
+
+    Parameters
+    ----------
+    tiers
+        The near tiers.
+    root
+        URL of the root: with ``CKPTD_JOB`` unset it names the job, so that the next life finds the
+        agents of this one.
+    linger_s
+        How long agents keep snapshots for the next life when the trainers died, in seconds.
+
+    Attributes
+    ----------
+    rules
+        Which saves go where.
+    agent
+        For the client of the writing process.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], root: str, agreement: Agreement, linger_s: float
+    ) -> None:
+        self.rules = TierRules(tiers, agreement.board)
+        self._agreement = agreement
+        self._node = host_id()
+        specs = tier_specs(tiers)
+        self._folder = next((s.store for s in specs if s.store is not None), None)
+        alone = host_count(agreement) == 1
+        self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
+        self.agent = AgentSpec(self._place, specs, linger_s, "" if alone else bind_address())
+        self._nodes: _Nodes = {}
+        self._here = ""
+        self._met: WriterClient | None = None
+        self._partner: _Node | None = None
+        self._sources: list[Source] = []
+
+    # -- who is there ------------------------------------------------------------------------------
+
+    def meet(self, client: WriterClient) -> None:
+        """Learn of the other agents, and tell this node's who its peer is; once a client.
+
+        The first time is a round of all ranks; a client that came later, because its agent had
+        died, tells the others through the board.
+
+        Raises
+        ------
+        WorkerError
+            The node's agent does not answer.
+        """
+        if client is self._met:
+            self._refresh(client)
+            return
+        own = self._introduce(client)
+        if not self._nodes:
+            raw = self._agreement.all_reports("agents", msgspec.json.encode(own), _tabulate)
+            self._nodes = msgspec.json.decode(raw, type=_Nodes)
+        self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
+        self._nodes[own.name] = own
+        self._met, self._partner = client, None
+        self._refresh(client)
+
+    def _introduce(self, client: WriterClient) -> _Node:
+        answer = client.answer()
+        self._here = answer.here
+        domain = os.environ.get("CKPTD_DOMAIN") or self._node
+        return _Node(self._node, domain, answer.memory, answer.local, answer.secret)
+
+    def _key(self, node: str) -> str:
+        return f"agents/{node}"
+
+    def _refresh(self, client: WriterClient) -> None:
+        """Tell the agent of its peer, if that is another one than it was."""
+        chosen = partners({n.name: n.domain for n in self._nodes.values()}).get(self._node)
+        if chosen is None:
+            return
+        raw = self._agreement.board.peek(self._key(chosen))
+        node = self._nodes[chosen] if raw is None else msgspec.json.decode(raw, type=_Node)
+        if node != self._partner and node.memory:
+            self._nodes[chosen] = self._partner = node
+            client.meet(Partner(node.memory, node.secret))
+
+    # -- what they have ----------------------------------------------------------------------------
+
+    def sources(self) -> list[Source]:
+        """Return what may hold snapshots, nearest first: this node, then the others.
+
+        Those that cannot be reached are left out, with a warning.
+        """
+        self.close()
+        wanted: list[tuple[str, StoreSpec | None]] = [
+            ("memory", StoreSpec(self._here) if self._here else None),
+            ("local", self._folder),
+        ]
+        others = [n for n in self._nodes.values() if n.name != self._node]
+        for tier in ("memory", "local"):
+            for node in others:
+                url = node.memory if tier == "memory" else node.local
+                spec = StoreSpec(url, {"secret": node.secret}) if url else None
+                wanted.append(("peer" if tier == "memory" else "local", spec))
+        for tier, spec in wanted:
+            if spec is not None:
+                try:
+                    self._sources.append(Source(spec.open(), tier))
+                except CkptdError as error:
+                    _log.warning("a node's snapshots cannot be read: %s", error.message)
+        return list(self._sources)
+
+    def close(self) -> None:
+        """Let go of the connections that `sources` made. Idempotent."""
+        for source in self._sources:
+            source.store.close()
+        self._sources.clear()
+
+
+def _tabulate(reports: list[bytes]) -> bytes:
+    nodes = [msgspec.json.decode(raw, type=_Node) for raw in reports]
+    return msgspec.json.encode({n.name: n for n in nodes})
