@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,7 +39,7 @@ def old_file(step: int, rank: int) -> FileEntry:
     return FileEntry(file_key(folder, rank), rank, 4096, 1 << 40, INDEX)
 
 
-def part_of(rank: int, referred: dict[FileEntry, Sequence[int]], plan: SavePlan = PLAN) -> Part:
+def part_of(rank: int, referred: Mapping[FileEntry, Sequence[int]], plan: SavePlan = PLAN) -> Part:
     """Return a part whose own file holds what it does not refer to."""
     chunks = plan.filemap.chunks(rank)
     gone = {n for numbers in referred.values() for n in numbers}

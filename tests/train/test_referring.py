@@ -32,7 +32,8 @@ class Adapted(nn.Module):
         self.up = nn.Linear(8, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
 
 
 class Trainer:
