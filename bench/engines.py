@@ -88,7 +88,7 @@ class Ckptd(Engine):
 
         super().__init__(folder, tree)
         self._objects = objects
-        self._ck = ckptd.Checkpointer(folder, keep=2)
+        self._ck = ckptd.Checkpointer(folder, keep=2, refer=False)
         self._handles: list[ckptd.SaveHandle] = []
 
     def _state(self) -> Mapping[str, Any]:
