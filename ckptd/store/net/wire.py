@@ -34,8 +34,10 @@ __all__ = ["Wire", "decoder"]
 _HEAD = struct.Struct("<II16s")
 _LENGTHS = struct.Struct("<QII")
 _TIMEVAL = struct.Struct("ll")
+_INT = struct.Struct("i")
 _MAC_BYTES = 16
 _NO_MAC = bytes(_MAC_BYTES)
+_ROOM_BYTES = 4 << 20
 _JOINED_BYTES = 1 << 16  # up to here one system call is worth a copy
 
 
@@ -70,7 +72,11 @@ class Wire:
         # The kernel's own timeouts, on a socket that blocks: one system call fills a buffer.
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))
-        if not self.local:
+        if self.local:
+            # Room for the next piece while the last one is read; the kernel may grant less. (TCP
+            # sizes its buffers itself, and better.)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM_BYTES)
+        else:
             _tune(sock)
 
     def use_keys(self, send: bytes, receive: bytes) -> None:
@@ -180,8 +186,13 @@ class Wire:
     def _fill_with_descriptors(self, view: memoryview, end: float, fds: list[int]) -> None:
         self._wait_at_most(end)
         with self._guarded():
-            data, found, _, _ = socket.recv_fds(self._sock, len(view), 1, socket.MSG_CMSG_CLOEXEC)
-        fds += found
+            # Not socket.recv_fds, which forgets its flags (Python 3.11).
+            data, beside, _, _ = self._sock.recvmsg(
+                len(view), socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC
+            )
+        for level, kind, raw in beside:
+            if (level, kind, len(raw)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.size):
+                fds.append(_INT.unpack(raw)[0])
         if not data:
             raise self.fail("the connection was closed")
         view[: len(data)] = data
