@@ -25,6 +25,7 @@ from ckptd.engine.referred import leased
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, NotFoundError, SaveError
+from ckptd.format.manifest import Manifest
 from ckptd.format.names import PARTS, part_key
 from ckptd.format.records import Commit
 from ckptd.format.witness import WitnessPlan
@@ -34,6 +35,7 @@ __all__ = [
     "blob_key",
     "commit_attempt",
     "decode_plan",
+    "finish_attempt",
     "gather_parts",
     "plan_key",
     "remove_parts",
@@ -130,16 +132,36 @@ def commit_attempt(
         if heard is not None:
             heard(parts)
         with events.span("commit"), leased(catalogue, parts):
-            return _publish(catalogue, plan, save, parts)
+            store = catalogue.store
+            return publish_manifest(catalogue, finish_attempt(store, store, plan, save, parts))
 
 
-def _publish(catalogue: Catalogue, plan: SavePlan, save: Save, parts: list[Part]) -> Commit:
-    store = catalogue.store
+def finish_attempt(
+    source: Store, target: Store, plan: SavePlan, save: Save, parts: Sequence[Part]
+) -> Manifest:
+    """Check the parts of all ranks against each other and return the manifest that they make.
+
+    Deterministic, so that everybody who has the parts may do it.
+
+    Parameters
+    ----------
+    source
+        Holds the tables that parts refer to by digest.
+    target
+        Gets the witness.
+
+    Raises
+    ------
+    SaveError
+        kinds ``structure``, ``replicas-differ``: ranks disagree.
+    CorruptError
+        kind ``bad-record``: a part's witness is not what the plan asks for.
+    """
     check_plans(parts, plan)
-    _check_replicas(store, save.folder, parts)
+    _check_replicas(source, save.folder, parts)
     values = ((part_key(save.folder, p.rank), p.slots, p.values) for p in parts)
-    witness = write_witness(store, save.folder, witness_plan(plan), values)
-    return publish_manifest(catalogue, assemble(plan, parts, save, witness))
+    witness = write_witness(target, save.folder, witness_plan(plan), values)
+    return assemble(plan, parts, save, witness)
 
 
 def remove_parts(store: Store, folder: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from ckptd.engine.hostbuffer import HostBuffer
 from ckptd.engine.localfiles import LocalFiles
 from ckptd.engine.places import Places, blame, check_size, missing_file
 from ckptd.engine.pool import run_all
+from ckptd.engine.union import UnionStore
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.digest import (
     BLOCK_BYTES,
@@ -35,6 +37,8 @@ from ckptd.format.names import digests_key
 from ckptd.store.base import Store
 
 __all__ = ["Fetcher", "check_index_size", "load_index"]
+
+T = TypeVar("T")
 
 LOCAL_WINDOW_BLOCKS = 4
 _INDEX_HEADER_BYTES = 32
@@ -81,13 +85,16 @@ class Fetcher:
         self._verify = verify
         self._scratch = threading.local()
 
-    def check_files(self, files: list[int], on_file: Callable[[], None]) -> None:
+    def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:
         """Compare the sizes of `files` with the manifest, and read and check their indexes.
 
         Parameters
         ----------
         on_file
             Called from threads after each.
+        anywhere
+            Where the store is a union, go on with the next source when one is wrong. Not where
+            files are open already: those stay what they are.
 
         Raises
         ------
@@ -96,7 +103,7 @@ class Fetcher:
         """
 
         def work(file: int) -> None:
-            self._check_file(file)
+            self._check_file(file, anywhere)
             on_file()
 
         run_all(
@@ -107,11 +114,25 @@ class Fetcher:
             what="checking sizes and digest indexes",
         )
 
-    def _check_file(self, file: int) -> None:
+    def _check_file(self, file: int, anywhere: bool) -> None:
         entry = self._places.manifest.files[file]
-        check_size(self._store, entry)
+        self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
         if self._verify and file not in self._places.indexes:
-            self._places.indexes[file] = load_index(self._store, entry)
+            self._places.indexes[file] = self._good(
+                digests_key(entry.path), lambda: load_index(self._store, entry), anywhere
+            )
+
+    def _good(self, key: str, look: Callable[[], T], anywhere: bool = True) -> T:
+        """Return what `look` finds in the first source of a union in which `key` is good."""
+        while True:
+            store = self._store
+            served = store.serving(key) if isinstance(store, UnionStore) else None
+            try:
+                return look()
+            except CorruptError:
+                union = store if anywhere and isinstance(store, UnionStore) else None
+                if union is None or not union.distrust(key, served):
+                    raise
 
     def fetch(
         self,
@@ -151,10 +172,10 @@ class Fetcher:
             if buffer is None:
                 view = self._window()[: end - start]
                 self._files.read(file, start, view)
+                self._check(file, lo, start, view, runs)
             else:
                 view = buffer.view(file, start, end)
-                self._read_store(file, start, view)
-            self._check(file, lo, start, view, runs)
+                self._bring(file, lo, start, view, runs)
             on_bytes(end - start)
 
         run_all(
@@ -172,12 +193,18 @@ class Fetcher:
             self._scratch.view = found
         return found
 
-    def _read_store(self, file: int, start: int, view: memoryview) -> None:
+    def _bring(self, file: int, lo: int, start: int, view: memoryview, runs: Runs) -> None:
+        """Fill a window of the buffer, and check it."""
         entry = self._places.manifest.files[file]
-        try:
-            self._store.read_into(entry.path, entry.data_start + start, view)
-        except NotFoundError:
-            raise missing_file(entry.path, entry.rank) from None
+
+        def look() -> None:
+            try:
+                self._store.read_into(entry.path, entry.data_start + start, view)
+            except NotFoundError:
+                raise missing_file(entry.path, entry.rank) from None
+            self._check(file, lo, start, view, runs)
+
+        self._good(entry.path, look)
 
     def _check(self, file: int, lo: int, start: int, view: memoryview, runs: Runs) -> None:
         if not self._verify:

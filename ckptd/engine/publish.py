@@ -18,7 +18,7 @@ from ckptd.format.records import Commit
 from ckptd.format.witness import SAMPLE, Witness, WitnessPlan
 from ckptd.store.base import Store
 
-__all__ = ["publish_manifest", "write_witness"]
+__all__ = ["publish_manifest", "write_manifest", "write_witness"]
 
 
 def write_witness(
@@ -50,6 +50,21 @@ def write_witness(
     return WitnessEntry(SAMPLE, digest_hex(raw))
 
 
+def write_manifest(store: Store, manifest: Manifest) -> tuple[str, bytes]:
+    """Write a manifest into its data folder; return its name there and what was written.
+
+    Raises
+    ------
+    CorruptError
+        The manifest breaks a rule of the format.
+    """
+    name, raw = encode_manifest(manifest)
+    where = manifest.folder + name
+    check_files(manifest, check_manifest(manifest, where, len(raw)))
+    store.put(where, raw)
+    return name, raw
+
+
 def publish_manifest(
     catalogue: Catalogue, manifest: Manifest, *, write_id: str = "", created: str = ""
 ) -> Commit:
@@ -69,10 +84,8 @@ def publish_manifest(
     ConflictError
         See `ckptd.engine.catalogue.Catalogue.publish`.
     """
-    name, raw = encode_manifest(manifest)
     folder, store = manifest.folder, catalogue.store
-    check_files(manifest, check_manifest(manifest, folder + name, len(raw)))
-    store.put(folder + name, raw)
+    name, raw = write_manifest(store, manifest)
     store.sync(folder)
     folders = {f.path.rpartition("/")[0] + "/" for f in manifest.files if f.data_start}
     commit = Commit(

@@ -182,7 +182,8 @@ class _Run:
             stall_s=self._stall_s,
             verify=self._verify,
         )
-        self._fetcher.check_files(self._plan.line.files_of(mine), self._group.pulse.beat)
+        files = self._plan.line.files_of(mine)
+        self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
         fetched = self._buffer is not None or self._verify
         self._count.total = self._plan.bytes_needed
         self._count.total += self._plan.line.byte_count(mine) if fetched else 0

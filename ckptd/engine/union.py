@@ -78,15 +78,26 @@ class UnionStore(Store):
 
     # -- whom to ask -----------------------------------------------------------------------------
 
-    def distrust(self, key: str) -> bool:
+    def serving(self, key: str) -> object:
+        """Return what stands for the source that serves `key` at the moment; for `distrust`."""
+        with self._lock:
+            return self._serving.get(key)
+
+    def distrust(self, key: str, served: object = None) -> bool:
         """Take what serves `key` for wrong; tell whether another source has it.
 
         Where none has it, all stays as it is: the next read meets the same error again.
+
+        Parameters
+        ----------
+        served
+            What `serving` said before the read. When another source serves `key` by now, because
+            another thread met the same, nothing more is done.
         """
         with self._lock:
             wrong = self._serving.get(key)
-        if wrong is None:
-            return False
+        if wrong is None or (served is not None and served is not wrong):
+            return wrong is not None
         others = [s for s in self._order(key) if s is not wrong]
         other = next((s for s in others if self._has(s, key)), None)
         if other is None:

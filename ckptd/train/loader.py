@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ckptd import events
+from ckptd.engine.candidates import Candidate
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.leases import hold
 from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
 from ckptd.engine.readahead import read_ahead
 from ckptd.engine.reshard.layouts import Program
 from ckptd.engine.telling import saving
-from ckptd.engine.witnesses import read_witness
+from ckptd.engine.union import UnionStore
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
-from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import FileEntry, Manifest
-from ckptd.format.names import CommitName
 from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.region import box_region
@@ -41,6 +39,7 @@ from ckptd.train.laid_witness import check_laid_witness
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.pauses import no_collection
 from ckptd.train.restore import apply_objects, check_objects, prepare
+from ckptd.train.sources import LoadSources, Near
 from ckptd.train.witnessing import Place, check_witness, witness_places
 from ckptd.types import Box
 
@@ -62,9 +61,14 @@ class LoadReport:
     unexpected
         Names in the checkpoint that the live state has not.
     skipped
-        Newer steps that were corrupt, each with the reason.
+        Newer steps that were corrupt or lost, each with the reason. The step itself is among them
+        where its snapshot was, and its commit was loaded.
     read
         Bytes and seconds of this rank.
+    snapshot
+        Whether it was a snapshot on near tiers, which need not have a commit.
+    sources
+        Bytes that this rank read from each tier: ``memory``, ``peer``, ``local``, ``remote``.
     """
 
     step: int
@@ -73,6 +77,13 @@ class LoadReport:
     unexpected: tuple[str, ...]
     skipped: tuple[tuple[int, str], ...]
     read: ReadReport
+    snapshot: bool = False
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def tier(self) -> str:
+        """The tier that gave this rank most of its bytes; empty when none did."""
+        return max(self.sources, key=lambda tier: self.sources[tier], default="")
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,14 @@ class _Options:
     allow: str | None = None
 
 
+class _SkipError(Exception):
+    """A candidate cannot be loaded on any rank, for `reason`."""
+
+    def __init__(self, reason: CkptdError) -> None:
+        super().__init__(reason.message)
+        self.reason = reason
+
+
 class Loader:
     """Loads checkpoints for one checkpointer."""
 
@@ -100,8 +119,10 @@ class Loader:
         ranks: Sequence[int],
         timeout_s: float,
         layout: Laid | None = None,
+        near: Near | None = None,
     ) -> None:
         self._layout = layout
+        self._near = near
         self._catalogue = catalogue
         self._agreement = agreement
         self._describer = Describer(ranks)
@@ -122,8 +143,15 @@ class Loader:
         progress: Callable[[int, int], None] | None,
         source_layout: LayoutSpec | None = None,
         allow: str | None = None,
+        without_root: bool = False,
     ) -> LoadReport:
-        """See `ckptd.train.checkpointer.Checkpointer.load`."""
+        """See `ckptd.train.checkpointer.Checkpointer.load`.
+
+        Parameters
+        ----------
+        without_root
+            Go on with near tiers where the root cannot be read, on every rank alike.
+        """
         inverse = {s: n for n, s in rename.items()} if isinstance(rename, Mapping) else None
         options = _Options(
             strict,
@@ -138,28 +166,50 @@ class Loader:
             allow,
         )
         begun = time.monotonic_ns()
+        sources = LoadSources(self._catalogue, self._agreement, self._near)
+        left = deque(sources.candidates(step, without_root=without_root))
         skipped: list[tuple[int, str]] = []
-        for name in self._candidates(step):
+        while True:
+            candidate = left.popleft()
             try:
-                matching, read = self._load_one(state, name, options)
-            except CorruptError as error:
-                if step is not None or error.poisoned:
-                    raise
-                _log.warning("step %d is corrupt, trying an older one: %s", name.step, error)
-                skipped.append((name.step, error.message))
-                last = error
+                matching, read = self._load_somehow(state, candidate, options, sources)
+            except _SkipError as skip:
+                if not left:
+                    raise skip.reason from skip.reason.__cause__
+                skipped.append((candidate.step, skip.reason.message))
+                what = "step %d is corrupt, trying another checkpoint: %s"
+                _log.warning(what, candidate.step, skip.reason)
                 continue
             report = LoadReport(
-                name.step,
-                name.generation,
+                candidate.step,
+                candidate.generation,
                 tuple(matching.missing),
                 tuple(matching.unexpected),
                 tuple(skipped),
                 read,
+                candidate.snapshot is not None,
+                sources.store.read_bytes(),
             )
             self._tell(report, begun)
             return report
-        raise last
+
+    def _load_somehow(
+        self,
+        state: Mapping[str, Any],
+        candidate: Candidate,
+        options: _Options,
+        sources: LoadSources,
+    ) -> tuple[Matching, ReadReport]:
+        """Load a candidate, again where sources were wrong and others are left."""
+        while True:
+            try:
+                return self._load_one(state, candidate, options, sources)
+            except CkptdError as error:
+                match sources.after(error, candidate):
+                    case "raise":
+                        raise
+                    case "older":
+                        raise _SkipError(error) from error
 
     def _tell(self, report: LoadReport, begun_ns: int) -> None:
         events.emit(
@@ -190,56 +240,35 @@ class Loader:
             return None, None
         return self._layout.bind(lambda: look(state)), program
 
-    def _candidates(self, step: int | None) -> list[CommitName]:
-        """Return the commits to try, newest first, the same on every rank."""
-
-        def find() -> list[tuple[int, int]]:
-            self._catalogue.open()
-            names = self._catalogue.line()[::-1] if step is None else [self._catalogue.find(step)]
-            return [(n.step, n.generation) for n in names]
-
-        found = self._agreement.on_rank_zero("candidates", find)
-        if not found:
-            raise NotFoundError(
-                "there is no checkpoint on the line",
-                kind="no-commit",
-                where=self._catalogue.store.url,
-                hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
-            )
-        return [CommitName(*n) for n in found]
-
     def _load_one(
-        self, state: Mapping[str, Any], name: CommitName, options: _Options
+        self,
+        state: Mapping[str, Any],
+        candidate: Candidate,
+        options: _Options,
+        sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
-        rank = self._agreement.board.rank
-        with self._lease(name), saving(self._catalogue.store, name, "", rank):
-            return self._load_held(state, name, options)
-
-    @contextmanager
-    def _lease(self, name: CommitName) -> Iterator[None]:
-        """Keep the checkpoint from being deleted, for all ranks: rank 0 holds it."""
-        with ExitStack() as held:
-
-            def take() -> str:
-                return held.enter_context(hold(self._catalogue, name, holder="load")).lease_id
-
-            self._agreement.on_rank_zero("lease", take)
-            yield
+        rank, store = self._agreement.board.rank, self._catalogue.store
+        with sources.held(candidate), saving(store, candidate.name, "", rank):
+            return self._load_held(state, candidate, options, sources)
 
     def _load_held(
-        self, state: Mapping[str, Any], name: CommitName, options: _Options
+        self,
+        state: Mapping[str, Any],
+        candidate: Candidate,
+        options: _Options,
+        sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
         error: CkptdError | None = None
-        store = self._catalogue.store
+        store = sources.store
         try:
             with no_collection():
-                manifest, filemap = self._manifest(name)
-            values = WitnessPlan.of(manifest)
-            witness = read_witness(store, manifest, values)
+                manifest, filemap, values, witness, digest = sources.manifest(candidate)
             with no_collection(), read_ahead(store, self._likely(manifest, options)):
                 saved = Saved.of(manifest)
-                matching, leaves, plan, filling, laid = self._plan(state, saved, filemap, options)
-            objects, per_rank = self._objects(manifest, filemap, matching, leaves)
+                matching, leaves, plan, filling, laid = self._plan(
+                    state, saved, filemap, options, store
+                )
+            objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
             if laid is not None:
                 objects = laid.objects(objects)
             check_objects(leaves, objects, per_rank)
@@ -247,6 +276,7 @@ class Loader:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.
         self._agreement.no_errors(error)
+        sources.same(candidate, digest)
         # Where the witness's values lie is worked out while the disk is busy.
         with ThreadPoolExecutor(1, "ckptd-witness") as beside:
             places = beside.submit(witness_places, values, filling.wants)
@@ -303,7 +333,12 @@ class Loader:
             raise
 
     def _plan(
-        self, state: Mapping[str, Any], saved: Saved, filemap: FileMap, options: _Options
+        self,
+        state: Mapping[str, Any],
+        saved: Saved,
+        filemap: FileMap,
+        options: _Options,
+        store: UnionStore,
     ) -> tuple[Matching, Any, Any, Filling, LaidLoad | None]:
         laid, to_saved, rest = None, options.to_saved, saved
         if options.job is not None:
@@ -331,16 +366,10 @@ class Loader:
             saved.manifest,
             filemap,
             [*filling.wants, *(laid.wants if laid is not None else ())],
-            store=self._catalogue.store,
+            store=store,
             allow_absent=not options.strict,
         )
         return matching, leaves, plan, filling, laid
-
-    def _manifest(self, name: CommitName) -> tuple[Manifest, FileMap]:
-        commit = self._catalogue.commit(name)
-        manifest = self._catalogue.manifest_of(commit)
-        where = commit.folder + commit.manifest
-        return manifest, check_manifest(manifest, where, commit.manifest_bytes)
 
     def _host_group(self) -> HostGroup | None:
         board = self._agreement.board
@@ -352,21 +381,26 @@ class Loader:
         return HostGroup(board, f"read/{self._loads}", board.rank, self._host)
 
     def _objects(
-        self, manifest: Manifest, filemap: FileMap, matching: Matching, leaves: Any
+        self,
+        manifest: Manifest,
+        filemap: FileMap,
+        matching: Matching,
+        leaves: Any,
+        store: UnionStore,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         values: dict[str, Any] = {}
         for name, number in matching.objects.items():
             entry = manifest.objects[number]
             raw = entry.value
             if entry.tensor:
-                raw = self._read_encoded(manifest, filemap, entry.tensor, None)
+                raw = self._read_encoded(manifest, filemap, entry.tensor, None, store)
             values[name] = codec.decode(raw, name)
         board = self._agreement.board
         chosen: dict[str, Any] = {}
         for name, number in matching.per_rank.items():
             tensor = manifest.objects[number].tensor
             read = lambda r, t=tensor, n=name: codec.decode(  # noqa: E731
-                self._read_encoded(manifest, filemap, t, r), n
+                self._read_encoded(manifest, filemap, t, r, store), n
             )
             chosen[name] = leaves.per_rank[name].choose(
                 read, saved_world=manifest.world_size, rank=board.rank, world=board.world
@@ -374,7 +408,12 @@ class Loader:
         return values, chosen
 
     def _read_encoded(
-        self, manifest: Manifest, filemap: FileMap, tensor: str, rank: int | None
+        self,
+        manifest: Manifest,
+        filemap: FileMap,
+        tensor: str,
+        rank: int | None,
+        store: UnionStore,
     ) -> Any:
         """Read and parse an encoded object: one rank's cell, or the whole tensor."""
         number = next(i for i, t in enumerate(manifest.tensors) if t.name == tensor)
@@ -392,9 +431,9 @@ class Loader:
             manifest,
             filemap,
             [Want(number, (box_region(box),), target)],
-            store=self._catalogue.store,
+            store=store,
         )
-        execute(plan, self._catalogue.store)
+        execute(plan, store)
         try:
             return parse_json(target.tobytes())
         except (ValueError, RecursionError) as error:

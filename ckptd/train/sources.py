@@ -1,0 +1,179 @@
+"""Where one load reads from: the root and the tiers nearer than it; what to try, and what next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from ckptd.engine.candidates import Candidate, Candidates, find_candidates
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.leases import hold
+from ckptd.engine.snapshots import finished
+from ckptd.engine.union import Source, UnionStore
+from ckptd.engine.witnesses import read_witness
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, SaveError, StoreError
+from ckptd.format.filemap import FileMap
+from ckptd.format.invariants import check_manifest
+from ckptd.format.manifest import Manifest
+from ckptd.format.names import WITNESS
+from ckptd.format.witness import Witness, WitnessPlan
+from ckptd.format.witness_full import FullWitness
+from ckptd.train.agree import Agreement
+
+if TYPE_CHECKING:
+    from ckptd.store.base import Store
+
+__all__ = ["LoadSources", "Near", "Next"]
+
+Near = Callable[[], "Sequence[Store | Source]"]
+"""Gives the near tiers as this rank reaches them, nearest first."""
+Next = Literal["again", "older", "raise"]
+"""What to do after a failure: the same checkpoint from other sources, an older one, give up."""
+
+_log = logging.getLogger("ckptd")
+_NEXT: tuple[Next, ...] = ("raise", "again", "older")
+_NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
+"""Failures of agreement itself: nobody may be there to agree with."""
+
+
+class LoadSources:
+    """What one load reads from. Every rank makes one, and all call the same methods.
+
+    Parameters
+    ----------
+    near
+        None where there are no near tiers; on all ranks or on none.
+
+    Attributes
+    ----------
+    store
+        Everything that this rank can read from, as one.
+    """
+
+    def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
+        self._catalogue = catalogue
+        self._agreement = agreement
+        self._near: Sequence[Store | Source] = ()
+        if near is not None:
+            self._near = agreement.on_every_rank(near)
+        self.store = UnionStore([*self._near, catalogue.store])
+
+    def candidates(self, step: int | None, *, without_root: bool = False) -> tuple[Candidate, ...]:
+        """Return what to try, newest first, the same on every rank.
+
+        Raises
+        ------
+        NotFoundError
+            There is nothing, or nothing of `step`.
+        StoreError
+            The root cannot be read, and this is not `without_root`, or the near tiers have nothing.
+        """
+
+        def find() -> Any:
+            near = UnionStore(self._near) if self._near else None
+            found = find_candidates(self._catalogue, near, step=step, without_root=without_root)
+            return msgspec.to_builtins(found)
+
+        found = msgspec.convert(self._agreement.on_rank_zero("candidates", find), Candidates)
+        if not found.items:
+            raise NotFoundError(
+                "there is no checkpoint on the line",
+                kind="no-commit",
+                where=self._catalogue.store.url,
+                hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
+            )
+        if not found.rooted and self._near:
+            self.store = UnionStore(self._near)
+        return found.items
+
+    @contextmanager
+    def held(self, candidate: Candidate) -> Iterator[None]:
+        """Keep a commit from being deleted: rank 0 holds it for all. Snapshots may vanish."""
+        with ExitStack() as held:
+
+            def take() -> str:
+                lease = hold(self._catalogue, candidate.name, holder="load")
+                return held.enter_context(lease).lease_id
+
+            if candidate.snapshot is None:
+                self._agreement.on_rank_zero("lease", take)
+            yield
+
+    # -- metadata ----------------------------------------------------------------------------------
+
+    def manifest(
+        self, candidate: Candidate
+    ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None, str]:
+        """Return manifest, tables, witness and, for a snapshot, the digest of its manifest."""
+        if candidate.snapshot is None:
+            commit = self._catalogue.commit(candidate.name)
+            manifest = self._catalogue.manifest_of(commit)
+            where = commit.folder + commit.manifest
+            filemap = check_manifest(manifest, where, commit.manifest_bytes)
+            plan = WitnessPlan.of(manifest)
+            return manifest, filemap, plan, self._witness(self.store, manifest, plan), ""
+        with finished(self.store, candidate.snapshot) as done:
+            plan = WitnessPlan.of(done.manifest)
+            witness = self._witness(done.scratch, done.manifest, plan)
+            return done.manifest, done.filemap, plan, witness, done.digest
+
+    @staticmethod
+    def _witness(
+        store: Store, manifest: Manifest, plan: WitnessPlan
+    ) -> Witness | FullWitness | None:
+        try:
+            return read_witness(store, manifest, plan)
+        except CorruptError as error:
+            error.key = manifest.folder + WITNESS
+            raise
+
+    def same(self, candidate: Candidate, digest: str) -> None:
+        """Raise on every rank when ranks made different manifests of a snapshot."""
+        if candidate.snapshot is None:
+            return
+
+        def compare(reports: list[bytes]) -> bytes:
+            if len(set(reports)) > 1:
+                raise CorruptError(
+                    "ranks found different parts of a snapshot",
+                    kind="bad-manifest",
+                    where=str(candidate.name),
+                    found=f"{len(set(reports))} manifests",
+                )
+            return reports[0]
+
+        self._agreement.all_reports("manifest", digest.encode(), compare)
+
+    # -- what next ---------------------------------------------------------------------------------
+
+    def after(self, error: CkptdError, candidate: Candidate) -> Next:
+        """Agree what to do after a try that failed on every rank, on this one by `error`."""
+        if error.kind in _NO_AGREEMENT:
+            return "raise"
+        own: Next = self._next(error, candidate)
+
+        def decide(reports: list[bytes]) -> bytes:
+            return min(reports, key=lambda r: _NEXT.index(_as_next(r)))
+
+        agreed = _as_next(self._agreement.all_reports("next", own.encode(), decide))
+        if agreed == "again":
+            _log.warning("step %d is read again from other sources: %s", candidate.step, error)
+        return agreed
+
+    def _next(self, error: CkptdError, candidate: Candidate) -> Next:
+        lost = candidate.snapshot is not None and isinstance(
+            error, (StoreError, SaveError, NotFoundError)
+        )
+        if error.poisoned or not (lost or isinstance(error, (CorruptError, StoreError))):
+            return "raise"
+        if error.key is not None and self.store.distrust(error.key):
+            return "again"
+        return "older" if lost or isinstance(error, CorruptError) else "raise"
+
+
+def _as_next(raw: bytes) -> Next:
+    return next(n for n in _NEXT if n.encode() == raw)
