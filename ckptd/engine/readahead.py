@@ -52,8 +52,12 @@ def _read(store: Store, files: Sequence[FileEntry], stop: threading.Event) -> No
     view = memoryview(bytearray(_STEP_BYTES))
     with LocalFiles(store, files) as opened:
         for number, entry in enumerate(files):
-            if store.local_path(entry.path) is None:
-                continue  # packed: what the page cache would hold is not what is read
+            try:
+                with opened.use(number) as fd:
+                    if fd < 0:
+                        continue  # packed: what the page cache would hold is not what is read
+            except CkptdError:
+                return
             for at in range(0, entry.data_bytes, _STEP_BYTES):
                 left -= _STEP_BYTES
                 if stop.is_set() or left < 0:
