@@ -25,6 +25,11 @@ from ckptd.types import ByteRange
 from tests.store.netserver import server_process
 
 
+def patient(spec: StoreSpec) -> StoreSpec:
+    """The same store, for a machine that is busy with other tests."""
+    return StoreSpec(spec.url, spec.options | {"retry_s": 60.0, "connect_s": 60.0})
+
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder whose path leaves room for a Unix socket's name."""
@@ -41,7 +46,7 @@ class TestTcpToMemory(StoreContract):
     @pytest.fixture
     def spec(self, memory: MemoryStore) -> Iterator[StoreSpec]:
         with StoreServer(memory, secret=new_secret()) as server:
-            yield server.describe()
+            yield patient(server.describe())
 
 
 class TestUnixToLocal(StoreContract):
@@ -51,7 +56,7 @@ class TestUnixToLocal(StoreContract):
     def spec(self, tmp_path: Path, short: Path) -> Iterator[StoreSpec]:
         root = StoreSpec(str(tmp_path / "root"))
         with server_process(root, f"ckptd+unix://{short}/sock") as server:
-            yield server.spec
+            yield patient(server.spec)
 
 
 @pytest.mark.long
@@ -61,7 +66,7 @@ class TestTcpToLocal(StoreContract):
     @pytest.fixture
     def spec(self, tmp_path: Path) -> Iterator[StoreSpec]:
         with server_process(StoreSpec(str(tmp_path / "root"))) as server:
-            yield server.spec
+            yield patient(server.spec)
 
 
 # --- descriptors ----------------------------------------------------------------------------------
@@ -72,7 +77,7 @@ def test_a_descriptor_over_a_unix_socket_is_the_file_itself(tmp_path: Path, shor
         local.put("a/b", pattern(10_000))
         with (
             StoreServer(local, f"ckptd+unix://{short}/sock") as server,
-            server.describe().open() as store,
+            patient(server.describe()).open() as store,
         ):
             opened = store.open_file("a/b")
             assert opened is not None
@@ -98,14 +103,14 @@ def test_no_descriptor_over_tcp_and_from_memory(
         local.put("a", b"1")
         with (
             StoreServer(local, secret=new_secret()) as server,
-            server.describe().open() as store,
+            patient(server.describe()).open() as store,
         ):
             assert store.open_file("a") is None
             assert store.local_path("a") is None
     memory.put("a", b"1")
     with (
         StoreServer(memory, f"ckptd+unix://{short}/sock") as server,
-        server.describe().open() as store,
+        patient(server.describe()).open() as store,
     ):
         assert store.open_file("a") is None
         assert store.get("a") == b"1"
@@ -139,7 +144,7 @@ def test_objects_that_share_a_file_with_others(tmp_path: Path, short: Path, way:
     url = f"ckptd+unix://{short}/sock" if way == "unix" else "ckptd://127.0.0.1:0"
     with (
         StoreServer(store, url, secret=new_secret()) as server,
-        server.describe().open() as client,
+        patient(server.describe()).open() as client,
     ):
         for i, data in enumerate(objects):
             for start, end in [(0, len(data)), (100, len(data)), (99, 2 << 20), (4099, 3 << 20)]:
@@ -156,7 +161,7 @@ def test_objects_that_share_a_file_with_others(tmp_path: Path, short: Path, way:
 
 def test_many_clients_at_once(memory: MemoryStore) -> None:
     with StoreServer(memory, secret=new_secret()) as server:
-        stores = [server.describe().open() for _ in range(6)]
+        stores = [patient(server.describe()).open() for _ in range(6)]
 
         def work(i: int) -> bool:
             store = stores[i % len(stores)]
@@ -183,7 +188,10 @@ def test_a_large_get_is_whole(memory: MemoryStore, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(session, "_WHOLE_BYTES", 1000)
     data = pattern((9 << 20) + 17)
     memory.put("a", data)
-    with StoreServer(memory, secret=new_secret()) as server, server.describe().open() as store:
+    with (
+        StoreServer(memory, secret=new_secret()) as server,
+        patient(server.describe()).open() as store,
+    ):
         assert store.get("a") == data
         assert store.get("a", ByteRange(11, 8 << 20)) == data[11 : 8 << 20]
         for key, wanted in (("b", NotFoundError), ("a", Exception)):
@@ -199,7 +207,7 @@ def test_a_large_object_streams_in_bounded_memory(tmp_path: Path, short: Path, w
     count = 25  # 200 MiB
     with (
         server_process(StoreSpec(str(tmp_path / "root")), url) as server,
-        server.spec.open() as store,
+        patient(server.spec).open() as store,
     ):
         store.put("warm", b"")
         before = _peak_kib(server.process.pid)
@@ -227,7 +235,7 @@ def test_read_only(memory: MemoryStore) -> None:
     memory.put("a", b"1")
     with (
         StoreServer(memory, secret=new_secret(), read_only=True) as server,
-        server.describe().open() as store,
+        patient(server.describe()).open() as store,
     ):
         calls: list[Callable[[], object]] = [
             lambda: store.put("b", b"2"),
@@ -255,7 +263,7 @@ def test_only_what_is_allowed(memory: MemoryStore) -> None:
         memory.put(key, b"1")
     with (
         StoreServer(memory, secret=new_secret(), allow=allow) as server,
-        server.describe().open() as store,
+        patient(server.describe()).open() as store,
     ):
         assert store.get("mine/a") == b"1"
         assert [o.key for o in store.list("mine/")] == ["mine/a"]
@@ -309,7 +317,10 @@ class _FailingWriter(Writer):
 
 def test_a_failed_writer_is_told_before_all_is_sent() -> None:
     store = _Failing(uuid.uuid4().hex)
-    with StoreServer(store, secret=new_secret()) as server, server.describe().open() as client:
+    with (
+        StoreServer(store, secret=new_secret()) as server,
+        patient(server.describe()).open() as client,
+    ):
         data = memoryview(bytes(1 << 20))
         sent = 0
         with client.writer("a", 1 << 40) as writer, pytest.raises(StoreError) as caught:
@@ -328,7 +339,10 @@ def test_a_failed_writer_is_told_before_all_is_sent() -> None:
 
 def test_a_bug_of_a_store_is_told_to_its_client_alone() -> None:
     store = _Failing(uuid.uuid4().hex)
-    with StoreServer(store, secret=new_secret()) as server, server.describe().open() as client:
+    with (
+        StoreServer(store, secret=new_secret()) as server,
+        patient(server.describe()).open() as client,
+    ):
         with pytest.raises(StoreError, match="ValueError: a bug"):
             client.stat("a")
         client.put("a", b"1")
@@ -388,7 +402,10 @@ def test_a_put_that_is_too_large_is_refused_here(
     from ckptd.store.net import messages
 
     monkeypatch.setattr(messages, "MOST_PUT_BYTES", 10)
-    with StoreServer(memory, secret=new_secret()) as server, server.describe().open() as store:
+    with (
+        StoreServer(memory, secret=new_secret()) as server,
+        patient(server.describe()).open() as store,
+    ):
         store.put("a", bytes(10))
         with pytest.raises(UsageError) as caught:
             store.put("a", bytes(11))
@@ -398,7 +415,7 @@ def test_a_put_that_is_too_large_is_refused_here(
 def test_close_of_the_server_ends_its_threads(memory: MemoryStore) -> None:
     before = threading.active_count()
     server = StoreServer(memory, secret=new_secret(), limits=Limits(idle_s=1000))
-    stores = [server.describe().open() for _ in range(4)]
+    stores = [patient(server.describe()).open() for _ in range(4)]
     for store in stores:
         store.put("a", b"1")
     writer = stores[0].writer("b", 10)
