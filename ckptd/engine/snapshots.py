@@ -25,7 +25,7 @@ from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import MAX_MANIFEST_BYTES, Manifest
+from ckptd.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from ckptd.format.names import (
     DATA,
     PARTS,
@@ -258,9 +258,11 @@ def finished(union: UnionStore, snapshot: Snapshot) -> Iterator[Finished]:
     name = f"snapshot-{uuid.uuid4().hex}"
     scratch = MemoryStore(name)
     try:
-        manifest = finish_snapshot(union, scratch, snapshot)
-        (info,) = (i for i in scratch.list(manifest.folder) if "/manifest." in i.key)
-        filemap = check_manifest(manifest, info.key, info.size)
-        yield Finished(manifest, filemap, scratch, digest_hex(scratch.get(info.key)))
+        finish_snapshot(union, scratch, snapshot)
+        (key,) = (i.key for i in scratch.list(snapshot.folder) if "/manifest." in i.key)
+        raw = scratch.get(key)
+        manifest = decode_manifest(raw, key)  # as a reader has it, not as a writer does
+        filemap = check_manifest(manifest, key, len(raw))
+        yield Finished(manifest, filemap, scratch, digest_hex(raw))
     finally:
         forget_memory(name)
