@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from ckptd.errors import CorruptError, TransientStoreError, UsageError
+from ckptd.errors import CorruptError, UsageError
 from ckptd.store.base import ObjectInfo, Store
 from ckptd.store.buffers import check_end
 from ckptd.store.pack_container import Table, load_table
 from ckptd.store.pack_frame import decode_frame
-from ckptd.store.pack_writer import STALL_S
+from ckptd.store.pack_writer import STALL_S, result_of
 from ckptd.types import ByteRange
 
 __all__ = ["PackReader"]
@@ -143,11 +143,15 @@ class PackReader:
                     )
                     for i in range(start, stop)
                 ]
-                flying.append([self._start(c, offset, view, where) for c in calls])
+                flying.append([])
+                for call in calls:
+                    flying[-1].append(self._start(call, offset, view, where))
                 if len(flying) > 1:
-                    _finish(flying.popleft(), where)
+                    _finish(flying[0], where)
+                    flying.popleft()
             while flying:
-                _finish(flying.popleft(), where)
+                _finish(flying[0], where)
+                flying.popleft()
         finally:
             # Until they are over, threads write into the caller's memory.
             wait([f for group in flying for f in group if not f.cancel()], STALL_S)
@@ -213,8 +217,6 @@ def _groups(table: Table, first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _finish(group: list[Future[None]], where: str) -> None:
-    """Wait for all of `group`, then raise what one met."""
-    if wait(group, STALL_S).not_done:
-        raise TransientStoreError(f"no progress for {STALL_S:g} s", kind="stalled", where=where)
+    """Wait for all of `group`, and raise what the first met."""
     for future in group:
-        future.result()
+        result_of(future, where)

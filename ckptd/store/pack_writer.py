@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.store.base import Writer
@@ -12,10 +13,24 @@ from ckptd.store.pack_container import HEADER, frame_end, lead_of, table_bytes
 from ckptd.store.pack_frame import Frame, encode_frame
 from ckptd.store.writing import SizedWriter
 
-__all__ = ["STALL_S", "PackWriter"]
+__all__ = ["STALL_S", "PackWriter", "result_of"]
+
+_T = TypeVar("_T")
 
 STALL_S = 600.0
 """One frame takes milliseconds; a thread that has no turn for so long has none at all."""
+
+
+def result_of(future: Future[_T], where: str) -> _T:
+    """Return what a thread found, raise what it met, or tell that there are no threads any more."""
+    try:
+        return future.result(STALL_S)
+    except CancelledError:
+        raise UsageError("the store is closed", kind="closed", where=where) from None
+    except TimeoutError:
+        raise TransientStoreError(
+            f"no progress for {STALL_S:g} s", kind="stalled", where=where
+        ) from None
 
 
 class PackWriter(SizedWriter):
@@ -112,11 +127,8 @@ class PackWriter(SizedWriter):
 
     def _land(self) -> None:
         """Write the oldest frame, as soon as it is packed."""
-        if not wait([self._flying[0]], STALL_S).done:
-            raise TransientStoreError(
-                f"no progress for {STALL_S:g} s", kind="stalled", where=self.key
-            )
-        frame = self._flying.popleft().result()
+        frame = result_of(self._flying[0], self.key)
+        self._flying.popleft()
         self._inner.write(memoryview(frame.data))
         self._rows.append((len(frame.data), frame.codec, frame.width, frame.check))
 
@@ -130,10 +142,8 @@ class PackWriter(SizedWriter):
         self._committed()
 
     def _drop(self) -> None:
-        for future in self._flying:
-            future.cancel()
         # A thread that still reads the caller's memory must end before that may change.
-        wait(self._flying, STALL_S)
+        wait([f for f in self._flying if not f.cancel()], STALL_S)
         self._flying.clear()
         self._views.clear()
         self._inner.abort()

@@ -128,8 +128,7 @@ def test_a_plain_root_pays_nothing() -> None:
     found = []
     for wrappers in [(), (PackSpec(level=None),)]:
         with memory(MeterSpec(), *wrappers).open() as store:
-            meter = store.inner if wrappers else store
-            assert isinstance(store, Store)
+            meter = store.inner if isinstance(store, Pack) else store
             assert isinstance(meter, Meter)
             write(store, KEY, b"12345")
             store.get(KEY)
@@ -232,7 +231,19 @@ def test_a_closed_store_says_so(store: Store) -> None:
     assert caught.value.kind == "closed"
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("act", ["commit", "abort"])
+def test_a_store_that_is_closed_in_mid_write_ends_it(store: Store, act: str) -> None:
+    writer = store.writer(KEY, 64 * MIB)
+    writer.write(memoryview(weights(MIB)))
+    store.close()
+    if act == "commit":
+        with pytest.raises(UsageError):
+            writer.write(memoryview(bytes(60 * MIB)))
+    writer.abort()
+    assert [*store.list()] == []
+
+
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_writes_and_ranges_give_what_a_plain_store_gives(data: st.DataObject) -> None:
     size = data.draw(st.one_of(st.integers(0, 100), st.integers(0, 5 * MIB)))

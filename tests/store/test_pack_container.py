@@ -197,7 +197,7 @@ def test_a_size_that_the_frames_cannot_have_costs_no_memory() -> None:
             tracemalloc.stop()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_whatever_the_bytes_are_they_are_read_or_refused(data: st.DataObject) -> None:
     raw = bytearray(STORED)
@@ -211,7 +211,7 @@ def test_whatever_the_bytes_are_they_are_read_or_refused(data: st.DataObject) ->
         read(bytes(raw))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.sampled_from(WIDTHS), st.integers(0, 400))
 def test_any_frame_is_decoded_or_refused(data: bytes, width: int, size: int) -> None:
     out = memoryview(bytearray(size))
@@ -220,7 +220,7 @@ def test_any_frame_is_decoded_or_refused(data: bytes, width: int, size: int) -> 
         decode_frame(Frame(data, ZSTD, width, check), out, "here")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     st.integers(0, 70_000),
     st.sampled_from(["<u2", "<f4", "<f8", "u1", "<i8"]),
