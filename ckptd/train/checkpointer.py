@@ -163,14 +163,15 @@ class Checkpointer:
         laid = None if layout is None else Laid(layout, agreement)
         self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
         self._slots = slots
-        self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid)
+        self._nearby = self._near_tiers(tiers, agreement, linger_s)
+        near = None if self._nearby is None else self._nearby.sources
+        self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near)
         self._client: WriterClient | None = None
         self._handles: list[SaveHandle] = []
         self._told: list[SaveHandle] = []
         self._poisoned: CkptdError | None = None
         self._closed = False
         self._when_failed = check_when_failed(when_failed)
-        self._nearby = self._near_tiers(tiers, agreement, linger_s)
         self._grace_s = grace_s
         self._watch = SignalWatch(save_on)
         self._cadence = Cadence(rule, agreement, self._watch, lambda: recent(catalogue))
@@ -269,8 +270,14 @@ class Checkpointer:
     # -- loading ---------------------------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """Return the newest step of the line, or None; the same on every rank."""
+        """Return the newest step of the line, or None; the same on every rank.
+
+        A snapshot that near tiers hold whole counts as a checkpoint does.
+        """
         self._check_open()
+        if self._nearby is not None:
+            self._meet()
+            return self._loader.newest()
         name = self._lineage.newest()
         return None if name is None else name.step
 
@@ -332,6 +339,7 @@ class Checkpointer:
         """
         self._check_open()
         self.wait()
+        self._meet()
         try:
             report = self._loader.load(
                 state,
@@ -350,7 +358,8 @@ class Checkpointer:
                 self._poisoned = error
             raise
         self._poisoned = None
-        self._lineage.claim_for_load(CommitName(report.step, report.generation))
+        loaded = CommitName(report.step, report.generation)
+        self._lineage.claim_for_load(loaded, committed=not report.snapshot)
         self._cadence.loaded(report.step)
         if self._nearby is not None:
             self._nearby.rules.loaded(report.step)

@@ -63,16 +63,18 @@ class Lineage:
 
         self.generation, self.last_step = self._agreement.on_rank_zero("claim", claim)
 
-    def claim_for_load(self, parent: CommitName) -> None:
-        """Claim a generation whose parent is the commit that was loaded."""
+    def claim_for_load(self, parent: CommitName, *, committed: bool = True) -> None:
+        """Claim a generation whose parent is what was loaded: a commit, or a snapshot without."""
         self.generation, self.last_step = self._agreement.on_rank_zero(
-            "claim", lambda: self._claim(parent, "load")
+            "claim", lambda: self._claim(parent, "load", committed=committed)
         )
         self._attempts = 0
 
-    def _claim(self, parent: CommitName | None, reason: str) -> tuple[int, int | None]:
+    def _claim(
+        self, parent: CommitName | None, reason: str, *, committed: bool = True
+    ) -> tuple[int, int | None]:
         world = self._agreement.board.world
-        claimed = self._catalogue.claim(parent, world, reason)
+        claimed = self._catalogue.claim(parent, world, reason, committed=committed)
         return claimed.generation, None if parent is None else parent.step
 
     def on_catalogue(self, function: Callable[[Catalogue], Any]) -> None:

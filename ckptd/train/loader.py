@@ -193,6 +193,14 @@ class Loader:
             self._tell(report, begun)
             return report
 
+    def newest(self) -> int | None:
+        """Return the step that a load would try first, or None; the same on every rank."""
+        try:
+            sources = LoadSources(self._catalogue, self._agreement, self._near)
+            return sources.candidates(None)[0].step
+        except NotFoundError:
+            return None
+
     def _load_somehow(
         self,
         state: Mapping[str, Any],
