@@ -53,21 +53,18 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
-    """Carries groups out, in the order in which they are pushed.
-
-    Attributes
-    ----------
-    limit
-        Groups that may be under way, so that others still get at the link.
-    free
-        Whether `push` only enqueues: who is in a hurry may then push from any thread and beyond
-        `limit`.
-    """
+    """Carries groups out, in the order in which they are pushed."""
 
     @property
-    def limit(self) -> int: ...
+    def limit(self) -> int:
+        """Groups that may be under way, so that others still get at the link."""
+
     @property
-    def free(self) -> bool: ...
+    def free(self) -> bool:
+        """Whether `push` only enqueues.
+
+        Who is in a hurry may then push from any thread and beyond `limit`.
+        """
 
     def push(self, group: Group) -> Mark:
         """Begin to copy a group, then do its task."""
