@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
+from ckptd import events
 from ckptd.engine.unchanged import LEAST_BYTES, Digests
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest
 from ckptd.format.filemap import ChunkRef
@@ -66,7 +67,10 @@ class Digester:
 
 
 def digest_chunks(
-    data: memoryview, chunks: Sequence[ChunkRef], wait: Callable[[int], None]
+    data: memoryview,
+    chunks: Sequence[ChunkRef],
+    wait: Callable[[int], None],
+    activity: events.Activity,
 ) -> Digests:
     """Return the digests of the chunks that are large enough to be looked for; of others zeros.
 
@@ -76,6 +80,8 @@ def digest_chunks(
         Where they lie, which may still be filling up.
     wait
         Called with an offset; returns when the data before it is in place, or raises.
+    activity
+        Counts the time, without that of waiting.
     """
     table = np.zeros((len(chunks), 2), dtype=np.uint64)
     for number, chunk in enumerate(chunks):
@@ -85,6 +91,7 @@ def digest_chunks(
         for start in range(chunk.start, chunk.end, _SLICE_BYTES):
             end = min(start + _SLICE_BYTES, chunk.end)
             wait(end)
-            state.update(data[start:end])
+            with activity.piece(end - start):
+                state.update(data[start:end])
         table[number] = np.frombuffer(state.digest(), dtype=np.uint64)
     return table

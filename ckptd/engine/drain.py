@@ -287,9 +287,10 @@ def _write_changed(
     search: Search,
 ) -> _Wrote:
     """Digest everything as it is staged, and write what the search does not find."""
-    with events.span("digest", nbytes=rank_plan.data_bytes):
-        table = digest_chunks(data, rank_plan.chunks, wait)
-        wait(len(data))
+    digesting = events.Activity("digest")
+    table = digest_chunks(data, rank_plan.chunks, wait, digesting)
+    wait(len(data))
+    digesting.emit()
     held = search.held
     same = same_as(held, table, rank_plan.sizes, search.folders)
     referred = int(rank_plan.sizes[same].sum())

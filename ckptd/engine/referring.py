@@ -99,6 +99,8 @@ class Unchanged:
         self._recalled: tuple[Base, str] | None = None
         self._holds: dict[int, Hold] = {}
         self._sizes: dict[str, int] = {}
+        self._shy = False
+        """The last save that referred to something failed: whatever it was, once without."""
 
     def seeks(self, plan: RankPlan) -> bool:
         """Tell whether the next save will look for something to refer to."""
@@ -155,12 +157,18 @@ class Unchanged:
             self._last = commit.name
         held = self._holds.pop(save.job, None)
         if held is not None:
+            self._shy = commit is None
             release(held)
 
     # -- agreeing ------------------------------------------------------------------------------
 
     def _choose(self, save: Save) -> Announced:
-        name = self._last or self._catalogue.latest()
+        if self._shy:
+            self._shy = False
+            return Announced()
+        name = self._last
+        if name is None or name.generation != save.generation:
+            name = self._catalogue.latest()
         if name is None or name.step >= save.step or name.generation > save.generation:
             return Announced()
         try:

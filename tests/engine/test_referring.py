@@ -263,18 +263,23 @@ def test_a_save_fails_cleanly_when_what_it_refers_to_is_gone(store: Store) -> No
     after = saved(job, 3, arrays)
     assert job.catalogue.commit(after).folders == (job.catalogue.commit(after).folder,)
     assert_holds(store, after, arrays)
+    assert len(job.catalogue.commit(saved(job, 4, arrays)).folders) == 2
     job.close()
     assert not is_held(store)
 
 
-def test_an_aborted_save_lets_go_of_its_lease(store: Store) -> None:
+def test_after_a_save_that_failed_one_is_written_whole(store: Store) -> None:
+    """So that nothing about references can make save after save fail."""
     job = job_of(store)
     arrays = values(1, SHAPES)
     saved(job, 1, arrays)
     half = Half(job, 2, arrays)
     job.client.abandon(half.number, "no more")
     until(lambda: not is_held(store))
-    assert_holds(store, saved(job, 3, arrays), arrays)
+    names = [saved(job, step, arrays) for step in (3, 4)]
+    assert [len(job.catalogue.commit(n).folders) for n in names] == [1, 2]
+    for name in names:
+        assert_holds(store, name, arrays)
     job.close()
 
 
