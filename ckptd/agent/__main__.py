@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import signal
+import logging
+import os
 import socket
+from contextlib import ExitStack
 
-from ckptd.agent.node import NodeAgent
+from ckptd.agent.metrics import parse_address, serve_metrics
+from ckptd.agent.node import NodeAgent, end_on_signals
 from ckptd.engine.agentlink import AgentPlace
+from ckptd.errors import CkptdError
+
+_log = logging.getLogger("ckptd")
+_METRICS = "CKPTD_AGENT_METRICS"
 
 
 def main() -> None:
@@ -20,9 +27,15 @@ def main() -> None:
     given = parser.parse_args()
     place = AgentPlace(given.job, given.node, given.folder)
     agent = NodeAgent(socket.socket(fileno=given.fd), place)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: agent.end())
-    agent.run()
+    end_on_signals(agent)
+    with ExitStack() as stack:
+        if address := os.environ.get(_METRICS):
+            try:
+                url = stack.enter_context(serve_metrics(*parse_address(address, _METRICS)))
+                _log.info("metrics are at %s", url)
+            except CkptdError as error:  # snapshots matter more
+                _log.warning("no metrics: %s", error)
+        agent.run()
 
 
 if __name__ == "__main__":

@@ -5,19 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
+from contextlib import suppress
+
+import msgspec
 
 from ckptd import events
+from ckptd.agent.status import kept_snapshots
 from ckptd.engine.agentlink import AgentPlace, locked, peer_of
 from ckptd.engine.channel import SocketChannel
-from ckptd.engine.job import Happened, Request
+from ckptd.engine.job import Happened, Hello, Request
 from ckptd.engine.near import Near
+from ckptd.engine.visit import AgentStatus, AskEnd, AskStatus
 from ckptd.engine.worker import Worker
+from ckptd.errors import WorkerError
 from ckptd.events.event import AnyEvent
 
-__all__ = ["NodeAgent"]
+__all__ = ["NodeAgent", "end_on_signals"]
 
 _log = logging.getLogger("ckptd")
 _POLL_S = 0.2
@@ -48,14 +55,29 @@ class NodeAgent:
         self._stay = stay
         self._near = Near()
         self._lock = threading.Lock()
-        self._sessions: set[threading.Thread] = set()
+        self._sessions: dict[threading.Thread, socket.socket] = {}
+        self._workers: dict[threading.Thread, Worker] = {}
         self._until = time.monotonic() + _FIRST_S
         self._died = 0.0
         self._ending = threading.Event()
+        self._at_once = threading.Event()
 
-    def end(self) -> None:
-        """Await nobody any more: end as soon as the trainers have ended. For a signal handler."""
+    def end(self, *, now: bool = False) -> None:
+        """Await nobody any more: end as soon as the trainers have ended. For a signal handler.
+
+        Parameters
+        ----------
+        now
+            Leave the trainers; what they have handed over is brought where it should be.
+        """
+        if now:
+            self._at_once.set()
         self._ending.set()
+
+    @property
+    def ending(self) -> bool:
+        """Whether it was asked to end."""
+        return self._ending.is_set()
 
     def run(self) -> None:
         """Serve; returns at the end."""
@@ -66,6 +88,7 @@ class NodeAgent:
             while not self._may_end():
                 if selector.select(_POLL_S):
                     self._accept()
+        self._leave()
         self._near.close()
 
     def _accept(self) -> None:
@@ -81,11 +104,36 @@ class NodeAgent:
             return
         thread = threading.Thread(target=self._serve, args=(sock, pid), name=f"ckptd-of-{pid}")
         with self._lock:
-            self._sessions.add(thread)
+            self._sessions[thread] = sock
         thread.start()
 
     def _serve(self, sock: socket.socket, pid: int) -> None:
-        worker = Worker(SocketChannel(sock, Request), near=self._near)
+        channel = SocketChannel(sock, Request)
+        first = None
+        try:
+            first, _ = channel.receive(_FIRST_S) or (None, None)
+        except EOFError:  # it only looked whether somebody listens
+            _log.debug("process %d came and said nothing", pid)
+        except msgspec.MsgspecError as error:
+            _log.warning(
+                "process %d, perhaps of another version, is not understood: %s", pid, error
+            )
+        if isinstance(first, Hello):
+            self._attend(channel, first, pid)
+            return
+        try:
+            if isinstance(first, AskEnd | AskStatus):
+                self._answer(channel, first)
+        finally:
+            channel.close()
+            with self._lock:
+                self._sessions.pop(threading.current_thread(), None)
+
+    def _attend(self, channel: SocketChannel, hello: Hello, pid: int) -> None:
+        """Be the worker of a trainer."""
+        worker = Worker(channel, near=self._near)
+        with self._lock:
+            self._workers[threading.current_thread()] = worker
 
         def relay(event: AnyEvent) -> None:
             if event.rank == worker.rank:
@@ -95,7 +143,7 @@ class NodeAgent:
         linger_s = 0.0
         subscription = events.subscribe(relay)
         try:
-            worker.run()
+            worker.run(hello)
             linger_s = worker.linger_s
         except Exception:  # noqa: BLE001 - a bug with one trainer must not take the others' snapshots along
             _log.exception("the session of process %d ended badly", pid)
@@ -107,7 +155,8 @@ class NodeAgent:
         """Decide how long to wait for the next life, now that a trainer of this one is gone."""
         now = time.monotonic()
         with self._lock:
-            self._sessions.discard(threading.current_thread())
+            self._sessions.pop(threading.current_thread(), None)
+            self._workers.pop(threading.current_thread(), None)
             if linger_s and self._near.shelf.folders():
                 self._until, self._died = max(self._until, now + linger_s), now
             elif began > self._died and not self._sessions:
@@ -117,14 +166,59 @@ class NodeAgent:
         with self._lock:
             busy = bool(self._sessions)
             over = self._ending.is_set() or (not self._stay and time.monotonic() > self._until)
-        if busy or not over:
+        if (busy and not self._at_once.is_set()) or not over:
             return False
         with locked(self._place):
             # Whoever looked for an agent before we had the lock is connected by now.
             self._accept()
             with self._lock:
-                if self._sessions:
+                if self._sessions and not self._at_once.is_set():
                     return False
             self._listener.close()
             self._place.socket.unlink(missing_ok=True)
+            self._near.hide()
         return True
+
+    def _leave(self) -> None:
+        """Let the trainers go that are still connected, and finish what they handed over."""
+        with self._lock:
+            left = dict(self._sessions)
+        for thread, sock in left.items():
+            with suppress(OSError):  # it went by itself
+                sock.shutdown(socket.SHUT_RD)
+            thread.join()
+
+    # -- visitors ----------------------------------------------------------------------------------
+
+    def _answer(self, channel: SocketChannel, asked: AskStatus | AskEnd) -> None:
+        if isinstance(asked, AskEnd):
+            self.end(now=asked.now)
+        with suppress(WorkerError):  # who asked has gone
+            channel.send(self._status())
+
+    def _status(self) -> AgentStatus:
+        with self._lock:
+            ranks = tuple(sorted(worker.rank for worker in self._workers.values()))
+            left = max(0.0, self._until - time.monotonic())
+        awaited = bool(ranks) or (self._stay and not self._ending.is_set())
+        return AgentStatus(
+            job=self._place.job,
+            node=self._place.node,
+            socket=str(self._place.socket),
+            pid=os.getpid(),
+            ranks=ranks,
+            snapshots=kept_snapshots(self._near),
+            folder=self._near.folder,
+            ends_in_s=None if awaited else 0.0 if self._ending.is_set() else left,
+            ending=self._ending.is_set(),
+        )
+
+
+def end_on_signals(agent: NodeAgent) -> None:
+    """Let TERM and INT end an agent: the first awaits its trainers, a second one does not."""
+
+    def end(*_: object) -> None:
+        agent.end(now=agent.ending)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)

@@ -51,6 +51,9 @@ VERBS = {
     " its plan and asks. Never deleted are the newest complete checkpoint, all after it, and what"
     " is pinned or read at this moment.",
     "trace": "Show what each save cost and which rank was slowest, from recorded events.",
+    "agent": "Run a node's agent, see what it holds, end it."
+    "\n\nThe agent keeps snapshots in memory for jobs with near tiers, and outlives their trainers."
+    " A checkpointer starts one by itself where none runs.",
     "doctor": "Probe a root's store, plugins, versions and environment."
     "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
     " cannot decide who creates an object first is refused, with exit code 5.",

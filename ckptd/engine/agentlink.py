@@ -22,7 +22,15 @@ from pathlib import Path
 from ckptd.errors import DeadlineError, RefusedError, WorkerError
 from ckptd.format.digest import digest_hex
 
-__all__ = ["AgentPlace", "connect_agent", "listen", "locked", "peer_of"]
+__all__ = [
+    "AgentPlace",
+    "connect_agent",
+    "listen",
+    "locked",
+    "peer_of",
+    "reach",
+    "run_folder",
+]
 
 _BACKLOG = 128
 _LOCK_S = 30.0
@@ -122,7 +130,7 @@ def connect_agent(place: AgentPlace) -> socket.socket:
         It cannot be started.
     """
     with locked(place):
-        found = _try(place)
+        found = reach(place.socket)
         if found is not None:
             return found
         with listen(place) as listener, open(place.log, "ab") as log:
@@ -139,7 +147,7 @@ def connect_agent(place: AgentPlace) -> socket.socket:
                 stderr=log,
                 start_new_session=True,
             )
-        found = _try(place)
+        found = reach(place.socket)
         if found is None:
             raise WorkerError(
                 "the node's agent cannot be reached",
@@ -149,10 +157,11 @@ def connect_agent(place: AgentPlace) -> socket.socket:
         return found
 
 
-def _try(place: AgentPlace) -> socket.socket | None:
+def reach(path: Path) -> socket.socket | None:
+    """Return a connection to the agent that listens at `path`; None where none does."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.connect(str(place.socket))
+        sock.connect(str(path))
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
         return None

@@ -7,13 +7,14 @@ import os
 import platform
 import re
 import resource
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.engine.memory import available_bytes
 from ckptd.engine.pool import cores
 
-__all__ = ["Mount", "environment", "mount_of", "versions"]
+__all__ = ["Mount", "environment", "host_id", "mount_of", "versions"]
 
 PACKAGES = (
     "ckptd",
@@ -62,6 +63,21 @@ def environment() -> dict[str, str]:
         secret = _SECRET.search(name)
         found[name] = "***" if secret else _USERINFO.sub(r"\1***@", os.environ[name])
     return found
+
+
+def host_id() -> str:
+    """Name the host as its processes see it: containers with their own names share nothing.
+
+    ``CKPTD_NODE`` names it otherwise: several nodes on one machine, for rehearsals.
+    """
+    if given := os.environ.get("CKPTD_NODE"):
+        return given
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.tiers import TierSpec
 from ckptd.engine.unchanged import Base, Refer
+from ckptd.engine.visit import AskEnd, AskStatus
 from ckptd.errors import CorruptError
 from ckptd.events.event import AnyEvent
 from ckptd.format.digest import DIGEST_BYTES, digest
@@ -188,7 +189,19 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what is staged, then end."""
 
 
-Request = Hello | Segment | SetPlan | Save | Sealed | Abort | Stop | Partner | Complete
+Request = (
+    Hello
+    | Segment
+    | SetPlan
+    | Save
+    | Sealed
+    | Abort
+    | Stop
+    | Partner
+    | Complete
+    | AskStatus
+    | AskEnd
+)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptd.engine.shelf import Shelf
-from ckptd.engine.tiers import TierSpec
+from ckptd.engine.tiers import NEAR, TierSpec
 from ckptd.errors import CkptdError, StoreError
 from ckptd.format.names import DATA, CommitName, parse_data_folder
 from ckptd.store import StoreSpec
@@ -139,6 +139,16 @@ class Near:
             names = self._complete.get(tier)
             return names[-1] if names else None
 
+    def complete_on(self, name: CommitName) -> tuple[str, ...]:
+        """Return the near tiers on which a snapshot is complete, as far as is known here."""
+        with self._lock:
+            return tuple(t for t in NEAR if name in self._complete.get(t, ()))
+
+    @property
+    def folder(self) -> str | None:
+        """URL of this node's folder, or None."""
+        return None if self._local is None else self._local.url
+
     def _clear_own(self) -> None:
         """Take down own shares that are older than the newest complete one of every tier."""
         with self._lock:
@@ -203,6 +213,13 @@ class Near:
                 options.setdefault("read_only", name != "memory")
                 self._servers[name] = StoreServer(store, url, secret=self._secret, **options)
             return self._servers[name].url
+
+    def hide(self) -> None:
+        """Leave the place where trainers of this node read to the next agent. Idempotent."""
+        with self._lock:
+            server = self._servers.pop("here", None)
+        if server is not None:
+            server.close()
 
     def close(self) -> None:
         """Serve nobody any more and let go of everything. Idempotent."""

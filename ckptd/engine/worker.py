@@ -98,10 +98,17 @@ class Worker:
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
 
-    def run(self) -> None:
-        """Serve until the channel closes or `Stop` comes, then finish what is staged."""
+    def run(self, hello: Hello | None = None) -> None:
+        """Serve until the channel closes or `Stop` comes, then finish what is staged.
+
+        Parameters
+        ----------
+        hello
+            The first message, where somebody has received it already.
+        """
         try:
-            hello, _ = self._channel.receive(60.0) or (None, None)
+            if hello is None:
+                hello, _ = self._channel.receive(60.0) or (None, None)
             if not isinstance(hello, Hello):
                 return
             self._hello = hello

@@ -7,6 +7,7 @@ import socket
 
 import msgspec
 
+from ckptd.engine.hostinfo import host_id
 from ckptd.train.agree import Agreement
 
 __all__ = ["bind_address", "host_count", "host_id", "host_members"]
@@ -33,21 +34,6 @@ def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
 
     raw = agreement.all_reports("hosts", own.encode(), tabulate)
     return msgspec.json.decode(raw, type=dict[str, tuple[int, ...]])
-
-
-def host_id() -> str:
-    """Name the host as its processes see it: containers with their own names share nothing.
-
-    ``CKPTD_NODE`` names it otherwise: several nodes on one machine, for rehearsals.
-    """
-    if given := os.environ.get("CKPTD_NODE"):
-        return given
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}"
 
 
 def bind_address() -> str:

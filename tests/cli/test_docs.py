@@ -19,7 +19,7 @@ PAGE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## ckptd (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 
-INNER = {"lay": ("check", "fmt", "show")}
+INNER = {"agent": ("run", "status", "stop"), "lay": ("check", "fmt", "show")}
 """Verbs that are a family of verbs."""
 
 

@@ -25,7 +25,7 @@ from tests.cli.running import COMMAND, TIMEOUT_S, Cli, process
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
 
 
-INNER = {"lay": ("check", "fmt", "show")}
+INNER = {"agent": ("run", "status", "stop"), "lay": ("check", "fmt", "show")}
 """Verbs that are a family of verbs."""
 
 
@@ -76,7 +76,10 @@ def test_help_of_verbs_imports_nothing_heavy() -> None:
     assert not modules_after(*([verb, "--help"] for verb in VERBS)) & set(HEAVY)
 
 
-def test_verbs_on_a_local_root_import_nothing_heavy(root: str, tmp_path: Path) -> None:
+def test_verbs_on_a_local_root_import_nothing_heavy(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
     commands = [[verb, root] for verb in ("ls", "inspect", "verify", "pins", "gc", "pin", "doctor")]
     commands += [["ls", root, "--json"], ["cp", root, str(tmp_path / "x")]]
     commands += [["export", root, str(tmp_path / "y")], ["diff", root, root]]
@@ -84,6 +87,7 @@ def test_verbs_on_a_local_root_import_nothing_heavy(root: str, tmp_path: Path) -
     commands += [
         ["reshard", root, str(tmp_path / "z"), "--to", "ddp"],
         ["lay", "check", "hf.llama"],
+        ["agent", "status"],
         ["trace", write_events(tmp_path / "events")],
     ]
     assert {c[0] for c in commands} == set(VERBS) - {"demo"}
