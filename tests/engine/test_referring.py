@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptd.engine import referring
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.gc import plan_gc, run_gc
@@ -19,7 +20,7 @@ from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Extra
 from ckptd.engine.unchanged import FIRST_OFF, MOST_FOLDERS, PATIENCE
 from ckptd.errors import ConflictError, SaveError
-from ckptd.format.names import CommitName, commit_key
+from ckptd.format.names import CommitName, commit_key, part_key
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 from ckptd.store.fault import Fault
@@ -349,6 +350,26 @@ def test_another_number_of_ranks_refers_to_what_is_cut_alike(store: Store) -> No
     jobs = ranks_of(store, 2)
     name = saved_by(jobs, 2, arrays)
     assert own_bytes(jobs[0].catalogue.manifest(name)) == CHUNK + 64
+    assert_holds(store, name, arrays)
+    assert_verified(store, name)
+    for job in jobs:
+        job.close()
+
+
+def test_a_rank_that_hears_nothing_in_time_writes_everything(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = ranks_of(store, 2)
+    arrays = values(1, SHAPES)
+    saved_by(jobs, 1, arrays)
+    monkeypatch.setattr(referring, "HEAR_S", 0.05)
+    late = jobs[1].save(2, arrays)  # rank 0 has not begun
+    until(lambda: store.exists(part_key(jobs[1].request(2).folder, 1)))
+    for handle in (jobs[0].save(2, arrays), late):
+        handle.durable(60.0)
+    name = CommitName(2, jobs[0].generation)
+    manifest = jobs[0].catalogue.manifest(name)
+    assert [bool(f.data_bytes >= CHUNK) for f in manifest.files] == [False, True, True]
     assert_holds(store, name, arrays)
     assert_verified(store, name)
     for job in jobs:
