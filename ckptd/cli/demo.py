@@ -191,6 +191,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f"Resharded: step {relaid['step']} to {relaid['layout']} and back,"
         f" {relaid['tensors']} tensors bit-exact; ckptd diff: {verdict}."
     )
+    pace = report["pace"]
+    yield (
+        f"A save at every step, {pace['ranks']} ranks: {pace['complete']} of {pace['saves']}"
+        f" snapshots whole; a step takes {pace['saving_step_s']:.3f} s with a save,"
+        f" {pace['step_s']:.3f} s without: {pace['saving_step_s'] / pace['step_s']:.2f} times."
+    )
     yield ""
     for check in report["checks"]:
         if not check["ok"]:

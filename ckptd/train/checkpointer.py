@@ -403,7 +403,7 @@ class Checkpointer:
     @property
     def worker_pid(self) -> int | None:
         """Process id of the writing process (this process for in-process stores)."""
-        return self._client.pid if self._client else None
+        return self._client.pid if self._client and self._client.pid > 0 else None
 
     def metrics_text(self) -> str:
         """Return this process's counters of saves and loads, in Prometheus's text format.

@@ -9,7 +9,7 @@ import pytest
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.judge import checks_of, gaps, largest_gap, same_samples, state_differences
 from ckptd.train.demo.relaid import Relaid
-from ckptd.train.demo.report import LifeReport
+from ckptd.train.demo.report import LifeReport, Pace
 from ckptd.train.demo.spec import StateRow, StepRow
 
 
@@ -110,12 +110,17 @@ SECOND = msgspec.structs.replace(
 
 
 RELAID = Relaid(20, "TP 2 x PP 2", "/tmp/demo/resharded", SECOND.tensors, True)
+PACE = Pace(2, "FSDP2 2", 24, 24, 0.2, 0.21)
 
 
 def _failed(
-    second: LifeReport = SECOND, *, landed: bool = True, relaid: Relaid = RELAID
+    second: LifeReport = SECOND,
+    *,
+    landed: bool = True,
+    relaid: Relaid = RELAID,
+    pace: Pace = PACE,
 ) -> list[str]:
-    checks = checks_of([FIRST, second], landed, relaid, 80)
+    checks = checks_of([FIRST, second], landed, relaid, pace, 80)
     return [check.what for check in checks if not check.ok]
 
 
@@ -123,6 +128,12 @@ def _failed(
 def test_a_reshard_and_back_has_to_give_the_same(change: dict[str, Any]) -> None:
     (failed,) = _failed(relaid=msgspec.structs.replace(RELAID, **change))
     assert "resharded to TP 2 x PP 2 and back" in failed
+
+
+@pytest.mark.parametrize("change", [{"complete": 23}, {"complete": 0, "saves": 0}])
+def test_every_snapshot_has_to_be_whole(change: dict[str, Any]) -> None:
+    (failed,) = _failed(pace=msgspec.structs.replace(PACE, **change))
+    assert "a save at every step" in failed
 
 
 def test_all_checks_hold_for_a_good_run() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.launch import read_rows
-from ckptd.train.demo.report import Check, LifeReport, Report
+from ckptd.train.demo.report import Check, LifeReport, Pace, Report
 from ckptd.train.demo.spec import ProcessRow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "demo.md"
@@ -44,6 +44,8 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert report.kill.landed
     assert len(report.checks) >= 14
     assert report.relaid.identical
+    assert report.pace.complete == report.pace.saves > 6
+    assert report.pace.ratio > 0
     assert (folder / "resharded" / "ckptd.json").exists()
     assert all(check.ok for check in report.checks)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -124,7 +126,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_the_guide_names_every_field() -> None:
     words = set(re.findall(r"`([a-z_]+)`", GUIDE.read_text()))
-    for kind in (Report, LifeReport, Kill, Check):
+    for kind in (Report, LifeReport, Kill, Pace, Check):
         missing = {field.name for field in msgspec.structs.fields(kind)} - words
         assert not missing, kind
 

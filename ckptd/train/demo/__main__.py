@@ -55,7 +55,7 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
     plot_note = _draw(folder, story)
     if not keep:
         folder.remove_copies()
-    checks = checks_of(lives, story.kill.landed, story.relaid, plan.steps)
+    checks = checks_of(lives, story.kill.landed, story.relaid, story.pace, plan.steps)
     report = Report(
         ok=all(check.ok for check in checks),
         folder=str(folder.path),
@@ -69,6 +69,7 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
         lives=lives,
         kill=story.kill,
         relaid=story.relaid,
+        pace=story.pace,
         checks=checks,
         next=_next(folder, lives[-1].expected_from, plan.steps),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptd.train.demo.relaid import Relaid
-from ckptd.train.demo.report import Check, LifeReport
+from ckptd.train.demo.report import Check, LifeReport, Pace
 from ckptd.train.demo.spec import StateRow, StepRow
 
 __all__ = ["GAP_LIMIT", "checks_of", "gaps", "largest_gap", "same_samples", "state_differences"]
@@ -56,7 +56,7 @@ def state_differences(saved: StateRow | None, loaded: StateRow | None) -> list[s
 
 
 def checks_of(
-    lives: Sequence[LifeReport], kill_landed: bool, relaid: Relaid, steps: int
+    lives: Sequence[LifeReport], kill_landed: bool, relaid: Relaid, pace: Pace, steps: int
 ) -> list[Check]:
     """Return what has to hold for the demo to succeed."""
     found = [
@@ -81,6 +81,12 @@ def checks_of(
         Check(
             f"step {relaid.step} resharded to {relaid.layout} and back: ckptd diff says identical",
             relaid.identical and relaid.tensors > 0,
+        )
+    )
+    found.append(
+        Check(
+            f"a save at every step: all {pace.saves} snapshots whole on every rank",
+            pace.complete == pace.saves > 0,
         )
     )
     return found

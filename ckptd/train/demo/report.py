@@ -7,7 +7,7 @@ import msgspec
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.relaid import Relaid
 
-__all__ = ["Check", "Event", "LifeReport", "Report"]
+__all__ = ["Check", "Event", "LifeReport", "Pace", "Report"]
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -73,6 +73,32 @@ class LifeReport(msgspec.Struct, frozen=True):
         )
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """What a save at every step costs a step, by a run that saves in every second block of steps.
+
+    Attributes
+    ----------
+    ranks, layout
+        Of the run.
+    saves, complete
+        Snapshots that were taken, one a step, and those that were whole on every rank.
+    step_s, saving_step_s
+        Medians in seconds of a step without a save, and of one with it.
+    """
+
+    ranks: int
+    layout: str
+    saves: int
+    complete: int
+    step_s: float
+    saving_step_s: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long a step with a save takes."""
+        return self.saving_step_s / self.step_s
+
+
 class Report(msgspec.Struct, frozen=True):
     """The result of the demo.
 
@@ -92,6 +118,8 @@ class Report(msgspec.Struct, frozen=True):
         The uninterrupted run: its ranks, layout and seconds.
     relaid
         The checkpoint that was resharded and brought back.
+    pace
+        What a save at every step costs.
     """
 
     ok: bool
@@ -106,6 +134,7 @@ class Report(msgspec.Struct, frozen=True):
     lives: list[LifeReport]
     kill: Kill
     relaid: Relaid
+    pace: Pace
     checks: list[Check]
     next: list[str]
 

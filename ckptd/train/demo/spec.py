@@ -6,7 +6,16 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Cut", "GptShape", "ProcessRow", "RunFiles", "RunSpec", "StateRow", "StepRow"]
+__all__ = [
+    "Cut",
+    "GptShape",
+    "ProcessRow",
+    "RunFiles",
+    "RunSpec",
+    "SnapshotRow",
+    "StateRow",
+    "StepRow",
+]
 
 
 class GptShape(msgspec.Struct, frozen=True):
@@ -65,7 +74,11 @@ class RunSpec(msgspec.Struct, frozen=True):
     root
         Where checkpoints go; None trains without any.
     every
-        Steps from one save to the next.
+        Steps from one checkpoint to the next.
+    snapshots
+        A snapshot in memory at every step besides.
+    pace
+        Save only in every second block of so many steps, for comparison; 0 saves in all.
     check_root
         Where what was loaded is saved again at once, for comparison.
     throttle
@@ -85,6 +98,8 @@ class RunSpec(msgspec.Struct, frozen=True):
     warmup: int = 10
     root: str | None = None
     every: int = 10
+    snapshots: bool = False
+    pace: int = 0
     check_root: str | None = None
     throttle: float | None = None
     timeout_s: float = 120.0
@@ -108,6 +123,8 @@ class RunFiles:
         Of rank 0, a line for each state that was saved or loaded: digests of the whole tensors.
     processes
         Of every rank: its process and the one that writes for it.
+    snapshots
+        Of rank 0, a line when it is over: how many saves there were, and how many are complete.
     logs
         Folder of torchrun's and the ranks' output.
     """
@@ -118,6 +135,7 @@ class RunFiles:
         self.steps = folder / "steps.jsonl"
         self.states = folder / "states.jsonl"
         self.processes = folder / "processes.jsonl"
+        self.snapshots = folder / "snapshots.jsonl"
         self.logs = folder / "logs"
 
 
@@ -159,3 +177,10 @@ class ProcessRow(msgspec.Struct, frozen=True):
     rank: int
     pid: int
     worker_pid: int | None
+
+
+class SnapshotRow(msgspec.Struct, frozen=True):
+    """A line of `RunFiles.snapshots`: saves that went to memory, and those whole on all ranks."""
+
+    saves: int
+    complete: int

@@ -15,8 +15,9 @@ from ckptd.train.demo.crash import Kill, kill_in_save
 from ckptd.train.demo.folder import Folder
 from ckptd.train.demo.judge import largest_gap, same_samples, state_differences
 from ckptd.train.demo.launch import Life, read_rows, started
+from ckptd.train.demo.pace import pace_of
 from ckptd.train.demo.relaid import Relaid, reshard_and_back
-from ckptd.train.demo.report import LifeReport
+from ckptd.train.demo.report import LifeReport, Pace
 from ckptd.train.demo.spec import Cut, GptShape, RunSpec, StateRow, StepRow
 
 __all__ = ["FULL", "QUICK", "Lived", "Plan", "Story", "tell"]
@@ -39,6 +40,8 @@ class Plan(msgspec.Struct, frozen=True):
     save_s
         Seconds that a save takes in the first life, which writes slowly on purpose: the kill has a
         window to hit.
+    pace, pace_blocks
+        Steps of a block, and how many blocks, of the run that measures what saving costs.
     deadline_s
         Longest wait for the end of each life.
     """
@@ -52,6 +55,8 @@ class Plan(msgspec.Struct, frozen=True):
     cuts: tuple[Cut, Cut, Cut] = (Cut(dp=2, tp=2), Cut(dp=2), Cut(dp=3))
     victim: int = 2
     save_s: float = 8.0
+    pace: int = 6
+    pace_blocks: int = 9
     deadline_s: float = 300.0
 
     @property
@@ -62,7 +67,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 FULL = Plan(GptShape(), every=10, killed=30, stopped=40, steps=60, gap_steps=20)
 QUICK = Plan(
-    GptShape(layers=2, width=80, seq=64), every=5, killed=10, stopped=15, steps=25, gap_steps=10
+    GptShape(layers=2, width=80, seq=64),
+    every=5,
+    killed=10,
+    stopped=15,
+    steps=25,
+    gap_steps=10,
+    pace_blocks=5,
 )
 
 
@@ -95,6 +106,7 @@ class Story(NamedTuple):
     lives: list[Lived]
     kill: Kill
     relaid: Relaid
+    pace: Pace
 
     def reports(self, plan: Plan) -> list[LifeReport]:
         """Return what each life proves, against the uninterrupted run."""
@@ -137,7 +149,7 @@ def tell(folder: Folder, plan: Plan, say: Callable[[str], None]) -> Story:
         reference.finish(plan.deadline_s)
         seconds = reference.trained_seconds
         lived = Lived("reference", reference.spec, None, [], "finished", seconds)
-    return Story(lived, lives, kill.at_the_end(folder.checkpoints), relaid)
+    return Story(lived, lives, kill.at_the_end(folder.checkpoints), relaid, teller.paced())
 
 
 class _Teller:
@@ -202,6 +214,23 @@ class _Teller:
         self._say(f"resharding step {step} to two stages of two tensor ranks, and back")
         return reshard_and_back(self._folder, step, self._plan.deadline_s)
 
+    def paced(self) -> Pace:
+        """Measure what saving at every step costs a step, with nothing running beside it."""
+        plan = self._plan
+        self._say("saving at every step, and not, by turns")
+        spec = msgspec.structs.replace(
+            self.reference,
+            folder=str(self._folder.runs / "pace"),
+            cut=plan.cuts[1],
+            until=plan.pace * plan.pace_blocks,
+            root=str(self._folder.copies / "pace"),
+            snapshots=True,
+            pace=plan.pace,
+        )
+        with started("the run that measures saves", spec) as life:
+            life.finish(plan.deadline_s)
+        return pace_of(spec)
+
     def _spec(
         self,
         number: int,
@@ -217,6 +246,7 @@ class _Teller:
             cut=cut,
             until=until,
             root=str(self._folder.checkpoints),
+            snapshots=throttle is None,
             throttle=throttle,
             check_root=check_root,
         )

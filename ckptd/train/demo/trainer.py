@@ -23,9 +23,12 @@ from ckptd.train.demo.cut import cut_model
 from ckptd.train.demo.data import SampleOrder, read_corpus
 from ckptd.train.demo.digest import digest_state
 from ckptd.train.demo.model import build
-from ckptd.train.demo.spec import ProcessRow, RunSpec, StateRow, StepRow
+from ckptd.train.demo.spec import ProcessRow, RunSpec, SnapshotRow, StateRow, StepRow
 
 __all__ = ["Job", "main", "train"]
+
+_LINGER_S = 2.0
+"""Lives of the demo end by themselves or by a kill; the next one goes on from the disk."""
 
 
 class Job:
@@ -107,6 +110,7 @@ def train(spec: RunSpec) -> None:
     """Run one life of the job, up to step `spec.until`."""
     job = Job(spec)
     reports = _Reports(spec)
+    handles: list[ckptd.SaveHandle] = []
     with ExitStack() as stack:
         checkpointer = _open(spec, stack)
         if checkpointer is not None:
@@ -119,18 +123,22 @@ def train(spec: RunSpec) -> None:
         while job.state["step"] < spec.until:
             loss, ids = job.step()
             reports.step(job, loss, ids)
-            if checkpointer is None:
+            if checkpointer is None or (spec.pace and job.state["step"] // spec.pace % 2 == 0):
                 continue
             if spec.throttle is not None and job.state["step"] % spec.every == 0:
                 # Ranks whose slow saves pile up drift apart by a whole save, and what is under
                 # way at the kill would be left to luck.
                 checkpointer.wait(timeout=spec.timeout_s)
             handle = checkpointer.save(job.state["step"], job.state)
-            if handle is not None:
-                reports.process(checkpointer.worker_pid)
+            if handle is None:
+                continue
+            reports.process(checkpointer.worker_pid)
+            handles.append(handle)
+            if handle.root:
                 reports.state(job.digest("saved"))
         if checkpointer is not None:
             checkpointer.wait()
+            reports.snapshots(handles)
 
 
 def _open(spec: RunSpec, stack: ExitStack) -> ckptd.Checkpointer | None:
@@ -139,6 +147,8 @@ def _open(spec: RunSpec, stack: ExitStack) -> ckptd.Checkpointer | None:
     checkpointer = ckptd.Checkpointer(
         spec.root,
         every=ckptd.Every(steps=spec.every),
+        tiers=[ckptd.Memory(every=1)] if spec.snapshots else (),
+        linger_s=_LINGER_S,
         timeout_s=spec.timeout_s,
         throttle=spec.throttle,
     )
@@ -174,6 +184,11 @@ class _Reports:
     def state(self, row: StateRow) -> None:
         if self._rank == 0:
             _append(self._files.states, row)
+
+    def snapshots(self, handles: list[ckptd.SaveHandle]) -> None:
+        if self._rank == 0:
+            found = [h.tiers["memory"] for h in handles if "memory" in h.tiers]
+            _append(self._files.snapshots, SnapshotRow(len(found), found.count("complete")))
 
     def process(self, worker_pid: int | None) -> None:
         row = ProcessRow(self._rank, os.getpid(), worker_pid)
