@@ -160,13 +160,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def refused(handle: ckptd.SaveHandle | None, *names: str) -> None:
     assert handle is not None
+    found = None
     try:
         handle.durable(60.0)
     except SaveError as error:
-        assert error.kind == "mutated", error
-        assert all(name in (error.where or "") for name in names), error.where
-        return
-    raise AssertionError("a mixture of two steps was stored")
+        found = error
+    assert found is not None, "a mixture of two steps was stored"
+    assert found.kind == "mutated", found
+    assert all(name in (found.where or "") for name in names), found.where
 
 
 def a_change_without_asking_is_named(root: str) -> None:
