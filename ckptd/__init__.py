@@ -25,8 +25,8 @@ from ckptd.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckptd.format.codec import register
     from ckptd.engine.tiers import Local, Memory, Peer
+    from ckptd.format.codec import register
     from ckptd.train import Auto, Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
     from ckptd.train.relayout import relayout
 

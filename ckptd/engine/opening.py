@@ -8,7 +8,7 @@ from typing import Any
 from ckptd.store import StoreSpec
 from ckptd.store.spec import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec
 
-__all__ = ["root_spec"]
+__all__ = ["root_spec", "served_spec"]
 
 
 def root_spec(
@@ -37,3 +37,16 @@ def root_spec(
     if throttle_bytes_s is not None:
         wrappers = (ThrottleSpec(write_bytes_per_s=throttle_bytes_s), *wrappers)
     return StoreSpec(str(url), dict(options or {}), wrappers)
+
+
+def served_spec(url: str, secret: str = "") -> StoreSpec | None:
+    """Return what another process serves at `url`; None where there is none.
+
+    Parameters
+    ----------
+    secret
+        What it asks for over TCP; a Unix socket asks for none.
+    """
+    if not url:
+        return None
+    return StoreSpec(url, {"secret": secret} if secret else {})

@@ -318,10 +318,9 @@ class Checkpointer:
             Where modules on the meta device get their memory.
         progress
             Called with ``(bytes done, bytes in all)``.
-        source_layout
-            The layout of a checkpoint that was saved without one. Needs a checkpointer with one.
-        allow
-            ``layout``: `source_layout` may contradict the program that the checkpoint keeps.
+        source_layout, allow
+            The layout of a checkpoint that was saved without one; needs a checkpointer with one.
+            With ``allow="layout"`` it may contradict the program that the checkpoint keeps.
 
         Returns
         -------
@@ -358,6 +357,11 @@ class Checkpointer:
                 self._poisoned = error
             raise
         self._poisoned = None
+        self._loaded(report)
+        return report.step
+
+    def _loaded(self, report: LoadReport) -> None:
+        """Go on from what was loaded."""
         loaded = CommitName(report.step, report.generation)
         self._lineage.claim_for_load(loaded, committed=not report.snapshot)
         self._cadence.loaded(report.step)
@@ -365,7 +369,6 @@ class Checkpointer:
             self._nearby.rules.loaded(report.step)
         self._last_on_root = report.step
         self._last_load = report
-        return report.step
 
     @property
     def last_load(self) -> LoadReport | None:

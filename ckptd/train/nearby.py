@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.engine.client import AgentSpec, WriterClient
 from ckptd.engine.job import Partner
+from ckptd.engine.opening import served_spec
 from ckptd.engine.partners import partners
 from ckptd.engine.tiers import Tier, tier_specs
 from ckptd.engine.union import Source
 from ckptd.errors import CkptdError
-from ckptd.store import StoreSpec
 from ckptd.train.agree import Agreement
 from ckptd.train.hosts import bind_address, host_count, host_id
 from ckptd.train.tierrules import TierRules
+
+if TYPE_CHECKING:
+    from ckptd.store import StoreSpec
 
 __all__ = ["Nearby"]
 
@@ -130,15 +134,15 @@ class Nearby:
         """
         self.close()
         wanted: list[tuple[str, StoreSpec | None]] = [
-            ("memory", StoreSpec(self._here) if self._here else None),
+            ("memory", served_spec(self._here)),
             ("local", self._folder),
         ]
         others = [n for n in self._nodes.values() if n.name != self._node]
         for tier in ("memory", "local"):
             for node in others:
                 url = node.memory if tier == "memory" else node.local
-                spec = StoreSpec(url, {"secret": node.secret}) if url else None
-                wanted.append(("peer" if tier == "memory" else "local", spec))
+                name = "peer" if tier == "memory" else "local"
+                wanted.append((name, served_spec(url, node.secret)))
         for tier, spec in wanted:
             if spec is not None:
                 try:
