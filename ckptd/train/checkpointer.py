@@ -87,8 +87,8 @@ class Checkpointer:
         all ranks that have them. See ``docs/guide/layouts.md``.
     lazy
         What is copied after `save` returned, while training goes on. ``"auto"``: the state of
-        the optimizers in the state and the parameters that they hold, on the CPU; their steps wait
-        until it is copied. ``"all"``: every tensor; call `before_mutation` before whatever changes
+        the optimizers in the state and the parameters that they hold, on CPU and CUDA devices;
+        their steps wait until it is copied. ``"all"``: every tensor; call `before_mutation` before whatever changes
         one. ``"off"``: nothing.
     slots
         Snapshots that may be under way at a time: one is copied while others are written. None
@@ -264,6 +264,9 @@ class Checkpointer:
 
         Optimizers of the saved state call it before they step. Call it before anything else that
         changes their parameters: pruning, resets, averaging into the model, a replayed CUDA graph.
+
+        Copies from a CUDA device are waited for by its current stream, not by the host: call it
+        under the stream that makes the change.
         """
         self._saver.gate.wait()
 

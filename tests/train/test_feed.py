@@ -1,0 +1,237 @@
+"""Which copies are pushed when: with lanes over threads that really copy, late."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ckptd.errors import SaveError
+from ckptd.train.feed import Feed, Group, Unit, cuts, grouped
+
+SOURCE = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
+
+
+class Later:
+    """Done when a thread has copied."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        if not self._future.done():
+            return False
+        self._future.result()
+        return True
+
+
+class ThreadLane:
+    """A queue that another thread copies from, as soon as `go` is set."""
+
+    def __init__(self, limit: int, *, free: bool = True) -> None:
+        self.limit = limit
+        self.free = free
+        self.target = np.zeros_like(SOURCE)
+        self.go = threading.Event()
+        self.pushed: list[int] = []
+        self.fail: Callable[[Group], None] = lambda group: None
+        self.refuse: Callable[[Group], None] = lambda group: None
+        self._thread = ThreadPoolExecutor(1)
+
+    def push(self, group: Group) -> Later:
+        self.refuse(group)
+        self.pushed += [unit.index for unit in group.units]
+        return Later(self._thread.submit(self._copy, group))
+
+    def _copy(self, group: Group) -> None:
+        assert self.go.wait(30.0)
+        self.fail(group)
+        for unit in group.units:
+            self.target[unit.start : unit.end] = SOURCE[unit.start : unit.end]
+        if group.task is not None:
+            group.task()
+
+
+def units(count: int = 20) -> list[Unit]:
+    size = len(SOURCE) // count
+    return [Unit(i, i, None, i * size, (i + 1) * size) for i in range(count)]
+
+
+def feed_of(*lanes: ThreadLane, reports: list[int] | None = None) -> Feed:
+    """Return a feed of 20 units, dealt to lanes in turn, each a group of its own."""
+    dealt = units()
+    groups = [Group(lanes[u.index % len(lanes)], (u,)) for u in dealt]
+    reported = [] if reports is None else reports
+    return Feed([u.end for u in dealt], groups, reported.append)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def running(feed: Feed, timeout_s: float = 60.0) -> Future[None]:
+    return ThreadPoolExecutor(1).submit(feed.run, timeout_s)
+
+
+@pytest.mark.parametrize("limits", [(1,), (4,), (100,), (2, 3)])
+def test_everything_is_copied_and_reported_from_the_front(limits: Sequence[int]) -> None:
+    lanes = [ThreadLane(limit) for limit in limits]
+    reports: list[int] = []
+    feed = feed_of(*lanes, reports=reports)
+    for lane in lanes:
+        lane.go.set()
+    feed.run(60.0)
+    assert (sum(lane.target for lane in lanes) == SOURCE).all()
+    assert reports == sorted(reports)
+    assert reports[-1] == len(SOURCE)
+    assert not feed.stuck
+
+
+def test_the_limit_holds_until_somebody_is_in_a_hurry() -> None:
+    lane = ThreadLane(3)
+    other = ThreadLane(100)
+    other.go.set()
+    done = running(feed := feed_of(lane, other))
+    until(lambda: len(other.pushed) == 10)  # the feeding thread has gone around and come back
+    until(lambda: len(lane.pushed) == 3)
+    assert len(lane.pushed) == 3
+    assert feed.hurry(30.0)
+    assert len(lane.pushed) == 10, "hurry waits for nothing on the lane"
+    assert not done.done()
+    lane.go.set()
+    done.result(30.0)
+    assert (lane.target + other.target == SOURCE).all()
+
+
+def test_a_hurry_before_the_feeding_thread_pushes_all() -> None:
+    lane = ThreadLane(1)
+    feed = feed_of(lane)
+    assert feed.hurry(30.0)
+    assert lane.pushed == list(range(20))
+    lane.go.set()
+    feed.run(60.0)
+    assert (lane.target == SOURCE).all()
+
+
+def test_a_lane_that_is_not_free_is_waited_for() -> None:
+    lane = ThreadLane(2, free=False)
+    feed = feed_of(lane)
+    assert not feed.hurry(0.05), "nobody feeds it"
+    done = running(feed)
+    assert not feed.hurry(0.05), "its limit stands"
+    lane.go.set()
+    assert feed.hurry(30.0)
+    assert len(lane.pushed) == 20
+    done.result(30.0)
+
+
+def test_what_is_in_place_already_is_not_awaited() -> None:
+    dealt = units()
+    lane = ThreadLane(4)
+    lane.go.set()
+    reports: list[int] = []
+    groups = [Group(lane, (u,)) for u in dealt[5:]]
+    Feed([u.end for u in dealt], groups, reports.append, range(5)).run(60.0)
+    assert reports[0] == dealt[4].end
+    assert reports[-1] == len(SOURCE)
+
+
+def test_tasks_come_in_their_turn() -> None:
+    lane = ThreadLane(2)
+    seen: list[str] = []
+    dealt = units(2)
+    groups = [
+        Group(lane, (), lambda: seen.append("first")),
+        Group(lane, dealt, lambda: seen.append("copied")),
+        Group(lane, (), lambda: seen.append("last")),
+    ]
+    lane.go.set()
+    Feed([u.end for u in dealt], groups, lambda front: seen.append(f"{front}")).run(60.0)
+    assert [s for s in seen if not s.isdigit()] == ["first", "copied", "last"]
+
+
+@pytest.mark.parametrize("where", ["push", "copy", "hurry"])
+def test_a_failure_is_raised_when_nothing_is_under_way(where: str) -> None:
+    lane = ThreadLane(4)
+
+    def fail(group: Group) -> None:
+        if group.units[0].index == 7:
+            raise RuntimeError("the device is lost")
+
+    if where == "copy":
+        lane.fail = fail
+    else:
+        lane.refuse = fail
+    reports: list[int] = []
+    feed = feed_of(lane, reports=reports)
+    if where == "hurry":
+        assert feed.hurry(30.0), "whoever waits at the gate goes on: the save is lost anyway"
+    lane.go.set()
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        feed.run(60.0)
+    assert not feed.stuck
+    assert max(reports, default=0) <= 7 * len(SOURCE) // 20
+    assert feed.hurry(30.0)
+
+
+def test_a_lane_that_hangs_is_given_up_and_told_apart() -> None:
+    lane = ThreadLane(4)
+    feed = feed_of(lane)
+    with pytest.raises(SaveError) as caught:
+        feed.run(0.1)
+    assert caught.value.kind == "draining"
+    assert feed.stuck
+    lane.go.set()
+    until(lambda: not feed.stuck)
+
+
+def test_a_hurry_never_overtakes_the_feeding_thread() -> None:
+    """Both push at once, many times: each lane gets its groups in order, and all of them."""
+    for _ in range(50):
+        lanes = [ThreadLane(2), ThreadLane(1)]
+        feed = feed_of(*lanes)
+        for lane in lanes:
+            lane.go.set()
+        done = running(feed)
+        assert feed.hurry(30.0)
+        assert [len(lane.pushed) for lane in lanes] == [10, 10]
+        done.result(30.0)
+        assert all(lane.pushed == sorted(lane.pushed) for lane in lanes)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple),
+    st.sampled_from([1, 2, 8]),
+    st.integers(1, 200),
+)
+def test_cuts_follow_one_another_and_cover_the_tensor(
+    shape: tuple[int, ...], itemsize: int, limit: int
+) -> None:
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    found = []
+    for box in cuts(shape, itemsize, limit):
+        assert math.prod(box.shape) * itemsize <= max(limit, itemsize)
+        window = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
+        found += whole[window].reshape(-1).tolist()
+    assert found == list(range(math.prod(shape)))
+
+
+def test_groups_hold_neighbours_up_to_a_limit() -> None:
+    lane = ThreadLane(1)
+    sizes = [10, 20, 30, 500, 1, 1, 1, 1]
+    ends = np.cumsum(sizes).tolist()
+    given_units = [
+        Unit(i, i, None, end - n, end) for i, (n, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    found = [[u.index for u in g.units] for g in grouped(lane, given_units, 60, 3)]
+    assert found == [[0, 1, 2], [3], [4, 5, 6], [7]]
