@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from ckptd.engine import marks
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.gc import plan_gc, run_gc
+from ckptd.engine.gc import GcPlan, plan_gc, run_gc
 from ckptd.errors import NotFoundError, RefusedError
 from ckptd.format.names import CommitName
+from ckptd.format.records import Lease, decode_record
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
 from tests.engine.checkpoints import Visited, assert_whole, error_of, memory, save
@@ -57,8 +59,8 @@ def test_nothing_is_deleted_while_the_line_has_no_commit() -> None:
 @pytest.mark.parametrize("company", ["claim", "gc"])
 def test_a_claim_from_a_snapshot_and_gc(company: str) -> None:
     """What is on the line when such a claim returns stays on it, wherever gc is by then."""
-    snapshot = CommitName(45, 2)
-    number = 0
+    snapshot, base = CommitName(45, 2), CommitName(40, 2)
+    number = held = 0
     while True:
         number += 1
         store = MemoryStore(f"gc-claims-{next(_names)}")
@@ -74,8 +76,17 @@ def test_a_claim_from_a_snapshot_and_gc(company: str) -> None:
             visited = Visited(store, number, partial(claim, store))
             run_unless_stale(visited, plan)
         else:
-            visited = Visited(store, number, partial(run_unless_stale, store, plan))
+            leased: list[bool] = []
+
+            def collect(s: Store = store, p: GcPlan = plan, out: list[bool] = leased) -> None:
+                out.append(base in map(_lease_of(s), s.children("leases/")))
+                run_unless_stale(s, p)
+
+            visited = Visited(store, number, collect)
             claim(visited)
+            if leased == [True]:
+                held += 1
+                assert Catalogue(store).latest() == base
         forget_memory(store.url.partition("://")[2])
         if visited.count < number:
             break
@@ -88,3 +99,12 @@ def test_a_claim_from_a_snapshot_and_gc(company: str) -> None:
         assert c.latest() == CommitName(46, 3)
         assert_whole(store, c.commits())
     assert number > 3
+    assert (held > 0) == (company == "gc")
+
+
+def _lease_of(store: Store) -> Callable[[str], CommitName]:
+    def read(name: str) -> CommitName:
+        lease = decode_record(store.get("leases/" + name), Lease, name)
+        return CommitName(lease.step, lease.generation)
+
+    return read

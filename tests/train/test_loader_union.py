@@ -278,6 +278,32 @@ def test_ranks_that_reach_different_tiers(place: Place) -> None:
     assert same(states[0], states[1])
 
 
+def test_a_snapshot_of_ranks_that_drifted_apart(place: Place) -> None:
+    place.commit(10)
+    for rank in range(WORLD):
+        replicas = (("all", f"{rank % 2}" * 32),)
+        name = CommitName(12, place.generation)
+        put_share(place.nodes[0], PLAN, rank, truth(12), name, replicas=replicas)
+    report = place.load()
+    assert report.step == 10
+    assert report.skipped == ((12, "replicas differ between ranks"),)
+
+
+def test_ranks_never_mix_two_snapshots_of_one_name(place: Place) -> None:
+    """It cannot be, and if it were: parts of each are good, and together they are nothing."""
+    place.commit(10)
+    name = CommitName(12, place.generation)
+    for node, step in zip(place.nodes, (12, 13), strict=True):
+        put_snapshot([node], PLAN, truth(step), name)
+    states = [blank(), blank()]
+
+    def work(rank: int, board: LocalBoard) -> int:
+        return load(place.root, [place.nodes[rank]], states[rank], board=board).step
+
+    assert threads(2, work) == [10, 10]
+    assert all(same(state, truth(10)) for state in states)
+
+
 # -- anything --------------------------------------------------------------------------------------
 
 STEPS = (3, 5, 8)
