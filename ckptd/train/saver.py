@@ -160,6 +160,8 @@ class Saver:
                 keep=keep,
                 timeout_s=self._timeout_s,
                 refer=self._refer,
+                near=near,
+                root=root,
             )
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:
