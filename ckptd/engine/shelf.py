@@ -157,6 +157,13 @@ class Shelf(Store):
                 with self._lock:
                     self._clear(folder, guests=guests)
 
+    def clear(self, name: CommitName, *, guests: bool) -> None:
+        """Take down the attempts of one step and generation; `guests` as above."""
+        for folder, (other, _) in self.folders().items():
+            if other == name:
+                with self._lock:
+                    self._clear(folder, guests=guests)
+
     def _clear(self, folder: str, *, guests: bool) -> None:
         ranks = {rank for k in self._objects if (rank := _rank_of(k, folder)) is not None}
         for rank in [r for r in ranks if ((folder, r) in self._mine) is not guests]:
@@ -203,8 +210,11 @@ class Shelf(Store):
             if not self._is_whole(key):
                 found = None
         if found is None:
-            raise NotFoundError("no such object", where=f"{self.url}/{key}")
+            raise self._gone(key)
         return found
+
+    def _gone(self, key: str) -> NotFoundError:
+        return NotFoundError("no such object", where=f"{self.url}/{key}")
 
     def _is_whole(self, key: str) -> bool:
         """Tell whether what a key of an own share belongs to is still there."""
@@ -230,17 +240,13 @@ class Shelf(Store):
 
     def _fill(self, key: str, found: _Object, offset: int, view: memoryview) -> None:
         check_end(f"{self.url}/{key}", offset + len(view), found.size)
-        if isinstance(found, _Small):
-            view[:] = found.body[offset : offset + len(view)]
-        elif isinstance(found, _Guest):
-            view[:] = found.segment.data[offset : offset + len(view)]
-        else:
-            head = found.held.header[offset : offset + len(view)]
-            view[: len(head)] = head
-            start = max(0, offset - len(found.held.header))
-            rest = len(view) - len(head)
-            view[len(head) :] = found.held.slot.data[start : start + rest]
-            self._find(key)  # its slot may have been taken while it was read
+        try:
+            _copy(found, offset, view)
+        except ValueError:  # its memory was given back meanwhile
+            raise self._gone(key) from None
+        # Or it was filled anew while it was read.
+        if not isinstance(found, _Small) and self._find(key) is not found:
+            raise self._gone(key)
 
     def open_file(self, key: str) -> OpenFile | None:
         """Give the segment that holds the object; of an own share the header lies elsewhere."""
@@ -349,6 +355,20 @@ class _GuestWriter(SizedWriter):
         segment, self._segment = self._segment, None
         if segment is not None:
             segment.close()
+
+
+def _copy(found: _Object, offset: int, view: memoryview) -> None:
+    """Fill `view` from `offset` of an object that is long enough."""
+    if isinstance(found, _Small):
+        view[:] = found.body[offset : offset + len(view)]
+    elif isinstance(found, _Guest):
+        view[:] = found.segment.data[offset : offset + len(view)]
+    else:
+        head = found.held.header[offset : offset + len(view)]
+        view[: len(head)] = head
+        start = max(0, offset - len(found.held.header))
+        rest = len(view) - len(head)
+        view[len(head) :] = found.held.slot.data[start : start + rest]
 
 
 def _rank_of(key: str, folder: str) -> int | None:
