@@ -239,8 +239,9 @@ class SaveHandle:
             self._emit(events.SaveDurable, tier=tier, bytes=self._total)
         else:
             self._tell_failed(tier, error)
-        if tier == self.near[-1] and not self.root:
-            self._end_nearby(error)
+        if not self.root and not self._pending():
+            farthest = self._tiers[self.near[-1]]
+            self._end_nearby(farthest if isinstance(farthest, CkptdError) else None)
         return True
 
     def _end_nearby(self, error: CkptdError | None) -> None:
