@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ __all__ = [
 _BACKLOG = 128
 _LOCK_S = 30.0
 _POLL_S = 0.02
+_MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -49,15 +51,33 @@ class AgentPlace:
         Tells this node from all others.
     folder
         Overrides ``CKPTD_RUN_DIR``, ``$XDG_RUNTIME_DIR/ckptd`` and the folder for temporary files.
+
+    Raises
+    ------
+    RefusedError
+        See `run_folder`.
+    WorkerError
+        The folder's path is too long for a socket in it.
     """
 
     def __init__(self, job: str, node: str, folder: str | None = None) -> None:
         self.job = job
         self.node = node
         name = digest_hex(f"{job}\n{node}".encode())[:20]
-        self.socket = run_folder(folder) / f"{name}.sock"
+        self.socket = _short(run_folder(folder) / f"{name}.sock")
         self.lock = self.socket.with_suffix(".lock")
         self.log = self.socket.with_suffix(".log")
+
+
+def _short(path: Path) -> Path:
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise WorkerError(
+            "the node's agent has no place to listen",
+            where=str(path),
+            wanted=f"a path of at most {_MOST_PATH_BYTES} bytes",
+            hint="set CKPTD_RUN_DIR to a folder with a short path",
+        )
+    return path
 
 
 def run_folder(folder: str | None = None) -> Path:
@@ -139,7 +159,7 @@ def connect_agent(place: AgentPlace) -> socket.socket:
             command += ["--folder", str(place.socket.parent)]
             # A session of its own: what ends the trainers, by signal or terminal, must not end
             # what keeps their snapshots.
-            subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 pass_fds=[listener.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -147,6 +167,8 @@ def connect_agent(place: AgentPlace) -> socket.socket:
                 stderr=log,
                 start_new_session=True,
             )
+            # It is no concern of ours when it ends, but a child that ended must be waited for.
+            threading.Thread(target=process.wait, name="ckptd-agent-wait", daemon=True).start()
         found = reach(place.socket)
         if found is None:
             raise WorkerError(
@@ -165,6 +187,9 @@ def reach(path: Path) -> socket.socket | None:
     except (FileNotFoundError, ConnectionRefusedError):
         sock.close()
         return None
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 
@@ -174,7 +199,7 @@ def listen(place: AgentPlace) -> socket.socket:
     Raises
     ------
     WorkerError
-        The path is too long for a socket, or cannot be bound.
+        It cannot be bound.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
