@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,6 +31,7 @@ from ckptd.engine.job import (
     Freed,
     Happened,
     Hello,
+    Lost,
     NearFailed,
     Partner,
     Progress,
@@ -58,6 +60,8 @@ __all__ = ["AgentSpec", "WriterClient", "near_key"]
 _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
 _IDLE_POLL_S = 0.25
+_COUNTED = 256
+"""Counters of shares that stay on the board after their saves: other ranks may look late."""
 START_S = 60.0
 GRACE_S = 30.0
 """The worker keeps deadlines and explains them; this is for one that no longer answers."""
@@ -134,6 +138,7 @@ class WriterClient:
         self._board = board
         self._jobs: dict[int, _Job] = {}
         self._slots = Slots(slots, self._announce)
+        self._counted: deque[str] = deque()
         self._dead: WorkerError | None = None
         self._closing = False
         self._plan = ""
@@ -327,11 +332,14 @@ class WriterClient:
         end = time.monotonic() + START_S
         found = "no answer"
         while time.monotonic() < end:
+            channel = None
             try:
                 channel = SocketChannel(connect_agent(agent.place), Response)
                 channel.send(hello)
                 item = channel.receive(max(0.1, end - time.monotonic()))
             except (CkptdError, EOFError, OSError, msgspec.MsgspecError) as error:
+                if channel is not None:
+                    channel.close()
                 found = str(error)
                 time.sleep(_IDLE_POLL_S)
                 continue
@@ -467,6 +475,7 @@ class WriterClient:
                 text = f"rank {self._board.rank}: {error.message}"
                 with contextlib.suppress(CkptdError):  # then they wait for their deadline
                     self._board.set(near_key(job.outcome_key, tier) + "/failed", text.encode())
+            self._tell_agent(Lost(tier, job.handle.step, job.handle.generation))
         self._release(number, job)
 
     def _ask_near(self, number: int, job: _Job) -> None:
@@ -478,6 +487,7 @@ class WriterClient:
                 elif (raw := self._board.peek(key + "/failed")) is not None:
                     error = SaveError(raw.decode(), kind="aborted", where=tier)
                     job.handle._settle(tier, error)
+                    self._tell_agent(Lost(tier, job.handle.step, job.handle.generation))
                     self._release(number, job)
             except CkptdError as error:  # the job's store is gone with its ranks
                 job.handle._settle(tier, error)
@@ -489,8 +499,13 @@ class WriterClient:
         self._slots.keep(tier, number)
         handle._settle(tier)
         self._release(number, job)
-        with contextlib.suppress(CkptdError):  # a dead agent has nothing to clear
-            self._send(Complete(tier, handle.step, handle.generation))
+        self._tell_agent(Complete(tier, handle.step, handle.generation))
+        self._forget_old()
+
+    def _tell_agent(self, message: Complete | Lost) -> None:
+        if self._agent is not None and self._connected.is_set():
+            with contextlib.suppress(CkptdError):  # a dead agent has nothing to clear
+                self._send(message)
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -498,9 +513,7 @@ class WriterClient:
         job = self._jobs[number]
         self._tell(job, {})
         job.handle._advance("durable", job.handle.progress.total_bytes)
-        if self._agent is not None:
-            with contextlib.suppress(CkptdError):  # as above
-                self._send(Complete("root", job.handle.step, job.handle.generation))
+        self._tell_agent(Complete("root", job.handle.step, job.handle.generation))
         self._forget_old()
 
     def _fail(self, number: int, error: CkptdError) -> None:
@@ -535,9 +548,14 @@ class WriterClient:
             self._slots.release(number)
 
     def _forget_old(self) -> None:
-        done = [n for n, j in list(self._jobs.items()) if j.handle.done]
+        done = [n for n, j in list(self._jobs.items()) if j.handle.done and j.freed]
         for number in done[:-8]:
-            del self._jobs[number]
+            job = self._jobs.pop(number)
+            if self._board.world > 1 and self._board.rank == 0:
+                self._counted += [near_key(job.outcome_key, tier) for tier in job.handle.near]
+        while len(self._counted) > _COUNTED:
+            with contextlib.suppress(CkptdError):  # the job's store is gone with its ranks
+                self._board.delete(self._counted.popleft())
 
     def _end_worker(self, found: str) -> None:
         if self._process is not None:

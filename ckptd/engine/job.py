@@ -31,6 +31,7 @@ __all__ = [
     "Freed",
     "Happened",
     "Hello",
+    "Lost",
     "NearFailed",
     "Part",
     "Partner",
@@ -91,6 +92,14 @@ class Partner(msgspec.Struct, frozen=True, tag=True):
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
     """Every rank of the job has its share of a snapshot on a tier: older ones may go."""
+
+    tier: str
+    step: int
+    generation: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot will never be complete on a tier: what came of it there may go."""
 
     tier: str
     step: int
@@ -199,6 +208,7 @@ Request = (
     | Stop
     | Partner
     | Complete
+    | Lost
     | AskStatus
     | AskEnd
 )

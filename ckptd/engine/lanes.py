@@ -7,13 +7,14 @@ written from the folder's file, and the slot is free long before an upload ends.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import msgspec
@@ -22,9 +23,10 @@ from ckptd import events
 from ckptd.engine.commit import plan_key
 from ckptd.engine.drain import RankPlan, drain
 from ckptd.engine.held import Held, put_share
-from ckptd.engine.job import Complete, Freed, NearFailed, Reached, Response, Save, Sealed
+from ckptd.engine.job import Complete, Freed, Lost, NearFailed, Reached, Response, Save, Sealed
 from ckptd.engine.near import Near
 from ckptd.engine.referring import Unchanged
+from ckptd.engine.slots import KEEPING
 from ckptd.engine.telling import saving
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.format.names import CommitName
@@ -33,6 +35,9 @@ from ckptd.store.base import Store
 __all__ = ["Lanes", "Share", "as_worker_error"]
 
 _RECENT = 8
+_TIERS = ("memory", "peer", "local", "root")
+
+_log = logging.getLogger("ckptd")
 
 ToRoot = Callable[["Share", memoryview], None]
 
@@ -81,23 +86,29 @@ class Lanes:
     def take(self, share: Share) -> None:
         """Let a share go to the tiers of its save; returns at once."""
         save, shelf = share.save, self._near.shelf
-        if "memory" in save.near:
+        if any(tier in save.near for tier in KEEPING):
+            # For the peer tier as well: when a node is lost, the peers have only its own shares,
+            # and those that lay with it are nowhere but with their owners.
             shelf.keep(share.held)
-            self._tell(Reached(save.job, "memory"))
         else:
             shelf.forget_slot(share.held.slot)
+        if "memory" in save.near:
+            self._tell(Reached(save.job, "memory"))
         self._recent[save.name] = share
-        for old in sorted(self._recent, key=lambda n: (n.generation, n.step))[:-_RECENT]:
+        for old in sorted(self._recent, key=_age)[:-_RECENT]:
             del self._recent[old]
         readers = _Readers(lambda: self._tell(Freed(save.job)))
         waiting = readers.join()
         if "peer" in save.near:
             self._pools["peer"].submit(self._to_peer, share, readers.join())
         in_folder: Future[bool] | None = None
+        used = ExitStack()
         if "local" in save.near:
+            if save.root:  # from now on, since the root may be busy until newer ones are there
+                used.enter_context(self._near.using(save.folder))
             in_folder = self._pools["local"].submit(self._to_local, share, readers.join())
         if save.root:
-            self._pools["root"].submit(self._write_root, share, in_folder, readers.join())
+            self._pools["root"].submit(self._write_root, share, in_folder, used, readers.join())
         waiting()
 
     def completed(self, message: Complete) -> None:
@@ -105,11 +116,26 @@ class Lanes:
         name = CommitName(message.step, message.generation)
         self._pools["clear"].submit(self._near.completed, message.tier, name)
 
-    def newest(self) -> Share | None:
-        """Return the newest share of a complete snapshot that is still in memory."""
-        known = [n for t in ("memory", "peer", "local") if (n := self._near.newest(t)) is not None]
-        shares = [s for n in known if (s := self._recent.get(n)) is not None and s.held.is_whole]
-        return max(shares, key=lambda s: (s.save.generation, s.save.step), default=None)
+    def worth_saving(self) -> list[Share]:
+        """Return what is in memory of the newest complete snapshot and of later ones, newest first.
+
+        Of a later one nobody may have had the time to say that it is complete; the ranks that know
+        count on those that do not. What is known to lack a share is left out.
+        """
+        found: list[Share] = []
+        for name, share in sorted(self._recent.items(), key=lambda i: _age(i[0]), reverse=True):
+            complete = any(self._near.is_complete(tier, name) for tier in _TIERS)
+            lost = all(self._near.is_lost(tier, name) for tier in share.save.near)
+            if share.held.is_whole and (complete or not lost):
+                found.append(share)
+                if complete:
+                    break
+        return found
+
+    def lost(self, message: Lost) -> None:
+        """Take in that a snapshot will never be complete on a tier; returns at once."""
+        name = CommitName(message.step, message.generation)
+        self._pools["clear"].submit(self._near.lost, message.tier, name)
 
     def finish(self) -> None:
         """Return when every share that was taken is where it should be."""
@@ -151,37 +177,50 @@ class Lanes:
         return error is None
 
     def _write_root(
-        self, share: Share, in_folder: Future[bool] | None, done: Callable[[], None]
+        self,
+        share: Share,
+        in_folder: Future[bool] | None,
+        used: ExitStack,
+        done: Callable[[], None],
     ) -> None:
-        if in_folder is not None and in_folder.result():
-            done()
-            with self._near.using(share.save.folder), _mapped(self._near.local, share) as data:
+        with used:
+            written = in_folder is not None and in_folder.result()
+            data = _mapped(self._near.local, share, used) if written else None
+            if data is not None:
+                done()
                 self._to_root(share, data)
-        else:
-            self._to_root(share, share.held.slot.data)
-            done()
+            else:
+                self._to_root(share, share.held.slot.data)
+                done()
 
 
-@contextmanager
-def _mapped(store: Store, share: Share) -> Iterator[memoryview]:
-    """Map the data section of a share's file in a folder.
+def _mapped(store: Store, share: Share, stack: ExitStack) -> memoryview | None:
+    """Map the data section of a share's file in a folder, until `stack` ends.
 
+    None where the store gives no descriptor, or the file is gone: the slot still holds the same.
     Nobody else writes there; should somebody truncate the file, the process ends by SIGBUS, and
     the trainer starts another.
     """
     held = share.held
-    opened = store.open_file(held.key) if held.header else None
-    if opened is None:
-        yield memoryview(b"")
-        return
+    if not held.header:
+        return memoryview(b"")
     try:
-        size = opened.shift + len(held.header) + held.data_bytes
-        with mmap.mmap(opened.fd, size, access=mmap.ACCESS_READ) as mapped:
-            with memoryview(mapped) as whole:
-                with whole[opened.shift + len(held.header) :] as data:
-                    yield data
-    finally:
-        os.close(opened.fd)
+        opened = store.open_file(held.key)
+        if opened is None:
+            return None
+        stack.callback(os.close, opened.fd)
+        start = opened.shift + len(held.header)
+        size = start + held.data_bytes
+        mapped = stack.enter_context(mmap.mmap(opened.fd, size, access=mmap.ACCESS_READ))
+    except (CkptdError, OSError, ValueError) as error:
+        _log.warning("step %d is not read from its folder: %s", share.save.step, error)
+        return None
+    whole = stack.enter_context(memoryview(mapped))
+    return stack.enter_context(whole[start:])
+
+
+def _age(name: CommitName) -> tuple[int, int]:
+    return name.generation, name.step
 
 
 class _Readers:

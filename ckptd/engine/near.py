@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Near"]
 
 _log = logging.getLogger("ckptd")
+_LOST = 64
+"""Snapshots of which it is remembered that they will never be complete."""
 
 
 class Near:
@@ -41,10 +44,13 @@ class Near:
         self.here = ""
         self._lock = threading.RLock()
         self._local: Store | None = None
+        self._local_spec: StoreSpec | None = None
         self._local_keep = 1
+        self._left: list[Store] = []
         self._peer: Store | None = None
         self._peer_of = ""
         self._complete: dict[str, list[CommitName]] = {}
+        self._lost: deque[tuple[str, CommitName]] = deque(maxlen=_LOST)
         self._used: dict[str, int] = {}
         self._secret = os.environ.get("CKPTD_SECRET") or secrets.token_hex(32)
         self._servers: dict[str, StoreServer] = {}
@@ -62,8 +68,20 @@ class Near:
         for tier in tiers:
             if tier.store is not None:
                 with self._lock:
-                    self._local = self._local or tier.store.open()
                     self._local_keep = tier.keep
+                    if tier.store == self._local_spec:
+                        continue
+                    if self._local is not None:  # a new life names another one
+                        self._leave_local(self._local)
+                    self._local, self._local_spec = tier.store.open(), tier.store
+
+    def _leave_local(self, store: Store) -> None:
+        """Serve a folder no more; it stays open for what is still written there."""
+        self._left.append(store)
+        self._complete.pop("local", None)
+        server = self._servers.pop("local", None)
+        if server is not None:
+            server.close()
 
     @property
     def local(self) -> Store:
@@ -112,6 +130,8 @@ class Near:
         finally:
             with self._lock:
                 self._used[folder] -= 1
+                if not self._used[folder]:
+                    del self._used[folder]
 
     def completed(self, tier: str, name: CommitName) -> None:
         """Take in that every rank's share of a snapshot is on a tier; older ones go.
@@ -132,6 +152,23 @@ class Near:
             self.shelf.clear_before(name, guests=True)
         if tier in ("memory", "peer", "root"):
             self._clear_own()
+
+    def is_complete(self, tier: str, name: CommitName) -> bool:
+        """Tell whether a snapshot is complete on a tier, as far as is known here."""
+        with self._lock:
+            return name in self._complete.get(tier, ())
+
+    def lost(self, tier: str, name: CommitName) -> None:
+        """Take in that a snapshot will never be complete on a tier; what guests left of it goes."""
+        with self._lock:
+            self._lost.append((tier, name))
+        if tier == "peer" and not self.is_complete("peer", name):
+            self.shelf.clear(name, guests=True)
+
+    def is_lost(self, tier: str, name: CommitName) -> bool:
+        """Tell whether a snapshot is known never to be complete on a tier."""
+        with self._lock:
+            return (tier, name) in self._lost
 
     def newest(self, tier: str) -> CommitName | None:
         """Return the newest snapshot that is complete on a tier, as far as is known here."""
@@ -161,7 +198,7 @@ class Near:
         with self._lock:
             store = self._local
             names = self._complete["local"][-self._local_keep :]
-            used = {folder for folder, users in self._used.items() if users}
+            used = set(self._used)
         if store is None or len(names) < self._local_keep:
             return
         try:
@@ -226,7 +263,7 @@ class Near:
         for server in self._servers.values():
             server.close()
         self._servers.clear()
-        for store in (self._peer, self._local, self.shelf):
+        for store in (self._peer, self._local, *self._left, self.shelf):
             if store is not None:
                 store.close()
 

@@ -32,6 +32,7 @@ from ckptd.engine.job import (
     Freed,
     Happened,
     Hello,
+    Lost,
     NearFailed,
     Partner,
     Progress,
@@ -93,6 +94,8 @@ class Worker:
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
         self._trainer_died = False
+        self.said_goodbye = False
+        """Whether the trainer ended as it should."""
         self._unsettled: deque[tuple[Save, RankPlan]] = deque(maxlen=4)
         self._send_lock = threading.Lock()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
@@ -136,7 +139,7 @@ class Worker:
     @property
     def linger_s(self) -> float:
         """How long to keep what is in memory once the trainer has gone, in seconds."""
-        return self._hello.linger_s if self._trainer_died else 0.0
+        return self._hello.linger_s if self._trainer_died and self.rank >= 0 else 0.0
 
     @property
     def rank(self) -> int:
@@ -166,7 +169,10 @@ class Worker:
             self._near.set_peer(message.url, message.secret)
         elif isinstance(message, Complete) and self._lanes is not None:
             self._lanes.completed(message)
-        return not isinstance(message, Stop)
+        elif isinstance(message, Lost) and self._lanes is not None:
+            self._lanes.lost(message)
+        self.said_goodbye = isinstance(message, Stop)
+        return not self.said_goodbye
 
     def _finish(self) -> None:
         self._end_waits()
@@ -285,7 +291,9 @@ class Worker:
     def _written(self, save: Save, plan: RankPlan) -> None:
         """Say so; what is left is the commit."""
         self.tell(Written(save.job))
-        if self._hello.rank == 0:
+        if not save.root and self._hello.rank == 0:
+            self._commits.submit(self._commit_as_survivor, save, plan)
+        elif self._hello.rank == 0:
             self._commits.submit(self._commit, save, plan)
         else:
             self._unsettled.append((save, plan))
@@ -334,18 +342,22 @@ class Worker:
         promised nearby is not lost with the memory. A newer life of the job may go on meanwhile:
         then the root refuses it, and nothing is missed.
         """
-        share = lanes.newest()
-        if share is None or share.save.root:
-            return
-        try:
-            latest = self._catalogue.latest()
-            if latest is not None and latest.step >= share.save.step:
+        for share in lanes.worth_saving():
+            if share.save.root:
+                continue  # its own lane has seen to it
+            try:
+                if self._is_past(share.save):
+                    return
+                self._catalogue.check_not_superseded(share.save.generation)
+            except CkptdError as error:
+                _log.warning("step %d stays in memory: %s", share.save.step, error.message)
                 return
-            self._catalogue.check_not_superseded(share.save.generation)
-        except CkptdError as error:
-            _log.warning("step %d stays in memory: %s", share.save.step, error.message)
-            return
-        self._share_to_root(share, share.held.slot.data)
+            self._share_to_root(share, share.held.slot.data)
+
+    def _is_past(self, save: Save) -> bool:
+        """Tell whether the root has this step or a later one."""
+        latest = self._catalogue.latest()
+        return latest is not None and latest.step >= save.step
 
     def _commit_as_survivor(self, save: Save, plan: RankPlan) -> None:
         """Commit what rank 0 did not: its worker may have died with the trainers.
@@ -361,7 +373,10 @@ class Worker:
 
     def _is_settled(self, save: Save) -> bool:
         try:
-            return save.job in self._aborted or self._store.exists(commit_key(save.name))
+            if save.job in self._aborted or self._store.exists(commit_key(save.name)):
+                return True
+            # Ranks that did not know how far the others were may have brought two snapshots.
+            return not save.root and self._is_past(save)
         except CkptdError:
             return False  # the commit itself will say what is wrong with the store
 
