@@ -9,6 +9,7 @@ from ckptd.engine.gc import plan_gc, run_gc
 from ckptd.engine.policy import Keep
 from ckptd.engine.verify import verify
 from ckptd.format.names import (
+    LEASES,
     ROOT_MARKER,
     WITNESS,
     CommitName,
@@ -47,7 +48,11 @@ def assert_previous(
 
 
 def clean(store: Store, keep: int | None = None) -> int:
-    """Run gc without grace until nothing is left to do; return how many things it removed."""
+    """Run gc without grace until nothing is left to do; return how many things it removed.
+
+    What the dead had leased has run out by then.
+    """
+    store.delete([lease.key for lease in store.list(LEASES)])
     plan = plan_gc(Catalogue(store), Keep(keep), abandoned_s=0.0, leftover_s=0.0)
     report = run_gc(store, plan)
     assert not report.skipped
