@@ -88,8 +88,8 @@ class Checkpointer:
     lazy
         What is copied after `save` returned, while training goes on. ``"auto"``: the state of
         the optimizers in the state and the parameters that they hold, on CPU and CUDA devices;
-        their steps wait until it is copied. ``"all"``: every tensor; call `before_mutation` before whatever changes
-        one. ``"off"``: nothing.
+        their steps wait until it is copied. ``"all"``: every tensor; call `before_mutation` before
+        whatever changes one. ``"off"``: nothing.
     slots
         Snapshots that may be under way at a time: one is copied while others are written. None
         takes two where the memory allows it.

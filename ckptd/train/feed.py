@@ -252,6 +252,8 @@ class Feed:
             for line in self._lines.values():
                 while line.lane.free and line.waiting and self._error is None:
                     self._push_next(line)
+            if self._error is not None and not isinstance(self._error, Exception):
+                raise self._error  # an interrupt is for the thread that it reached as well
             return self._change.wait_for(lambda: self._is_over() and not self._pushing, timeout_s)
         finally:
             self._change.release()

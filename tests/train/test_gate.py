@@ -241,7 +241,7 @@ def test_staged_means_copied_also_when_writing_has_begun(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = {"w": torch.zeros(8 << 20)}  # several slices: the first is written while others wait
-    with ckptd.Checkpointer(root, lazy="all") as ck:
+    with ckptd.Checkpointer(root, lazy="all", refer=False) as ck:
         ck.save(1, live)
         ck.wait()
         held = threading.Event()
