@@ -566,12 +566,13 @@ class Checkpointer:
             if handle._error_unseen and self._when_failed == "warn":
                 self._tell_failed(handle)
             elif (failed := handle._take_unseen_error()) is not None:
-                self._saver.forget_plan()
+                self._saver.heed(failed)
                 raise failed
 
     def _tell_failed(self, handle: SaveHandle) -> None:
         """Tell once of a save that failed while training goes on; `close` raises it."""
         if handle not in self._told:
             self._told.append(handle)
-            self._saver.forget_plan()
+            if handle._error is not None:
+                self._saver.heed(handle._error)
             _log.error("step %d was not saved: %s", handle.step, handle._error)

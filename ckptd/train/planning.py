@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from ckptd.engine.structure import Group, SavePlan, Structure, build_plan
+from ckptd.errors import CkptdError
 from ckptd.format.digest import digest_hex
 from ckptd.train.agree import Agreement
 
 __all__ = ["Planner"]
+
+_FAILED = "structure-failed"
 
 
 class Planner:
@@ -26,10 +31,22 @@ class Planner:
         self.structure = ""
         """Digest of this rank's structure at the last call of `plan`."""
         self._plan: SavePlan | None = None
+        self._failures: bytes | None = None
 
-    def forget(self) -> None:
-        """Plan afresh at the next save: ranks turned out to disagree."""
-        self._known = ""
+    def heed(self, error: CkptdError) -> None:
+        """Plan afresh at the next save if that is what a failed save was about, on any rank.
+
+        Where something else failed, on a rank alone perhaps, every rank goes on with the plan it
+        has: one that asked for another would wait for ranks that ask nobody.
+        """
+        failures = self._count()
+        if error.kind == "structure" or failures != self._failures:
+            self._known, self._failures = "", failures
+
+    def _count(self) -> bytes | None:
+        """Return how often a rank could not agree on a plan."""
+        board = self._agreement.board
+        return None if board.world == 1 else board.peek(_FAILED)
 
     def plan(self, structure: Structure) -> SavePlan:
         """Return the plan for this structure, the same on every rank.
@@ -49,7 +66,13 @@ class Planner:
         if board.world == 1:
             groups = [Group(structure, (0,))]
         else:
-            groups = self._exchange(own, raw)
+            try:
+                groups = self._exchange(own, raw)
+            except CkptdError:
+                self._known = ""
+                with contextlib.suppress(CkptdError):  # what failed is told, not this
+                    board.add(_FAILED)  # the others have a plan: they hear that it is of no use
+                raise
         self._plan = build_plan(groups, board.world)
         self._known = own
         return self._plan

@@ -101,9 +101,9 @@ class Saver:
         self._gate.release()
         self._copier.shutdown(wait=False)
 
-    def forget_plan(self) -> None:
-        """Plan afresh at the next save."""
-        self._planner.forget()
+    def heed(self, error: CkptdError) -> None:
+        """Plan afresh at the next save if ranks turned out to disagree; see `Planner.heed`."""
+        self._planner.heed(error)
 
     def save(
         self,
@@ -165,7 +165,6 @@ class Saver:
             )
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:
-            self._planner.forget()
             self._tell_others(key, near, error)
             handle._fail(error)
             raise

@@ -22,7 +22,16 @@ from ckptd.errors import CkptdError, NotFoundError
 from ckptd.format.digest import digest_hex
 from ckptd.format.names import CommitName
 from ckptd.train.lineage import Lineage
-from tests.crash.tiers.ledger import Begun, Claiming, Closed, Held, Promised, Raised, Refused, Restored
+from tests.crash.tiers.ledger import (
+    Begun,
+    Claiming,
+    Closed,
+    Held,
+    Promised,
+    Raised,
+    Refused,
+    Restored,
+)
 from tests.crash.tiers.moments import Scene, enter, hook_trainer
 from tests.crash.tiers.schedule import LifePlan, Schedule
 
@@ -187,9 +196,7 @@ def _live(scene: Scene, life: RankLife) -> None:
         for step in range(step + 1, step + 1 + life.plan.steps):
             state.train(step)
             digest, train = state.digests()
-            scene.ledger.write(
-                Begun(life=number, rank=rank, step=step, digest=digest, train=train)
-            )
+            scene.ledger.write(Begun(life=number, rank=rank, step=step, digest=digest, train=train))
             try:
                 handle = ck.save(step, state.tree())
             except CkptdError as error:
@@ -205,7 +212,9 @@ def _live(scene: Scene, life: RankLife) -> None:
         except CkptdError as error:
             raised("close", step, error)
     pending = {
-        h.step: tuple(t for t, s in h.tiers.items() if s == "pending") for h in handles if not h.done
+        h.step: tuple(t for t, s in h.tiers.items() if s == "pending")
+        for h in handles
+        if not h.done
     }
     scene.ledger.write(Closed(life=number, rank=rank, pending=pending, last=step))
 
