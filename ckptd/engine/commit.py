@@ -272,7 +272,7 @@ def _missing(folder: str, world: int, found: dict[int, Part], timeout_s: float) 
     )
 
 
-def _check_replicas(store: Store, folder: str, parts: list[Part]) -> None:
+def _check_replicas(store: Store, folder: str, parts: Sequence[Part]) -> None:
     """Raise naming what differs between ranks that should agree."""
     for by_digest in differing_groups(parts).values():
         tables = []

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
+import zstandard
 
 from ckptd.engine.commit import decode_plan, finish_attempt, plan_key
 from ckptd.engine.job import Part, Save
@@ -22,7 +24,6 @@ from ckptd.engine.publish import write_manifest
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.union import Source, UnionStore
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
@@ -37,9 +38,17 @@ from ckptd.format.names import (
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
 
-__all__ = ["Finished", "Snapshot", "complete_snapshots", "finish_snapshot", "finished"]
+__all__ = [
+    "Snapshot",
+    "complete_snapshots",
+    "finish_snapshot",
+    "finished_files",
+    "unpacked",
+]
 
 T = TypeVar("T")
+
+_MOST_BYTES = 1 << 30
 
 _log = logging.getLogger("ckptd")
 
@@ -97,14 +106,12 @@ def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[Snap
             named = parse_data_folder(folder.removeprefix(DATA))
             if named is None or "plan" not in sizes:
                 continue
+            of, attempt = named
             try:
                 plan = _plan(union, folder, sizes)
                 if plan is not None:
                     _parts(union, pool, folder, plan)
-                    name, attempt = named
-                    out.append(
-                        Snapshot(name.step, name.generation, attempt, plan.digest, plan.world)
-                    )
+                    out.append(Snapshot(of.step, of.generation, attempt, plan.digest, plan.world))
             except CkptdError as error:
                 _log.warning("the snapshot %s is not used: %s", folder, error)
     return sorted(out)
@@ -235,34 +242,42 @@ def _save_of(snapshot: Snapshot) -> Save:
     )
 
 
-class Finished(NamedTuple):
-    """A snapshot, finished.
+def finished_files(union: UnionStore, snapshot: Snapshot) -> dict[str, str]:
+    """Finish a snapshot; return manifest and witness by key, zstd in base 64: for all ranks.
 
-    Attributes
-    ----------
-    scratch
-        Holds the manifest and the witness, until the block ends.
-    digest
-        Of the manifest; ranks that load the snapshot compare it.
+    Raises what `finish_snapshot` does.
     """
-
-    manifest: Manifest
-    filemap: FileMap
-    scratch: Store
-    digest: str
+    with _scratch() as scratch:
+        finish_snapshot(union, scratch, snapshot)
+        packer = zstandard.ZstdCompressor(level=3)
+        found = [(i.key, scratch.get(i.key)) for i in scratch.list(snapshot.folder)]
+        return {key: b64encode(packer.compress(raw)).decode() for key, raw in found}
 
 
 @contextmanager
-def finished(union: UnionStore, snapshot: Snapshot) -> Iterator[Finished]:
-    """Finish a snapshot in memory, for a load; raises what `finish_snapshot` does."""
+def unpacked(files: Mapping[str, str]) -> Iterator[tuple[Store, Manifest, FileMap]]:
+    """Give what `finished_files` returned as a store, until the block ends; and the manifest.
+
+    Raises
+    ------
+    CorruptError
+        The manifest breaks a rule of the format.
+    """
+    with _scratch() as scratch:
+        for key, text in files.items():
+            packed = b64decode(text)
+            raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=_MOST_BYTES)
+            scratch.put(key, raw)
+            if "/manifest." in key:
+                manifest = decode_manifest(raw, key)
+                filemap = check_manifest(manifest, key, len(raw))
+        yield scratch, manifest, filemap
+
+
+@contextmanager
+def _scratch() -> Iterator[Store]:
     name = f"snapshot-{uuid.uuid4().hex}"
-    scratch = MemoryStore(name)
     try:
-        finish_snapshot(union, scratch, snapshot)
-        (key,) = (i.key for i in scratch.list(snapshot.folder) if "/manifest." in i.key)
-        raw = scratch.get(key)
-        manifest = decode_manifest(raw, key)  # as a reader has it, not as a writer does
-        filemap = check_manifest(manifest, key, len(raw))
-        yield Finished(manifest, filemap, scratch, digest_hex(raw))
+        yield MemoryStore(name)
     finally:
         forget_memory(name)

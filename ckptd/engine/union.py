@@ -38,10 +38,17 @@ _MOST_WRONG = 2
 
 
 class Source(NamedTuple):
-    """A store, and which tier it is: ``memory``, ``peer``, ``local`` or ``remote``."""
+    """A store, and which tier it is: ``memory``, ``peer``, ``local`` or ``remote``.
+
+    Attributes
+    ----------
+    name
+        The same for one source on every rank; empty where ranks do not tell one another.
+    """
 
     store: Store
     tier: str
+    name: str = ""
 
 
 class UnionStore(Store):
@@ -282,7 +289,7 @@ class _Held:
     def __init__(self, source: Store | Source) -> None:
         if not isinstance(source, Source):
             source = Source(source, tier_of(source))
-        self.store, self.tier = source
+        self.store, self.tier, _ = source
         self.aside_until = 0.0
         self.error: StoreError | None = None
         self.read = 0

@@ -31,6 +31,7 @@ __all__ = [
     "parse_generation_name",
     "part_key",
     "pin_key",
+    "rank_of_file",
     "ranked_chunk_name",
     "unescape_fqn",
     "unescape_key",
@@ -57,6 +58,7 @@ _COMMIT = re.compile(r"([0-9]{12})-g([0-9]{8})\.json")
 _GENERATION = re.compile(r"([0-9]{8})\.json")
 _ATTEMPT = re.compile(r"[a-z0-9]{1,32}")
 _FOLDER = re.compile(r"([0-9]{12})-g([0-9]{8})-([a-z0-9]{1,32})/?")
+_RANK_FILE = re.compile(r"r([0-9]{5,8})\.safetensors")
 _DATA_PATH = re.compile(
     r"data/[0-9]{12}-g[0-9]{8}-[a-z0-9]{1,32}/[A-Za-z0-9._=+@,%-]{1,200}\.safetensors"
 )
@@ -120,6 +122,12 @@ def file_key(folder: str, rank: int) -> str:
 def digests_key(data_key: str) -> str:
     """Key of the digest index that belongs to a data file."""
     return data_key.removesuffix(".safetensors") + ".digests"
+
+
+def rank_of_file(key: str, folder: str) -> int | None:
+    """Return whose data file `key` is in `folder`; None when it is something else."""
+    match = _RANK_FILE.fullmatch(key[len(folder) :]) if key.startswith(folder) else None
+    return int(match[1]) if match else None
 
 
 def part_key(folder: str, rank: int) -> str:

@@ -270,7 +270,7 @@ class Loader:
         store = sources.store
         try:
             with no_collection():
-                manifest, filemap, values, witness, digest = sources.manifest(candidate)
+                manifest, filemap, values, witness = sources.manifest(candidate)
             with no_collection(), read_ahead(store, self._likely(manifest, options)):
                 saved = Saved.of(manifest)
                 matching, leaves, plan, filling, laid = self._plan(
@@ -284,7 +284,6 @@ class Loader:
             error = caught
         # A rank that fails here must not leave the others waiting inside the read.
         self._agreement.no_errors(error)
-        sources.same(candidate, digest)
         # Where the witness's values lie is worked out while the disk is busy.
         with ThreadPoolExecutor(1, "ckptd-witness") as beside:
             places = beside.submit(witness_places, values, filling.wants)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.engine.client import AgentSpec, WriterClient
+from ckptd.engine.distant import Distant
 from ckptd.engine.job import Partner
 from ckptd.engine.opening import served_spec
 from ckptd.engine.partners import partners
@@ -20,9 +20,6 @@ from ckptd.errors import CkptdError
 from ckptd.train.agree import Agreement
 from ckptd.train.hosts import bind_address, host_count, host_id
 from ckptd.train.tierrules import TierRules
-
-if TYPE_CHECKING:
-    from ckptd.store import StoreSpec
 
 __all__ = ["Nearby"]
 
@@ -130,26 +127,25 @@ class Nearby:
     def sources(self) -> list[Source]:
         """Return what may hold snapshots, nearest first: this node, then the others.
 
-        Those that cannot be reached are left out, with a warning.
+        Other nodes are connected to when something is wanted of them.
         """
         self.close()
-        wanted: list[tuple[str, StoreSpec | None]] = [
-            ("memory", served_spec(self._here)),
-            ("local", self._folder),
-        ]
-        others = [n for n in self._nodes.values() if n.name != self._node]
-        for tier in ("memory", "local"):
-            for node in others:
-                url = node.memory if tier == "memory" else node.local
-                name = "peer" if tier == "memory" else "local"
-                wanted.append((name, served_spec(url, node.secret)))
-        for tier, spec in wanted:
+        for tier, spec in (("memory", served_spec(self._here)), ("local", self._folder)):
             if spec is not None:
                 try:
-                    self._sources.append(Source(spec.open(), tier))
+                    self._sources.append(Source(spec.open(), tier, f"{self._node} {tier}"))
                 except CkptdError as error:
-                    _log.warning("a node's snapshots cannot be read: %s", error.message)
+                    _log.warning("this node's snapshots cannot be read: %s", error.message)
+        others = [n for n in self._nodes.values() if n.name != self._node]
+        for node in others:
+            self._add("peer", node, "memory", node.memory)
+        for node in others:
+            self._add("local", node, "local", node.local)
         return list(self._sources)
+
+    def _add(self, tier: str, node: _Node, what: str, url: str) -> None:
+        if (spec := served_spec(url, node.secret)) is not None:
+            self._sources.append(Source(Distant(url, spec.open), tier, f"{node.name} {what}"))
 
     def close(self) -> None:
         """Let go of the connections that `sources` made. Idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,15 +12,17 @@ import msgspec
 
 from ckptd.engine.candidates import Candidate, Candidates, find_candidates
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.distant import Distant
 from ckptd.engine.leases import hold
-from ckptd.engine.snapshots import finished
+from ckptd.engine.snapshots import finished_files, unpacked
+from ckptd.engine.telling import tier_of
 from ckptd.engine.union import Source, UnionStore
 from ckptd.engine.witnesses import read_witness
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, SaveError, StoreError
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest
-from ckptd.format.names import WITNESS
+from ckptd.format.names import WITNESS, digests_key, file_key, rank_of_file
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.format.witness_full import FullWitness
 from ckptd.train.agree import Agreement
@@ -36,6 +39,8 @@ Next = Literal["again", "older", "raise"]
 
 _log = logging.getLogger("ckptd")
 _NEXT: tuple[Next, ...] = ("raise", "again", "older")
+_ASKING = 16
+"""Nodes that rank 0 asks at a time what they hold."""
 _NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
 """Failures of agreement itself: nobody may be there to agree with."""
 
@@ -57,10 +62,13 @@ class LoadSources:
     def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
         self._catalogue = catalogue
         self._agreement = agreement
-        self._near: Sequence[Store | Source] = ()
+        self._near: list[Source] = []
         if near is not None:
-            self._near = agreement.on_every_rank(near)
+            found = agreement.on_every_rank(near)
+            self._near = [s if isinstance(s, Source) else Source(s, tier_of(s)) for s in found]
         self.store = UnionStore([*self._near, catalogue.store])
+        self._rooted = True
+        self._aimed: Candidate | None = None
 
     def candidates(self, step: int | None, *, without_root: bool = False) -> tuple[Candidate, ...]:
         """Return what to try, newest first, the same on every rank.
@@ -87,6 +95,7 @@ class LoadSources:
                 hint="latest() is None before the first commit; `ckptd ls --all` shows other lines",
             )
         if not found.rooted and self._near:
+            self._rooted = False
             self.store = UnionStore(self._near)
         return found.items
 
@@ -101,25 +110,64 @@ class LoadSources:
 
             if candidate.snapshot is None:
                 self._agreement.on_rank_zero("lease", take)
+            self._aim(candidate)
             yield
+
+    def _aim(self, candidate: Candidate) -> None:
+        """Learn from rank 0 which node holds what of a checkpoint.
+
+        A rank then asks nobody who has nothing for it: thousands of ranks that each asked thousands
+        of nodes would be at it for hours.
+        """
+        if candidate == self._aimed or not self._near or self._agreement.board.world == 1:
+            return
+        folder, ranks = self._agreement.on_rank_zero("holders", lambda: self._holders(candidate))
+        held = {name: _keys_of(folder, of) for name, of in ranks.items()}
+        near = [
+            s._replace(store=s.store.holding(held.get(s.name, ())))
+            if isinstance(s.store, Distant)
+            else s
+            for s in self._near
+        ]
+        self.store = UnionStore([*near, self._catalogue.store] if self._rooted else near)
+        self._aimed = candidate
+
+    def _holders(self, candidate: Candidate) -> tuple[str, dict[str, list[int]]]:
+        """Return a checkpoint's folder, and by source the ranks whose data files it has."""
+        snapshot = candidate.snapshot
+        folder = (snapshot or self._catalogue.commit(candidate.name)).folder
+
+        def look(source: Source) -> list[int]:
+            try:
+                keys = [info.key for info in source.store.list(folder)]
+            except StoreError as error:
+                _log.warning("%s is not asked: %s", source.name, error.message)
+                return []
+            return [r for k in keys if (r := rank_of_file(k, folder)) is not None]
+
+        named = [s for s in self._near if s.name]
+        with ThreadPoolExecutor(_ASKING) as pool:
+            return folder, dict(zip([s.name for s in named], pool.map(look, named), strict=True))
 
     # -- metadata ----------------------------------------------------------------------------------
 
     def manifest(
         self, candidate: Candidate
-    ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None, str]:
-        """Return manifest, tables, witness and, for a snapshot, the digest of its manifest."""
+    ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None]:
+        """Return manifest, tables and witness."""
         if candidate.snapshot is None:
             commit = self._catalogue.commit(candidate.name)
             manifest = self._catalogue.manifest_of(commit)
             where = commit.folder + commit.manifest
             filemap = check_manifest(manifest, where, commit.manifest_bytes)
             plan = WitnessPlan.of(manifest)
-            return manifest, filemap, plan, self._witness(self.store, manifest, plan), ""
-        with finished(self.store, candidate.snapshot) as done:
-            plan = WitnessPlan.of(done.manifest)
-            witness = self._witness(done.scratch, done.manifest, plan)
-            return done.manifest, done.filemap, plan, witness, done.digest
+            return manifest, filemap, plan, self._witness(self.store, manifest, plan)
+        snapshot = candidate.snapshot
+        # Once for all: finishing takes the parts of every rank.
+        files = self._agreement.on_rank_zero("finish", lambda: finished_files(self.store, snapshot))
+        with unpacked(files) as (scratch, manifest, filemap):
+            plan = WitnessPlan.of(manifest)
+            return manifest, filemap, plan, self._witness(scratch, manifest, plan)
 
     @staticmethod
     def _witness(
@@ -130,23 +178,6 @@ class LoadSources:
         except CorruptError as error:
             error.key = manifest.folder + WITNESS
             raise
-
-    def same(self, candidate: Candidate, digest: str) -> None:
-        """Raise on every rank when ranks made different manifests of a snapshot."""
-        if candidate.snapshot is None:
-            return
-
-        def compare(reports: list[bytes]) -> bytes:
-            if len(set(reports)) > 1:
-                raise CorruptError(
-                    "ranks found different parts of a snapshot",
-                    kind="bad-manifest",
-                    where=str(candidate.name),
-                    found=f"{len(set(reports))} manifests",
-                )
-            return reports[0]
-
-        self._agreement.all_reports("manifest", digest.encode(), compare)
 
     # -- what next ---------------------------------------------------------------------------------
 
@@ -173,6 +204,12 @@ class LoadSources:
         if error.key is not None and self.store.distrust(error.key):
             return "again"
         return "older" if lost or isinstance(error, CorruptError) else "raise"
+
+
+def _keys_of(folder: str, ranks: Sequence[int]) -> list[str]:
+    """Return the keys of what ranks wrote, besides the parts."""
+    files = [file_key(folder, rank) for rank in ranks]
+    return [key for file in files for key in (file, digests_key(file))]
 
 
 def _as_next(raw: bytes) -> Next:

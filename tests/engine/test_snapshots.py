@@ -12,9 +12,15 @@ import pytest
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.commit import commit_attempt, plan_key
 from ckptd.engine.job import Blob, Part
-from ckptd.engine.snapshots import complete_snapshots, finish_snapshot, finished
+from ckptd.engine.snapshots import (
+    complete_snapshots,
+    finish_snapshot,
+    finished_files,
+    unpacked,
+)
 from ckptd.engine.union import UnionStore
 from ckptd.errors import CkptdError, CorruptError, SaveError, TransientStoreError
+from ckptd.format.digest import digest_hex
 from ckptd.format.names import WITNESS, CommitName, part_key
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
@@ -68,14 +74,15 @@ def test_spread_over_nodes_and_finished_as_a_commit(make: Make, tmp_path: Path) 
     put_snapshot([root.store], PLAN, truth, NAME)
     commit = commit_attempt(root, PLAN, save_of(NAME, "0001", PLAN), lambda: None, TIMEOUT_S)
     union = UnionStore(nodes)
-    with finished(union, snapshot) as done:
-        assert done.digest == commit.manifest_digest
-        assert done.manifest == root.manifest_of(commit)
-        assert done.manifest.metadata == {"loss": 0.5}
+    files = finished_files(union, snapshot)
+    with unpacked(files) as (store, manifest, filemap):
+        assert digest_hex(store.get(commit.folder + commit.manifest)) == commit.manifest_digest
+        assert manifest == root.manifest_of(commit)
+        assert manifest.metadata == {"loss": 0.5}
         witness = save.folder + WITNESS
-        assert done.scratch.get(witness) == root.store.get(witness)
-        assert same(read_all(union, done.manifest, done.filemap), truth)
-        scratch = done.scratch.url
+        assert store.get(witness) == root.store.get(witness)
+        assert same(read_all(union, manifest, filemap), truth)
+        scratch = store.url
     assert [*MemoryStore(scratch.partition("://")[2]).list()] == []
 
 
@@ -127,8 +134,8 @@ def test_what_is_not_complete_and_what_another_source_mends(make: Make, damage: 
     DAMAGE[damage](near, folder)
     assert complete_snapshots([near]) == []
     (snapshot,) = complete_snapshots([near, far])
-    with finished(UnionStore([near, far]), snapshot) as done:
-        assert len(done.manifest.files) == WORLD
+    with unpacked(finished_files(UnionStore([near, far]), snapshot)) as (_, manifest, _):
+        assert len(manifest.files) == WORLD
     with pytest.raises(CkptdError) as caught:
         finish_snapshot(UnionStore([near]), make(), snapshot)
     assert isinstance(caught.value, CorruptError)

@@ -1,0 +1,131 @@
+"""A store of another node of which it is known what it holds: asked only for that, opened late.
+
+A job of thousands of nodes has as many agents. A rank needs a few files, which a few of them hold:
+it must neither connect to all, nor ask one after the other who has what.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+from ckptd.errors import NotFoundError, UsageError
+from ckptd.store.base import (
+    Capabilities,
+    Names,
+    ObjectInfo,
+    OpenFile,
+    Store,
+    Writer,
+    check_key,
+    check_prefix,
+)
+from ckptd.types import ByteRange
+
+__all__ = ["Distant"]
+
+_SERVED = Capabilities(
+    create_only=False,
+    consistent_list=True,
+    durable=False,
+    local_files=False,
+    shared=True,
+    parallel=4,
+    block_bytes=8 << 20,
+)
+"""Of what agents serve: known before anybody is asked."""
+
+
+class Distant(Store):
+    """Read-only view of another node's store. Thread-safe.
+
+    Parameters
+    ----------
+    url
+        Where it is.
+    open_store
+        Opens it, when it is first needed.
+    keys
+        What it holds below the folders in question; None: not known, all is asked for.
+    """
+
+    def __init__(
+        self, url: str, open_store: Callable[[], Store], keys: Collection[str] | None = None
+    ) -> None:
+        self.url = url
+        self.options = {}
+        self.capabilities = _SERVED
+        self._open_store = open_store
+        self._keys = None if keys is None else frozenset(keys)
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+
+    def holding(self, keys: Collection[str]) -> Distant:
+        """Return the same with what it holds; the connection is shared."""
+        return Distant(self.url, self._opened, keys)
+
+    def _opened(self) -> Store:
+        with self._lock:
+            if self._store is None:
+                self._store = self._open_store()
+            return self._store
+
+    def _at(self, key: str) -> Store:
+        if self._keys is not None and check_key(key) not in self._keys:
+            raise NotFoundError("no such object", where=f"{self.url}/{key}")
+        return self._opened()
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Pass on."""
+        return self._at(key).get(key, byte_range)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Pass on."""
+        self._at(key).read_into(key, offset, buffer)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Pass on."""
+        return self._at(key).stat(key)
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Pass on."""
+        return self._at(key).open_file(key)
+
+    def local_path(self, key: str) -> Path | None:
+        """Pass on."""
+        return self._at(key).local_path(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Pass on."""
+        return self._opened().list(check_prefix(prefix))
+
+    def children(self, prefix: str = "") -> Names:
+        """Pass on."""
+        return self._opened().children(check_prefix(prefix))
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Refuse."""
+        raise self._refusal(key)
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Refuse."""
+        raise self._refusal(key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Refuse."""
+        raise self._refusal(", ".join([*keys][:4]))
+
+    def sync(self, prefix: str) -> None:
+        """Refuse."""
+        raise self._refusal(prefix)
+
+    def _refusal(self, where: str) -> UsageError:
+        return UsageError("another node's store is only read", kind="read-only", where=where)
+
+    def close(self) -> None:
+        """Close it, if it was opened. Idempotent."""
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
