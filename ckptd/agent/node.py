@@ -21,7 +21,7 @@ from ckptd.engine.job import Happened, Hello, Request
 from ckptd.engine.near import Near
 from ckptd.engine.visit import AgentStatus, AskEnd, AskStatus
 from ckptd.engine.worker import Worker
-from ckptd.errors import WorkerError
+from ckptd.errors import CkptdError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
 
 __all__ = ["NodeAgent", "end_on_signals"]
@@ -53,7 +53,8 @@ class NodeAgent:
         self._listener = listener
         self._place = place
         self._stay = stay
-        self._near = Near()
+        self._nears: dict[str, Near] = {}
+        """By root: jobs of several, with one ``CKPTD_JOB``, count their steps each by itself."""
         self._lock = threading.Lock()
         self._sessions: dict[threading.Thread, socket.socket] = {}
         self._workers: dict[threading.Thread, Worker] = {}
@@ -81,7 +82,6 @@ class NodeAgent:
 
     def run(self) -> None:
         """Serve; returns at the end."""
-        self._near.serve_here(str(self._place.socket.with_suffix(".mem")))
         self._listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -89,7 +89,8 @@ class NodeAgent:
                 if selector.select(_POLL_S):
                     self._accept()
         self._leave()
-        self._near.close()
+        for near in self._nears.values():
+            near.close()
 
     def _accept(self) -> None:
         try:
@@ -109,21 +110,20 @@ class NodeAgent:
 
     def _serve(self, sock: socket.socket, pid: int) -> None:
         channel = SocketChannel(sock, Request)
-        first = None
         try:
             first, _ = channel.receive(_FIRST_S) or (None, None)
+            if isinstance(first, Hello):
+                self._attend(channel, first, pid)
+            elif isinstance(first, AskEnd | AskStatus):
+                self._answer(channel, first)
         except EOFError:  # it only looked whether somebody listens
             _log.debug("process %d came and said nothing", pid)
         except msgspec.MsgspecError as error:
             _log.warning(
                 "process %d, perhaps of another version, is not understood: %s", pid, error
             )
-        if isinstance(first, Hello):
-            self._attend(channel, first, pid)
-            return
-        try:
-            if isinstance(first, AskEnd | AskStatus):
-                self._answer(channel, first)
+        except CkptdError as error:
+            _log.error("process %d cannot be served: %s", pid, error)
         finally:
             channel.close()
             with self._lock:
@@ -131,7 +131,7 @@ class NodeAgent:
 
     def _attend(self, channel: SocketChannel, hello: Hello, pid: int) -> None:
         """Be the worker of a trainer."""
-        worker = Worker(channel, near=self._near)
+        worker = Worker(channel, near=self._near_of(hello))
         with self._lock:
             self._workers[threading.current_thread()] = worker
 
@@ -140,27 +140,42 @@ class NodeAgent:
                 worker.tell(Happened(event))
 
         began = time.monotonic()
-        linger_s = 0.0
         subscription = events.subscribe(relay)
         try:
             worker.run(hello)
-            linger_s = worker.linger_s
         except Exception:  # noqa: BLE001 - a bug with one trainer must not take the others' snapshots along
             _log.exception("the session of process %d ended badly", pid)
         finally:
             subscription.close()
-            self._left(began, linger_s)
+            self._left(began, worker)
 
-    def _left(self, began: float, linger_s: float) -> None:
-        """Decide how long to wait for the next life, now that a trainer of this one is gone."""
+    def _near_of(self, hello: Hello) -> Near:
+        with self._lock:
+            near = self._nears.get(hello.store.url)
+            if near is None:
+                near = Near()
+                count = len(self._nears)
+                near.serve_here(str(self._place.socket.with_suffix(f".{count or ''}mem")))
+                self._nears[hello.store.url] = near
+            return near
+
+    def _left(self, began: float, worker: Worker) -> None:
+        """Decide how long to wait for the next life, now that a trainer of this one is gone.
+
+        One that died is awaited. The job is over when the life that came back has said goodbye; a
+        trainer that could not even begin says nothing of that.
+        """
         now = time.monotonic()
         with self._lock:
             self._sessions.pop(threading.current_thread(), None)
             self._workers.pop(threading.current_thread(), None)
-            if linger_s and self._near.shelf.folders():
-                self._until, self._died = max(self._until, now + linger_s), now
-            elif began > self._died and not self._sessions:
-                self._until = now  # the life that came back has said goodbye
+            last = not self._sessions
+            if not any(near.shelf.folders() for near in self._nears.values()):
+                self._until = now if last else self._until
+            elif worker.linger_s:
+                self._until, self._died = max(self._until, now + worker.linger_s), now
+            elif worker.said_goodbye and began > self._died and last:
+                self._until = now
 
     def _may_end(self) -> bool:
         with self._lock:
@@ -168,15 +183,23 @@ class NodeAgent:
             over = self._ending.is_set() or (not self._stay and time.monotonic() > self._until)
         if (busy and not self._at_once.is_set()) or not over:
             return False
-        with locked(self._place):
-            # Whoever looked for an agent before we had the lock is connected by now.
-            self._accept()
-            with self._lock:
-                if self._sessions and not self._at_once.is_set():
-                    return False
-            self._listener.close()
-            self._place.socket.unlink(missing_ok=True)
-            self._near.hide()
+        try:
+            with locked(self._place):
+                return self._close_door()
+        except DeadlineError as error:
+            _log.warning("not yet: %s", error)  # whoever holds the lock may still come
+            return False
+
+    def _close_door(self) -> bool:
+        # Whoever looked for an agent before we had the lock is connected by now.
+        self._accept()
+        with self._lock:
+            if self._sessions and not self._at_once.is_set():
+                return False
+        self._listener.close()
+        self._place.socket.unlink(missing_ok=True)
+        for near in self._nears.values():
+            near.hide()
         return True
 
     def _leave(self) -> None:
@@ -200,6 +223,7 @@ class NodeAgent:
         with self._lock:
             ranks = tuple(sorted(worker.rank for worker in self._workers.values()))
             left = max(0.0, self._until - time.monotonic())
+            nears = list(self._nears.values())
         awaited = bool(ranks) or (self._stay and not self._ending.is_set())
         return AgentStatus(
             job=self._place.job,
@@ -207,8 +231,8 @@ class NodeAgent:
             socket=str(self._place.socket),
             pid=os.getpid(),
             ranks=ranks,
-            snapshots=kept_snapshots(self._near),
-            folder=self._near.folder,
+            snapshots=tuple(s for near in nears for s in kept_snapshots(near)),
+            folder=next((near.folder for near in nears if near.folder), None),
             ends_in_s=None if awaited else 0.0 if self._ending.is_set() else left,
             ending=self._ending.is_set(),
         )

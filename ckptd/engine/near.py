@@ -49,6 +49,7 @@ class Near:
         self._left: list[Store] = []
         self._peer: Store | None = None
         self._peer_of = ""
+        self._root_id = ""
         self._complete: dict[str, list[CommitName]] = {}
         self._lost: deque[tuple[str, CommitName]] = deque(maxlen=_LOST)
         self._used: dict[str, int] = {}
@@ -82,6 +83,20 @@ class Near:
         server = self._servers.pop("local", None)
         if server is not None:
             server.close()
+
+    def belongs(self, root_id: str) -> None:
+        """Say of which root what comes now is; what is there of another goes.
+
+        A root that was deleted and made anew has the same URL, and counts generations from 1.
+        """
+        with self._lock:
+            old, self._root_id = self._root_id, root_id
+            if old in ("", root_id):
+                return
+            self._complete.clear()
+            self._lost.clear()
+        _log.warning("the root is another one than it was: what is in memory of that one goes")
+        self.shelf.clear_all()
 
     @property
     def local(self) -> Store:

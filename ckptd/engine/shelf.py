@@ -190,13 +190,18 @@ class Shelf(Store):
                 else:
                     self._spare.append(found.segment)
 
-    def close(self) -> None:
-        """Let go of everything. Idempotent."""
+    def clear_all(self) -> None:
+        """Take down everything."""
         with self._lock:
             for place in list(self._mine):
                 self._take_down(*place)
             for key in list(self._objects):
                 self._drop(key)
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        with self._lock:
+            self.clear_all()
             for segment in self._spare:
                 segment.close()
             self._spare.clear()

@@ -93,6 +93,7 @@ class Worker:
         self._plan: RankPlan | None = None
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
+        self._belongs = False
         self._trainer_died = False
         self.said_goodbye = False
         """Whether the trainer ended as it should."""
@@ -258,6 +259,7 @@ class Worker:
         try:
             slot = self._slot(save)
             if self._lanes is not None:
+                self._belong()
                 self._lanes.take(self._share(save, plan, slot))
                 return
             drain(
@@ -297,6 +299,16 @@ class Worker:
             self._commits.submit(self._commit, save, plan)
         else:
             self._unsettled.append((save, plan))
+
+    def _belong(self) -> None:
+        """Say once whose snapshots these are: what is here of a root that was deleted must go."""
+        if self._near is None or self._belongs:
+            return
+        try:
+            self._near.belongs(self._catalogue.open().root_id)
+            self._belongs = True
+        except CkptdError as error:  # memory must be of use also while the root is not
+            _log.warning("the root cannot be read: %s", error.message)
 
     # -- near tiers --------------------------------------------------------------------------------
 
