@@ -22,6 +22,7 @@ from ckptd.engine.arena import Slot
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
 from ckptd.engine.handle import SaveHandle
+from ckptd.engine.hostinfo import pid_space
 from ckptd.engine.job import (
     Abort,
     Blob,
@@ -560,7 +561,8 @@ class WriterClient:
     def _end_worker(self, found: str) -> None:
         if self._process is not None:
             self._process.kill()
-        elif self._agent is not None and self._answer is not None:
+        elif self._agent and self._answer and self._answer.pid_space == pid_space():
+            # Never by a number that another container's agent gave: here it is somebody else.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._answer.pid, signal.SIGKILL)
         self._worker_gone(

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptd.engine.memory import available_bytes
 from ckptd.engine.pool import cores
 
-__all__ = ["Mount", "environment", "host_id", "mount_of", "versions"]
+__all__ = ["Mount", "environment", "host_id", "mount_of", "pid_space", "versions"]
 
 PACKAGES = (
     "ckptd",
@@ -78,6 +78,14 @@ def host_id() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
+
+
+def pid_space() -> str:
+    """Name the space of process ids that this process counts in; containers have their own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

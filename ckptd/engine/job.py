@@ -225,6 +225,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         Where other nodes read that, and what is in the node's folder: URLs, or empty.
     secret
         For both.
+    pid_space
+        Whose numbers `pid` is of: an agent in another container counts otherwise.
     """
 
     pid: int
@@ -232,6 +234,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     memory: str = ""
     local: str = ""
     secret: str = ""
+    pid_space: str = ""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from ckptd import events
 from ckptd.engine.arena import Slot, half_staged
 from ckptd.engine.catalogue import Catalogue
@@ -24,6 +26,7 @@ from ckptd.engine.channel import Channel, SocketChannel
 from ckptd.engine.commit import commit_attempt, remove_parts
 from ckptd.engine.drain import RankPlan, drain
 from ckptd.engine.held import hold_share
+from ckptd.engine.hostinfo import pid_space
 from ckptd.engine.job import (
     Abort,
     Committed,
@@ -135,7 +138,8 @@ class Worker:
         self._near.prepare(hello.tiers)
         self._lanes = Lanes(self._near, self.tell, self._share_to_root)
         served = self._near.serve(hello.bind) if hello.bind else ()
-        return Ready(os.getpid(), self._near.here, *served)
+        ready = Ready(os.getpid(), self._near.here, *served)
+        return msgspec.structs.replace(ready, pid_space=pid_space())
 
     @property
     def linger_s(self) -> float:
