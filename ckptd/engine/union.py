@@ -113,8 +113,6 @@ class UnionStore(Store):
             self._distrusted.setdefault(key, []).append(wrong)
             self._serving[key] = other
             wrong.wrong += 1
-            if wrong.wrong == _MOST_WRONG:
-                self._serving = {k: s for k, s in self._serving.items() if s is not wrong}
         return True
 
     def read_bytes(self) -> dict[str, int]:
@@ -139,7 +137,7 @@ class UnionStore(Store):
             distrusted = self._distrusted.get(key, ())
             serving = self._serving.get(key)
             found = [s for s in self._sources if s.aside_until <= now and s not in distrusted]
-            found.sort(key=lambda s: (s is not serving, s.wrong >= _MOST_WRONG))
+            found.sort(key=lambda s: (s.wrong >= _MOST_WRONG, s is not serving))
         return found
 
     def _has(self, source: _Held, key: str) -> bool:
