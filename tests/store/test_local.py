@@ -124,6 +124,7 @@ def test_links_out_of_the_root_are_refused(escape: tuple[LocalStore, Path]) -> N
         lambda: store.stat("leak"),
         lambda: store.exists("out/secret"),
         lambda: store.local_path("leak"),
+        lambda: store.open_file("leak"),
         lambda: store.put("out/new", b"x"),
         lambda: store.put("out/deep/new", b"x", create_only=True),
         lambda: store.writer("out/new", 1),

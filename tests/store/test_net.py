@@ -49,24 +49,32 @@ class TestTcpToMemory(StoreContract):
             yield patient(server.describe())
 
 
-class TestUnixToLocal(StoreContract):
-    """The server in a process of its own."""
+class _ToLocal(StoreContract):
+    """The server in a process of its own, which serves all tests of a class one after another."""
+
+    url = ""
+
+    @pytest.fixture(scope="class")
+    def served(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSpec]:
+        root = StoreSpec(str(tmp_path_factory.mktemp("root")))
+        with tempfile.TemporaryDirectory(prefix="ckptd-", dir="/tmp") as folder:
+            with server_process(root, self.url.format(folder=folder)) as server:
+                yield patient(server.spec)
 
     @pytest.fixture
-    def spec(self, tmp_path: Path, short: Path) -> Iterator[StoreSpec]:
-        root = StoreSpec(str(tmp_path / "root"))
-        with server_process(root, f"ckptd+unix://{short}/sock") as server:
-            yield patient(server.spec)
+    def spec(self, served: StoreSpec) -> Iterator[StoreSpec]:
+        yield served
+        with served.open() as store:
+            store.delete([o.key for o in store.list()])
+
+
+class TestUnixToLocal(_ToLocal):
+    url = "ckptd+unix://{folder}/sock"
 
 
 @pytest.mark.long
-class TestTcpToLocal(StoreContract):
-    """The server in a process of its own."""
-
-    @pytest.fixture
-    def spec(self, tmp_path: Path) -> Iterator[StoreSpec]:
-        with server_process(StoreSpec(str(tmp_path / "root"))) as server:
-            yield patient(server.spec)
+class TestTcpToLocal(_ToLocal):
+    url = "ckptd://127.0.0.1:0"
 
 
 # --- descriptors ----------------------------------------------------------------------------------

@@ -45,7 +45,11 @@ class Link:
         self, address: Address, secret: bytes, *, connect_s: float, answer_s: float
     ) -> None:
         sock = address.connect(connect_s)
-        self.wire = Wire(sock, address.url, answer_s)
+        try:
+            self.wire = Wire(sock, address.url, answer_s)
+        except BaseException:
+            sock.close()
+            raise
         self.clean = True
         self._answer_s = answer_s
         try:
@@ -53,7 +57,6 @@ class Link:
                 raise StoreError(
                     "the server runs as another user", kind="permission", where=address.url
                 )
-            self.wire.patience(_PATIENCE_S)
             self.capabilities: Capabilities = greet_server(self.wire, secret, connect_s)
         except BaseException:
             self.wire.release()
@@ -165,9 +168,11 @@ class LinkPool:
         """Return a link, which must be given back; errors are those of `Link`."""
         while (link := self._pop()) is not None:
             if not link.wire.readable():
+                link.wire.patience(_PATIENCE_S)  # a writer had more
                 return link
             self.give_back(link, drop=True)  # the server is gone, or came back
         link = self._connect()
+        link.wire.patience(_PATIENCE_S)
         with self._lock:
             self._used.add(link)
             closed = self._closed

@@ -51,14 +51,14 @@ __all__ = [
 
 VERSION = 1
 MOST_BODY_BYTES = 1 << 20
-"""Largest message, without the piece behind it; a page of the longest keys has half of it."""
+"""Largest message, without the piece behind it; a page of the longest names has most of it."""
 PIECE_BYTES = 4 << 20
 """Bytes behind one `Piece`, as they are sent."""
 MOST_PIECE_BYTES = 8 << 20
 """Bytes behind one `Piece` that a server takes."""
 MOST_PUT_BYTES = 1 << 30
 """Largest object of one put, which the server holds in memory; larger ones need a writer."""
-PAGE = 1000
+PAGE = 500
 """Names in one `Page` and keys in one `Delete`."""
 
 

@@ -12,14 +12,15 @@ from ckptd.store.net import messages
 __all__ = ["Allow", "Rules"]
 
 Allow = Callable[[str, str], bool]
-"""``(operation, key or prefix) -> bool``; operations are the names of `Rules`."""
+"""``(operation, key or prefix) -> bool``. Operations: get, read, open, stat, list, children, put,
+begin (a writer), delete, sync, sweep."""
 
 _CHANGES = frozenset({"put", "begin", "delete", "sweep"})
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is allowed; operations: get, read, open, stat, list, children, put, begin, delete, ...
+    """What is allowed.
 
     Attributes
     ----------

@@ -219,7 +219,7 @@ class Wire:
     def patience(self, seconds: float) -> None:
         """Let sent bytes wait so long for the peer to take them (TCP), in seconds."""
         if not self.local and hasattr(socket, "TCP_USER_TIMEOUT"):
-            with self._guarded():
+            with contextlib.suppress(OSError):  # it is gone: the next call tells
                 self._sock.setsockopt(
                     socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
                 )
