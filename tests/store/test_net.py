@@ -55,10 +55,11 @@ class _ToLocal(StoreContract):
     url = ""
 
     @pytest.fixture(scope="class")
-    def served(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSpec]:
+    @classmethod
+    def served(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSpec]:
         root = StoreSpec(str(tmp_path_factory.mktemp("root")))
         with tempfile.TemporaryDirectory(prefix="ckptd-", dir="/tmp") as folder:
-            with server_process(root, self.url.format(folder=folder)) as server:
+            with server_process(root, cls.url.format(folder=folder)) as server:
                 yield patient(server.spec)
 
     @pytest.fixture
@@ -125,7 +126,7 @@ def test_no_descriptor_over_tcp_and_from_memory(
 
 
 class _Shifted(MemoryStore):
-    """Keeps objects one after another in one file, the first bytes of each elsewhere."""
+    """Keeps objects one after another in one file, the first bytes of the first elsewhere."""
 
     header = 100
 
@@ -137,8 +138,8 @@ class _Shifted(MemoryStore):
     def open_file(self, key: str) -> OpenFile | None:
         self.stat(key)
         self.opened += 1
-        place = int(key) * (3 << 20)
-        return OpenFile(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), place - self.header)
+        shift = int(key) * self.stat(key).size - self.header
+        return OpenFile(os.open(self._path, os.O_RDONLY | os.O_CLOEXEC), shift)
 
 
 @pytest.mark.parametrize("way", ["tcp", "unix"])
@@ -146,7 +147,7 @@ def test_objects_that_share_a_file_with_others(tmp_path: Path, short: Path, way:
     path = tmp_path / "segment"
     store = _Shifted(uuid.uuid4().hex, path)
     objects = [pattern(_Shifted.header + (3 << 20), seed) for seed in range(3)]
-    path.write_bytes(b"".join(data[_Shifted.header :] for data in objects))
+    path.write_bytes(b"".join(objects)[_Shifted.header :])
     for i, data in enumerate(objects):
         store.put(str(i), data)
     url = f"ckptd+unix://{short}/sock" if way == "unix" else "ckptd://127.0.0.1:0"
