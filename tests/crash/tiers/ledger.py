@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -121,7 +120,6 @@ class Killed(_Fact, frozen=True, kw_only=True, tag=True):
 
 
 Fact = Started | Claiming | Restored | Begun | Held | Promised | Refused | Raised | Closed | Killed
-_F = TypeVar("_F", bound=_Fact)
 
 
 class Ledger:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+import ckptd.engine.worker as worker
 from ckptd.agent.node import NodeAgent
 from ckptd.engine.agentlink import AgentPlace, listen, locked
 from ckptd.engine.catalogue import Catalogue
@@ -29,13 +30,14 @@ from tests.crash.judge import assert_only_legal, clean
 from tests.crash.tiers.judge import Verdict, judge
 from tests.crash.tiers.ledger import Killed, Started
 from tests.crash.tiers.moments import Scene, enter, fire, hook_agent, start_of
-from tests.crash.tiers.schedule import Arm, LifePlan, Schedule, draw
+from tests.crash.tiers.schedule import LifePlan, Schedule, draw
 from tests.crash.tiers.trainer import RankLife, be_trainer, environment
 
 __all__ = ["Outcome", "Runner", "main"]
 
 LIFE_S = 90.0
 END_S = 90.0
+ORPHAN_S = 3.0
 _POLL_S = 0.004
 
 
@@ -126,6 +128,7 @@ class Runner:
             os.setsid()
             os.environ.update(environment(self.scene, node))
             hook_agent()
+            worker.ORPHAN_COMMIT_S = ORPHAN_S  # nobody is to wait a minute for the dead
             enter(self.scene, f"agent-{node}", node)
             agent = NodeAgent(listener, place)
             signal.signal(signal.SIGTERM, lambda *_: agent.end())

@@ -192,8 +192,8 @@ def _live(scene: Scene, life: RankLife) -> None:
     handles: list[SaveHandle] = []
     step = 0
     try:
-        step = _load(scene, life, ck, state)
-        for step in range(step + 1, step + 1 + life.plan.steps):
+        first = _load(scene, life, ck, state) + 1
+        for step in range(first, first + life.plan.steps):
             state.train(step)
             digest, train = state.digests()
             scene.ledger.write(Begun(life=number, rank=rank, step=step, digest=digest, train=train))
