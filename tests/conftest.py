@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
+import tempfile
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.processes import agents_in
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,8 +62,37 @@ def _tell_group(item: pytest.Item, group: str) -> None:
         object.__setattr__(item, "_id", type(node_id).parse(f"{item.nodeid}@{group}"))
 
 
+_run_folder_numbers = count()
+
+
+@pytest.fixture(scope="session")
+def _run_folders() -> Iterator[Path]:
+    """Give a folder with a short name: paths of sockets have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="ck", dir="/tmp" if os.path.isdir("/tmp") else None))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @pytest.fixture(autouse=True)
-def _own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the developer's ``CKPTD_*`` variables out of the tests."""
+def _own_settings(monkeypatch: pytest.MonkeyPatch, _run_folders: Path) -> Iterator[None]:
+    """Keep the developer's ``CKPTD_*`` variables out of the tests, and tests' agents apart."""
     for name in [n for n in os.environ if n.startswith("CKPTD_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(_run_folders / str(next(_run_folder_numbers))))
+    yield
+    folder = Path(os.environ["CKPTD_RUN_DIR"])
+    if folder.exists():
+        _no_agent_is_left(folder)
+
+
+def _no_agent_is_left(folder: Path) -> None:
+    """Fail when agents of the test do not end, or do only after a minute; none outlives this."""
+    end = time.monotonic() + 60.0
+    while (left := agents_in(folder)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    logs = "\n".join(path.read_text() for path in folder.glob("*.log"))
+    shutil.rmtree(folder, ignore_errors=True)
+    assert not left, f"agents are left behind: {left}\n{logs}"
