@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -41,6 +42,8 @@ _log = logging.getLogger("ckptd")
 _NEXT: tuple[Next, ...] = ("raise", "again", "older")
 _ASKING = 16
 """Nodes that rank 0 asks at a time what they hold."""
+_PIECE_CHARS = 4 << 20
+"""Of what rank 0 tells the others at a time; a board takes no value above 8 MB."""
 _NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
 """Failures of agreement itself: nobody may be there to agree with."""
 
@@ -66,7 +69,8 @@ class LoadSources:
         if near is not None:
             found = agreement.on_every_rank(near)
             self._near = [s if isinstance(s, Source) else Source(s, tier_of(s)) for s in found]
-        self.store = UnionStore([*self._near, catalogue.store])
+        self.store = self._all = UnionStore([*self._near, catalogue.store])
+        self._has_near = near is not None
         self._rooted = True
         self._aimed: Candidate | None = None
 
@@ -96,7 +100,7 @@ class LoadSources:
             )
         if not found.rooted and self._near:
             self._rooted = False
-            self.store = UnionStore(self._near)
+            self.store = self._all = UnionStore(self._near)
         return found.items
 
     @contextmanager
@@ -119,7 +123,8 @@ class LoadSources:
         A rank then asks nobody who has nothing for it: thousands of ranks that each asked thousands
         of nodes would be at it for hours.
         """
-        if candidate == self._aimed or not self._near or self._agreement.board.world == 1:
+        # Whether there are near tiers is the same on all ranks; what one reaches of them is not.
+        if candidate == self._aimed or not self._has_near or self._agreement.board.world == 1:
             return
         folder, ranks = self._agreement.on_rank_zero("holders", lambda: self._holders(candidate))
         held = {name: _keys_of(folder, of) for name, of in ranks.items()}
@@ -129,7 +134,8 @@ class LoadSources:
             else s
             for s in self._near
         ]
-        self.store = UnionStore([*near, self._catalogue.store] if self._rooted else near)
+        if near:
+            self.store = UnionStore([*near, self._catalogue.store] if self._rooted else near)
         self._aimed = candidate
 
     def _holders(self, candidate: Candidate) -> tuple[str, dict[str, list[int]]]:
@@ -163,11 +169,25 @@ class LoadSources:
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)
         snapshot = candidate.snapshot
-        # Once for all: finishing takes the parts of every rank.
-        files = self._agreement.on_rank_zero("finish", lambda: finished_files(self.store, snapshot))
+        # Once for all: finishing takes the parts of every rank, wherever they are.
+        files = self._told(lambda: finished_files(self._all, snapshot))
         with unpacked(files) as (scratch, manifest, filemap):
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(scratch, manifest, plan)
+
+    def _told(self, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Return on every rank what rank 0 makes, told in pieces that the board takes."""
+        pieces: list[str] = []
+
+        def cut() -> int:
+            text = msgspec.json.encode(make()).decode()
+            pieces.extend(text[i : i + _PIECE_CHARS] for i in range(0, len(text), _PIECE_CHARS))
+            return len(pieces)
+
+        count = self._agreement.on_rank_zero("finish", cut)
+        tell = self._agreement.on_rank_zero
+        told = [tell("finish", partial(pieces.__getitem__, i)) for i in range(count)]
+        return msgspec.json.decode("".join(told), type=dict[str, str])
 
     @staticmethod
     def _witness(

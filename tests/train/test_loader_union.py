@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.commit import plan_key
+from ckptd.engine.distant import Distant
 from ckptd.engine.union import Source
 from ckptd.errors import CorruptError, StoreError, TransientStoreError
 from ckptd.format.names import CommitName, digests_key, file_key, part_key
@@ -27,6 +28,7 @@ from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.train import sources
 from ckptd.train.agree import Agreement
 from ckptd.train.loader import Loader, LoadReport
 from tests.engine.saving import SHAPES, plan_of, values
@@ -276,6 +278,31 @@ def test_ranks_that_reach_different_tiers(place: Place) -> None:
     near[1] = [near[1][0]]
     assert threads(2, work) in ([10, 10], [12, 12])  # one may fetch what both need
     assert same(states[0], states[1])
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_snapshot_that_is_spread_over_nodes(
+    place: Place, cut_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a node of its own and the other from afar; one may reach nobody."""
+    monkeypatch.setattr(sources, "_PIECE_CHARS", 1000)
+    place.commit(10)
+    place.snapshot(12)
+    states = [blank(), blank()]
+
+    def near(rank: int) -> list[Source]:
+        if rank and cut_off:
+            return []
+        own, other = place.nodes[rank], place.nodes[1 - rank]
+        afar = Distant(other.url, lambda: other)
+        return [Source(own, "memory", f"n{rank}"), Source(afar, "peer", f"n{1 - rank}")]
+
+    def work(rank: int, board: LocalBoard) -> int:
+        return load(place.root, near(rank), states[rank], board=board).step
+
+    wanted = 10 if cut_off else 12
+    assert threads(2, work) == [wanted, wanted]
+    assert all(same(state, truth(wanted)) for state in states)
 
 
 def test_a_snapshot_of_ranks_that_drifted_apart(place: Place) -> None:
