@@ -306,12 +306,15 @@ class FileMap:
     def chunk_numbers(self, file: int) -> tuple[I64, I64]:
         """Return tensor and piece of every chunk of `file`, in file order."""
         held = [self._pieces(group, file)[0] for group in range(len(self._groups))]
-        groups = self._group_of[self.order]
-        counts = np.array([len(pieces) for pieces in held], dtype=np.int64)[groups]
-        pieces = [held[group] for group in groups[counts > 0]]
-        if not pieces:
+        if not held:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        return np.repeat(self.order, counts), np.concatenate(pieces)
+        sizes = np.array([len(pieces) for pieces in held], dtype=np.int64)
+        groups = self._group_of[self.order]
+        counts = sizes[groups]
+        # Of each chunk: where its group's pieces begin in the pool, and which of them it is.
+        begin = np.repeat((np.cumsum(sizes) - sizes)[groups], counts)
+        which = np.arange(len(begin)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(self.order, counts), np.concatenate(held)[begin + which]
 
     def header_entries(self, file: int) -> list[tuple[str, DType, tuple[int, ...]]]:
         """Return what `ckptd.format.container.build_header` needs for `file`."""
