@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptd.engine.job import Part
 from ckptd.engine.structure import SavePlan
-from ckptd.engine.unchanged import MOST_FOLDERS, folder_of
+from ckptd.engine.unchanged import MOST_FOLDERS, Refer, folder_of
 from ckptd.errors import SaveError
 from ckptd.format.filemap import is_home
 from ckptd.format.manifest import FileEntry, Runs3, TensorEntry
@@ -99,18 +99,29 @@ def _moved(plan: SavePlan, parts: Sequence[Part], numbers: dict[str, int]) -> tu
         tensor, piece = plan.filemap.chunk_numbers(part.rank)
         seen = np.zeros(len(tensor), dtype=np.bool_)
         for refer in part.refers:
-            for first, count in refer.runs:
-                if first < 0 or count < 1 or first + count > len(tensor):
-                    raise _bad(part, "chunks that it does not have", (first, count))
-                if seen[first : first + count].any():
-                    raise _bad(part, "a chunk twice", (first, count))
-                seen[first : first + count] = True
-                tensors.append(tensor[first : first + count])
-                pieces.append(piece[first : first + count])
-                files.append(np.full(count, numbers[refer.file.path], dtype=np.int64))
+            numbered = _numbers(part, refer, len(tensor))
+            if seen[numbered].any():
+                raise _bad(part, "a chunk twice", refer.file.path)
+            seen[numbered] = True
+            tensors.append(tensor[numbered])
+            pieces.append(piece[numbered])
+            files.append(np.full(len(numbered), numbers[refer.file.path], dtype=np.int64))
     joined = np.concatenate(tensors), np.concatenate(pieces), np.concatenate(files)
     order = np.argsort(joined[0], kind="stable")
     return joined[0][order], joined[1][order], joined[2][order]
+
+
+def _numbers(part: Part, refer: Refer, chunks: int) -> I64:
+    """Return the chunk numbers of runs that are in range, and rise."""
+    end = 0
+    for first, count in refer.runs:
+        if first < end or count < 1 or first + count > chunks:
+            raise _bad(part, "chunks that it does not have, or one twice", (first, count))
+        end = first + count
+    runs = np.array(refer.runs, dtype=np.int64).reshape(-1, 2)
+    counts = runs[:, 1]
+    skipped = runs[:, 0] - (np.cumsum(counts) - counts)
+    return np.repeat(skipped, counts) + np.arange(int(counts.sum()))
 
 
 def _bad(part: Part, what: str, found: object) -> SaveError:
