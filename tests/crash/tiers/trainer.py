@@ -39,6 +39,7 @@ __all__ = ["RankLife", "State", "be_trainer"]
 
 _SIZES = (96, 256, 96)
 DEADLINE_S = 60.0
+_log = logging.getLogger("ckptd.campaign")
 
 
 class RankLife(msgspec.Struct, frozen=True):
@@ -169,6 +170,7 @@ def _live(scene: Scene, life: RankLife) -> None:
     state = State(number, rank)
 
     def raised(call: str, step: int, error: CkptdError) -> None:
+        _log.error("%s raised", call, exc_info=error)
         scene.ledger.write(
             Raised(
                 life=number,
