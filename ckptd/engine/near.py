@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptd.engine.shelf import Shelf
+from ckptd.engine.slots import KEEPING
 from ckptd.engine.tiers import NEAR, TierSpec
 from ckptd.errors import CkptdError, StoreError
 from ckptd.format.names import DATA, CommitName, parse_data_folder
@@ -47,6 +48,7 @@ class Near:
         self._local_spec: StoreSpec | None = None
         self._local_keep = 1
         self._left: list[Store] = []
+        self._keeping: list[str] = []
         self._peer: Store | None = None
         self._peer_of = ""
         self._root_id = ""
@@ -66,6 +68,8 @@ class Near:
         StoreError
             The folder cannot be opened.
         """
+        with self._lock:
+            self._keeping = [tier.name for tier in tiers if tier.name in KEEPING]
         for tier in tiers:
             if tier.store is not None:
                 with self._lock:
@@ -202,12 +206,18 @@ class Near:
         return None if self._local is None else self._local.url
 
     def _clear_own(self) -> None:
-        """Take down own shares that are older than the newest complete one of every tier."""
+        """Take down own shares that no tier needs: those older than the newest complete ones.
+
+        As long as a tier has none that is complete, what it is to have one day stays.
+        """
         with self._lock:
-            newest = [n for t in ("memory", "peer") if (n := self.newest(t)) is not None]
-            newest = newest or [n for n in [self.newest("root")] if n is not None]
-        if newest:
-            self.shelf.clear_before(min(newest, key=_age), guests=False)
+            newest = [self.newest(tier) for tier in self._keeping]
+            known = [name for name in newest if name is not None]
+            bounds = [min(known, key=_age)] if known and len(known) == len(newest) else []
+            root = self.newest("root")
+            bounds += [] if root is None else [root]
+        if bounds:
+            self.shelf.clear_before(max(bounds, key=_age), guests=False)
 
     def _clear_local(self) -> None:
         with self._lock:

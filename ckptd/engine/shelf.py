@@ -165,21 +165,29 @@ class Shelf(Store):
                     self._clear(folder, guests=guests)
 
     def _clear(self, folder: str, *, guests: bool) -> None:
-        ranks = {rank for k in self._objects if (rank := _rank_of(k, folder)) is not None}
-        for rank in [r for r in ranks if ((folder, r) in self._mine) is not guests]:
-            ranks.discard(rank)
-            self._take_down(folder, rank)
-        if not ranks:
-            for key in [k for k in self._objects if k.startswith(folder)]:
-                self._drop(key)
+        for rank in self._ranks(folder):
+            if ((folder, rank) in self._mine) is not guests:
+                self._take_down(folder, rank)
+        self._drop_shared(folder)
+
+    def _ranks(self, folder: str) -> set[int]:
+        return {rank for k in self._objects if (rank := _rank_of(k, folder)) is not None}
 
     def _take_down(self, folder: str, rank: int) -> None:
         for key in [k for k in self._objects if _rank_of(k, folder) == rank]:
             self._drop(key)
         held = self._mine.pop((folder, rank), None)
-        if held is not None and id(held.slot) in self._adopted:
-            self._adopted.discard(id(held.slot))
-            held.slot.close()
+        if held is not None:
+            self._drop_shared(folder)
+            if id(held.slot) in self._adopted:
+                self._adopted.discard(id(held.slot))
+                held.slot.close()
+
+    def _drop_shared(self, folder: str) -> None:
+        """Drop what the ranks of an attempt share, once nothing of any rank is left."""
+        if not self._ranks(folder):
+            for key in [k for k in self._objects if k.startswith(folder)]:
+                self._drop(key)
 
     def _drop(self, key: str) -> None:
         with self._lock:
