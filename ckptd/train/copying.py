@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +28,7 @@ from ckptd.train.leaves import TensorLeaf
 from ckptd.train.replicas import Samples, is_common
 from ckptd.types import Box
 
-__all__ = ["CopyStep", "Snapshot", "Window", "copy_steps"]
+__all__ = ["CopyStep", "Snapshot", "Sources", "Window", "copy_steps"]
 
 REPORT_BYTES = 8 << 20
 SMALL_BYTES = 4096
@@ -102,19 +103,149 @@ def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[in
     raise AssertionError(f"plan gives this rank a piece it does not hold: {piece}")
 
 
+_Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Sources:
+    """What copy steps read, worked out once for all saves of the same tensors.
+
+    Parameters
+    ----------
+    steps
+        What is copied, in file order.
+    leaves
+        Leaf by the name that steps use.
+    held
+        Tells of a leaf that nothing mutates it before the gate says so.
+
+    Attributes
+    ----------
+    locals, late
+        Local tensor by name: all of them, and those that are copied late.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[CopyStep],
+        leaves: Mapping[str, TensorLeaf],
+        held: Callable[[TensorLeaf], bool],
+    ) -> None:
+        self.steps = steps
+        self.leaves = leaves
+        self._held = held
+        self.locals = {s.name: local_tensor(leaves[s.name].tensor) for s in steps}
+        self.mixed = any(x.is_cuda for x in self.locals.values())
+        self.late = {n: x for n, x in self.locals.items() if self.is_held(leaves[n])}
+        self._versioned = [(n, x) for n, x in self.late.items() if not x.is_inference()]
+
+    def is_held(self, leaf: TensorLeaf) -> bool:
+        """Tell whether a leaf is copied late."""
+        tensor = local_tensor(leaf.tensor)
+        if tensor.device.type == "cpu":
+            # Beside CUDA tensors the few bytes of an optimizer's step counters would be all that
+            # the host has to wait for at the gate.
+            small = self.mixed and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+            return not small and self._held(leaf)
+        return tensor.is_cuda and self._held(leaf)
+
+    def versions(self) -> list[tuple[str, int]]:
+        """Return what torch counts of changes of what is copied late."""
+        return [(name, local._version) for name, local in self._versioned]
+
+    @cached_property
+    def early(self) -> list[int]:
+        """Numbers of the steps that are copied at once, on the host."""
+        return [
+            number
+            for number, step in enumerate(self.steps)
+            if step.name not in self.late and not self.locals[step.name].is_cuda
+        ]
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """What is scheduled: steps, and parts of those that are large and on a device."""
+        units: list[Unit] = []
+        for number, step in enumerate(self.steps):
+            nbytes = step.end - step.start
+            if nbytes <= CHUNK_BYTES or not self.locals[step.name].is_cuda:
+                units.append(Unit(len(units), number, None, step.start, step.end))
+                continue
+            whole = self.whole(number)
+            at = step.start
+            for box in cuts(tuple(whole.shape), whole.element_size(), CHUNK_BYTES):
+                end = at + math.prod(box.shape) * whole.element_size()
+                units.append(Unit(len(units), number, box, at, end))
+                at = end
+        return units
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where each unit ends in the slot."""
+        return [unit.end for unit in self.units]
+
+    @cached_property
+    def placed_early(self) -> list[int]:
+        """Indexes of the units of `early`."""
+        early = set(self.early)
+        return [unit.index for unit in self.units if unit.step in early]
+
+    @cached_property
+    def late_on_host(self) -> list[Unit]:
+        """The units that a thread copies on the host."""
+        return [
+            unit
+            for unit in self.units
+            if (local := self.late.get(self.steps[unit.step].name)) is not None
+            and not local.is_cuda
+        ]
+
+    def whole(self, number: int) -> torch.Tensor:
+        """Return what a step copies."""
+        step = self.steps[number]
+        return _part(self.locals[step.name], step.part)
+
+    def part(self, unit: Unit) -> torch.Tensor:
+        """Return what a unit copies."""
+        return _part(self.whole(unit.step), unit.part)
+
+    def copy(self, number: int, target: _Bytes) -> None:
+        """Copy a step's tensor, which is on the host, into its place in the slot's bytes."""
+        step = self.steps[number]
+        place = target[step.start : step.end]
+        plain = self._plain[number]
+        if plain is None:
+            _copy(self.whole(number), place)
+        else:
+            np.copyto(place, plain)
+
+    @cached_property
+    def _plain(self) -> list[_Bytes | None]:
+        """The memory of each step that is a run of bytes on the host."""
+        return [self._bytes(number) for number in range(len(self.steps))]
+
+    def _bytes(self, number: int) -> _Bytes | None:
+        if not isinstance(part := self.steps[number].part, Box | None):
+            return None
+        local = self.locals[self.steps[number].name]
+        tensor = _part(local, part)
+        lazy = tensor.is_conj() or tensor.is_neg()
+        runs = tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
+        return as_bytes(tensor) if runs else None
+
+
 class _HostLane:
     """Copies in `push`, by the thread that feeds. See `Lane`."""
 
     limit = 1
     free = False
 
-    def __init__(self, slot: Slot, source: Callable[[Unit], torch.Tensor]) -> None:
+    def __init__(self, slot: Slot, sources: Sources) -> None:
         self._target = np.frombuffer(slot.data, dtype=np.uint8)
-        self._source = source
+        self._sources = sources
 
     def push(self, group: Group) -> Mark:
         for unit in group.units:
-            _copy(self._source(unit), self._target[unit.start : unit.end])
+            self._sources.copy(unit.step, self._target)
         if group.task is not None:
             group.task()
         return self
@@ -128,14 +259,10 @@ class Snapshot:
 
     Parameters
     ----------
-    steps
-        What is copied, in file order.
     sources
-        Leaf by the name that steps use.
+        What is copied.
     slot
         Where it goes.
-    held
-        Tells of a leaf that nothing mutates it before the gate says so.
     look
         Digest what is held now and again when it is copied: finds also what torch does not count
         as a mutation (writes through ``.data`` or numpy). Costs a pass over the state.
@@ -162,10 +289,8 @@ class Snapshot:
 
     def __init__(
         self,
-        steps: Sequence[CopyStep],
-        sources: Mapping[str, TensorLeaf],
+        sources: Sources,
         slot: Slot,
-        held: Callable[[TensorLeaf], bool],
         *,
         look: bool = False,
         cuda: CudaCopies | None = None,
@@ -173,26 +298,22 @@ class Snapshot:
         samples: Samples | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._steps = steps
+        self._steps = steps = sources.steps
         self._slot = slot
-        self._held = held
-        self._sources = sources
+        self._sources: Sources | None = sources
         self._samples = samples
         self._shared = cuda
         self._clone = clone
         self._timeout_s = timeout_s
-        self._locals = {s.name: local_tensor(sources[s.name].tensor) for s in steps}
-        self._mixed = any(x.is_cuda for x in self._locals.values())
-        self._late = {n: x for n, x in self._locals.items() if self.is_held(sources[n])}
-        self._versions = {
-            name: local._version for name, local in self._late.items() if not local.is_inference()
-        }
+        self._locals: Mapping[str, torch.Tensor] = sources.locals
+        self._late: Mapping[str, torch.Tensor] = sources.late
+        self._versions = sources.versions()
         # Until the gate opens nothing changes what is on the host; what a device has may change
         # before the host sees its copies done, so of that the staged bytes are compared.
         on_host = {n: x for n, x in self._late.items() if not x.is_cuda} if look else {}
         self._digests = {name: _digest(local) for name, local in on_host.items()}
         self._staged_digests = {
-            number: _digest(self._whole(number).cpu())
+            number: _digest(sources.whole(number).cpu())
             for number, step in enumerate(steps if look else ())
             if step.name in self._late and step.name not in on_host
         }
@@ -202,39 +323,33 @@ class Snapshot:
         self._feed: Feed | None = None
         self.on_device = False
 
-    def is_held(self, leaf: TensorLeaf) -> bool:
-        """Tell whether a leaf is copied late."""
-        tensor = local_tensor(leaf.tensor)
-        if tensor.device.type == "cpu":
-            # Beside CUDA tensors the few bytes of an optimizer's step counters would be all that
-            # the host has to wait for at the gate.
-            small = self._mixed and tensor.numel() * tensor.element_size() <= SMALL_BYTES
-            return not small and self._held(leaf)
-        return tensor.is_cuda and self._held(leaf)
+    @property
+    def _live(self) -> Sources:
+        if self._sources is None:
+            raise SaveError("this snapshot has been copied already", kind="internal")
+        return self._sources
 
     # -- in save ---------------------------------------------------------------------------------
 
     def copy_now(self) -> None:
         """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
         target = np.frombuffer(self._slot.data, dtype=np.uint8)
-        for number, step in enumerate(self._steps):
-            if step.name not in self._late and not self._locals[step.name].is_cuda:
-                _copy(self._whole(number), target[step.start : step.end])
+        for number in self._live.early:
+            self._live.copy(number, target)
         if self._samples is not None:
             for leaf in self._common("cpu", late=False):
                 self._samples(leaf.tensor)
-        devices = self._devices()
-        if devices:
+        if (self._live.mixed or self._samples is not None) and (devices := self._devices()):
             self._begin_on(devices)
 
     def _common(self, kind: str, *, late: bool) -> list[TensorLeaf]:
         """Return the leaves that other ranks hold as well, on devices of a kind or not of CUDA."""
         return [
             leaf
-            for leaf in self._sources.values()
+            for leaf in self._live.leaves.values()
             if is_common(leaf.tensor)
             and (leaf.tensor.device.type == "cuda") == (kind == "cuda")
-            and self.is_held(leaf) == late
+            and self._live.is_held(leaf) == late
         ]
 
     def _devices(self) -> dict[torch.device, OnDevice]:
@@ -250,8 +365,7 @@ class Snapshot:
         return found
 
     def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
-        units = self._units()
-        for unit in units:
+        for unit in self._live.units:
             name = self._steps[unit.step].name
             local = self._locals[name]
             if not local.is_cuda:
@@ -262,73 +376,38 @@ class Snapshot:
                 part.held[name] = local
             else:
                 part.early.append(unit)
-        ends = [unit.end for unit in units]
         self._on_cuda = CudaSnapshot(
             self._shared or CudaCopies(),
             self._slot,
             devices,
-            self._source,
-            self._whole,
-            ends,
+            self._live.part,
+            self._live.whole,
+            self._live.ends,
             clone=self._clone,
             timeout_s=self._timeout_s,
         )
-        groups = self._on_cuda.groups + self._host_groups(units)
-        self._feed = self._feed_of(units, groups, self._on_cuda.placed)
+        groups = self._on_cuda.groups + self._host_groups()
+        self._feed = self._feed_of(groups, self._on_cuda.placed)
         self.on_device = True
 
-    def _units(self) -> list[Unit]:
-        units: list[Unit] = []
-        for number, step in enumerate(self._steps):
-            nbytes = step.end - step.start
-            if nbytes <= CHUNK_BYTES or not self._locals[step.name].is_cuda:
-                units.append(Unit(len(units), number, None, step.start, step.end))
-                continue
-            whole = self._whole(number)
-            at = step.start
-            for box in cuts(tuple(whole.shape), whole.element_size(), CHUNK_BYTES):
-                end = at + math.prod(box.shape) * whole.element_size()
-                units.append(Unit(len(units), number, box, at, end))
-                at = end
-        return units
-
-    def _host_groups(self, units: Iterable[Unit]) -> list[Group]:
-        lane = _HostLane(self._slot, self._source)
-        late = (u for u in units if self._is_late_on_host(u))
+    def _host_groups(self) -> list[Group]:
+        lane = _HostLane(self._slot, self._live)
+        late = self._live.late_on_host
         groups = list(grouped(lane, late, REPORT_BYTES, len(self._steps)))
         if self._samples is not None:
             groups.append(Group(lane, (), self._sample_late))
         return groups
-
-    def _is_late_on_host(self, unit: Unit) -> bool:
-        local = self._late.get(self._steps[unit.step].name)
-        return local is not None and not local.is_cuda
 
     def _sample_late(self) -> None:
         if self._samples is not None:
             for leaf in self._common("cpu", late=True):
                 self._samples(leaf.tensor)
 
-    def _feed_of(
-        self, units: Sequence[Unit], groups: Iterable[Group], placed: Iterable[int]
-    ) -> Feed:
+    def _feed_of(self, groups: Iterable[Group], placed: Iterable[int]) -> Feed:
         def report(front: int) -> None:
             self._slot.staged = front
 
-        at_once = (
-            unit.index
-            for unit in units
-            if (name := self._steps[unit.step].name) not in self._late
-            and not self._locals[name].is_cuda
-        )
-        return Feed([u.end for u in units], groups, report, (*at_once, *placed))
-
-    def _whole(self, number: int) -> torch.Tensor:
-        step = self._steps[number]
-        return _part(self._locals[step.name], step.part)
-
-    def _source(self, unit: Unit) -> torch.Tensor:
-        return _part(self._whole(unit.step), unit.part)
+        return Feed(self._live.ends, groups, report, (*self._live.placed_early, *placed))
 
     # -- in the copying thread -------------------------------------------------------------------
 
@@ -342,8 +421,7 @@ class Snapshot:
             nothing. Names what. Kind ``draining``: a device hangs.
         """
         if self._feed is None:
-            units = self._units()
-            self._feed = self._feed_of(units, self._host_groups(units), ())
+            self._feed = self._feed_of(self._host_groups(), ())
         with nullcontext() if self._on_cuda is None else self._on_cuda.devices():
             try:
                 self._feed.run(self._timeout_s)
@@ -362,7 +440,7 @@ class Snapshot:
             self._feed = self._on_cuda = None
             with self._checking:
                 self._changed = self._changed or []
-            self._locals, self._late, self._sources = {}, {}, {}
+            self._locals, self._late, self._sources = {}, {}, None
 
     def _check(self) -> None:
         changed = self._changes()
@@ -387,9 +465,7 @@ class Snapshot:
         """Return what has changed by now, or by the time when the gate opened."""
         with self._checking:
             if self._changed is None:
-                self._changed = [
-                    n for n, v in self._versions.items() if self._late[n]._version != v
-                ]
+                self._changed = [n for n, v in self._versions if self._late[n]._version != v]
                 self._changed += [
                     n for n, d in self._digests.items() if _digest(self._late[n]) != d
                 ]

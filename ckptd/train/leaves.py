@@ -174,7 +174,8 @@ class Leaves:
 
     `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
     into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
-    `optimizers` are those of the state.
+    `optimizers` are those of the state. Two that have one `known` object have the same tensor
+    leaves, in the same memory, in the same groups of the same optimizers; None tells nothing.
     """
 
     tensors: dict[str, TensorLeaf] = field(default_factory=dict)
@@ -183,6 +184,7 @@ class Leaves:
     aliases: dict[str, str] = field(default_factory=dict)
     pending: list[Pending] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    known: object | None = None
 
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""

@@ -31,6 +31,7 @@ class Planner:
         self.structure = ""
         """Digest of this rank's structure at the last call of `plan`."""
         self._plan: SavePlan | None = None
+        self._planned: Structure | None = None
         self._failures: bytes | None = None
 
     def heed(self, error: CkptdError) -> None:
@@ -58,9 +59,12 @@ class Planner:
         UsageError
             Ranks disagree on the shape or dtype of a tensor.
         """
+        if self._plan is not None and structure is self._planned and self.structure == self._known:
+            return self._plan
         raw = structure.encode()
         own = self.structure = digest_hex(raw)
         if self._plan is not None and own == self._known:
+            self._planned = structure
             return self._plan
         board = self._agreement.board
         if board.world == 1:
@@ -74,7 +78,7 @@ class Planner:
                     board.add(_FAILED)  # the others have a plan: they hear that it is of no use
                 raise
         self._plan = build_plan(groups, board.world)
-        self._known = own
+        self._known, self._planned = own, structure
         return self._plan
 
     def _exchange(self, own: str, raw: bytes) -> list[Group]:

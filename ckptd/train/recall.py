@@ -36,7 +36,9 @@ class _Guards:
     entries: tuple[tuple[Any, Any, Any], ...]
     sizes: tuple[tuple[Any, int], ...]
     groups: tuple[tuple[int, ...], ...]
-    memory: tuple[tuple[torch.Tensor, torch.Size, int], ...]
+    tensors: tuple[torch.Tensor, ...]
+    shapes: list[torch.Size]
+    memory: tuple[list[int], list[tuple[int, ...]]]
 
     def hold(self, sites: Sequence[Site]) -> bool:
         heavy = [s for s in sites if is_heavy(s)]
@@ -47,7 +49,8 @@ class _Guards:
             and all(len(container) == n for container, n in self.sizes)
             and all(container.get(key) is value for container, key, value in self.entries)
             and self.groups == tuple(_groups(heavy))
-            and all(t.shape == shape and _address(t) == at for t, shape, at in self.memory)
+            and [t.shape for t in self.tensors] == self.shapes
+            and _memory(self.tensors) == self.memory
         )
 
 
@@ -80,6 +83,7 @@ class Recall:
             tensors=dict(leaves.tensors),
             aliases=dict(leaves.aliases),
             optimizers=list(leaves.optimizers),
+            known=leaves.known,
         )
         return again, dict(paths)
 
@@ -104,15 +108,19 @@ class Recall:
             sizes.append((container, len(container)))
             if isinstance(container, dict):
                 entries += [(container, k, v) for k, v in container.items()]
+        tensors = tuple(x.origin for x in found)
         guards = _Guards(
             names=tuple(s.place.name for s in sites),
             values=tuple(s.value for s in heavy),
             entries=tuple(entries),
             sizes=tuple(sizes),
             groups=tuple(_groups(heavy)),
-            memory=tuple((x.origin, x.origin.shape, _address(x.origin)) for x in found),
+            tensors=tensors,
+            shapes=[t.shape for t in tensors],
+            memory=_memory(tensors),
         )
         names = {n for leaf in found for n in (leaf.name, *leaf.aliases)}
+        leaves.known = object()
         self._known = guards, leaves, {n: path(n) for n in names}
 
 
@@ -147,5 +155,6 @@ def _groups(heavy: Sequence[Site]) -> Iterator[tuple[int, ...]]:
                 yield tuple(map(id, group["params"]))
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).data_ptr()
+def _memory(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[tuple[int, ...]]]:
+    own = [local_tensor(t) for t in tensors]
+    return [x.data_ptr() for x in own], [x.stride() for x in own]

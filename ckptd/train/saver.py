@@ -15,13 +15,13 @@ from ckptd.engine.client import WriterClient, near_key
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
-from ckptd.engine.structure import SavePlan
+from ckptd.engine.structure import SavePlan, Structure
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
 from ckptd.train.agree import Agreement
-from ckptd.train.copying import CopyStep, Snapshot, copy_steps
+from ckptd.train.copying import CopyStep, Snapshot, Sources, copy_steps
 from ckptd.train.cudacopy import CudaCopies, refuse_capture
 from ckptd.train.describe import Describer
 from ckptd.train.flatten import Flattener
@@ -82,8 +82,10 @@ class Saver:
         self._planner = Planner(agreement)
         self._describer = Describer(ranks)
         self._timeout_s = timeout_s
+        self._structure: tuple[object, Structure] | None = None
         self._steps: list[CopyStep] = []
         self._steps_of = ""
+        self._sources: tuple[object, Sources] | None = None
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
@@ -142,7 +144,7 @@ class Saver:
                 if self._layout is not None:
                     laid = laid_leaves(self._layout.bind(lambda: taken), taken)
                     leaves = laid.leaves
-                structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+                structure = self._structure_of(leaves)
                 structure = structure if laid is None else laid.structure(structure)
             with events.span("plan"):
                 plan = self._planner.plan(structure)
@@ -169,6 +171,23 @@ class Saver:
             handle._fail(error)
             raise
         return handle
+
+    def _structure_of(self, leaves: Leaves) -> Structure:
+        key = (leaves.known, *leaves.objects)
+        if self._structure is not None and leaves.known is not None and self._structure[0] == key:
+            return self._structure[1]
+        structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+        self._structure = (key, structure)
+        return structure
+
+    def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> Sources:
+        held = self._held(leaves)  # each time: optimizers may have lost their hooks
+        key = (leaves.known, self._steps_of)
+        if self._sources is not None and leaves.known is not None and self._sources[0] == key:
+            return self._sources[1]
+        sources = Sources(self._steps, leaves.tensors if laid is None else laid.sources, held)
+        self._sources = (key, sources) if leaves.known is not None and laid is None else None
+        return sources
 
     def _held(self, leaves: Leaves) -> Callable[[TensorLeaf], bool]:
         """Return what tells whether a leaf stays as it is until the gate opens."""
@@ -217,7 +236,7 @@ class Saver:
         tensor_bytes = plan.filemap.data_bytes(rank)
         total = tensor_bytes + sum(map(len, bodies))
         handle._total = total
-        held = self._held(leaves)
+        sources = self._sources_of(leaves, laid)
         with events.span("acquire"):
             slot = client.acquire(total, self._timeout_s)
         client.begin(save, plan, handle, key, slot)
@@ -226,14 +245,11 @@ class Saver:
             client.abandon(save.job, f"copying the state failed: {reason}"[:500])
 
         try:
-            sources = leaves.tensors if laid is None else laid.sources
             with events.span("enqueue"):
                 samples = Samples()
                 snapshot = Snapshot(
-                    self._steps,
                     sources,
                     slot,
-                    held,
                     look=self._look,
                     cuda=self._cuda,
                     clone=self._lazy != "off",
