@@ -31,7 +31,7 @@ from tests.crash.tiers.judge import Verdict, judge
 from tests.crash.tiers.ledger import Killed, Started
 from tests.crash.tiers.moments import Scene, enter, fire, hook_agent, start_of
 from tests.crash.tiers.schedule import LifePlan, Schedule, draw
-from tests.crash.tiers.trainer import RankLife, be_trainer, environment
+from tests.crash.tiers.trainer import RankLife, be_launcher, be_trainer, environment
 
 __all__ = ["Outcome", "Runner", "main"]
 
@@ -162,12 +162,14 @@ class Runner:
                 self._start_agent(node)
         for arm in plan.arms:
             scene.arm(plan.number, arm)
+        launcher = self._fork("launcher.log", lambda: be_launcher(scene, plan.number))
         alive = {}
         for rank in range(len(plan.nodes)):
             life = RankLife(str(scene.folder), self.schedule, plan, rank)
             name = f"trainer-{plan.number}-{rank}.log"
             alive[self._fork(name, lambda life=life: be_trainer(life))] = rank
         self._attend(plan, alive)
+        os.kill(launcher, signal.SIGKILL)
 
     def _attend(self, plan: LifePlan, alive: dict[int, int]) -> None:
         """Do what a launcher does: when one trainer died, end the others."""

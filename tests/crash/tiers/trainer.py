@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,7 +34,7 @@ from tests.crash.tiers.ledger import (
 from tests.crash.tiers.moments import Scene, enter, hook_trainer
 from tests.crash.tiers.schedule import LifePlan, Schedule
 
-__all__ = ["RankLife", "State", "be_trainer"]
+__all__ = ["RankLife", "State", "be_launcher", "be_trainer"]
 
 _SIZES = (96, 256, 96)
 DEADLINE_S = 60.0
@@ -134,21 +133,25 @@ def _join(scene: Scene, life: RankLife) -> None:
     world = len(life.plan.nodes)
     if world == 1:
         return
-    port = scene.folder / f"port-{life.plan.number}"
     wait = timedelta(seconds=DEADLINE_S)
-    if life.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=wait, wait_for_workers=False)
-        half = Path(f"{port}~")
-        half.write_text(str(store.port))
-        half.rename(port)
-    else:
-        end = time.monotonic() + DEADLINE_S
-        while not port.exists():
-            if time.monotonic() > end:
-                raise TimeoutError("rank 0 has no job store")
-            time.sleep(0.002)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), timeout=wait)
+    port = scene.folder / f"port-{life.plan.number}"
+    end = time.monotonic() + DEADLINE_S
+    while not port.exists():
+        if time.monotonic() > end:
+            raise TimeoutError("the launcher has no job store")
+        time.sleep(0.002)
+    store = dist.TCPStore("127.0.0.1", int(port.read_text()), timeout=wait)
     dist.init_process_group("gloo", store=store, rank=life.rank, world_size=world, timeout=wait)
+
+
+def be_launcher(scene: Scene, life: int) -> None:
+    """Serve the job store of a life, as torchrun does; until this process is killed."""
+    signal.alarm(int(3 * DEADLINE_S))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    half = scene.folder / f"port-{life}~"
+    half.write_text(str(store.port))
+    half.rename(scene.folder / f"port-{life}")
+    signal.pause()
 
 
 def _tiers(scene: Scene, life: RankLife) -> list[Any]:
