@@ -305,10 +305,15 @@ class FileMap:
 
     def chunk_numbers(self, file: int) -> tuple[I64, I64]:
         """Return tensor and piece of every chunk of `file`, in file order."""
-        held = [self._pieces(group, file)[0] for group in range(len(self._groups))]
+        here: I64 = np.arange(len(self._groups))
+        if self._table is not None:  # most groups are one scalar each, in one file
+            lo, hi = np.searchsorted(self._table[0], (file, file + 1))
+            here = np.unique(self._table[1][lo:hi])
+        held = [self._pieces(group, file)[0] for group in here.tolist()]
         if not held:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        sizes = np.array([len(pieces) for pieces in held], dtype=np.int64)
+        sizes = np.zeros(len(self._groups), dtype=np.int64)
+        sizes[here] = [len(pieces) for pieces in held]
         groups = self._group_of[self.order]
         counts = sizes[groups]
         # Of each chunk: where its group's pieces begin in the pool, and which of them it is.
