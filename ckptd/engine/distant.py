@@ -1,16 +1,15 @@
-"""A store of another node of which it is known what it holds: asked only for that, opened late.
+"""A store of another node that is connected to when something is wanted of it.
 
-A job of thousands of nodes has as many agents. A rank needs a few files, which a few of them hold:
-it must neither connect to all, nor ask one after the other who has what.
+A job of thousands of nodes has as many agents. A rank needs a few files, which a few of them hold.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import UsageError
 from ckptd.store.base import (
     Capabilities,
     Names,
@@ -18,7 +17,6 @@ from ckptd.store.base import (
     OpenFile,
     Store,
     Writer,
-    check_key,
     check_prefix,
 )
 from ckptd.types import ByteRange
@@ -38,32 +36,23 @@ _SERVED = Capabilities(
 
 
 class Distant(Store):
-    """Read-only view of another node's store. Thread-safe.
+    """Read-only view of another node's store, connected to when it is first asked. Thread-safe.
 
     Parameters
     ----------
     url
         Where it is.
     open_store
-        Opens it, when it is first needed.
-    keys
-        What it holds below the folders in question; None: not known, all is asked for.
+        Opens it.
     """
 
-    def __init__(
-        self, url: str, open_store: Callable[[], Store], keys: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, url: str, open_store: Callable[[], Store]) -> None:
         self.url = url
         self.options = {}
         self.capabilities = _SERVED
         self._open_store = open_store
-        self._keys = None if keys is None else frozenset(keys)
         self._lock = threading.Lock()
         self._store: Store | None = None
-
-    def holding(self, keys: Collection[str]) -> Distant:
-        """Return the same with what it holds; the connection is shared."""
-        return Distant(self.url, self._opened, keys)
 
     def _opened(self) -> Store:
         with self._lock:
@@ -71,30 +60,25 @@ class Distant(Store):
                 self._store = self._open_store()
             return self._store
 
-    def _at(self, key: str) -> Store:
-        if self._keys is not None and check_key(key) not in self._keys:
-            raise NotFoundError("no such object", where=f"{self.url}/{key}")
-        return self._opened()
-
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         """Pass on."""
-        return self._at(key).get(key, byte_range)
+        return self._opened().get(key, byte_range)
 
     def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         """Pass on."""
-        self._at(key).read_into(key, offset, buffer)
+        self._opened().read_into(key, offset, buffer)
 
     def stat(self, key: str) -> ObjectInfo:
         """Pass on."""
-        return self._at(key).stat(key)
+        return self._opened().stat(key)
 
     def open_file(self, key: str) -> OpenFile | None:
         """Pass on."""
-        return self._at(key).open_file(key)
+        return self._opened().open_file(key)
 
     def local_path(self, key: str) -> Path | None:
         """Pass on."""
-        return self._at(key).local_path(key)
+        return self._opened().local_path(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Pass on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -33,6 +34,8 @@ T = TypeVar("T")
 
 ASIDE_S = 30.0
 """How long a source that failed is left aside, in seconds: a dead node costs one time-out."""
+_ASKING = 16
+"""Sources that are asked at a time."""
 _MOST_WRONG = 2
 """A source of which so many objects were wrong comes last from then on."""
 
@@ -44,11 +47,15 @@ class Source(NamedTuple):
     ----------
     name
         The same for one source on every rank; empty where ranks do not tell one another.
+    keys
+        What it has, where that is known: it is asked for nothing else. Among thousands of nodes
+        nobody can ask one after the other who has what.
     """
 
     store: Store
     tier: str
     name: str = ""
+    keys: frozenset[str] | None = None
 
 
 class UnionStore(Store):
@@ -74,9 +81,14 @@ class UnionStore(Store):
     def __init__(self, sources: Sequence[Store | Source], *, aside_s: float = ASIDE_S) -> None:
         if not sources:
             raise UsageError("a union of no stores", wanted="at least one")
-        self._sources = [_Held(s) for s in sources]
+        self._sources = [_Held(s, i) for i, s in enumerate(sources)]
         self._aside_s = aside_s if len(sources) > 1 else 0.0
         self._lock = threading.Lock()
+        self._open = [s for s in self._sources if s.keys is None]
+        self._routes: dict[str, list[_Held]] = {}
+        for source in self._sources:
+            for key in source.keys or ():
+                self._routes.setdefault(key, []).append(source)
         self._serving: dict[str, _Held] = {}
         self._distrusted: dict[str, list[_Held]] = {}
         self.url = self._sources[-1].store.url
@@ -136,9 +148,17 @@ class UnionStore(Store):
         with self._lock:
             distrusted = self._distrusted.get(key, ())
             serving = self._serving.get(key)
-            found = [s for s in self._sources if s.aside_until <= now and s not in distrusted]
+            asked = self._asked(key)
+            found = [s for s in asked if s.aside_until <= now and s not in distrusted]
             found.sort(key=lambda s: (s.wrong >= _MOST_WRONG, s is not serving))
         return found
+
+    def _asked(self, key: str) -> list[_Held]:
+        """Return the sources that may have `key`, nearest first."""
+        routed = self._routes.get(key)
+        if routed is None:
+            return self._open
+        return sorted([*routed, *self._open], key=lambda s: s.place) if self._open else routed
 
     def _has(self, source: _Held, key: str) -> bool:
         try:
@@ -174,8 +194,9 @@ class UnionStore(Store):
 
     def _failure(self, key: str, failed: dict[_Held, CkptdError]) -> CkptdError:
         """Return what tells most: the farthest source's failure, or that of one cut short."""
-        met = {s: failed.get(s) or s.again() for s in self._sources}
-        last = met[self._sources[-1]]
+        asked = self._asked(key) or self._sources[-1:]
+        met = {s: failed.get(s) or s.again() for s in asked}
+        last = met[asked[-1]]
         short = next((e for e in met.values() if isinstance(e, CorruptError)), None)
         chosen = last if isinstance(last, StoreError) else short or last
         if chosen is None:
@@ -227,13 +248,18 @@ class UnionStore(Store):
         """Return what every source gives that does not fail."""
         out: tuple[T, ...] = ()
         now = time.monotonic()
-        for source in self._sources:
-            if source.aside_until > now:
-                continue
+
+        def ask(source: _Held) -> tuple[T, ...]:
             try:
-                out = (*out, act(source.store))
+                return (act(source.store),)
             except StoreError as error:
                 self._set_aside(source, error)
+                return ()
+
+        asked = [s for s in self._sources if s.aside_until <= now]
+        with ThreadPoolExecutor(max(1, min(_ASKING, len(asked)))) as pool:
+            for found in pool.map(ask, asked):
+                out += found
         errors = [s.error for s in self._sources if s.error is not None]
         if not out and errors:
             raise errors[-1]
@@ -284,10 +310,11 @@ class UnionStore(Store):
 class _Held:
     """A source and what was met in it; all but `store` and `tier` belong to the union's lock."""
 
-    def __init__(self, source: Store | Source) -> None:
+    def __init__(self, source: Store | Source, place: int) -> None:
         if not isinstance(source, Source):
             source = Source(source, tier_of(source))
-        self.store, self.tier, _ = source
+        self.store, self.tier, _, self.keys = source
+        self.place = place
         self.aside_until = 0.0
         self.error: StoreError | None = None
         self.read = 0

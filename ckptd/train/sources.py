@@ -13,7 +13,6 @@ import msgspec
 
 from ckptd.engine.candidates import Candidate, Candidates, find_candidates
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.distant import Distant
 from ckptd.engine.leases import hold
 from ckptd.engine.snapshots import finished_files, unpacked
 from ckptd.engine.telling import tier_of
@@ -23,7 +22,7 @@ from ckptd.errors import CkptdError, CorruptError, NotFoundError, SaveError, Sto
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest
-from ckptd.format.names import WITNESS, digests_key, file_key, rank_of_file
+from ckptd.format.names import DATA, WITNESS, digests_key, file_key, rank_of_file
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.format.witness_full import FullWitness
 from ckptd.train.agree import Agreement
@@ -59,7 +58,8 @@ class LoadSources:
     Attributes
     ----------
     store
-        Everything that this rank can read from, as one.
+        Everything that this rank can read from, as one: on rank 0 everything there is, on the
+        others what has something of the checkpoint that is tried.
     """
 
     def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
@@ -69,9 +69,9 @@ class LoadSources:
         if near is not None:
             found = agreement.on_every_rank(near)
             self._near = [s if isinstance(s, Source) else Source(s, tier_of(s)) for s in found]
-        self.store = self._all = UnionStore([*self._near, catalogue.store])
         self._has_near = near is not None
         self._rooted = True
+        self._unite()
         self._aimed: Candidate | None = None
 
     def candidates(self, step: int | None, *, without_root: bool = False) -> tuple[Candidate, ...]:
@@ -86,6 +86,7 @@ class LoadSources:
         """
 
         def find() -> Any:
+            self._survey()
             near = UnionStore(self._near) if self._near else None
             found = find_candidates(self._catalogue, near, step=step, without_root=without_root)
             return msgspec.to_builtins(found)
@@ -100,7 +101,7 @@ class LoadSources:
             )
         if not found.rooted and self._near:
             self._rooted = False
-            self.store = self._all = UnionStore(self._near)
+            self._unite()
         return found.items
 
     @contextmanager
@@ -127,33 +128,41 @@ class LoadSources:
         if candidate == self._aimed or not self._has_near or self._agreement.board.world == 1:
             return
         folder, ranks = self._agreement.on_rank_zero("holders", lambda: self._holders(candidate))
-        held = {name: _keys_of(folder, of) for name, of in ranks.items()}
-        near = [
-            s._replace(store=s.store.holding(held.get(s.name, ())))
-            if isinstance(s.store, Distant)
-            else s
-            for s in self._near
-        ]
-        if near:
-            self.store = UnionStore([*near, self._catalogue.store] if self._rooted else near)
+        if self._agreement.board.rank != 0:
+            keys = {name: frozenset(_keys_of(folder, of)) for name, of in ranks.items()}
+            self._near = [s._replace(keys=keys.get(s.name)) for s in self._near]
+        self._unite()
         self._aimed = candidate
+
+    def _unite(self) -> None:
+        root = [Source(self._catalogue.store, tier_of(self._catalogue.store))]
+        self.store = UnionStore([*self._near, *(root if self._rooted or not self._near else ())])
+
+    def _survey(self) -> None:
+        """On rank 0: ask every source what it has; those that do not answer are not asked again."""
+
+        def look(source: Source) -> Source:
+            if not source.name:
+                return source
+            try:
+                return source._replace(keys=frozenset(i.key for i in source.store.list(DATA)))
+            except StoreError as error:
+                _log.warning("the snapshots of %s cannot be read: %s", source.name, error.message)
+                return source._replace(keys=frozenset())
+
+        with ThreadPoolExecutor(_ASKING) as pool:
+            self._near = [*pool.map(look, self._near)]
+        self._unite()
 
     def _holders(self, candidate: Candidate) -> tuple[str, dict[str, list[int]]]:
         """Return a checkpoint's folder, and by source the ranks whose data files it has."""
         snapshot = candidate.snapshot
         folder = (snapshot or self._catalogue.commit(candidate.name)).folder
-
-        def look(source: Source) -> list[int]:
-            try:
-                keys = [info.key for info in source.store.list(folder)]
-            except StoreError as error:
-                _log.warning("%s is not asked: %s", source.name, error.message)
-                return []
-            return [r for k in keys if (r := rank_of_file(k, folder)) is not None]
-
-        named = [s for s in self._near if s.name]
-        with ThreadPoolExecutor(_ASKING) as pool:
-            return folder, dict(zip([s.name for s in named], pool.map(look, named), strict=True))
+        return folder, {
+            s.name: [r for k in s.keys if (r := rank_of_file(k, folder)) is not None]
+            for s in self._near
+            if s.name and s.keys is not None
+        }
 
     # -- metadata ----------------------------------------------------------------------------------
 
@@ -170,7 +179,7 @@ class LoadSources:
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)
         snapshot = candidate.snapshot
         # Once for all: finishing takes the parts of every rank, wherever they are.
-        files = self._told(lambda: finished_files(self._all, snapshot))
+        files = self._told(lambda: finished_files(self.store, snapshot))
         with unpacked(files) as (scratch, manifest, filemap):
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(scratch, manifest, plan)

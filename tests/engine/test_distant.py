@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.engine.distant import Distant
+from ckptd.engine.union import Source, UnionStore
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -21,7 +22,7 @@ def inner() -> Iterator[MemoryStore]:
     forget_memory("distant")
 
 
-def test_nobody_is_asked_for_what_is_not_there(inner: MemoryStore) -> None:
+def test_it_is_opened_once_and_late(inner: MemoryStore) -> None:
     opened: list[Store] = []
 
     def connect() -> Store:
@@ -29,22 +30,32 @@ def test_nobody_is_asked_for_what_is_not_there(inner: MemoryStore) -> None:
         return inner
 
     distant = Distant("ckptd://there:1", connect)
-    held = distant.holding(["data/a"])
-    with pytest.raises(NotFoundError):
-        held.get("data/b")
-    assert not held.exists("data/c")
     assert opened == []
     buffer = bytearray(2)
-    held.read_into("data/a", 1, memoryview(buffer))
-    assert (held.get("data/a"), bytes(buffer), held.stat("data/a").size) == (b"abc", b"bc", 3)
-    assert held.open_file("data/a") is None
-    assert held.local_path("data/a") is None
-    assert distant.get("data/b") == b"def"
+    distant.read_into("data/a", 1, memoryview(buffer))
+    assert (distant.get("data/a"), bytes(buffer), distant.stat("data/a").size) == (b"abc", b"bc", 3)
+    assert distant.open_file("data/a") is None
+    assert distant.local_path("data/a") is None
     assert [i.key for i in distant.list("data/")] == ["data/a", "data/b"]
     assert distant.children("data/") == ["a", "b"]
     assert len(opened) == 1
-    held.close()
     distant.close()
+    distant.close()
+
+
+def test_nobody_is_asked_for_what_is_not_there(inner: MemoryStore) -> None:
+    def refuse() -> Store:
+        raise AssertionError("asked")
+
+    near = [
+        Source(Distant("ckptd://a:1", refuse), "peer", keys=frozenset(["data/c"])),
+        Source(Distant("ckptd://b:1", lambda: inner), "peer", keys=frozenset(["data/a"])),
+    ]
+    union = UnionStore(near)
+    assert union.get("data/a") == b"abc"
+    for key in ("data/b", "data/d"):
+        with pytest.raises(NotFoundError):
+            union.get(key)
 
 
 def test_it_is_only_read(inner: MemoryStore) -> None:
