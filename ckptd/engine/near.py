@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Near"]
 
 _log = logging.getLogger("ckptd")
+_PEER_RETRY_S = 1.0
 _LOST = 64
 """Snapshots of which it is remembered that they will never be complete."""
 
@@ -132,7 +133,9 @@ class Near:
         with self._lock:
             if url == self._peer_of:
                 return
-            old, self._peer = self._peer, StoreSpec(url, {"secret": secret}).open()
+            # Not tried for long: meanwhile a slot is taken, and the next save brings another peer.
+            options = {"secret": secret, "retry_s": _PEER_RETRY_S}
+            old, self._peer = self._peer, StoreSpec(url, options).open()
             self._peer_of = url
         if old is not None:
             old.close()

@@ -93,8 +93,11 @@ class Nearby:
         if client is self._met:
             self._refresh(client)
             return
-        own = self._introduce(client)
-        if not self._nodes:
+        if self._nodes:
+            own = self._introduce(client)
+        else:
+            # Nobody waits for the report of a rank that has no agent.
+            own = self._agreement.on_every_rank(lambda: self._introduce(client))
             raw = self._agreement.all_reports("agents", msgspec.json.encode(own), _tabulate)
             self._nodes = msgspec.json.decode(raw, type=_Nodes)
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))

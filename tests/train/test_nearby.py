@@ -1,0 +1,148 @@
+"""Real ranks on simulated nodes: every tier becomes complete, and what one rank lacks all hear."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptd
+from ckptd.engine import client
+from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.tiers import Local, Memory, Peer
+from ckptd.errors import CkptdError, UsageError, WorkerError
+from ckptd.store import open_store
+from ckptd.testing.ranks import run_ranks
+
+WAIT_S = 60.0
+
+
+def tiers(folder: str) -> list[Any]:
+    return [Memory(every=1), Peer(every=2), Local(folder, every=3)]
+
+
+def state_at(step: int) -> dict[str, torch.Tensor]:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return {"w": torch.full((5000,), float(step)), f"own{rank}": torch.full((100,), step + 0.5)}
+
+
+def train(root: str, folder: str) -> list[dict[str, str]]:
+    os.environ["CKPTD_NODE"] = f"n{torch.distributed.get_rank() // 2}"
+    seen = []
+    with ckptd.Checkpointer(root, every=4, tiers=tiers(folder), timeout_s=WAIT_S) as ck:
+        for step in range(1, 7):
+            handle = ck.save(step, state_at(step))
+            assert handle is not None
+            assert handle.root == (step == 4)
+            for tier in handle.near:
+                handle.durable(WAIT_S, tier=tier)
+            handle.durable(WAIT_S)
+            seen.append(handle.tiers)
+    return seen
+
+
+@pytest.mark.dist
+def test_two_nodes_of_two_ranks_reach_every_tier(tmp_path: Path) -> None:
+    root, folder = str(tmp_path / "root"), str(tmp_path / "near")
+    for seen in run_ranks(4, train, root, folder, deadline_s=110.0):
+        assert seen == [
+            {"memory": "complete"},
+            {"memory": "complete", "peer": "complete"},
+            {"memory": "complete", "local": "complete"},
+            {"memory": "complete", "peer": "complete"},
+            {"memory": "complete"},
+            {"memory": "complete", "peer": "complete", "local": "complete"},
+        ]
+    catalogue = Catalogue(open_store(root))
+    assert catalogue.latest() is not None
+
+
+def begin_without_an_agent(root: str) -> str:
+    rank = torch.distributed.get_rank()
+    os.environ["CKPTD_NODE"] = f"n{rank}"
+    if rank == 1:
+        client.START_S = 1.0
+        sys.executable = "/bin/false"
+    ck = ckptd.Checkpointer(root, tiers=[Memory()], timeout_s=600.0)
+    try:
+        ck.save(1, state_at(1))
+    except CkptdError as error:
+        return error.kind
+    finally:
+        ck.close()
+    return "nothing was raised"
+
+
+@pytest.mark.long
+@pytest.mark.dist
+def test_every_rank_hears_of_one_that_has_no_agent(tmp_path: Path) -> None:
+    kinds = run_ranks(2, begin_without_an_agent, str(tmp_path / "root"), deadline_s=60.0)
+    assert kinds == [WorkerError.default_kind] * 2
+
+
+def test_one_node_has_no_peer_and_training_goes_on(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    with ckptd.Checkpointer(root, every=3, tiers=[Memory(every=1), Peer()], timeout_s=60.0) as ck:
+        handles = [ck.save(step, state_at(step)) for step in range(1, 5)]
+        ck.wait(WAIT_S)
+        for step, handle in enumerate(handles, 1):
+            assert handle is not None
+            handle.durable(WAIT_S, tier="memory")
+            with pytest.raises(UsageError) as refused:
+                handle.durable(WAIT_S, tier="local")
+            assert refused.value.kind == "bad-tier"
+            if step == 3:
+                with pytest.raises(CkptdError) as caught:
+                    handle.durable(WAIT_S, tier="peer")
+                assert caught.value.kind == "no-peer"
+
+
+def test_a_killed_agent_is_raised_once_and_the_next_save_has_another(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    with ckptd.Checkpointer(root, tiers=[Memory()], timeout_s=60.0) as ck:
+        first = ck.save(1, state_at(1))
+        assert first is not None
+        first.durable(WAIT_S)
+        old = ck.worker_pid
+        assert old is not None
+        os.kill(old, 19)
+        second = ck.save(2, state_at(2))
+        assert second is not None
+        os.kill(old, 9)
+        with pytest.raises(WorkerError):
+            second.durable(WAIT_S)
+        assert second.tiers == {"memory": "failed"}
+        third = ck.save(3, state_at(3))
+        assert third is not None
+        third.durable(WAIT_S)
+        assert third.tiers == {"memory": "complete"}
+        assert ck.worker_pid != old
+
+
+def test_a_save_that_failed_may_be_told_without_being_raised(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    ck = ckptd.Checkpointer(root, tiers=[Memory()], timeout_s=60.0, when_failed="warn")
+    first = ck.save(1, state_at(1))
+    assert first is not None
+    first.durable(WAIT_S)
+    assert ck.worker_pid is not None
+    os.kill(ck.worker_pid, 19)
+    failed = ck.save(2, state_at(2))
+    assert failed is not None
+    os.kill(ck.worker_pid, 9)
+    assert failed._settled(WAIT_S)
+    third = ck.save(3, state_at(3))
+    assert third is not None
+    third.durable(WAIT_S)
+    with pytest.raises(WorkerError):
+        ck.close()
+
+
+def test_near_tiers_need_a_root_that_others_can_open() -> None:
+    with pytest.raises(UsageError) as caught:
+        ckptd.Checkpointer("memory://nearby", tiers=[Memory()])
+    assert caught.value.kind == "bad-tier"
