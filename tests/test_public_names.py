@@ -50,6 +50,7 @@ TORCH_FREE = [
     "ckptd.events",
     "ckptd.format",
     "ckptd.layout",
+    "ckptd.monitor",
     "ckptd.readers",
     "ckptd.store",
     "ckptd.testing",

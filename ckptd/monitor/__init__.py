@@ -1,0 +1,1 @@
+"""Communicator health: what each rank shows, and what is wrong with whom."""
