@@ -6,19 +6,18 @@ A job of thousands of nodes has as many agents. A rank needs a few files, which 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ckptd.errors import UsageError
 from ckptd.store.base import (
     Capabilities,
     Names,
     ObjectInfo,
     OpenFile,
     Store,
-    Writer,
     check_prefix,
 )
+from ckptd.store.readonly import ReadOnlyStore
 from ckptd.types import ByteRange
 
 __all__ = ["Distant"]
@@ -35,7 +34,7 @@ _SERVED = Capabilities(
 """Of what agents serve: known before anybody is asked."""
 
 
-class Distant(Store):
+class Distant(ReadOnlyStore):
     """Read-only view of another node's store, connected to when it is first asked. Thread-safe.
 
     Parameters
@@ -87,25 +86,6 @@ class Distant(Store):
     def children(self, prefix: str = "") -> Names:
         """Pass on."""
         return self._opened().children(check_prefix(prefix))
-
-    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
-        """Refuse."""
-        raise self._refusal(key)
-
-    def writer(self, key: str, size: int) -> Writer:
-        """Refuse."""
-        raise self._refusal(key)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Refuse."""
-        raise self._refusal(", ".join([*keys][:4]))
-
-    def sync(self, prefix: str) -> None:
-        """Refuse."""
-        raise self._refusal(prefix)
-
-    def _refusal(self, where: str) -> UsageError:
-        return UsageError("another node's store is only read", kind="read-only", where=where)
 
     def close(self) -> None:
         """Close it, if it was opened. Idempotent."""

@@ -28,6 +28,7 @@ from ckptd.store.base import (
     Writer,
     check_key,
     check_prefix,
+    children_of,
 )
 from ckptd.store.buffers import as_bytes_view, check_end
 from ckptd.store.writing import SizedWriter
@@ -334,8 +335,7 @@ class Shelf(Store):
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted."""
-        rests = (o.key[len(prefix) :] for o in self.list(prefix))
-        return sorted({head + slash for head, slash, _ in (r.partition("/") for r in rests)})
+        return children_of((info.key for info in self.list(prefix)), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptd.engine.telling import tier_of
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
@@ -21,11 +21,11 @@ from ckptd.store.base import (
     ObjectInfo,
     OpenFile,
     Store,
-    Writer,
     check_key,
     check_prefix,
 )
 from ckptd.store.buffers import as_bytes_view
+from ckptd.store.readonly import ReadOnlyStore
 from ckptd.types import ByteRange
 
 __all__ = ["Source", "UnionStore"]
@@ -58,7 +58,7 @@ class Source(NamedTuple):
     keys: frozenset[str] | None = None
 
 
-class UnionStore(Store):
+class UnionStore(ReadOnlyStore):
     """Read-only view of several stores; a key is read from the nearest that has it.
 
     A source that fails is left aside for a while, and the next one is asked. Where none has an
@@ -284,27 +284,6 @@ class UnionStore(Store):
             return store.local_path(key)
 
         return self._ask(check_key(key), act)[1]
-
-    # -- what a view does not do -----------------------------------------------------------------
-
-    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
-        """Refuse."""
-        self._refuse(check_key(key))
-
-    def writer(self, key: str, size: int) -> Writer:
-        """Refuse."""
-        self._refuse(check_key(key))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Refuse."""
-        self._refuse(", ".join([*keys][:4]))
-
-    def sync(self, prefix: str) -> None:
-        """Refuse."""
-        self._refuse(prefix)
-
-    def _refuse(self, where: str) -> NoReturn:
-        raise UsageError("a union of stores is only read", kind="read-only", where=where)
 
 
 class _Held:

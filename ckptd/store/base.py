@@ -55,6 +55,7 @@ __all__ = [
     "Writer",
     "check_key",
     "check_prefix",
+    "children_of",
     "is_segment",
 ]
 
@@ -92,6 +93,12 @@ def check_prefix(prefix: str) -> str:
     if prefix:
         check_key(prefix[:-1])
     return prefix
+
+
+def children_of(keys: Iterable[str], prefix: str) -> Names:
+    """Return the names directly below `prefix` of objects `keys` that lie there, sorted."""
+    parts = (key[len(prefix) :].partition("/") for key in keys)
+    return sorted({head + slash for head, slash, _ in parts})
 
 
 @dataclass(frozen=True, slots=True)

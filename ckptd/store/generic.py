@@ -32,6 +32,7 @@ from ckptd.store.base import (
     Writer,
     check_key,
     check_prefix,
+    children_of,
     is_segment,
 )
 from ckptd.store.buffers import check_end
@@ -148,8 +149,7 @@ class FsspecStore(Store):
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted; folders end in "/"."""
-        rests = (o.key[len(prefix) :] for o in self.list(prefix))
-        return sorted({head + slash for head, slash, _ in (r.partition("/") for r in rests)})
+        return children_of((info.key for info in self.list(prefix)), prefix)
 
     # -- writing -------------------------------------------------------------------------------
 

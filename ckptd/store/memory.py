@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 
 from ckptd.errors import ConflictError, NotFoundError, StoreError, UsageError
-from ckptd.store.base import Capabilities, Names, ObjectInfo, Store, Writer, check_key, check_prefix
+from ckptd.store.base import (
+    Capabilities,
+    Names,
+    ObjectInfo,
+    Store,
+    Writer,
+    check_key,
+    check_prefix,
+    children_of,
+)
 from ckptd.store.buffers import as_bytes_view, check_end
 from ckptd.store.registry import parse_options
 from ckptd.store.writing import SizedWriter
@@ -132,8 +141,7 @@ class MemoryStore(Store):
 
     def children(self, prefix: str = "") -> Names:
         """Return names directly below `prefix`, sorted."""
-        rests = (o.key[len(prefix) :] for o in self.list(prefix))
-        return sorted({head + slash for head, slash, _ in (r.partition("/") for r in rests)})
+        return children_of((info.key for info in self.list(prefix)), prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; one that is gone already is no error."""
