@@ -78,9 +78,10 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, _run_folders: Path) -> Iterat
     """Keep the developer's ``CKPTD_*`` variables out of the tests, and tests' agents apart."""
     for name in [n for n in os.environ if n.startswith("CKPTD_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("CKPTD_RUN_DIR", str(_run_folders / str(next(_run_folder_numbers))))
+    own = str(_run_folders / str(next(_run_folder_numbers)))
+    monkeypatch.setenv("CKPTD_RUN_DIR", own)
     yield
-    folder = Path(os.environ["CKPTD_RUN_DIR"])
+    folder = Path(os.environ.get("CKPTD_RUN_DIR", own))  # a test may have set another
     if folder.exists():
         _no_agent_is_left(folder)
 
