@@ -66,6 +66,8 @@ class Local:
         Complete snapshots to keep.
     throttle
         Upper bound of the bytes a second that each rank writes; None is no bound.
+    compress
+        Level of zstd for data files, 1 to 22; None stores them plain.
     store_options
         As for the root.
     """
@@ -74,6 +76,7 @@ class Local:
     every: int | Every | None = None
     keep: int = 2
     throttle: float | None = None
+    compress: int | None = None
     store_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,7 +130,7 @@ def _spec(tier: object) -> TierSpec:
         case Peer():
             return TierSpec("peer")
         case Local():
-            store = root_spec(tier.url, tier.store_options, tier.throttle)
+            store = root_spec(tier.url, tier.store_options, tier.throttle, tier.compress)
             return TierSpec("local", tier.keep, store)
     raise UsageError(
         "not a tier",

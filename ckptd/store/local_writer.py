@@ -180,9 +180,8 @@ class LocalWriter(SizedWriter):
             os.close(fd)
 
     def _drop(self) -> None:
-        flying = [future for future, _ in self._flying]
-        for future in flying:
-            future.cancel()
+        # Those that were cancelled in time are no longer anybody's: a wait would not see them end.
+        flying = [future for future, _ in self._flying if not future.cancel()]
         # A thread that hangs in a write keeps the descriptor: closing it would let the thread
         # write into whatever file gets that number next.
         if not wait(flying, self._stall_s).not_done:
