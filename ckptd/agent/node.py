@@ -60,6 +60,8 @@ class NodeAgent:
         self._workers: dict[threading.Thread, Worker] = {}
         self._until = time.monotonic() + _FIRST_S
         self._died = 0.0
+        self._goodbye = 0.0
+        """When the last trainer came that has said goodbye."""
         self._ending = threading.Event()
         self._at_once = threading.Event()
 
@@ -163,7 +165,8 @@ class NodeAgent:
         """Decide how long to wait for the next life, now that a trainer of this one is gone.
 
         One that died is awaited. The job is over when the life that came back has said goodbye; a
-        trainer that could not even begin says nothing of that.
+        trainer that could not even begin says nothing of that. What a dead one left may be worked
+        on for longer than the next life lasts, which is then over all the same.
         """
         now = time.monotonic()
         with self._lock:
@@ -172,10 +175,14 @@ class NodeAgent:
             last = not self._sessions
             if not any(near.shelf.folders() for near in self._nears.values()):
                 self._until = now if last else self._until
-            elif worker.linger_s:
-                self._until, self._died = max(self._until, now + worker.linger_s), now
-            elif worker.said_goodbye and began > self._died and last:
-                self._until = now
+            elif worker.linger_s and worker.died_at > self._goodbye:
+                self._until = max(self._until, now + worker.linger_s)
+                self._died = max(self._died, worker.died_at)
+            else:
+                if worker.said_goodbye:
+                    self._goodbye = max(self._goodbye, began)
+                if last and self._goodbye > self._died:
+                    self._until = now
 
     def _may_end(self) -> bool:
         with self._lock:

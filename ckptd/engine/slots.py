@@ -79,7 +79,7 @@ class Slots:
                     found=f"{len(self._taken)} saves under way",
                     hint="save less often, or give the store more bandwidth",
                 )
-            number = self._choose()
+            number = self._choose(nbytes)
             slot = self._arena.get(number)
             if slot is not None and slot.nbytes >= nbytes:
                 return slot
@@ -101,11 +101,11 @@ class Slots:
         held = {*self._taken, *self._kept.values()}
         return [s for s in self._arena.values() if s.number not in held]
 
-    def _choose(self) -> int:
+    def _choose(self, nbytes: int) -> int:
         """Return the number of the slot for the next save: an idle one, else a new one."""
         if idle := self._idle():
             return max(idle, key=lambda s: s.nbytes).number
-        if len(self._arena) < self._most or not self._kept:
+        if len(self._arena) < self._most or not self._kept or self._may_grow(nbytes):
             # Never one that is taken: numbers have gaps where a larger slot could not be had.
             return next(n for n in range(MOST_SLOTS + 1) if n not in self._arena)
         tier = next(t for t in KEEPING if t in self._kept)
@@ -117,6 +117,13 @@ class Slots:
                 tier,
             )
         return self._kept[tier]
+
+    def _may_grow(self, nbytes: int) -> bool:
+        """Tell whether there is memory for one more: near tiers may each keep another snapshot."""
+        needed = 1 + len({*self._kept.values()})
+        if self._wanted is not None or len(self._arena) >= min(needed, MOST_SLOTS):
+            return False
+        return nbytes <= available_bytes() // 4
 
     def _make(self, number: int, nbytes: int) -> Slot:
         old = self._arena.pop(number, None)

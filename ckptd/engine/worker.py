@@ -98,6 +98,8 @@ class Worker:
         self._orphan = threading.Event()
         self._belongs = False
         self._trainer_died = False
+        self.died_at = 0.0
+        """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
         self.said_goodbye = False
         """Whether the trainer ended as it should."""
         self._unsettled: deque[tuple[Save, RankPlan]] = deque(maxlen=4)
@@ -128,7 +130,7 @@ class Worker:
         except CkptdError as error:
             self.tell(Failed(-1, error.to_dict()))
         except EOFError:
-            self._trainer_died = True
+            self._trainer_died, self.died_at = True, time.monotonic()
         finally:
             self._finish()
 

@@ -91,6 +91,25 @@ def test_a_second_slot_is_made_before_the_newest_snapshot_is_given_up() -> None:
     slots.close()
 
 
+def test_tiers_that_keep_different_snapshots_have_a_slot_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Memory every step, a peer every other one: neither loses what it has to the next save."""
+    slots = Slots(None, lambda slot: None)
+    for job in range(1, 9):
+        before = dict(slots._kept)
+        slot = slots.acquire(8, 1.0)
+        assert slot.number not in before.values()
+        slots.take(slot, job)
+        slots.keep("memory", job)
+        if job % 2:
+            slots.keep("peer", job)
+        slots.release(job)
+    assert len(slots._arena) == 3
+    assert not caplog.records
+    slots.close()
+
+
 def test_without_memory_for_another_slot_the_tier_is_given_up_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
