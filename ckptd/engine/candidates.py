@@ -103,11 +103,13 @@ def _snapshots(near: UnionStore | None) -> list[Snapshot]:
 
 
 def _on_line(index: Index, snapshots: list[Snapshot], step: int | None) -> list[Candidate]:
-    index.open()
+    marker = index.open()
     newest, commits = index.survey()
     if not newest:
         return []
-    counting = [s for s in snapshots if _may_count(index, s, newest)]
+    # A folder may hold what another run left, and a root may be another one than it was.
+    ours = [s for s in snapshots if s.root in ("", marker.root_id)]
+    counting = [s for s in ours if _may_count(index, s, newest)]
     names = line(newest, {*commits, *(s.name for s in counting)}, index.ancestor)
     out: list[Candidate] = []
     for name in reversed(names):

@@ -147,6 +147,7 @@ def drain(
     sealed: Callable[[float], Sealed],
     progress: Callable[[int, int], None],
     unchanged: Unchanged | None = None,
+    root: str = "",
 ) -> None:
     """Write this rank's bytes and report its part; both are durable on return.
 
@@ -162,6 +163,8 @@ def drain(
         Called with bytes written and bytes in all.
     unchanged
         Finds what need not be written again; None: everything is.
+    root
+        See `Part`.
 
     A failure is reported as a part as well, when the store still takes it, so that the committer
     learns of it at once and not by a deadline.
@@ -205,6 +208,7 @@ def drain(
             base=wrote.base,
             refers=wrote.refers,
             seeks=unchanged is not None and unchanged.seeks(rank_plan),
+            root=root,
         )
     except CkptdError as error:
         _give_up(store, rank_plan.rank, save, error)

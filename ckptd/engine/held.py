@@ -39,6 +39,8 @@ class Held:
         Length of the data section.
     small
         The other objects by key, the part last: whoever finds the part finds everything.
+    root
+        Identity of the root that it is of.
     """
 
     save: Save
@@ -47,6 +49,7 @@ class Held:
     header: bytes
     data_bytes: int
     small: dict[str, bytes]
+    root: str = ""
 
     @property
     def key(self) -> str:
@@ -65,6 +68,7 @@ def hold_share(
     slot: Slot,
     wait: Callable[[int], None],
     sealed: Callable[[], Sealed],
+    root: str = "",
 ) -> Held:
     """Digest what a slot gets as it gets it, and return the share once the slot is sealed.
 
@@ -74,6 +78,8 @@ def hold_share(
         ``wait(nbytes)`` returns when so many bytes are staged, or raises.
     sealed
         Returns what was said when the snapshot was whole, or raises.
+    root
+        See `Held`.
 
     Raises
     ------
@@ -110,9 +116,10 @@ def hold_share(
         slots=slots,
         values=values,
         metadata=save.metadata,
+        root=root,
     )
     small[part_key(save.folder, plan.rank)] = part.encode()
-    return Held(save, plan.rank, slot, header, nbytes, small)
+    return Held(save, plan.rank, slot, header, nbytes, small, root)
 
 
 def put_share(store: Store, held: Held) -> None:

@@ -327,6 +327,8 @@ class Part(msgspec.Struct, frozen=True):
         The user's; rank 0's counts, whoever commits.
     base, refers
         The checkpoint whose chunks are referred to, and which of them.
+    root
+        Of which root it is, on near tiers: folders are used again, and roots are made anew.
     seeks
         Whether this rank will look for unchanged chunks at its next save.
     error
@@ -347,6 +349,7 @@ class Part(msgspec.Struct, frozen=True):
     base: Base | None = None
     refers: tuple[Refer, ...] = ()
     seeks: bool = False
+    root: str = ""
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:

@@ -57,7 +57,17 @@ class Share:
 
     def write(self, store: Store, data: memoryview, unchanged: Unchanged | None = None) -> None:
         """Write data file, digests and part; durable on return. See `ckptd.engine.drain.drain`."""
-        drain(store, self.plan, self.save, data, _is_there, lambda _: self.seal, _unseen, unchanged)
+        drain(
+            store,
+            self.plan,
+            self.save,
+            data,
+            _is_there,
+            lambda _: self.seal,
+            _unseen,
+            unchanged,
+            self.held.root,
+        )
 
 
 class Lanes:

@@ -62,6 +62,8 @@ class Snapshot(msgspec.Struct, frozen=True, order=True):
         Digest of the plan that every rank wrote by.
     world
         Number of ranks.
+    root
+        Identity of the root that it is of; empty where the parts do not say.
     """
 
     step: int
@@ -69,6 +71,7 @@ class Snapshot(msgspec.Struct, frozen=True, order=True):
     attempt: str
     plan: str
     world: int
+    root: str = ""
 
     @property
     def name(self) -> CommitName:
@@ -110,11 +113,22 @@ def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[Snap
             try:
                 plan = _plan(union, folder, sizes)
                 if plan is not None:
-                    _parts(union, pool, folder, plan)
-                    out.append(Snapshot(of.step, of.generation, attempt, plan.digest, plan.world))
+                    root = _root_of(_parts(union, pool, folder, plan), folder)
+                    out.append(
+                        Snapshot(of.step, of.generation, attempt, plan.digest, plan.world, root)
+                    )
             except CkptdError as error:
                 _log.warning("the snapshot %s is not used: %s", folder, error)
     return sorted(out)
+
+
+def _root_of(parts: Sequence[Part], folder: str) -> str:
+    roots = {part.root for part in parts}
+    if len(roots) > 1:
+        raise CorruptError(
+            "parts of several roots", kind="bad-record", where=folder, found=", ".join(roots)
+        )
+    return roots.pop()
 
 
 def _plan(union: UnionStore, folder: str, sizes: Mapping[str, int]) -> SavePlan | None:

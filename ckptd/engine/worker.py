@@ -97,6 +97,7 @@ class Worker:
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
         self._belongs = False
+        self._root_id = ""
         self._trainer_died = False
         self.died_at = 0.0
         """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
@@ -311,7 +312,8 @@ class Worker:
         if self._near is None or self._belongs:
             return
         try:
-            self._near.belongs(self._catalogue.open().root_id)
+            self._root_id = self._catalogue.open().root_id
+            self._near.belongs(self._root_id)
             self._belongs = True
         except CkptdError as error:  # memory must be of use also while the root is not
             _log.warning("the root cannot be read: %s", error.message)
@@ -334,7 +336,12 @@ class Worker:
 
         with saving(self._store, save.name, save.attempt, plan.rank):
             held = hold_share(
-                plan, save, slot, lambda n: self._wait_staged(save, slot, n, left()), sealed
+                plan,
+                save,
+                slot,
+                lambda n: self._wait_staged(save, slot, n, left()),
+                sealed,
+                self._root_id,
             )
         return Share(held, plan, sealed())
 

@@ -146,3 +146,18 @@ def test_near_tiers_need_a_root_that_others_can_open() -> None:
     with pytest.raises(UsageError) as caught:
         ckptd.Checkpointer("memory://nearby", tiers=[Memory()])
     assert caught.value.kind == "bad-tier"
+
+
+def test_what_another_run_left_in_a_folder_is_not_loaded(tmp_path: Path) -> None:
+    folder = str(tmp_path / "near")
+    for root, steps in (("first", 9), ("second", 3)):
+        url = str(tmp_path / root)
+        with ckptd.Checkpointer(url, every=3, tiers=[Local(folder, every=1)], slots=2) as ck:
+            for step in range(1, steps + 1):
+                handle = ck.save(step, state_at(step if root == "first" else 100 * step))
+                assert handle is not None
+                handle.durable(WAIT_S, tier="local")
+    with ckptd.Checkpointer(str(tmp_path / "second"), tiers=[Local(folder)]) as ck:
+        state = state_at(0)
+        assert ck.load(state) == 3
+        assert state["w"][0] == 300.0
