@@ -31,7 +31,7 @@ from tests.crash.tiers.judge import Verdict, judge
 from tests.crash.tiers.ledger import Killed, Started
 from tests.crash.tiers.moments import Scene, enter, fire, hook_agent, start_of
 from tests.crash.tiers.schedule import LifePlan, Schedule, draw
-from tests.crash.tiers.trainer import RankLife, be_launcher, be_trainer, environment
+from tests.crash.tiers.trainer import RankLife, be_launcher, be_trainer, environment, warm_up
 
 __all__ = ["Outcome", "Runner", "main"]
 
@@ -286,7 +286,8 @@ class Runner:
             if half := [n for n in _names(folder) if "~" in n]:
                 yield f"half files in {folder.name}: {half}"
             kept = sorted(p.name for p in (folder / "data").glob("*"))
-            if len(kept) > self.schedule.local_keep + 2:
+            # Who begins anew clears once it has as many of its own as are to be kept.
+            if len(kept) > self.schedule.local_keep * (1 + len(self.schedule.lives)) + 1:
                 yield f"{folder.name} keeps {kept}"
 
     def _relatives(self) -> list[int]:
@@ -310,13 +311,13 @@ def _names(folder: Path) -> Iterator[str]:
         yield from (os.path.relpath(os.path.join(parent, n), folder) for n in names)
 
 
-def run_seed(seed: int, base: Path) -> Outcome:
+def run_seed(seed: int, base: Path, keep: bool = False) -> Outcome:
     """Run a schedule; its folder stays where something is wrong."""
     folder = Path(tempfile.mkdtemp(prefix=f"s{seed}-", dir=base))
     schedule = draw(seed)
     began = time.monotonic()
     verdict = Runner(schedule, folder).run()
-    if not verdict.faults:
+    if not verdict.faults and not keep:
         shutil.rmtree(folder)
     return Outcome(
         seed=seed,
@@ -344,19 +345,21 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("seeds", nargs="+")
     parser.add_argument("--kills", type=int, default=0, help="stop after so many")
+    parser.add_argument("--keep", action="store_true", help="keep all folders")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    warm_up()
     shm = Path("/dev/shm")
     base = Path(tempfile.mkdtemp(prefix="ct-", dir=shm if shm.is_dir() else None))
     wrong = kills = 0
     for seed in _seeds(given.seeds):
-        outcome = run_seed(seed, base)
+        outcome = run_seed(seed, base, given.keep)
         print(msgspec.json.encode(outcome).decode(), flush=True)
         wrong += bool(outcome.faults)
         kills += len(outcome.kills)
         if given.kills and kills >= given.kills:
             break
-    if not wrong:
+    if not wrong and not given.keep:
         shutil.rmtree(base)
     return wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -34,7 +35,7 @@ from tests.crash.tiers.ledger import (
 from tests.crash.tiers.moments import Scene, enter, hook_trainer
 from tests.crash.tiers.schedule import LifePlan, Schedule
 
-__all__ = ["RankLife", "State", "be_launcher", "be_trainer"]
+__all__ = ["RankLife", "State", "be_launcher", "be_trainer", "warm_up"]
 
 _SIZES = (96, 256, 96)
 DEADLINE_S = 60.0
@@ -114,8 +115,19 @@ def be_trainer(life: RankLife) -> None:
     hook_trainer()
     _tell(scene, life)
     enter(scene, life.name, life.node)
+    _log.info("begins")
     _join(scene, life)
+    _log.info("is connected")
     _live(scene, life)
+    _log.info("ends after %.2f s of CPU", time.process_time())
+
+
+def warm_up() -> None:
+    """Import what a trainer's first step and save would, which takes seconds: forks have it."""
+    for name in ("ckptd.store.local", "ckptd.store.net", "ckptd.store.pack", "psutil"):
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    State(0, 0).train(1)
 
 
 def environment(scene: Scene, node: int) -> dict[str, str]:
@@ -197,7 +209,9 @@ def _live(scene: Scene, life: RankLife) -> None:
     handles: list[SaveHandle] = []
     step = 0
     try:
+        _log.info("has a checkpointer")
         first = _load(scene, life, ck, state) + 1
+        _log.info("has loaded")
         for step in range(first, first + life.plan.steps):
             state.train(step)
             digest, train = state.digests()
@@ -212,6 +226,7 @@ def _live(scene: Scene, life: RankLife) -> None:
     except CkptdError as error:
         raised("load", 0, error)
     finally:
+        _log.info("closes")
         try:
             ck.close()
         except CkptdError as error:
