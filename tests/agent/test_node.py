@@ -201,3 +201,42 @@ def test_a_socket_that_a_killed_agent_left_is_replaced(root: str) -> None:
     assert job.agent
     assert place.socket.is_socket()
     job.close()
+
+
+def test_thousands_of_saves_leave_nothing_behind_in_the_trainer(root: str) -> None:
+    board = LocalBoard(0, 2)
+    ranks = [
+        NearJob(root, board=board, generation=1),
+        NearJob(root, board=LocalBoard(1, 2, board), generation=1),
+    ]
+    ranks[0].catalogue.claim(None, 2, "test")
+    for step in range(1, 301):
+        handles = [job.save(step) for job in ranks]
+    for handle in handles:
+        handle.durable(WAIT_S)
+    for job in ranks:
+        until(lambda job=job: len(job.client._jobs) <= 16)
+    assert len([key for key in board._values if "/near/" in key]) <= 280
+    pid = ranks[0].agent
+    for job in ranks:
+        job.close()
+    until(lambda: not lives(pid))
+    assert newest_at(root) == 300
+
+
+def test_a_zombie_of_an_older_life_displaces_nothing(root: str) -> None:
+    zombie = NearJob(root)
+    zombie.save(10).durable(WAIT_S)
+    job = NearJob(root)
+    assert job.agent == zombie.agent
+    assert job.generation > zombie.generation
+    job.save(5).durable(WAIT_S)
+    zombie.save(11).durable(WAIT_S)
+    assert 5 in job.snapshots()
+    job.save(6).durable(WAIT_S)
+    assert 6 in job.snapshots()
+    zombie.close()
+    pid = job.agent
+    job.close()
+    until(lambda: not lives(pid))
+    assert newest_at(root) == 6

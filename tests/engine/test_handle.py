@@ -1,0 +1,77 @@
+"""What a handle says of a save that goes to several tiers."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.engine.handle import SaveHandle
+from ckptd.errors import DeadlineError, SaveError, UsageError
+
+ERROR = SaveError("the peer is gone", kind="aborted")
+
+
+def handle(*near: str, root: bool = False) -> SaveHandle:
+    return SaveHandle(7, 1, "0001", 10, near=near, root=root)
+
+
+def test_a_save_to_near_tiers_ends_when_the_last_of_them_has_settled() -> None:
+    save = handle("memory", "peer")
+    assert save._settle("peer", ERROR)
+    assert not save.done
+    assert save.progress.phase == "staging"
+    with pytest.raises(DeadlineError):
+        save.durable(0.0)
+    assert save._settle("memory")
+    assert save.done
+    assert save.tiers == {"memory": "complete", "peer": "failed"}
+    save.durable(tier="memory")
+    for tier in (None, "peer"):
+        with pytest.raises(SaveError):
+            save.durable(tier=tier)
+
+
+def test_the_farthest_tier_decides() -> None:
+    save = handle("memory", "local")
+    save._settle("memory", ERROR)
+    save._settle("local")
+    save.durable()
+    assert save.progress.phase == "durable"
+    assert save.error is None
+
+
+def test_near_tiers_that_fail_are_raised_by_nobody_else() -> None:
+    save = handle("memory")
+    save._settle("memory", ERROR)
+    assert not save._error_unseen
+    assert save._take_unseen_error() is None
+
+
+def test_the_root_is_not_touched_by_what_near_tiers_do() -> None:
+    save = handle("memory", root=True)
+    save._settle("memory", ERROR)
+    assert save.progress.phase == "staging"
+    save._advance("durable")
+    assert save.done
+    save.durable()
+
+
+def test_the_root_may_end_first() -> None:
+    save = handle("memory", root=True)
+    save._advance("durable")
+    assert not save.done
+    save._settle("memory")
+    assert save.done
+
+
+def test_what_is_settled_stays() -> None:
+    save = handle("memory", "peer")
+    assert save._settle("memory")
+    assert not save._settle("memory", ERROR)
+    assert not save._settle("local")
+    assert save.tiers["memory"] == "complete"
+
+
+def test_a_tier_that_the_save_does_not_go_to() -> None:
+    with pytest.raises(UsageError) as caught:
+        handle("memory").durable(tier="peer")
+    assert caught.value.kind == "bad-tier"
