@@ -203,6 +203,7 @@ def test_a_socket_that_a_killed_agent_left_is_replaced(root: str) -> None:
     job.close()
 
 
+@pytest.mark.long
 def test_thousands_of_saves_leave_nothing_behind_in_the_trainer(root: str) -> None:
     board = LocalBoard(0, 2)
     ranks = [
