@@ -299,8 +299,9 @@ class WriterClient:
         end = time.monotonic() + timeout_s
         with contextlib.suppress(CkptdError):  # it may be gone already
             self._send(Stop())
-        if self._dead is None or self._agent is None:
-            self._monitor.join(timeout_s)
+        # Also where the worker is dead: this process may end now, and the other ranks have to be
+        # told first what they would wait for.
+        self._monitor.join(timeout_s)
         if self._process is not None:
             try:
                 self._process.wait(max(0.1, end - time.monotonic()))

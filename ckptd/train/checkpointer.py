@@ -248,6 +248,7 @@ class Checkpointer:
                 keep=self._keep,
                 near=near,
                 root=root,
+                goes_on=self._when_failed == "warn",
             )
         self._lineage.last_step = step
         if self._nearby is not None:

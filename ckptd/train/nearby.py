@@ -136,7 +136,9 @@ class Nearby:
         for tier, spec in (("memory", served_spec(self._here)), ("local", self._folder)):
             if spec is not None:
                 try:
-                    self._sources.append(Source(spec.open(), tier, f"{self._node} {tier}"))
+                    store = spec.open()
+                    _ = store.capabilities  # asks an agent, which may have died by now
+                    self._sources.append(Source(store, tier, f"{self._node} {tier}"))
                 except CkptdError as error:
                     _log.warning("this node's snapshots cannot be read: %s", error.message)
         others = [n for n in self._nodes.values() if n.name != self._node]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
@@ -16,7 +17,7 @@ from ckptd.engine.handle import SaveHandle
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan, Structure
-from ckptd.errors import CkptdError, UsageError
+from ckptd.errors import CkptdError, UsageError, WorkerError
 from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
@@ -38,6 +39,7 @@ __all__ = ["Lazy", "Saver"]
 
 Lazy = Literal["auto", "all", "off"]
 
+_log = logging.getLogger("ckptd")
 INLINE_OBJECT_BYTES = 16 << 10
 """Replicated objects up to this size stand in the manifest; larger ones get a chunk."""
 
@@ -119,10 +121,16 @@ class Saver:
         keep: Keep | None,
         near: tuple[str, ...] = (),
         root: bool = True,
+        goes_on: bool = False,
     ) -> SaveHandle:
         """Begin to copy the state into the arena, and have it written.
 
         On return everything is copied but what the gate holds.
+
+        Parameters
+        ----------
+        goes_on
+            That the writing process died is not raised, but told by the handle.
 
         Raises
         ------
@@ -168,8 +176,14 @@ class Saver:
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:
             self._tell_others(key, near, error)
-            handle._fail(error)
-            raise
+            if not (goes_on and isinstance(error, WorkerError)):
+                handle._fail(error)
+                raise
+            _log.warning("step %d is not saved: %s", step, error.message)
+            for tier in near:
+                handle._settle(tier, error)
+            if root:
+                handle._fail(error)
         return handle
 
     def _structure_of(self, leaves: Leaves) -> Structure:
