@@ -374,7 +374,7 @@ def test_what_survives_in_memory_holds_the_bytes(root: str, tmp_path: Path) -> N
 
     The copy that outlives a trainer is the arena, which the writing process holds: the trainer is
     killed before a byte of it is written. What is restored from it, into targets full of other
-    values, is every byte. Replicas on another node, when this one is lost: tests/agent/test_peers.py.
+    values, is every byte. Replicas on another node: tests/agent/test_peers.py.
     """
     pid_file = tmp_path / "pid"
     (outcome,) = rank_outcomes(1, stage_and_die, root, str(pid_file))
