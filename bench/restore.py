@@ -1,0 +1,385 @@
+"""A restore: how near to each tier's own limit does it run?
+
+    python bench/restore.py --reps 3
+    python bench/restore.py --cases memory,peer --layers 8 --reps 1
+
+One rank loads 2.02 GB: from its own node's agent (*memory*), from another node's agent over TCP
+(*peer*, both on this machine), from a folder (*local*, *local warm*) and from an object store
+(*remote*, Ceph's gateway or moto on this machine, a smaller state). Each process measures its limit
+in turn with its loads: a copy in memory by as many threads, a plain socket, the disk's best read, a
+read of what is in the page cache, s3fs. A load verifies each byte before it writes any, the limits
+verify nothing. A repetition of all takes about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import s3
+
+LIMITS = {
+    "memory": "a copy in memory",
+    "peer": "a plain socket",
+    "local": "the disk's best read",
+    "local warm": "a read of the page cache",
+    "remote": "s3fs get",
+}
+LOADS = 3
+REMOTE_LAYERS = 12
+BLOCK = 4 << 20
+
+
+# --- the limits ---------------------------------------------------------------------------------
+
+
+def copying(size: int, threads: int = 2) -> Callable[[], float]:
+    """Return what copies `size` bytes from touched memory into touched memory."""
+    source, target = (np.ones(size, np.uint8) for _ in range(2))
+    cuts = [size * i // threads for i in range(threads + 1)]
+
+    def one(i: int) -> None:
+        for at in range(cuts[i], cuts[i + 1], BLOCK):
+            end = min(at + BLOCK, cuts[i + 1])
+            np.copyto(target[at:end], source[at:end])
+
+    return lambda: common.parallel(threads, one)
+
+
+def receiving(size: int, streams: int) -> Callable[[], float]:
+    """Return what receives `size` bytes over TCP from another process, by several connections."""
+    command = [sys.executable, __file__, "--role", "sender", "--size", str(size // streams)]
+    sender = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # ends with its clients
+    assert sender.stdout is not None
+    port = int(sender.stdout.readline())
+    socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
+    target = np.ones(size, np.uint8).data
+
+    def one(i: int) -> None:
+        per = size // streams
+        socks[i].sendall(b"x")
+        for at in range(0, per, BLOCK):
+            piece = target[i * per + at : i * per + min(at + BLOCK, per)]
+            socks[i].recv_into(piece, 0, socket.MSG_WAITALL)
+
+    return lambda: common.parallel(streams, one)
+
+
+def send(size: int) -> None:
+    """Be the other end of `receiving`, until the last client has gone."""
+    data = np.ones(size, np.uint8).data
+
+    def serve(sock: socket.socket) -> None:
+        with sock, contextlib.suppress(ConnectionError):
+            while sock.recv(1):
+                for at in range(0, size, BLOCK):
+                    sock.sendall(data[at : at + BLOCK])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60.0)
+        print(listener.getsockname()[1], flush=True)
+        threads: list[threading.Thread] = []
+        while not threads or any(t.is_alive() for t in threads):
+            listener.settimeout(0.5 if threads else 60.0)
+            with contextlib.suppress(TimeoutError):
+                threads.append(threading.Thread(target=serve, args=(listener.accept()[0],)))
+                threads[-1].start()
+
+
+def reading(folder: str, size: int, threads: int = 2) -> Callable[[], float]:
+    """Return what reads the files of a checkpoint, which are in the page cache, into memory."""
+    files = [p for p in Path(folder).rglob("*.safetensors") if p.stat().st_size]
+    target = np.ones(size + (1 << 20), np.uint8).data
+
+    def one(i: int) -> None:
+        at = 0
+        for path in files:
+            fd = os.open(path, os.O_RDONLY)
+            length = os.fstat(fd).st_size
+            start, end = length * i // threads, length * (i + 1) // threads
+            for offset in range(start, end, BLOCK):
+                piece = target[at + offset : at + min(offset + BLOCK, end)]
+                os.preadv(fd, [piece], offset)
+            os.close(fd)
+            at += length
+
+    return lambda: common.parallel(threads, one)
+
+
+# --- one case -----------------------------------------------------------------------------------
+
+
+class State:
+    """What is saved, and whether what is loaded is that."""
+
+    def __init__(self, layers: int) -> None:
+        self.live = common.state(common.noise(), layers)
+        self._expected = [t.clone() for t in common.tensors(self.live)]
+
+    def clear(self) -> None:
+        for tensor in common.tensors(self.live):
+            tensor.zero_()
+
+    def right(self) -> bool:
+        import torch
+
+        now = common.tensors(self.live)
+        return all(torch.equal(a, b) for a, b in zip(now, self._expected, strict=True))
+
+
+def measure(
+    state: State,
+    load: Callable[[], Any],
+    limit: Callable[[], float],
+    before: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Time `load` and `limit` in turn."""
+    seconds, limits, right, tiers = [], [], True, set()
+    for _ in range(LOADS):
+        before()
+        limits.append(limit())
+        state.clear()
+        before()
+        begin = time.perf_counter()
+        report = load()
+        seconds.append(time.perf_counter() - begin)
+        right = right and state.right()
+        tiers.add(report.tier)
+    read = {"fetch_s": report.read.fetch_s, "copy_s": report.read.copy_s}
+    return {
+        "s": min(seconds),
+        "limit_s": min(limits),
+        "all_s": seconds,
+        "right": right,
+        "tier": "+".join(sorted(tiers)),
+        **read,
+    }
+
+
+def memory_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    import ckptd
+
+    state = State(options.layers)
+    os.environ["CKPTD_RUN_DIR"] = folder + "/run"
+    with ckptd.Checkpointer(folder + "/root", tiers=[ckptd.Memory(every=1)], every=100) as ck:
+        saved(ck, state)
+
+        def load() -> Any:
+            ck.load(state.live)
+            return ck.last_load
+
+        return measure(state, load, copying(common.state_bytes(options.layers)))
+
+
+def saved(ck: Any, state: State) -> None:
+    handle = ck.save(1, state.live)
+    handle.durable()
+
+
+def peer_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    size = common.state_bytes(options.layers)
+    command = [sys.executable, __file__, "--role", "node", "--dir", folder]
+    command += ["--layers", str(options.layers)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as node:
+        assert node.stdin is not None
+        assert node.stdout is not None
+        line = next(x for x in node.stdout if x.startswith("{"))
+        found = json.loads(line)
+        state = State(options.layers)
+        load = from_node(folder + "/root", state, found["url"], found["secret"])
+        limits = [receiving(size, n) for n in (1, 2)]
+        out = measure(state, load, lambda: min(limit() for limit in limits))
+        node.stdin.close()
+    return out
+
+
+def be_node(folder: str, layers: int) -> None:
+    """Save into the memory of a node's agent and tell where it is read, until stdin ends."""
+    import ckptd
+    from ckptd.train import nearby
+
+    os.environ |= {
+        "CKPTD_RUN_DIR": folder + "/run",
+        "CKPTD_NODE": "other",
+        "CKPTD_BIND": "127.0.0.1",
+    }
+    nearby.host_count = lambda agreement: 2  # an agent that is alone serves nobody
+    with ckptd.Checkpointer(folder + "/root", tiers=[ckptd.Memory(every=1)], every=100) as ck:
+        saved(ck, State(layers))
+        answer = ck._client.answer()  # type: ignore[union-attr]
+        print(json.dumps({"url": answer.memory, "secret": answer.secret}), flush=True)
+        sys.stdin.read()
+
+
+def from_node(
+    root: str, state: State, url: str, secret: str, timeout_s: float = 300.0
+) -> Callable[[], Any]:
+    """Return a load of one rank whose only near tier is another node's memory."""
+    from ckptd.engine.board import LocalBoard
+    from ckptd.engine.catalogue import Catalogue
+    from ckptd.engine.union import Source
+    from ckptd.store import StoreSpec, open_store
+    from ckptd.train.agree import Agreement
+    from ckptd.train.loader import Loader
+
+    source = Source(StoreSpec(url, {"secret": secret}).open(), "peer")
+    agreement = Agreement(LocalBoard(), timeout_s)
+    catalogue = Catalogue(open_store(root))
+    loader = Loader(catalogue, agreement, [0], timeout_s, None, lambda: [source])
+    rest = {"only": None, "rename": None, "weights_only": False, "device": None, "progress": None}
+    return lambda: loader.load(state.live, None, strict=True, **rest)
+
+
+def local_case(folder: str, options: argparse.Namespace, *, warm: bool = False) -> dict[str, Any]:
+    import ckptd
+
+    state = State(options.layers)
+    size = common.state_bytes(options.layers)
+    with ckptd.Checkpointer(folder + "/root", refer=False) as ck:
+        saved(ck, state)
+
+        def load() -> Any:
+            ck.load(state.live)
+            return ck.last_load
+
+        if warm:
+            return measure(state, load, reading(folder + "/root", size))
+
+        def limit() -> float:
+            found = common.disk_limit(folder + "/limit", size)
+            return min(v for k, v in found.items() if k.startswith("read"))
+
+        return measure(state, load, limit, lambda: common.drop_caches(folder + "/root"))
+
+
+def remote_case(folder: str, options: argparse.Namespace) -> dict[str, Any]:
+    import ckptd
+
+    server = json.loads(options.server)
+    state = State(min(options.layers, REMOTE_LAYERS))
+    url = f"{s3.BUCKET}/{os.getpid()}"
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else folder
+    with (
+        ckptd.Checkpointer(f"s3://{url}", store_options=server, refer=False) as ck,
+        tempfile.TemporaryDirectory(dir=base) as back,
+    ):
+        saved(ck, state)
+        store = s3.filesystem(server)
+
+        def load() -> Any:
+            ck.load(state.live)
+            return ck.last_load
+
+        def limit() -> float:
+            common.remove(f"{back}/all")
+            begin = time.perf_counter()
+            store.get(url, f"{back}/all", recursive=True)
+            return time.perf_counter() - begin
+
+        found = measure(state, load, limit)
+        store.rm(url, recursive=True)
+    return found
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    "memory": memory_case,
+    "peer": peer_case,
+    "local": local_case,
+    "local warm": lambda folder, options: local_case(folder, options, warm=True),
+    "remote": remote_case,
+}
+
+
+# --- telling ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def some_server(wanted: bool) -> Iterator[tuple[s3.Options | str, str]]:
+    """Give the first S3 server that starts, and its name."""
+    for kind in reversed(s3.KINDS) if wanted else ():
+        with s3.server(kind) as server:
+            if not isinstance(server, str):
+                yield server, kind
+                return
+    yield "no S3 server" if wanted else "not asked for", ""
+
+
+def main() -> None:
+    options = common.arguments(
+        __doc__, cases=",".join(CASES), layers=48, server="", role="", size=0
+    )
+    if options.role == "sender":
+        send(options.size)
+    elif options.role == "node":
+        be_node(options.dir, options.layers)
+    elif options.case:
+        folder = f"{options.dir}/case"
+        common.remove(folder)
+        Path(folder).mkdir(parents=True)
+        print(json.dumps(CASES[options.case](folder, options)), flush=True)
+        common.remove(folder)
+    else:
+        alternate(options)
+
+
+def alternate(options: argparse.Namespace) -> None:
+    names = options.cases.split(",")
+    if unknown := set(names) - set(CASES):
+        raise SystemExit(f"no such case: {unknown}; there are {sorted(CASES)}")
+    found: dict[str, list[dict[str, Any]]] = {}
+    order = random.Random(0)
+    with some_server("remote" in names) as (server, kind):
+        if isinstance(server, str):
+            names = [n for n in names if n != "remote"]
+        shared = ["--dir", options.dir, "--layers", str(options.layers)]
+        shared += ["--server", json.dumps(server)]
+        for _ in range(options.reps):
+            for name in order.sample(names, len(names)):
+                run = common.in_fresh_process(__file__, [*shared, "--case", name])
+                found.setdefault(name, []).append(run)
+                print(f"{name}: {run}", file=sys.stderr)
+    report(options, {n: found[n] for n in CASES if n in found}, kind)
+
+
+def report(options: argparse.Namespace, found: dict[str, Any], kind: str) -> None:
+    m = common.median
+    rows = []
+    for name, runs in found.items():
+        layers = min(options.layers, REMOTE_LAYERS) if name == "remote" else options.layers
+        size = common.state_bytes(layers) / 1e9
+        seconds, limit = m(runs, "s"), m(runs, "limit_s")
+        what = LIMITS[name] + (f", {kind}" if name == "remote" else "")
+        right = all(r["right"] for r in runs)
+        passes = [m(runs, k) for k in ("fetch_s", "copy_s")]
+        row = [name, size, seconds, size / seconds, *passes, what, size / limit, limit / seconds]
+        rows.append([*row, right])
+    head = ["from", "GB", "s", "GB/s", "verifying s", "copying s", "limit", "limit GB/s"]
+    head += ["of the limit", "bytes right"]
+    text = (
+        f"One rank; medians of {options.reps} processes, in each the best of {LOADS} loads and of "
+        f"{LOADS} measurements of the limit, in turn. A load digests all bytes before it writes "
+        "any.\n\n"
+    )
+    text += common.table(head, rows)
+    command = f"python bench/restore.py --reps {options.reps}"
+    common.publish("restore", command, text, {"load": os.getloadavg(), "runs": found})
+
+
+if __name__ == "__main__":
+    main()
