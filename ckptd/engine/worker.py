@@ -107,6 +107,8 @@ class Worker:
         self._send_lock = threading.Lock()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
+        # Side by side: one that waits in vain for a part must not hold up what is complete.
+        self._orphans = ThreadPoolExecutor(4, thread_name_prefix="ckptd-orphan")
 
     def run(self, hello: Hello | None = None) -> None:
         """Serve until the channel closes or `Stop` comes, then finish what is staged.
@@ -190,7 +192,8 @@ class Worker:
             self._promote(self._lanes)
         if self._trainer_died:
             for save, plan in self._unsettled:
-                self._commits.submit(self._commit_as_survivor, save, plan)
+                self._orphans.submit(self._commit_as_survivor, save, plan)
+        self._orphans.shutdown(wait=True)
         self._commits.shutdown(wait=True)
         if self._near is not None:
             self._near.shelf.adopt(self._arena.values())
@@ -301,7 +304,7 @@ class Worker:
         """Say so; what is left is the commit."""
         self.tell(Written(save.job))
         if not save.root and self._hello.rank == 0:
-            self._commits.submit(self._commit_as_survivor, save, plan)
+            self._orphans.submit(self._commit_as_survivor, save, plan)
         elif self._hello.rank == 0:
             self._commits.submit(self._commit, save, plan)
         else:

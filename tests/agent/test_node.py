@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -241,3 +242,39 @@ def test_a_zombie_of_an_older_life_displaces_nothing(root: str) -> None:
     job.close()
     until(lambda: not lives(pid))
     assert newest_at(root) == 6
+
+
+TWO_NODES = """
+import json
+import os
+from ckptd.engine.board import LocalBoard
+board = LocalBoard(0, 2)
+boards = [board, LocalBoard(1, 2, board)]
+jobs = [NearJob(job.catalogue.store.url, node=f"n{b.rank}", board=b, generation=1) for b in boards]
+for handle in [j.save(1) for j in jobs]:
+    handle.durable(60, tier="memory")
+say([j.agent for j in jobs])
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "step"),
+    [
+        # All is sealed, and no agent was told that the snapshot is complete.
+        ("[j.save(2) for j in jobs]", 2),
+        # One rank has sealed, the other has not: the one before is committed at once.
+        ("jobs[0].save(2); jobs[1].save(2, staged=False)", 1),
+    ],
+    ids=["sealed", "half"],
+)
+def test_nodes_whose_trainers_die_together_agree_on_what_is_saved(
+    root: str, last: str, step: int
+) -> None:
+    body = TWO_NODES + last + "\nos.kill(os.getpid(), 9)"
+    with Trainer(root, body, node="n0") as trainer:
+        pids = json.loads(trainer.hear())
+        trainer.process.wait(WAIT_S)
+    until(lambda: newest_at(root) == step)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(map(lives, pids)))
