@@ -1,0 +1,274 @@
+"""What stands still: a rank outside communication, a circle of waits, or communication itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ckptd.monitor.job import Job
+from ckptd.monitor.limits import Learned, Limits
+from ckptd.monitor.naming import rank_suspects
+from ckptd.monitor.stats import Array
+from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.waits import Waits, waits
+
+__all__ = ["hangs"]
+
+STALE_S = 2.0
+"""A Python heartbeat older than this has stopped; it beats several times a second."""
+
+MOST_NAMED = 64
+"""Most suspects of one verdict that are named."""
+
+
+def hangs(job: Job, limits: Limits, learned: Learned, gone: Array) -> Iterator[Verdict]:
+    """Yield what is to be said of ranks that stand still.
+
+    Parameters
+    ----------
+    job
+        The moment.
+    limits, learned
+        How long is too long.
+    gone
+        Ranks that another verdict explains; whoever waits for them is explained too.
+    """
+    if not len(job.ranks) or not len(job.groups):
+        return
+    wait = waits(job, gone)
+    outside = learned.limit(job, limits, in_call=False)
+    within = learned.limit(job, limits, in_call=True)
+    yield from _roots(job, wait, gone, outside)
+    yield from _circles(job, wait, within)
+    yield from _complete(job, wait, within)
+    yield from _unheard(job, wait, within)
+
+
+# --- outside communication ----------------------------------------------------------------------
+
+
+def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict]:
+    idle = job.ranks["idle"]
+    rows = np.flatnonzero(wait.root & ~gone & (idle > limit))
+    if not len(rows):
+        return
+    rows = rows[np.argsort(-idle[rows], kind="stable")]
+    details = [_subtype(job, int(row)) for row in rows[:MOST_NAMED]]
+    waiting = int((wait.inside & ~wait.complete).sum())
+    yield Verdict(
+        kind=Kind.HANG,
+        suspects=rank_suspects(job, rows[:MOST_NAMED], 0.95, details),
+        evidence=(
+            f"{waiting} ranks wait, and {len(rows)} that they wait for are in no call",
+            f"the first has not moved for {idle[rows[0]]:.1f} s: {details[0]}",
+        ),
+        rules_out=(
+            "a broken link: these ranks have not entered the call",
+            "a deadlock: these ranks wait for nobody",
+        ),
+        refuted_by="a counter of a named rank moves, or the rank is inside a call after all",
+        action="take stacks, flush the snapshot, restart; isolate a stopped or unkillable process",
+        numbers={
+            "hung": len(rows),
+            "waiting": waiting,
+            "idle s": float(idle[rows[0]]),
+            "limit s": float(limit[rows[0]]),
+        },
+    )
+
+
+def _subtype(job: Job, row: int) -> str:
+    """Say what kind of standing still a rank shows: kernel state, heartbeat and ping together."""
+    rank = job.ranks[row]
+    state = rank["state"].decode()
+    if state in ("T", "t"):
+        return "stopped by a signal or a debugger"
+    if state == "D":
+        return "in the kernel, not interruptible: storage, network file system or driver"
+    if state == "Z":
+        return "a zombie: ended and not collected"
+    if not rank["heartbeat"] > STALE_S:
+        return "Python runs: it computes, sleeps or spins"
+    if rank["answers"] == 1:
+        return "the GIL is held, or the interpreter is frozen"
+    return "frozen: neither Python nor its server answers" if rank["answers"] == 0 else "frozen"
+
+
+def _frozen(job: Job) -> Array:
+    """Return ranks whose process cannot take part in a call that it has entered."""
+    out: Array = np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
+    return out
+
+
+# --- circles ------------------------------------------------------------------------------------
+
+
+def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+    rows = np.flatnonzero(wait.circle)
+    age = job.ranks["pending_age"]
+    if not len(rows) or not (age[rows] > limit[rows]).all():
+        return
+    codes = np.unique(wait.code[rows])
+    yield Verdict(
+        kind=Kind.DEADLOCK,
+        suspects=(
+            *_groups(job, codes, 0.9),
+            *rank_suspects(
+                job, rows[:MOST_NAMED], 0.5, [_where(job, int(r)) for r in rows[:MOST_NAMED]]
+            )[:MOST_NAMED],
+        ),
+        evidence=(
+            f"{len(rows)} ranks wait for each other in {len(codes)} groups, nobody else for them",
+            f"for {age[rows].min():.1f} s at least",
+        ),
+        rules_out=(
+            "a hung rank: everyone awaited waits itself",
+            "a broken link: no call of the circle has all its members",
+        ),
+        refuted_by="a counter of any rank in the circle moves",
+        action="take stacks; the program orders its calls differently on different ranks",
+        numbers={
+            "ranks": len(rows),
+            "groups": len(codes),
+            "age s": float(age[rows].min()),
+            "limit s": float(limit[rows].max()),
+        },
+        groups=tuple(int(g) for g in job.group_ids[codes][:MOST_NAMED]),
+    )
+
+
+def _where(job: Job, row: int) -> str:
+    rank = job.ranks[row]
+    return f"in call {rank['pending_seq']} of group {int(rank['pending_group']):016x}"
+
+
+def _groups(job: Job, codes: Array, confidence: float) -> tuple[Suspect, ...]:
+    named = codes[:MOST_NAMED]
+    share = confidence / max(len(named), 1)
+    return tuple(
+        Suspect(Target.GROUP, f"{int(g):016x}", round(share, 3)) for g in job.group_ids[named]
+    )
+
+
+# --- communication ------------------------------------------------------------------------------
+
+
+def _complete(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+    """Yield calls that all members entered and that do not end.
+
+    The clock starts when the last member came: ageing from a rank's own call made every pause of
+    one member a fault of the network.
+    """
+    for code, last in _overdue(job, wait, limit).items():
+        rows = np.flatnonzero(wait.complete & (wait.code == code))
+        frozen = rows[_frozen(job)[rows]]
+        if len(frozen):
+            yield _frozen_inside(job, frozen, last)
+        else:
+            yield _stuck(job, rows, int(job.group_ids[code]), last, float(limit[rows].max()))
+
+
+def _overdue(job: Job, wait: Waits, limit: Array) -> Mapping[int, float]:
+    """Return groups in a complete call, with seconds since its last arrival, if too many."""
+    rows = np.flatnonzero(wait.complete)
+    groups = len(job.group_ids)
+    last = np.full(groups, np.inf)
+    np.minimum.at(last, wait.code[rows], job.ranks["pending_age"][rows])
+    longest = np.zeros(groups)
+    np.maximum.at(longest, wait.code[rows], limit[rows])
+    out = {}
+    for code in np.flatnonzero(np.isfinite(last) & (last > longest))[:MOST_NAMED]:
+        arrived = min(float(last[code]), _last_start(job, wait, int(code)))
+        if arrived > longest[code]:
+            out[int(code)] = arrived
+    return out
+
+
+def _last_start(job: Job, wait: Waits, code: int) -> float:
+    """Return the age of the latest arrival among members whom the call has let go already."""
+    inside = wait.complete & (wait.code == code)
+    seq = int(job.ranks["pending_seq"][inside].max())
+    calls = job.calls
+    here = (calls["group"] == job.group_ids[code]) & (calls["seq"] == seq)
+    return float(-calls["start"][here].max()) if here.any() else np.inf
+
+
+def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
+    return Verdict(
+        kind=Kind.HANG,
+        suspects=rank_suspects(job, rows, 0.9, [_subtype(job, int(r)) for r in rows]),
+        evidence=(
+            f"all members entered the call {last:.1f} s ago; {len(rows)} of them cannot run",
+        ),
+        rules_out=("a deadlock: all members are in the same call",),
+        refuted_by="the named processes run",
+        action="take stacks, flush the snapshot, restart; isolate a stopped process",
+        numbers={"hung": len(rows), "since last arrival s": last},
+    )
+
+
+def _stuck(job: Job, rows: Array, group: int, last: float, limit: float) -> Verdict:
+    suspects: tuple[Suspect, ...] = (Suspect(Target.GROUP, f"{group:016x}", 0.9),)
+    if len(rows) <= MOST_NAMED:
+        suspects += rank_suspects(job, rows, round(0.9 / len(rows), 3))
+    return Verdict(
+        kind=Kind.COMM_HANG,
+        suspects=suspects,
+        evidence=(
+            f"all members entered call {job.ranks['pending_seq'][rows[0]]}",
+            f"the last came {last:.1f} s ago, and {len(rows)} are still in it",
+        ),
+        rules_out=(
+            "a hung rank outside communication: all members came",
+            "a deadlock: the call waits for nobody",
+        ),
+        refuted_by="the call ends, or a member turns out not to have entered it",
+        action="probe the links of the group; isolate the link or node found, or else the group",
+        numbers={
+            "still inside": len(rows),
+            "since last arrival s": last,
+            "limit s": limit,
+        },
+        groups=(group,),
+    )
+
+
+# --- nobody to ask ------------------------------------------------------------------------------
+
+
+def _unheard(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+    age = job.ranks["pending_age"]
+    rows = np.flatnonzero(wait.unheard & (age > limit))
+    if not len(rows):
+        return
+    codes = np.unique(wait.code[rows])
+    codes = codes[wait.missing[codes] > 0]
+    reporting = set(job.ranks["rank"].tolist())
+    silent = sorted(
+        {
+            rank
+            for group in job.group_ids[codes[:MOST_NAMED]]
+            for rank in job.members.get(int(group), ())
+            if rank not in reporting
+        }
+    )
+    yield Verdict(
+        kind=Kind.CANNOT_SAY,
+        suspects=tuple(
+            Suspect(Target.RANK, str(r), round(0.5 / len(silent), 3), "does not report")
+            for r in silent[:MOST_NAMED]
+        ),
+        evidence=(
+            f"{len(rows)} ranks wait, and whom they wait for leads to members that do not report",
+        ),
+        rules_out=("a deadlock among those that report",),
+        refuted_by="the silent ranks report",
+        action="look at the agents of the silent ranks first",
+        numbers={
+            "waiting": len(rows),
+            "silent": len(silent),
+            "age s": float(age[rows].max()),
+        },
+        groups=tuple(int(g) for g in job.group_ids[codes[:MOST_NAMED]]),
+    )

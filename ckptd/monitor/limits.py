@@ -1,0 +1,149 @@
+"""How long nothing may happen: floors by phase, and what the job itself has shown to be usual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckptd.monitor.job import Job
+from ckptd.monitor.stats import Array, mix
+from ckptd.monitor.view import Phase
+
+__all__ = ["Learned", "Limits", "learn"]
+
+START_S = 600.0
+CHECKPOINT_S = 600.0
+EVAL_S = 120.0
+TRAIN_S = 30.0
+
+_GAP, _CALL = np.uint64(1), np.uint64(2)
+
+
+def _floors() -> dict[Phase, float]:
+    return {
+        Phase.INIT: START_S,
+        Phase.COMPILE: START_S,
+        Phase.TRAIN: TRAIN_S,
+        Phase.EVAL: EVAL_S,
+        Phase.CKPT: CHECKPOINT_S,
+        Phase.EXIT: START_S,
+    }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Settings of the diagnosis of what stands still; times in seconds.
+
+    Attributes
+    ----------
+    floors
+        Least limit of each phase. It must exceed every pause that is rightful and not marked.
+    factor
+        The limit is this many times the longest that was usual so far.
+    warm_steps
+        Before a rank has made so many steps, the floor of INIT holds.
+    majority_wait
+        How long a mismatch may wait for a strict majority before it is told without a culprit.
+    missed_beats
+        Beats that an agent misses before its node is taken for silent.
+    """
+
+    floors: dict[Phase, float] = field(default_factory=_floors)
+    factor: float = 5.0
+    warm_steps: int = 5
+    majority_wait: float = 0.5
+    missed_beats: int = 3
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The longest that was usual, of each (call site, phase); a new world size begins anew.
+
+    Attributes
+    ----------
+    world
+        World size that it was learned with.
+    keys, longest
+        Sorted keys and seconds.
+    """
+
+    world: int = 0
+    keys: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
+    longest: Array = field(default_factory=lambda: np.zeros(0))
+
+    def _usual(self, keys: Array) -> Array:
+        if not len(self.keys):
+            return np.zeros(len(keys))
+        at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+        usual: Array = np.where(self.keys[at] == keys, self.longest[at], 0.0)
+        return usual
+
+    def limit(self, job: Job, limits: Limits, *, in_call: bool) -> Array:
+        """Return for each rank how long it may stand still, in seconds.
+
+        Parameters
+        ----------
+        job
+            The moment.
+        limits
+            Floors and factor.
+        in_call
+            Whether the time in its last call is meant, or the time after it.
+        """
+        ranks, calls, last = job.ranks, job.calls, job.last_call
+        table = np.zeros(max(Phase) + 1)
+        for phase, floor in limits.floors.items():
+            table[phase] = floor
+        floors: Array = table[np.clip(ranks["phase"], 0, max(Phase))]
+        floors = np.where(
+            ranks["steps_done"] < limits.warm_steps,
+            np.maximum(floors, limits.floors.get(Phase.INIT, START_S)),
+            floors,
+        )
+        if not len(calls):
+            return floors
+        keys = _keys(calls[last], _CALL if in_call else _GAP)
+        usual = np.where(last >= 0, self._usual(keys), 0.0)
+        out: Array = np.maximum(floors, limits.factor * usual)
+        return out
+
+
+def _keys(calls: Array, what: np.uint64) -> Array:
+    return mix(calls["site"], calls["phase"], calls["op"], np.full(len(calls), what))
+
+
+def learn(learned: Learned, job: Job) -> Learned:
+    """Return `learned` with what `job` shows of calls that ended.
+
+    Two things are learned of a call site in a phase: the longest from the end of its call to the
+    rank's next call, and the longest that the last member to arrive was in the call: the others'
+    times are times of waiting.
+    """
+    if learned.world != job.world:
+        learned = Learned(job.world)
+    if not len(job.calls):
+        return learned
+    keys, spans = zip(_gaps(job), _durations(job), strict=True)
+    every = np.concatenate([learned.keys, *keys])
+    longest = np.concatenate([learned.longest, *spans])
+    unique, codes = np.unique(every, return_inverse=True)
+    out = np.zeros(len(unique))
+    np.maximum.at(out, codes, longest)
+    return Learned(job.world, unique, out)
+
+
+def _gaps(job: Job) -> tuple[Array, Array]:
+    before, after = job.calls[:-1], job.calls[1:]
+    gap = after["start"] - before["end"]
+    kept = (before["row"] == after["row"]) & (gap > 0)  # NaN is not above 0
+    return _keys(before[kept], _GAP), gap[kept]
+
+
+def _durations(job: Job) -> tuple[Array, Array]:
+    order, starts = job.cohorts
+    calls = job.calls
+    spans = (calls["end"] - calls["start"])[order]
+    shortest = np.minimum.reduceat(spans, starts)  # NaN, if one member has not ended it
+    kept = ~np.isnan(shortest)
+    return _keys(calls[order[starts[kept]]], _CALL), shortest[kept]

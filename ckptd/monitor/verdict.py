@@ -1,0 +1,94 @@
+"""A verdict: what is wrong, who is suspected, why, and what would refute it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+__all__ = ["Kind", "Suspect", "Target", "Verdict"]
+
+
+class Kind(enum.StrEnum):
+    """Class of a verdict."""
+
+    CRASH = "crash"
+    MISMATCH = "mismatch"
+    DESYNC = "desync"
+    HANG = "non-communication hang"
+    DEADLOCK = "deadlock"
+    COMM_HANG = "communication hang"
+    SLOW_RANK = "slow rank"
+    SLOW_LINK = "slow link"
+    CORRUPTION = "silent corruption"
+    CANNOT_SAY = "cannot say"
+
+
+class Target(enum.StrEnum):
+    """What a suspect is."""
+
+    RANK = "rank"
+    NODE = "node"
+    GROUP = "group"
+    SENDER = "sender"
+    RECEIVER = "receiver"
+    LINK = "link"
+
+
+class Suspect(msgspec.Struct, frozen=True):
+    """One suspect of a verdict.
+
+    Attributes
+    ----------
+    target
+        What `name` names.
+    name
+        Rank, name of a node, group in hexadecimal, or ``a>b`` for a link.
+    confidence
+        From 0 to 1. The shares of suspects of which only one can be meant add up to 1 at most.
+    detail
+        What this suspect shows, in a few words.
+    """
+
+    target: Target
+    name: str
+    confidence: float
+    detail: str = ""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One diagnosis of one moment, with all that is needed to doubt it.
+
+    Attributes
+    ----------
+    kind
+        Its class.
+    suspects
+        Likeliest first. Empty where nobody can be named.
+    evidence
+        Sentences, most telling first.
+    rules_out
+        What the evidence excludes.
+    refuted_by
+        What, if seen, would show this verdict wrong.
+    action
+        What to do about it.
+    numbers
+        Figures to check it with: counters, ages in seconds, limits in seconds, scores.
+    groups
+        Groups concerned.
+    """
+
+    kind: Kind
+    suspects: tuple[Suspect, ...]
+    evidence: tuple[str, ...]
+    rules_out: tuple[str, ...]
+    refuted_by: str
+    action: str
+    numbers: Mapping[str, float]
+    groups: tuple[int, ...] = ()
+
+    def names(self, target: Target = Target.RANK) -> tuple[str, ...]:
+        """Return the names of the suspects of one target, likeliest first."""
+        return tuple(s.name for s in self.suspects if s.target is target)
