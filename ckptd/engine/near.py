@@ -72,6 +72,8 @@ class Near:
         with self._lock:
             self._keeping = [tier.name for tier in tiers if tier.name in KEEPING]
         for tier in tiers:
+            if tier.name == "peer":
+                self.shelf.segments.budget = tier.budget_bytes
             if tier.store is not None:
                 with self._lock:
                     self._local_keep = tier.keep

@@ -17,7 +17,8 @@ from typing import Any
 
 from ckptd.engine.arena import CONTROL_BYTES, Slot
 from ckptd.engine.held import Held
-from ckptd.errors import ConflictError, NotFoundError, SaveError, StoreError
+from ckptd.engine.segments import Segments
+from ckptd.errors import ConflictError, NotFoundError
 from ckptd.format.names import DATA, CommitName, parse_data_folder
 from ckptd.store.base import (
     Capabilities,
@@ -37,8 +38,6 @@ from ckptd.types import ByteRange
 __all__ = ["Shelf"]
 
 _RANKED = re.compile(r"(?:parts/)?r([0-9]{5,8})(?:\.safetensors|\.digests)?")
-_SPARE = 2
-"""Segments kept for the next guests: filling fresh pages takes ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,8 @@ class Shelf(Store):
         self._objects: dict[str, _Object] = {}
         self._mine: dict[tuple[str, int], Held] = {}
         """Shares of this node's ranks by folder and rank."""
-        self._spare: list[Slot] = []
+        self.segments = Segments()
+        """Memory of guests."""
         self._adopted: set[int] = set()
 
     # -- shares of this node -----------------------------------------------------------------------
@@ -194,10 +194,7 @@ class Shelf(Store):
         with self._lock:
             found = self._objects.pop(key, None)
             if isinstance(found, _Guest):
-                if found.lent or len(self._spare) >= _SPARE:
-                    found.segment.close()
-                else:
-                    self._spare.append(found.segment)
+                self.segments.give_back(found.segment, again=not found.lent)
 
     def clear_all(self) -> None:
         """Take down everything."""
@@ -211,9 +208,7 @@ class Shelf(Store):
         """Let go of everything. Idempotent."""
         with self._lock:
             self.clear_all()
-            for segment in self._spare:
-                segment.close()
-            self._spare.clear()
+            self.segments.close()
 
     # -- the store ---------------------------------------------------------------------------------
 
@@ -289,28 +284,6 @@ class Shelf(Store):
         """Begin a guest of exactly `size` bytes, for which there must be memory."""
         return _GuestWriter(self, check_key(key), size)
 
-    def _segment(self, key: str, size: int) -> Slot:
-        with self._lock:
-            fitting = [s for s in self._spare if s.nbytes >= size]
-            if fitting:
-                best = min(fitting, key=lambda s: s.nbytes)
-                self._spare.remove(best)
-                return best
-            spare, self._spare = self._spare, []
-        for segment in spare:
-            segment.close()
-        try:
-            return Slot(0, size)
-        except SaveError as error:
-            raise StoreError(
-                "no memory for another node's snapshot",
-                kind="no-space",
-                where=f"{self.url}/{key}",
-                wanted=error.wanted,
-                found=error.found,
-                hint="leave more memory on the nodes, or make the checkpointer without Peer()",
-            ) from error
-
     def _put_guest(self, key: str, segment: Slot, size: int) -> None:
         with self._lock:
             self._drop(key)
@@ -353,7 +326,7 @@ class _GuestWriter(SizedWriter):
     def __init__(self, shelf: Shelf, key: str, size: int) -> None:
         super().__init__(key, size)
         self._shelf = shelf
-        self._segment: Slot | None = shelf._segment(key, size)
+        self._segment: Slot | None = shelf.segments.take(size)
 
     def _append(self, view: memoryview) -> None:
         if self._segment is not None:
@@ -367,7 +340,7 @@ class _GuestWriter(SizedWriter):
     def _drop(self) -> None:
         segment, self._segment = self._segment, None
         if segment is not None:
-            segment.close()
+            self._shelf.segments.give_back(segment)
 
 
 def _copy(found: _Object, offset: int, view: memoryview) -> None:

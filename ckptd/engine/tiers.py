@@ -47,9 +47,17 @@ class Peer:
     ----------
     every
         As for `Memory`.
+    budget_bytes
+        Memory that a node gives to other nodes' snapshots: two of each share, one whole and one
+        on its way. None is as much as there is.
     """
 
     every: int | Every | None = None
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes is not None:
+            check_positive("budget_bytes", self.budget_bytes, (int,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +105,14 @@ class TierSpec(msgspec.Struct, frozen=True):
         Complete snapshots to keep.
     store
         Of a folder.
+    budget_bytes
+        Of memory for other nodes.
     """
 
     name: str
     keep: int = 1
     store: StoreSpec | None = None
+    budget_bytes: int | None = None
 
 
 def tier_specs(tiers: Iterable[Tier]) -> tuple[TierSpec, ...]:
@@ -128,7 +139,7 @@ def _spec(tier: object) -> TierSpec:
         case Memory():
             return TierSpec("memory")
         case Peer():
-            return TierSpec("peer")
+            return TierSpec("peer", budget_bytes=tier.budget_bytes)
         case Local():
             store = root_spec(tier.url, tier.store_options, tier.throttle, tier.compress)
             return TierSpec("local", tier.keep, store)
