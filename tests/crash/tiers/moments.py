@@ -6,8 +6,10 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
+import types
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,11 @@ import msgspec
 from tests.crash.tiers.ledger import Killed, Ledger
 from tests.crash.tiers.schedule import Arm
 
-__all__ = ["Scene", "enter", "fire", "hook_agent", "hook_trainer"]
+__all__ = ["ORPHAN_S", "Scene", "enter", "fire", "hook_agent", "hook_trainer", "main"]
+
+
+ORPHAN_S = 3.0
+"""For how long agents wait for the parts of the dead, which is a minute for users."""
 
 
 class Scene:
@@ -88,6 +94,7 @@ _scene: Scene | None = None
 _me: tuple[str, int] = ("", -1)
 _seen: Counter[tuple[str, str]] = Counter()
 _turn = threading.Lock()
+_SCENE = "CKPTD_TEST_SCENE"
 
 
 def enter(scene: Scene, name: str, node: int) -> None:
@@ -214,8 +221,9 @@ def _hook_stores() -> None:
     _wrap(LocalWriter, "write", "store_write")
 
 
-def hook_trainer() -> None:
+def hook_trainer(scene: Scene, node: int) -> None:
     """Make the points of a trainer; once, in its own process."""
+    _start_hooked(scene, node)
     import ckptd.train.copying as copying
     import ckptd.train.loader as loader
     from ckptd.engine.arena import Slot
@@ -247,6 +255,7 @@ def hook_agent() -> None:
     from ckptd.engine.near import Near
     from ckptd.engine.shelf import Shelf
 
+    worker.ORPHAN_COMMIT_S = ORPHAN_S
     _hook_stores()
     _wrap(worker, "hold_share", "digest")
     _wrap(worker, "apply_retention", "retention")
@@ -260,3 +269,31 @@ def hook_agent() -> None:
     _wrap(commit, "gather_parts", "gather")
     _wrap(Catalogue, "publish", "publish")
     _wrap(Near, "completed", "completed")
+
+
+def _start_hooked(scene: Scene, node: int) -> None:
+    """Let agents that a trainer starts have hooks as well."""
+    import ckptd.engine.agentlink as agentlink
+
+    popen = subprocess.Popen
+
+    def start(command: list[str], **named: Any) -> Any:
+        python, *rest = command
+        assert rest[:2] == ["-m", "ckptd.agent"], rest
+        code = "from tests.crash.tiers.moments import main; main()"
+        os.environ[_SCENE] = f"{node} {scene.folder}"
+        return popen([python, "-c", code, *rest[2:]], **named)
+
+    agentlink.subprocess = types.SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=start, DEVNULL=subprocess.DEVNULL
+    )
+
+
+def main() -> None:
+    """Be an agent that a trainer started."""
+    from ckptd.agent.__main__ import main as be_agent
+
+    node, _, folder = os.environ[_SCENE].partition(" ")
+    hook_agent()
+    enter(Scene(folder), f"agent-{node}", int(node))
+    be_agent()

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-import ckptd.engine.worker as worker
 from ckptd.agent.node import NodeAgent
 from ckptd.engine.agentlink import AgentPlace, listen, locked
 from ckptd.engine.catalogue import Catalogue
@@ -30,31 +29,15 @@ from tests.crash.judge import assert_only_legal, clean
 from tests.crash.tiers.judge import Verdict, judge
 from tests.crash.tiers.ledger import Killed, Started
 from tests.crash.tiers.moments import Scene, enter, fire, hook_agent, start_of
+from tests.crash.tiers.outcome import Outcome
 from tests.crash.tiers.schedule import LifePlan, Schedule, draw
 from tests.crash.tiers.trainer import RankLife, be_launcher, be_trainer, environment, warm_up
 
-__all__ = ["Outcome", "Runner", "main"]
+__all__ = ["Runner", "main"]
 
 LIFE_S = 90.0
 END_S = 90.0
-ORPHAN_S = 3.0
 _POLL_S = 0.004
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """What came of one seed, as a line of JSON."""
-
-    seed: int
-    faults: list[str]
-    kills: list[tuple[str, str]]
-    tiers: list[str]
-    lives: int
-    restored: dict[str, int]
-    promises: dict[str, int]
-    refused: dict[str, int]
-    raised: dict[str, int]
-    seconds: float
-    folder: str = ""
 
 
 class Runner:
@@ -128,7 +111,6 @@ class Runner:
             os.setsid()
             os.environ.update(environment(self.scene, node))
             hook_agent()
-            worker.ORPHAN_COMMIT_S = ORPHAN_S  # nobody is to wait a minute for the dead
             enter(self.scene, f"agent-{node}", node)
             agent = NodeAgent(listener, place)
             signal.signal(signal.SIGTERM, lambda *_: agent.end())

@@ -112,7 +112,7 @@ def be_trainer(life: RankLife) -> None:
         os.environ[name] = value
     torch.set_num_threads(1)
     signal.alarm(int(3 * DEADLINE_S))  # nobody waits for ever
-    hook_trainer()
+    hook_trainer(scene, life.node)
     _tell(scene, life)
     enter(scene, life.name, life.node)
     _log.info("begins")
