@@ -300,6 +300,11 @@ class RingWriter:
         self._counters[Counter.PHASE_SINCE] = time.monotonic_ns()
         self._counters[Counter.PHASE] = self._phase
 
+    @property
+    def current_step(self) -> int:
+        """The step being made; -1 if steps are not marked."""
+        return self._step
+
     def step(self, step: int) -> None:
         """Write down that step number `step` begins; a step before it is done."""
         counters = self._counters

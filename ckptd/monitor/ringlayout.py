@@ -114,7 +114,7 @@ SLOT: np.dtype[Any] = np.dtype(
         ("seq", "<u4"),
         ("op", "<u4"),
         ("dtype", "<u4"),
-        ("root", "<i4"),  # or the peer, global ranks of the group; -1 is none
+        ("root", "<i4"),  # rank within the group; -1 is none
         ("step", "<i4"),
         ("site", "<u4"),
         ("group", "<u2"),

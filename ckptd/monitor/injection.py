@@ -1,0 +1,65 @@
+"""Watching a program without an edit: what a launcher adds to the environment of its ranks.
+
+``import torch`` loads whatever is registered as a device backend under the entry points
+``torch.backends``. A folder on ``PYTHONPATH`` with the metadata of such a package makes every rank
+attach its recorder there and then, without a ``sitecustomize``, which may be somebody else's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["SWITCH", "autoload", "environment"]
+
+SWITCH = "CKPTD_MONITOR"
+"""Set to ``1`` in the ranks that are to be watched."""
+
+_log = logging.getLogger("ckptd.monitor")
+_METADATA = "Metadata-Version: 2.1\nName: ckptd-monitor-injection\nVersion: 0\n"
+_ENTRY = "[torch.backends]\nckptd_monitor = ckptd.monitor.injection:autoload\n"
+
+
+def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make ranks started with them record themselves.
+
+    Parameters
+    ----------
+    folder
+        Where the metadata is written; it must stay while ranks start.
+    base
+        The environment that the ranks would have; its ``PYTHONPATH`` is kept behind ours.
+
+    Returns
+    -------
+    dict
+        Only what is to be set or changed. A rank that turns off ``TORCH_DEVICE_BACKEND_AUTOLOAD``
+        is not watched.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be written.
+    """
+    place = folder / "ckptd_monitor_injection-0.dist-info"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "METADATA").write_text(_METADATA)
+    (place / "entry_points.txt").write_text(_ENTRY)
+    before = base.get("PYTHONPATH")
+    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), before)))}
+
+
+def autoload() -> None:
+    """Attach the recorder, now or when the process joins a group. Called by ``import torch``.
+
+    Never raises: what is wrong is logged, and the program runs unwatched.
+    """
+    if os.environ.get(SWITCH) != "1":
+        return
+    try:
+        importlib.import_module("ckptd.train.recorder").attach_when_known()
+    except Exception as error:  # noqa: BLE001 - the watched program must not notice
+        _log.warning("collectives are not recorded: %r", error, exc_info=error)
