@@ -13,6 +13,10 @@ from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
 __all__ = ["Effect", "LinkLimits", "effects", "slow_links"]
 
 
+LEAST_SPREAD = 0.02
+"""Delays vary by two in a hundred at least, whatever few probes show."""
+
+
 @dataclass(frozen=True)
 class LinkLimits:
     """Settings of the search for slow links.
@@ -20,7 +24,9 @@ class LinkLimits:
     Attributes
     ----------
     ratio
-        How many times the usual delay counts.
+        How many times the usual delay counts, of a row, a column or a node.
+    point_ratio
+        The same of a single link.
     z
         Robust standard deviations that a row, a column or a node must stand out by.
     point_z
@@ -30,13 +36,21 @@ class LinkLimits:
     echo
         A later effect that touches a node named before, and is not this share of it (in
         logarithms), may be its echo, as answers share queues: it is told as to be probed again.
+    few
+        Up to so many nodes, one slow node makes half of all links slow.
+    share
+        If more than this share of probes stands out, links are unequal by nature and nothing is
+        said without `usual`.
     """
 
-    ratio: float = 1.5
+    ratio: float = 1.25
+    point_ratio: float = 1.5
     z: float = 5.0
-    point_z: float = 6.5
+    point_z: float = 5.0
     most: int = 16
     echo: float = 0.5
+    few: int = 8
+    share: float = 0.55
 
 
 @dataclass(frozen=True)
@@ -92,10 +106,11 @@ def effects(
     limits = limits or LinkLimits()
     logs = _logs(seconds, usual)
     open_ = ~np.isnan(logs)
+    base, spread = _centre(logs[open_], nodes <= limits.few)
     found: list[Effect] = []
     while len(found) < limits.most and open_.sum() >= 3:
-        rest = np.where(open_, logs - np.median(logs[open_]), np.nan)
-        best = _largest(source, to, rest, nodes, limits)
+        rest = np.where(open_, logs - base, np.nan)
+        best = _largest(source, to, rest, spread, nodes, limits)
         if best is None:
             break
         found.append(_judged(best, found, limits))
@@ -108,7 +123,25 @@ def effects(
         elif best.target is Target.NODE:
             hit |= other
         open_ &= ~hit
+    if (~open_ & ~np.isnan(logs)).sum() > limits.share * len(logs):
+        return []
     return found
+
+
+def _centre(logs: Array, few: bool) -> tuple[float, float]:
+    """Return the usual logarithm of a delay, and its standard deviation.
+
+    Slow links only ever lengthen delays. Of few nodes half the links may be slow at once: then
+    the faster ones alone say what is usual, by two quantiles of a normal distribution.
+    """
+    if not len(logs):
+        return 0.0, LEAST_SPREAD
+    if few:
+        low, high = np.quantile(logs, [0.1, 0.3])
+        spread = max(float(high - low) / 0.757, LEAST_SPREAD)
+        return float(high) + 0.524 * spread, spread
+    base = float(np.median(logs))
+    return base, max(float(np.median(np.abs(logs - base))) * MAD_TO_SIGMA, LEAST_SPREAD)
 
 
 def _logs(seconds: Array, usual: Array | None) -> Array:
@@ -125,11 +158,10 @@ def _logs(seconds: Array, usual: Array | None) -> Array:
 
 
 def _largest(
-    source: Array, to: Array, rest: Array, nodes: int, limits: LinkLimits
+    source: Array, to: Array, rest: Array, spread: float, nodes: int, limits: LinkLimits
 ) -> Effect | None:
     """Return the effect that explains most: a row or column before a point of it."""
     seen = ~np.isnan(rest)
-    spread = max(float(np.median(np.abs(rest[seen]))) * MAD_TO_SIGMA, 1e-3)
     least = np.log(limits.ratio)
     rows = grouped_median(rest, source, nodes)
     columns = grouped_median(rest, to, nodes)
@@ -155,7 +187,7 @@ def _largest(
             int(count),
         )
     point = int(np.nanargmax(rest))
-    if rest[point] > max(least, limits.point_z * spread):
+    if rest[point] > max(np.log(limits.point_ratio), limits.point_z * spread):
         return Effect(
             Target.LINK, int(source[point]), int(to[point]), float(np.exp(rest[point])), 1
         )
@@ -167,7 +199,7 @@ def _stands_out(
 ) -> Array:
     """Return which medians are slow; one of few probes varies more than one of many."""
     error = spread * 1.25 / np.sqrt(np.maximum(counts, 1))
-    out: Array = (counts >= 2) & (np.nan_to_num(medians) > np.maximum(least, limits.z * error))
+    out: Array = (counts >= 3) & (np.nan_to_num(medians) > np.maximum(least, limits.z * error))
     return out
 
 

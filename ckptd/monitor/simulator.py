@@ -300,7 +300,8 @@ def _job(mesh: Mesh, faults: Sequence[Fault], played: _Played, step: int, heard:
 
 
 def _place(played: _Played) -> Array:
-    return np.minimum(played.at, played.slot.shape[1] - 1)
+    out: Array = np.minimum(played.at, played.slot.shape[1] - 1)
+    return out
 
 
 def _hash(mesh: Mesh) -> Array:

@@ -15,6 +15,10 @@ from ckptd.monitor.verdict import Kind, Verdict
 __all__ = ["Roles", "SlowLimits", "scores", "slow_ranks"]
 
 
+LEAST_REPLICA = 4
+"""Ranks of a replica below which its median is too much of one rank to be taken away."""
+
+
 @dataclass(frozen=True)
 class SlowLimits:
     """Settings of the search for slow ranks.
@@ -91,8 +95,9 @@ def scores(seconds: Array, roles: Roles, limits: SlowLimits, past: Array | None)
         rest[alone] = np.nan
     shared = np.where(alone, np.nan, usual)
     # Stage first, replica second, and stage again for what the replicas had moved.
-    for codes in (roles.stage, roles.replica, roles.stage):
-        shared = shared - np.nan_to_num(grouped_median(shared, codes, len(codes) + 1))[codes]
+    for codes, least in ((roles.stage, 1), (roles.replica, LEAST_REPLICA), (roles.stage, 1)):
+        medians = np.nan_to_num(grouped_median(shared, codes, len(codes) + 1))
+        shared = shared - np.where(np.bincount(codes)[codes] >= least, medians[codes], 0.0)
     rest = np.where(alone, rest, shared)
     spread = np.where(alone, _own_sigma(past, usual, limits), _cohort_sigma(rest, roles.stage))
     z = np.divide(rest, spread, out=np.zeros(len(rest)), where=spread > 0)
