@@ -15,23 +15,16 @@ import torch
 import torch.distributed as dist
 
 import ckptd
-from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
-from ckptd.engine.job import Save
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.format.digest import digest_hex
-from ckptd.format.names import CommitName
-from ckptd.train.lineage import Lineage
 from tests.crash.tiers.ledger import (
     Begun,
-    Claiming,
     Closed,
-    Held,
-    Promised,
     Raised,
-    Refused,
     Restored,
 )
+from tests.crash.tiers.listening import listen
 from tests.crash.tiers.moments import Scene, enter, hook_trainer
 from tests.crash.tiers.schedule import LifePlan, Schedule
 
@@ -113,7 +106,9 @@ def be_trainer(life: RankLife) -> None:
     torch.set_num_threads(1)
     signal.alarm(int(3 * DEADLINE_S))  # nobody waits for ever
     hook_trainer(scene, life.node)
-    _tell(scene, life)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {life.name} %(message)s")
+    agent = f"agent-{life.node}"
+    listen(scene.ledger, life.plan.number, life.rank, lambda pid: scene.register(agent, pid))
     enter(scene, life.name, life.node)
     _log.info("begins")
     _join(scene, life)
@@ -264,92 +259,3 @@ def _load(scene: Scene, life: RankLife, ck: ckptd.Checkpointer, state: State) ->
         )
     )
     return step
-
-
-def _tell(scene: Scene, life: RankLife) -> None:
-    """Have the ledger hear what handles say, from now on."""
-    number, rank, ledger = life.plan.number, life.rank, scene.ledger
-    begin, settle, advance, fail = (
-        WriterClient.begin,
-        SaveHandle._settle,
-        SaveHandle._advance,
-        SaveHandle._fail,
-    )
-
-    def told_begin(self: WriterClient, save: Save, *args: Any) -> None:
-        if save.near or save.root:
-            scene.register(f"agent-{life.node}", self.pid)
-            ledger.write(
-                Held(
-                    life=number,
-                    rank=rank,
-                    step=save.step,
-                    generation=save.generation,
-                    attempt=save.attempt,
-                    agent=self.pid,
-                    near=save.near,
-                    root=save.root,
-                )
-            )
-        begin(self, save, *args)
-
-    def promised(handle: SaveHandle, tier: str) -> None:
-        ledger.write(
-            Promised(
-                life=number,
-                rank=rank,
-                step=handle.step,
-                generation=handle.generation,
-                attempt=handle.attempt,
-                tier=tier,
-            )
-        )
-
-    def refused(handle: SaveHandle, tier: str, error: CkptdError) -> None:
-        ledger.write(
-            Refused(
-                life=number,
-                rank=rank,
-                step=handle.step,
-                tier=tier,
-                kind=error.kind,
-                message=error.message[:300],
-            )
-        )
-
-    def told_settle(self: SaveHandle, tier: str, error: CkptdError | None = None) -> bool:
-        news = settle(self, tier, error)
-        if news and error is None:
-            promised(self, tier)
-        elif news and error is not None:
-            refused(self, tier, error)
-        return news
-
-    def told_advance(self: SaveHandle, phase: str, done: int | None = None) -> None:
-        before = self.progress.phase
-        advance(self, phase, done)
-        if phase == "durable" and before not in ("durable", "failed") and self.root:
-            promised(self, "root")
-
-    def told_fail(self: SaveHandle, error: CkptdError) -> None:
-        before = self.progress.phase
-        fail(self, error)
-        if before not in ("durable", "failed"):
-            refused(self, "root", error)
-
-    claim = Lineage.claim_for_load
-
-    def told_claim(self: Lineage, parent: CommitName, **named: Any) -> None:
-        if rank == 0:
-            ledger.write(Claiming(life=number, rank=0, step=parent.step))
-        claim(self, parent, **named)
-
-    Lineage.claim_for_load = told_claim  # type: ignore[method-assign]
-    for name, function in {
-        "_settle": told_settle,
-        "_advance": told_advance,
-        "_fail": told_fail,
-    }.items():
-        setattr(SaveHandle, name, function)
-    WriterClient.begin = told_begin  # type: ignore[method-assign]
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {life.name} %(message)s")

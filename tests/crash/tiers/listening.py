@@ -1,0 +1,103 @@
+"""Has the ledger hear what a trainer's handles say, and by whom a promise is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptd.engine.client import WriterClient
+from ckptd.engine.handle import SaveHandle
+from ckptd.engine.job import Save
+from ckptd.errors import CkptdError
+from ckptd.format.names import CommitName
+from ckptd.train.lineage import Lineage
+from tests.crash.tiers.ledger import Claiming, Held, Ledger, Promised, Refused
+
+__all__ = ["listen"]
+
+_ENDED = ("durable", "failed")
+
+
+def listen(ledger: Ledger, life: int, rank: int, on_agent: Callable[[int], None]) -> None:
+    """Listen from now on; once, in a trainer's own process.
+
+    Parameters
+    ----------
+    on_agent
+        Called with the process of the agent to which a save is handed over.
+    """
+    _listen_to_handles(ledger, life, rank)
+    begin, claim = WriterClient.begin, Lineage.claim_for_load
+
+    def told_begin(self: WriterClient, save: Save, *args: Any) -> None:
+        on_agent(self.pid)
+        ledger.write(
+            Held(
+                life=life,
+                rank=rank,
+                step=save.step,
+                generation=save.generation,
+                attempt=save.attempt,
+                agent=self.pid,
+                near=save.near,
+                root=save.root,
+            )
+        )
+        begin(self, save, *args)
+
+    def told_claim(self: Lineage, parent: CommitName, **named: Any) -> None:
+        if rank == 0:
+            ledger.write(Claiming(life=life, rank=0, step=parent.step))
+        claim(self, parent, **named)
+
+    WriterClient.begin = told_begin  # type: ignore[method-assign]
+    Lineage.claim_for_load = told_claim  # type: ignore[method-assign]
+
+
+def _listen_to_handles(ledger: Ledger, life: int, rank: int) -> None:
+    """Write after the handle has said it: a promise that was not written is not held against it."""
+    settle, advance, fail = SaveHandle._settle, SaveHandle._advance, SaveHandle._fail
+
+    def promised(handle: SaveHandle, tier: str) -> None:
+        ledger.write(
+            Promised(
+                life=life,
+                rank=rank,
+                step=handle.step,
+                generation=handle.generation,
+                attempt=handle.attempt,
+                tier=tier,
+            )
+        )
+
+    def refused(handle: SaveHandle, tier: str, error: CkptdError) -> None:
+        text = error.message[:300]
+        ledger.write(
+            Refused(
+                life=life, rank=rank, step=handle.step, tier=tier, kind=error.kind, message=text
+            )
+        )
+
+    def told_settle(self: SaveHandle, tier: str, error: CkptdError | None = None) -> bool:
+        news = settle(self, tier, error)
+        if news and error is None:
+            promised(self, tier)
+        elif news and error is not None:
+            refused(self, tier, error)
+        return news
+
+    def told_advance(self: SaveHandle, phase: str, done: int | None = None) -> None:
+        before = self.progress.phase
+        advance(self, phase, done)
+        if phase == "durable" and before not in _ENDED and self.root:
+            promised(self, "root")
+
+    def told_fail(self: SaveHandle, error: CkptdError) -> None:
+        before = self.progress.phase
+        fail(self, error)
+        if before not in _ENDED and self.root:
+            refused(self, "root", error)
+
+    SaveHandle._settle = told_settle  # type: ignore[method-assign]
+    SaveHandle._advance = told_advance  # type: ignore[method-assign]
+    SaveHandle._fail = told_fail  # type: ignore[method-assign]
