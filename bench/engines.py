@@ -56,6 +56,11 @@ class Engine:
         """Return how many saves are durable now."""
         return self.durable
 
+    @property
+    def skipped(self) -> int:
+        """Saves that were asked for and not made."""
+        return 0
+
     def wait(self) -> None:
         """Return when every save is durable."""
 
@@ -81,6 +86,10 @@ class Nothing(Engine):
 
 
 class Ckptd(Engine):
+    """Each save goes to the root."""
+
+    options: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(
         self, folder: str, tree: Callable[[], Tree], objects: Mapping[str, Any] | None = None
     ) -> None:
@@ -88,7 +97,11 @@ class Ckptd(Engine):
 
         super().__init__(folder, tree)
         self._objects = objects
-        self._ck = ckptd.Checkpointer(folder, keep=2, refer=False)
+        more: dict[str, Any] = dict(self.options)
+        if "tiers" in more:
+            os.environ["CKPTD_RUN_DIR"] = f"{folder}/run"
+            more["tiers"] = [ckptd.Memory(every=1)]
+        self._ck = ckptd.Checkpointer(f"{folder}/root", keep=2, refer=False, **more)
         self._handles: list[ckptd.SaveHandle] = []
 
     def _state(self) -> Mapping[str, Any]:
@@ -102,6 +115,10 @@ class Ckptd(Engine):
     def poll(self) -> int:
         return sum(h.done and h.error is None for h in self._handles)
 
+    @property
+    def skipped(self) -> int:
+        return self._ck.skipped
+
     def wait(self) -> None:
         self._ck.wait()
 
@@ -113,6 +130,15 @@ class Ckptd(Engine):
 
     def close(self) -> None:
         self._ck.close()
+
+
+class CkptdMemory(Ckptd):
+    """Each save goes to the memory of the node's agent, one in ten to the root as well.
+
+    Durable, then, is what survives the trainer.
+    """
+
+    options = MappingProxyType({"tiers": "memory", "every": 10})
 
 
 class Dcp(Engine):
@@ -318,6 +344,7 @@ class NvrxTorch(Engine):
 
 ENGINES: dict[str, type[Engine]] = {
     "ckptd": Ckptd,
+    "ckptd memory tier": CkptdMemory,
     "DCP save": Dcp,
     "DCP async thread": DcpAsync,
     "DCP async process": DcpProcess,

@@ -1,12 +1,13 @@
 """A checkpoint at every step: what does it cost a training step, and what does it hold?
 
-    python bench/step.py --reps 2 [--cases "ckptd,DCP save"] [--parts step,blocked]
+    python bench/step.py --parts step --reps 1 [--cases "ckptd,DCP save"]
+    python bench/step.py --parts blocked --reps 1
 
-First a GPT that trains on one core while everything else runs on the other: each process times its
-steps without checkpoints, then with one at each step. Then the same process saves, and the
-optimizer steps right after the call: which step's values are stored? Second, how long one save of
-2 GB in 2,320 tensors blocks. Each case is a fresh process; all of them take about five minutes a
-repetition. Engines: ``bench/engines.py``.
+*step*: a GPT that trains on one core while everything else runs on the other: each process times
+blocks of steps without checkpoints and with one at each step, in turn. Then the same process saves,
+and the optimizer steps right after the call: which step's values are stored? *blocked*: how long
+one save of 2 GB in 2,320 tensors blocks. Each case is a fresh process; all of them take about five
+minutes a repetition of a part. Engines: ``bench/engines.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ import engines
 
 WIDTH = 512
 WARM_UP = 1
+BLOCKS = 2
 BLOCKED_SAVES = 3
 
 
@@ -183,28 +186,34 @@ def step_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, 
     engine = training.engine(name, folder)
     elsewhere.apply()
     run = Run(training, engine, elsewhere)
-    for _ in range(WARM_UP):
-        run.step(checkpoint=False)
-    without = [run.step(checkpoint=False) for _ in range(options.steps)]
-    for _ in range(WARM_UP):
-        run.step(checkpoint=True)
-    engine.wait()
-    blocked, waited = run.forget()
-    durable, saves = engine.poll(), run.number
-    times = [run.step(checkpoint=True) for _ in range(options.steps)]
-    durable = engine.poll() - durable
+    run.warm_up()
+    without, with_ = Steps(), Steps()
+    saves = durable = 0
+    for _ in range(BLOCKS):
+        run.block(without, options.steps, checkpoint=False)
+        for _ in range(WARM_UP):
+            run.step(Steps(), checkpoint=True)
+        before, number = engine.poll(), run.number
+        run.block(with_, options.steps, checkpoint=True)
+        durable += engine.poll() - before
+        saves += run.number - number
+        engine.wait()
     out = {
-        "without_s": statistics.median(without),
-        "with_s": statistics.median(times),
-        "blocked_s": statistics.median(blocked),
-        "waited_s": statistics.median(waited),
+        "without_s": statistics.median(without.wall),
+        "with_s": statistics.median(with_.wall),
+        "without_cpu_s": statistics.median(without.cpu),
+        "with_cpu_s": statistics.median(with_.cpu),
+        "blocked_s": statistics.median(with_.blocked),
+        "waited_s": statistics.median(with_.waited),
         "state_bytes": sum(t.nbytes for t in common.tensors(training.tree())),
-        "saves": run.number - saves,
+        "saves": saves,
+        "skips": engine.skipped,
         "durable": durable,
+        "load": os.getloadavg()[0],
     }
     memory = AllMemory()
     for _ in range(2):
-        run.step(checkpoint=True)
+        run.step(Steps(), checkpoint=True)
     engine.wait()
     out["memory"] = (memory.done() - alone) / out["state_bytes"]
     out["all_durable"] = engine.poll() == run.number
@@ -214,40 +223,54 @@ def step_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, 
     return out
 
 
+@dataclass
+class Steps:
+    """What some steps took: in all, of the training thread's core, in the save, in the update."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+
+
 class Run:
-    """The loop, and what it measured."""
+    """The loop."""
 
     def __init__(self, training: Training, engine: engines.Engine, elsewhere: Elsewhere) -> None:
         self._training = training
         self._engine = engine
         self._elsewhere = elsewhere
         self.number = 0
-        self._blocked: list[float] = []
-        self._waited: list[float] = []
 
-    def step(self, *, checkpoint: bool) -> float:
-        """Train one step, with a checkpoint after it or without; return the seconds."""
-        begin = time.perf_counter()
+    def warm_up(self) -> None:
+        """Touch memory, and let an engine plan."""
+        self.step(Steps(), checkpoint=False)
+        for _ in range(WARM_UP):
+            self.step(Steps(), checkpoint=True)
+        self._engine.wait()
+
+    def block(self, steps: Steps, count: int, *, checkpoint: bool) -> None:
+        for _ in range(count):
+            self.step(steps, checkpoint=checkpoint)
+
+    def step(self, steps: Steps, *, checkpoint: bool) -> None:
+        """Train one step, with a checkpoint after it or without."""
+        cpu, begin = time.thread_time(), time.perf_counter()
         self._training.compute()
         computed = time.perf_counter()
         self._engine.before_step()
         self._training.update()
-        self._waited.append(time.perf_counter() - computed)
-        if not checkpoint:
-            return time.perf_counter() - begin
-        self.number += 1
         saved = time.perf_counter()
-        self._engine.save(self.number)
-        self._blocked.append(time.perf_counter() - saved)
-        seconds = time.perf_counter() - begin
-        self._elsewhere.apply()
-        self._engine.clean(self.number)
-        return seconds
-
-    def forget(self) -> tuple[list[float], list[float]]:
-        """Begin new lists of the seconds in saves and in updates, and return those."""
-        self._blocked, self._waited = [], []
-        return self._blocked, self._waited
+        steps.waited.append(saved - computed)
+        if checkpoint:
+            self.number += 1
+            self._engine.save(self.number)
+        steps.blocked.append(time.perf_counter() - saved)
+        steps.wall.append(time.perf_counter() - begin)
+        steps.cpu.append(time.thread_time() - cpu)
+        if checkpoint:
+            self._elsewhere.apply()
+            self._engine.clean(self.number)
 
 
 def consistency(training: Training, engine: engines.Engine, last: int) -> str:
@@ -275,13 +298,33 @@ def consistency(training: Training, engine: engines.Engine, last: int) -> str:
     return found.pop() if len(found) == 1 else "a mixture: " + ", ".join(sorted(found))
 
 
+def stepped(layers: int) -> tuple[Any, Any]:
+    """Return a model and an AdamW whose state is that after a step, without making one."""
+    import torch
+    from torch import nn
+
+    live = common.state(common.noise(), layers)
+    named = {name.replace(".", "_"): nn.Parameter(t) for name, t in live["model"].items()}
+    model = nn.ParameterDict(named)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for name, parameter in zip(live["model"], named.values(), strict=True):
+        moments = {kind: live[kind][name] for kind in ("exp_avg", "exp_avg_sq")}
+        optim.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    return model, optim
+
+
 def blocked_case(name: str, folder: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(2)
-    live = common.state(common.noise(), options.large_layers)
-    live["step"] = {name: torch.tensor(1.0) for name in live["model"]}
-    engine = engines.ENGINES[name](folder, lambda: {k: dict(v) for k, v in live.items()})
+    model, optim = stepped(options.large_layers)
+
+    def tree() -> engines.Tree:
+        parameters = dict(model.named_parameters())
+        states = {n: dict(optim.state[p]) for n, p in parameters.items()}
+        return {"model": {n: p.detach() for n, p in parameters.items()}, "optim": states}
+
+    engine = engines.ENGINES[name](folder, tree, {"model": model, "optim": optim})
     blocked, durable = [], []
     for step in range(1, BLOCKED_SAVES + 1):
         common.settle()
@@ -297,7 +340,8 @@ def blocked_case(name: str, folder: str, options: argparse.Namespace) -> dict[st
         "blocked_s": statistics.median(blocked[1:]),
         "first_durable_s": durable[0],
         "durable_s": statistics.median(durable[1:]),
-        "tensors": len(common.tensors(live)),
+        "tensors": len(common.tensors(tree())),
+        "load": os.getloadavg()[0],
     }
 
 
@@ -329,7 +373,7 @@ def main() -> None:
         __doc__,
         parts=",".join(PARTS),
         cases=",".join(engines.ENGINES),
-        steps=4,
+        steps=3,
         layers=8,
         tokens=96,
         words=32768,
@@ -373,35 +417,43 @@ def report_step(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
     size = max(s["state_bytes"] for f in measured(found).values() for s in f)
     for name, samples in measured(found).items():
         saves, durable = (sum(s[k] for s in samples) for k in ("saves", "durable"))
-        total = steps * len(samples)
+        total = BLOCKS * steps * len(samples)
+        skips = sum(s["skips"] for s in samples)
         rows.append(
             [
                 name,
                 statistics.median(s["with_s"] / s["without_s"] for s in samples),
+                statistics.median(s["with_cpu_s"] / s["without_cpu_s"] for s in samples),
                 m(samples, "without_s"),
                 m(samples, "with_s"),
                 milliseconds(samples, "blocked_s"),
                 milliseconds(samples, "waited_s"),
-                f"{saves} of {total}",
+                f"{saves} of {total}" + (f", {skips} skipped" if skips else ""),
                 f"{durable}, then {'all' if all(s['all_durable'] for s in samples) else 'NOT all'}",
                 m(samples, "memory"),
                 ", or ".join(sorted({s["holds"] for s in samples if "holds" in s})) or "–",
             ]
         )
-    head = ["engine", "step with / without", "step without s", "step with s", "save call ms"]
+    head = ["engine", "step with / without", "its core's time with / without"]
+    head += ["step without s", "step with s", "save call ms"]
     head += ["update ms", "saved", "durable in the loop", "extra memory / state", "holds"]
     text = (
         f"A checkpoint of {size / 1e6:.0f} MB at every step, training on one core, all else on the "
         f"other; medians of {len(next(iter(found.values())))} alternating repetitions of "
-        f"{steps} steps. The update is the optimizer's step and what waits before it. "
-        "Extra memory: the peak of the proportional sizes of all processes together, above the "
-        "training alone. Holds: whose values a save has when the optimizer steps right after the "
-        "call. torchsnapshot calls durable what is written and not synced; NVRx copies from "
-        "devices only, and shares what is on the CPU; DCP's asynchronous staging documents a wait "
-        "before the optimizer, which the loop makes and the last column does not.\n\n"
+        f"{BLOCKS} blocks of {steps} steps each, at a load of "
+        f"{max(s.get('load', 0.0) for f in measured(found).values() for s in f):.1f}. "
+        "Its core's time is what the training thread itself used: it does not count what other "
+        "processes took from that core. The update is the optimizer's step and what waits before "
+        "it. Extra memory: the peak of the proportional sizes of all processes together, above "
+        "the training alone. On the memory tier durable is what survives the trainer. Holds: "
+        "whose values a save has when the optimizer steps right after the call. torchsnapshot "
+        "calls durable what is written and not synced; NVRx copies from devices only, and shares "
+        "what is on the CPU; DCP's asynchronous staging documents a wait before the optimizer, "
+        "which the loop makes and the last column does not.\n\n"
     )
     text += common.table(head, rows) + skipped(found)
-    common.publish("step", "python bench/step.py --reps 2", text, found)
+    command = f"python bench/step.py --parts step --reps {len(next(iter(found.values())))}"
+    common.publish("step", command, text, found)
 
 
 def report_blocked(found: dict[str, list[dict[str, Any]]], size: int) -> None:
@@ -422,7 +474,8 @@ def report_blocked(found: dict[str, list[dict[str, Any]]], size: int) -> None:
     text = f"One save of {size / 1e9:.2f} GB in {count} tensors, both cores free; medians of "
     text += f"{len(found['limit'])} alternating repetitions.\n\n"
     text += common.table(head, rows) + skipped(found)
-    common.publish("step_blocked", "python bench/step.py --reps 2", text, found)
+    command = f"python bench/step.py --parts blocked --reps {len(found['limit'])}"
+    common.publish("step_blocked", command, text, found)
 
 
 def milliseconds(samples: list[dict[str, Any]], key: str) -> str:
