@@ -1,0 +1,95 @@
+"""Members that make different calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptd.monitor.job import Job
+from ckptd.monitor.limits import Limits
+from ckptd.monitor.mismatch import minority, mismatches
+from ckptd.monitor.view import CallFlag
+from tests.monitor import jobs
+
+LIMITS = Limits()
+
+
+def _job(*members: dict[str, Any] | None, age: float = 0.1, **all_: Any) -> Job:
+    """Members of one group in call 4, each with what is special about its call; None is late."""
+    size = len(members)
+    views = []
+    for rank, special in enumerate(members):
+        if special is None:
+            views.append(jobs.outside(rank, 7, 3, age, size))
+        else:
+            call = jobs.call(7, 4, jobs.NOW - age, **(all_ | special))
+            views.append(jobs.inside(rank, 7, 4, age, size, calls=call))
+    return jobs.job(*views)
+
+
+def test_equal_calls() -> None:
+    assert not list(mismatches(_job({}, {}, {}), LIMITS))
+    assert not list(mismatches(jobs.job(jobs.view(0)), LIMITS))
+
+
+@pytest.mark.parametrize("special", [{"op": 9}, {"bytes": 4}, {"dtype": 3}, {"root": 2}])
+def test_the_minority_is_named(special: dict[str, Any]) -> None:
+    got = jobs.told(mismatches(_job({}, special, {}, {}), LIMITS))
+    assert got == [("mismatch", ["1"])]
+
+
+def test_first_version_two_ranks_that_disagree_name_nobody_before_a_strict_majority() -> None:
+    """Two of four came and differ: whichever came first would have been called right."""
+    early = _job({}, {"bytes": 4}, None, None)
+    assert not list(mismatches(early, LIMITS))
+    assert jobs.told(mismatches(_job({}, {"bytes": 4}, {"bytes": 4}, None), LIMITS)) == []
+    three = _job({}, {"bytes": 4}, {"bytes": 4}, {"bytes": 4})
+    assert jobs.told(mismatches(three, LIMITS)) == [("mismatch", ["0"])]
+    (late,) = mismatches(_job({}, {"bytes": 4}, None, None, age=0.6), LIMITS)
+    assert [s.confidence for s in late.suspects if s.target == "rank"] == [0.5, 0.5]
+
+
+def test_a_tie_names_both() -> None:
+    (verdict,) = mismatches(_job({}, {"op": 2}), LIMITS)
+    assert set(verdict.names()) == {"0", "1"}
+    assert max(s.confidence for s in verdict.suspects) == 0.5
+
+
+def test_sizes_may_differ_where_they_are_variable() -> None:
+    job = _job({}, {"bytes": 4}, {}, flags=CallFlag.VARIABLE)
+    assert not list(mismatches(job, LIMITS))
+    job = _job({}, {"op": 4}, {}, flags=CallFlag.VARIABLE)
+    assert jobs.told(mismatches(job, LIMITS)) == [("mismatch", ["1"])]
+
+
+def test_the_same_call_of_another_step_is_a_desync() -> None:
+    job = _job({}, {}, {"step": 12}, step=11)
+    assert jobs.told(mismatches(job, LIMITS)) == [("desync", ["2"])]
+
+
+def test_call_sites_are_compared_where_steps_are_not_marked() -> None:
+    assert jobs.told(mismatches(_job({}, {}, {"site": 9}, site=8), LIMITS)) == [("desync", ["2"])]
+    # `if rank == 0: broadcast(...) else: broadcast(...)` is a rightful program.
+    assert not list(mismatches(_job({}, {}, {"site": 9}, site=8, root=0), LIMITS))
+    assert not list(mismatches(_job({}, {}, {"site": 9}, site=8, step=3), LIMITS))
+
+
+def test_the_first_call_that_differs_is_told_and_once() -> None:
+    views = []
+    for rank in range(3):
+        rows = [jobs.call(7, s, jobs.NOW - 1, jobs.NOW - 0.9, bytes=s) for s in range(1, 6)]
+        for row in rows[2:]:
+            row["bytes"] += rank == 1
+        views.append(jobs.view(rank, 3, calls=jobs.calls(*rows)))
+    (verdict,) = mismatches(jobs.job(*views), LIMITS)
+    assert verdict.numbers["sequence number"] == 3
+
+
+def test_minority() -> None:
+    assert minority(np.array([1, 1, 1]), 3) is None
+    assert minority(np.array([1, 1, 2]), 4) is None
+    odd = minority(np.array([1, 2, 1]), 3)
+    assert odd is not None
+    assert odd.tolist() == [False, True, False]
