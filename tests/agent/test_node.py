@@ -56,7 +56,7 @@ def test_a_killed_trainers_snapshot_is_saved_and_the_next_life_finds_it(root: st
     until(lambda: newest_at(root) == 2)
     job = NearJob(root)
     assert job.agent == pid
-    assert job.snapshots() == [2]
+    assert 2 in job.snapshots()  # the one before may be there as well: nobody told that it may go
     job.save(3).durable(WAIT_S)
     until(lambda: job.snapshots() == [3])  # the old life's goes when the new one has a whole one
     job.close()

@@ -11,7 +11,7 @@ import pytest
 from ckptd.cli.demo import _show
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.relaid import Relaid
-from ckptd.train.demo.report import Check, LifeReport, Report
+from ckptd.train.demo.report import Check, LifeReport, Pace, Report
 
 FIRST = LifeReport(
     name="life 1",
@@ -61,6 +61,7 @@ REPORT = Report(
     reference=msgspec.structs.replace(FIRST, name="reference", saves=[], end="finished"),
     lives=[FIRST, SECOND],
     relaid=Relaid(20, "TP 2 x PP 2", "/tmp/demo/resharded", 212, True),
+    pace=Pace(2, "FSDP2 2", 24, 24, 0.2, 0.21),
     kill=Kill(30, 1, 2, 7, 8, "data/x/r00002.safetensors", 100, 50, False, False, False, False),
     checks=[Check("one", True), Check("another", True)],
     next=["ckptd ls /demo/checkpoints"],
