@@ -85,6 +85,8 @@ def test_a_good_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert _row(shown, "loss gap").split() == ["loss", "gap", "0.0e+00", "1.3e-07"]
     assert _row(shown, "state exact").endswith("yes, 212 tensors")
     assert "absent then" in shown
+    assert "24 of 24 snapshots whole" in shown
+    assert "1.05 times" in shown
     assert "FAILED" not in shown
     assert "2 of 2 checks hold; 61 s" in shown
     for line in ("checkpoints  /demo/checkpoints", "plot         /demo/loss.png"):
