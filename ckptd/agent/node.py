@@ -59,9 +59,10 @@ class NodeAgent:
         self._sessions: dict[threading.Thread, socket.socket] = {}
         self._workers: dict[threading.Thread, Worker] = {}
         self._until = time.monotonic() + _FIRST_S
-        self._died = 0.0
-        self._goodbye = 0.0
-        """When the last trainer came that has said goodbye."""
+        self._awaited: dict[int, tuple[float, float]] = {}
+        """When the trainers of ranks came and were found dead whose next life is not over."""
+        self._goodbyes: dict[int, float] = {}
+        """When the last trainer of each rank came that has said goodbye."""
         self._ending = threading.Event()
         self._at_once = threading.Event()
 
@@ -168,21 +169,30 @@ class NodeAgent:
         trainer that could not even begin says nothing of that. What a dead one left may be worked
         on for longer than the next life lasts, which is then over all the same.
         """
-        now = time.monotonic()
+        now, rank = time.monotonic(), worker.rank
         with self._lock:
             self._sessions.pop(threading.current_thread(), None)
             self._workers.pop(threading.current_thread(), None)
             last = not self._sessions
+            if worker.said_goodbye:
+                self._goodbyes[rank] = max(began, self._goodbyes.get(rank, 0.0))
+            elif worker.linger_s:
+                self._awaited[rank] = (began, worker.died_at)
+            self._awaited = {r: d for r, d in self._awaited.items() if not self._is_back(r, *d)}
             if not any(near.shelf.folders() for near in self._nears.values()):
                 self._until = now if last else self._until
-            elif worker.linger_s and worker.died_at > self._goodbye:
+            elif worker.linger_s and rank in self._awaited:
                 self._until = max(self._until, now + worker.linger_s)
-                self._died = max(self._died, worker.died_at)
-            else:
-                if worker.said_goodbye:
-                    self._goodbye = max(self._goodbye, began)
-                if last and self._goodbye > self._died:
-                    self._until = now
+            elif last and self._goodbyes and not self._awaited:
+                self._until = now
+
+    def _is_back(self, rank: int, began: float, died_at: float) -> bool:
+        """Tell whether a life after that of a dead trainer has said goodbye.
+
+        An agent that was stopped meanwhile may hear of the death after the next life began: then
+        the rank tells.
+        """
+        return any(b > died_at or (r == rank and b > began) for r, b in self._goodbyes.items())
 
     def _may_end(self) -> bool:
         with self._lock:

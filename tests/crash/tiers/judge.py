@@ -148,8 +148,8 @@ class _Judge:
         found = []
         for rank, node in enumerate(life.nodes):
             places: list[_Place] = [(node, frozenset({held[rank].agent}))]
-            if tier == "peer":
-                other = int(partner[f"n{node}"][1:])
+            if tier == "peer" and (name := partner.get(f"n{node}")) is not None:
+                other = int(name[1:])
                 agents = (h.agent for r, h in held.items() if life.nodes[r] == other)
                 places.append((other, frozenset(agents)))
             found.append(tuple(places))
