@@ -55,7 +55,7 @@ def inside(rank: int, group: int, seq: int, age: float, size: int, **other: Any)
         "pending_since": NOW - age,
         "moved": NOW - age,
     }
-    return view(rank, size, **(usual | other))
+    return view(rank, **({"world": size} | usual | other))
 
 
 def outside(rank: int, group: int, seq: int, idle: float, size: int, **other: Any) -> RankView:
@@ -64,7 +64,7 @@ def outside(rank: int, group: int, seq: int, idle: float, size: int, **other: An
         "groups": groups({group: (size, seq, seq)}),
         "moved": NOW - idle,
     }
-    return view(rank, size, **(usual | other))
+    return view(rank, **({"world": size} | usual | other))
 
 
 def changed(one: RankView, **other: Any) -> RankView:
