@@ -39,10 +39,15 @@ def hangs(job: Job, limits: Limits, learned: Learned, gone: Array) -> Iterator[V
     wait = waits(job, gone)
     outside = learned.limit(job, limits, in_call=False)
     within = learned.limit(job, limits, in_call=True)
-    yield from _roots(job, wait, gone, outside)
-    yield from _circles(job, wait, within)
-    yield from _complete(job, wait, within)
-    yield from _unheard(job, wait, within)
+    found = [
+        *_roots(job, wait, gone, outside),
+        *_circles(job, wait, within),
+        *_complete(job, wait, within),
+    ]
+    yield from found
+    if not found and not gone.any():
+        # Beside a known culprit, whoever waits for silent ranks may well wait for it through them.
+        yield from _unheard(job, wait, within)
 
 
 # --- outside communication ----------------------------------------------------------------------

@@ -138,3 +138,10 @@ def test_who_waits_for_a_silent_rank_cannot_say() -> None:
 def test_a_silent_rank_is_not_suspected_where_a_reporting_one_explains_all() -> None:
     views = _late()
     assert jobs.told(_told(jobs.job(*views[1:]))) == [("non-communication hang", ["3"])]
+
+
+def test_beside_a_known_culprit_silent_ranks_are_not_suspected() -> None:
+    """They may wait for it themselves."""
+    other = jobs.inside(9, 8, 3, 40.0, 4, members={8: (9, 10, 11, 12)})
+    assert jobs.told(_told(jobs.job(other))) == [("cannot say", ["10", "11", "12"])]
+    assert jobs.told(_told(jobs.job(*_late(), other))) == [("non-communication hang", ["3"])]
