@@ -40,7 +40,8 @@ __all__ = ["Recorder", "attach", "attach_when_known", "detach", "phase", "record
 
 _log = logging.getLogger("ckptd.monitor")
 
-_Call = tuple[RingGroup, int, int, bool]  # the last: its end can be learnt
+_Call = tuple[RingGroup, int, int]
+_Started = tuple[_Call, bool, Any]  # whether its end can be learnt, and a tensor that it writes
 
 
 class Recorder:
@@ -59,7 +60,7 @@ class Recorder:
         self.on = False
         self._groups = Groups(ring)
         self._sites = Sites(ring)
-        self._ends = Ends()
+        self._ends = Ends(self.aside)
         self._hook = DispatcherHook(self)
         self._pulse = Pulse(ring, self.aside)
         self._codes: dict[object, int] = {}
@@ -118,7 +119,7 @@ class Recorder:
 
     # --- calls ----------------------------------------------------------------------------------
 
-    def begin(self, kind: CallKind, args: tuple[Any, ...]) -> _Call | None:
+    def begin(self, kind: CallKind, args: tuple[Any, ...]) -> _Started | None:
         """See `HookTarget`."""
         try:
             group = self._group(kind, args)
@@ -143,31 +144,36 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)
             return None
-        return group, number, seq, first is None or first.is_cpu
+        return (group, number, seq), first is None or first.is_cpu, first_tensor(args[0])
 
-    def launched(self, call: _Call | None, kind: CallKind, result: Any) -> None:
+    def launched(self, call: _Started | None, kind: CallKind, result: Any) -> None:
         """See `HookTarget`."""
         if call is None:
             return
         try:
-            if result is None or not call[-1]:
-                self._ended(call, failed=False)
+            started, can_be_learnt, output = call
+            if result is None or not can_be_learnt:
+                self._ended(started, failed=False)
                 return
             work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-            self._ends.watch(work, kind.operator, lambda failed: self._ended(call, failed=failed))
+
+            def ended(failed: bool) -> None:
+                self._ended(started, failed=failed)
+
+            self._ends.watch(work, kind.operator, output, ended)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)
 
-    def failed(self, call: _Call | None) -> None:
+    def failed(self, call: _Started | None) -> None:
         """See `HookTarget`."""
         if call is not None:
-            self._ended(call, failed=True)
+            self._ended(call[0], failed=True)
 
     def _ended(self, call: _Call, *, failed: bool) -> None:
         if not self.on:
             return
         try:
-            self.ring.leave(*call[:3], failed=failed)
+            self.ring.leave(*call, failed=failed)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)
 
@@ -234,8 +240,8 @@ def recorder() -> Recorder | None:
 def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = None) -> Recorder:
     """Begin to record the collectives of this rank; return the recorder, the same if called again.
 
-    Best called before `init_process_group`; groups that exist already are joined where they are,
-    which is right when no rank has a collective under way.
+    Best called before `init_process_group`; calls of groups that exist already
+    are counted from here on, so all ranks must call it at the same point of the program.
 
     Parameters
     ----------

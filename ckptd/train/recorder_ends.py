@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["Ends"]
@@ -23,13 +24,17 @@ class Ends:
     its events from another thread breaks the capture of a graph.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, broken: Callable[[BaseException], None]) -> None:
+        self._broken = broken
         self._awaited: OrderedDict[int, tuple[Any, Ended]] = OrderedDict()
+        self._by_output: dict[int, int] = {}
+        self._library: torch.library.Library | None = None
         self._without: set[str] = set()
         self._wait: Any = None
 
     def install(self) -> None:
-        """Watch `Work.wait`, which is all there is for works of gloo's send and receive."""
+        """Watch the waits, which is all there is for some works of gloo, as send and receive."""
+        self._watch_functional()
         self._wait = wait = dist.Work.wait
 
         def watched(work: Any, *args: Any, **more: Any) -> Any:
@@ -52,10 +57,38 @@ class Ends:
         if self._wait is not None:
             dist.Work.wait = self._wait  # type: ignore[method-assign]
             self._wait = None
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
         self._awaited.clear()
+        self._by_output.clear()
 
-    def watch(self, work: Any, operator: str, ended: Ended) -> None:
-        """Call `ended` when `work` is done."""
+    def _watch_functional(self) -> None:
+        """Watch the operator with which functional calls wait: it does so below Python."""
+        redispatch = torch.ops._c10d_functional.wait_tensor.default.redispatch
+        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+        def watched(keyset: Any, tensor: Any) -> Any:
+            result = redispatch(keyset & below, tensor)
+            if self._by_output:
+                self._written(tensor)
+            return result
+
+        library = torch.library.Library("_c10d_functional", "IMPL")
+        library.impl("wait_tensor", watched, "BackendSelect", with_keyset=True)
+        self._library = library
+
+    def _written(self, tensor: Any) -> None:
+        try:
+            key = self._by_output.pop(_address(tensor), None)
+            entry = None if key is None else self._awaited.pop(key, None)
+            if entry is not None:
+                entry[1](False)
+        except Exception as error:  # noqa: BLE001 - the watched program must not notice
+            self._broken(error)
+
+    def watch(self, work: Any, operator: str, output: Any, ended: Ended) -> None:
+        """Call `ended` when `work` is done, which writes the tensor `output`."""
         if operator not in self._without:
             try:
                 future = work.get_future()
@@ -68,6 +101,14 @@ class Ends:
         self._awaited[id(work)] = (work, ended)
         if len(self._awaited) > _MOST_AWAITED:
             self._awaited.popitem(last=False)
+        if output is not None:
+            self._by_output[_address(output)] = id(work)
+            if len(self._by_output) > _MOST_AWAITED:
+                del self._by_output[next(iter(self._by_output))]
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def _has_failed(future: Any) -> bool:

@@ -72,7 +72,6 @@ class Groups:
             ranks,
             name,
             group.group_desc,
-            _entered(group),
         )
         self._of[name] = (weakref.ref(group), row)
         return row
@@ -104,14 +103,6 @@ def _ranks(group: Any) -> list[int]:
     if dist.is_initialized() and group.size() == dist.get_world_size():
         return list(range(group.size()))
     return []
-
-
-def _entered(group: Any) -> int:
-    """Return how many collectives the group has seen already: the recorder may come late."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except (RuntimeError, NotImplementedError):
-        return 0  # this backend does not count
 
 
 def _ident(name: str, ranks: list[int]) -> int:
