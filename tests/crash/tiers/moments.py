@@ -145,11 +145,10 @@ def fire(scene: Scene, life: int, arm: Arm, me: str = "") -> bool:
     agents = [p for n, p in pids.items() if n.startswith("agent") and n != me]
     if arm.freeze_s and agents:
         for pid in agents:
-            _signal(pid, signal.SIGSTOP)
+            _stop(scene, pid, 2 * arm.freeze_s)
         time.sleep(arm.freeze_s)
     if arm.thaw_s and (zombie := scene.find(f"agent-{arm.of}")) is not None:
-        _signal(zombie, signal.SIGSTOP)
-        (scene.folder / "frozen").write_text(f"{zombie} {time.monotonic() + arm.thaw_s}")
+        _stop(scene, zombie, arm.thaw_s)
     # What was promised while the signals are sent counts for nothing that dies by them.
     for name in sorted(pids, key=lambda n: n == me):
         if folders and name == me:
@@ -158,6 +157,12 @@ def fire(scene: Scene, life: int, arm: Arm, me: str = "") -> bool:
     if folders and me not in pids:
         _lose(scene, arm.of)
     return True
+
+
+def _stop(scene: Scene, pid: int, seconds: float) -> None:
+    """Stop a process; whoever runs the schedule lets it go on, should this one die meanwhile."""
+    (scene.folder / f"stopped-{pid}").write_text(str(time.monotonic() + seconds))
+    _signal(pid, signal.SIGSTOP)
 
 
 def _lose(scene: Scene, node: int) -> None:

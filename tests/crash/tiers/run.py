@@ -205,15 +205,12 @@ class Runner:
         return began
 
     def _thaw(self, *, now: bool = False) -> None:
-        frozen = self.scene.folder / "frozen"
-        try:
-            pid, at = frozen.read_text().split()
-        except (FileNotFoundError, ValueError):
-            return
-        if now or time.monotonic() > float(at):
-            frozen.unlink()
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGCONT)
+        for path in self.scene.folder.glob("stopped-*"):
+            text = path.read_text()
+            if now or (text and time.monotonic() > float(text)):
+                path.unlink()
+                with suppress(ProcessLookupError):
+                    os.kill(int(path.name.removeprefix("stopped-")), signal.SIGCONT)
 
     def _fault(self, plan: LifePlan, what: str) -> None:
         self._faults.append(f"life {plan.number}: {what}")
