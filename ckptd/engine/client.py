@@ -470,9 +470,8 @@ class WriterClient:
     def _near_failed(self, number: int, job: _Job, tier: str, error: CkptdError) -> None:
         """Tell every rank that this one's share will not be there."""
         if job.handle._settle(tier, error):
-            _log.warning(
-                "step %d is not kept on the tier %s: %s", job.handle.step, tier, error.message
-            )
+            why = f"{error.message} ({error.where})" if error.where else error.message
+            _log.warning("step %d is not kept on the tier %s: %s", job.handle.step, tier, why)
             if self._board.world > 1:
                 text = f"rank {self._board.rank}: {error.message}"
                 with contextlib.suppress(CkptdError):  # then they wait for their deadline
@@ -570,6 +569,10 @@ class WriterClient:
             found, WorkerError("the writing process does not answer", where=f"process {self.pid}")
         )
 
+    def _last_words(self) -> str:
+        where = f"in {self._agent.place.log}" if self._agent else "on stderr"
+        return f"see its messages {where}; the next save starts another"
+
     def _worker_gone(self, found: str, cause: CkptdError | None = None) -> None:
         code = self._process.poll() if self._process else None
         error = WorkerError(
@@ -577,9 +580,7 @@ class WriterClient:
             kind=cause.kind if cause else None,
             where=cause.where if cause else f"process {self.pid}",
             found=f"exit status {code}; {found}" if code is not None else found,
-            hint=cause.hint
-            if cause
-            else "see its messages on stderr; the next save starts another",
+            hint=cause.hint if cause else self._last_words(),
         )
         self._dead = self._dead or error
         self._slots.fail(error)
