@@ -141,7 +141,11 @@ def _threads(pid: int) -> set[int]:
 
 
 class AllMemory:
-    """Peak of the proportional set sizes of this process and its children together, in bytes."""
+    """Peak of the proportional set sizes of this process and its children together, in bytes.
+
+    Processes are looked at one after the other, and a page that one maps in between counts too
+    much: of two looks that follow one another the smaller one is believed.
+    """
 
     def __init__(self) -> None:
         import psutil
@@ -157,8 +161,11 @@ class AllMemory:
         return sum(_pss(pid) for pid in pids)
 
     def _watch(self) -> None:
+        last = self.peak
         while not self._stop.wait(0.05):
-            self.peak = max(self.peak, self.now())
+            now = self.now()
+            self.peak = max(self.peak, min(last, now))
+            last = now
 
     def done(self) -> int:
         """Stop and return the peak."""
