@@ -151,3 +151,24 @@ def test_a_state_that_stays_is_not_looked_through_again(monkeypatch: Any) -> Non
         assert again.tensors == first.tensors
     assert not looked
     assert again.objects["tokens"].raw == 8
+
+
+def test_memory_that_is_looked_at_in_another_order_is_another_state() -> None:
+    weight = nn.Parameter(torch.arange(9.0).view(3, 3))
+    state, flattener = {"w": weight}, Flattener()
+    flattener.flatten(state)
+    weight.data = weight.data.t()  # the same memory, the same shape
+    found = flattener.flatten(state).tensors["w"].tensor
+    assert torch.equal(found, torch.arange(9.0).view(3, 3).t())
+
+
+def test_leaves_of_one_state_are_known_as_such() -> None:
+    state, flattener = make(), Flattener()
+    known = [flattener.flatten(state).known]
+    for change in (CHANGES["value"], CHANGES["in place"], swap_data, CHANGES["nothing"]):
+        change(state)
+        known.append(flattener.flatten(state).known)
+    assert known[0] is not None
+    assert known[0] is known[1] is known[2]
+    assert known[3] is not known[2]
+    assert known[3] is known[4]
