@@ -41,7 +41,8 @@ __all__ = ["Recorder", "attach", "attach_when_known", "detach", "phase", "record
 _log = logging.getLogger("ckptd.monitor")
 
 _Call = tuple[RingGroup, int, int]
-_Started = tuple[_Call, bool, Any]  # whether its end can be learnt, and a tensor that it writes
+# With whether its end can be learnt, a tensor that it writes, and whether the caller waits at once.
+_Started = tuple[_Call, bool, Any, bool]
 
 
 class Recorder:
@@ -129,7 +130,8 @@ class Recorder:
             tensors = args[max(kind.tensors, 0)]
             first = first_tensor(tensors)
             sized = first is not None and kind.tensors >= 0
-            flags = CallFlag.ASYNC.value if kind.is_async(args) else 0
+            is_async = kind.is_async(args)
+            flags = CallFlag.ASYNC.value if is_async else 0
             if kind.is_variable(args):
                 flags |= CallFlag.VARIABLE.value
             number, seq = self.ring.enter(
@@ -144,14 +146,16 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)
             return None
-        return (group, number, seq), first is None or first.is_cpu, first_tensor(args[0])
+        on_cpu = first is None or first.is_cpu
+        waits = kind.async_op >= 0 and not is_async
+        return (group, number, seq), on_cpu, first_tensor(args[0]), waits
 
     def launched(self, call: _Started | None, kind: CallKind, result: Any) -> None:
         """See `HookTarget`."""
         if call is None:
             return
         try:
-            started, can_be_learnt, output = call
+            started, can_be_learnt, output, waits = call
             if result is None or not can_be_learnt:
                 self._ended(started, failed=False)
                 return
@@ -160,7 +164,7 @@ class Recorder:
             def ended(failed: bool) -> None:
                 self._ended(started, failed=failed)
 
-            self._ends.watch(work, kind.operator, output, ended)
+            self._ends.watch(work, kind.operator, output, ended, waits=waits)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)
 

@@ -18,7 +18,7 @@ Ended = Callable[[bool], None]
 
 
 class Ends:
-    """Tells when works end: by their future, or where they have none, when somebody waits.
+    """Tells when works end: by their future, or when somebody waits, as the caller does at once.
 
     Work of an accelerator counts as ended when it is enqueued: its future fires then, and asking
     its events from another thread breaks the capture of a graph.
@@ -87,9 +87,15 @@ class Ends:
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
 
-    def watch(self, work: Any, operator: str, output: Any, ended: Ended) -> None:
-        """Call `ended` when `work` is done, which writes the tensor `output`."""
-        if operator not in self._without:
+    def watch(
+        self, work: Any, operator: str, output: Any, ended: Ended, *, waits: bool = False
+    ) -> None:
+        """Call `ended` when `work` is done, which writes the tensor `output`.
+
+        `waits` says that the caller waits at once: to watch that is cheaper than a future, which
+        takes the GIL in a thread of the backend.
+        """
+        if not waits and operator not in self._without:
             try:
                 future = work.get_future()
             except (RuntimeError, NotImplementedError):
@@ -100,7 +106,8 @@ class Ends:
         # The same object comes back to the caller as long as it is held here.
         self._awaited[id(work)] = (work, ended)
         if len(self._awaited) > _MOST_AWAITED:
-            self._awaited.popitem(last=False)
+            # Nobody waits for this one any more. For ever under way, it would look like a hang.
+            self._awaited.popitem(last=False)[1][1](False)
         if output is not None:
             self._by_output[_address(output)] = id(work)
             if len(self._by_output) > _MOST_AWAITED:
