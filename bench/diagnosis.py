@@ -3,9 +3,12 @@
     python bench/diagnosis.py [--reps 10]
 
 Faults are planted in played steps (dp x pp x tp meshes, 8 ranks a node), in ranks' own times and
-in matrices of probe delays. Thresholds are the defaults of the code: they were chosen on the seeds
-of the first set, and are scored on the second, which nobody looked at before. A case is right if
-the class is right and the suspects are exactly the planted ones.
+in matrices of probe delays. Thresholds are the defaults of the code: they were chosen without the
+seeds of the second set, and are scored on it. A case is right if the class is right and the
+suspects are exactly the planted ones.
+
+One rule was changed after a first look at the second set: beside a known culprit silent ranks are
+not suspected. Its rows with silent nodes are no fresh evidence for that rule.
 """
 
 from __future__ import annotations
@@ -249,7 +252,11 @@ def main() -> None:
     reps = 2 * options.reps
     start = time.monotonic()
     sets = {name: measure(base, reps) for name, base in SETS.items()}
-    text = "Thresholds were chosen on other seeds than these.\n"
+    text = (
+        "Thresholds were chosen on other seeds than these. One rule, that silent ranks are not\n"
+        "suspected beside a known culprit, was added after a first run on these seeds (8 ranks\n"
+        "wrongly suspected in 1 of 10 cases with silent nodes at 10,240 ranks).\n"
+    )
     for title, rows in sets["scored on"].items():
         head = list(rows[0])
         body = [[_shown(r[k]) for k in head] for r in rows]
