@@ -141,6 +141,7 @@ class WriterClient:
         self._slots = Slots(slots, self._announce)
         self._counted: deque[str] = deque()
         self._dead: WorkerError | None = None
+        self._ails: dict[str, str] = {}
         self._closing = False
         self._plan = ""
         self._counter = 0
@@ -471,7 +472,11 @@ class WriterClient:
         """Tell every rank that this one's share will not be there."""
         if job.handle._settle(tier, error):
             why = f"{error.message} ({error.where})" if error.where else error.message
-            _log.warning("step %d is not kept on the tier %s: %s", job.handle.step, tier, why)
+            level = logging.DEBUG if self._ails.get(tier) == error.kind else logging.WARNING
+            self._ails[tier] = (
+                error.kind
+            )  # told once, until the tier works again or fails otherwise
+            _log.log(level, "step %d is not kept on the tier %s: %s", job.handle.step, tier, why)
             if self._board.world > 1:
                 text = f"rank {self._board.rank}: {error.message}"
                 with contextlib.suppress(CkptdError):  # then they wait for their deadline
@@ -498,6 +503,7 @@ class WriterClient:
         """Every rank's share is on a tier: what was there before may go, and this must stay."""
         handle = job.handle
         self._slots.keep(tier, number)
+        self._ails.pop(tier, None)
         handle._settle(tier)
         self._release(number, job)
         self._tell_agent(Complete(tier, handle.step, handle.generation))

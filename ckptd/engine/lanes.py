@@ -142,6 +142,13 @@ class Lanes:
                     break
         return found
 
+    def newest(self) -> Share | None:
+        """Return what is in memory of the newest complete snapshot, if it is there."""
+        known = (
+            s for s in self.worth_saving() for t in _TIERS if self._near.is_complete(t, s.save.name)
+        )
+        return next(known, None)
+
     def lost(self, message: Lost) -> None:
         """Take in that a snapshot will never be complete on a tier; returns at once."""
         name = CommitName(message.step, message.generation)

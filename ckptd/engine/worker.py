@@ -55,7 +55,7 @@ from ckptd.engine.near import Near
 from ckptd.engine.referring import Unchanged
 from ckptd.engine.retention import apply_retention
 from ckptd.engine.telling import saving
-from ckptd.errors import CkptdError, SaveError, WorkerError
+from ckptd.errors import CkptdError, ConflictError, SaveError, WorkerError
 from ckptd.format.names import commit_key
 from ckptd.store.base import Store
 
@@ -63,6 +63,8 @@ __all__ = ["Worker", "main"]
 
 ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
+_SETTLE_S = 10.0
+"""How long a snapshot that all ranks have written may be without a commit, in seconds."""
 TURN_S = 2.0
 """An orphan gives each lower rank (15 of them at most) so many seconds before it commits."""
 
@@ -149,7 +151,7 @@ class Worker:
     @property
     def linger_s(self) -> float:
         """How long to keep what is in memory once the trainer has gone, in seconds."""
-        return self._hello.linger_s if self._trainer_died and self.rank >= 0 else 0.0
+        return self._hello.linger_s if self.died_at and self.rank >= 0 else 0.0
 
     @property
     def rank(self) -> int:
@@ -195,6 +197,10 @@ class Worker:
                 self._orphans.submit(self._commit_as_survivor, save, plan)
         self._orphans.shutdown(wait=True)
         self._commits.shutdown(wait=True)
+        if self.said_goodbye and self._lanes is not None and self._is_ahead(self._lanes):
+            # The root could not take the newest snapshot: what is in memory is all there is of it.
+            self.said_goodbye, self.died_at = False, time.monotonic()
+            _log.error("the root has not got the newest snapshot: it is kept in memory")
         if self._near is not None:
             self._near.shelf.adopt(self._arena.values())
         else:
@@ -381,6 +387,28 @@ class Worker:
                 _log.warning("step %d stays in memory: %s", share.save.step, error.message)
                 return
             self._share_to_root(share, share.held.slot.data)
+
+    def _is_ahead(self, lanes: Lanes) -> bool:
+        """Tell whether memory holds a complete snapshot that the root has not got.
+
+        Rank 0's worker, perhaps on another node, commits what this one has written.
+        """
+        share = lanes.newest()
+        end = time.monotonic() + _SETTLE_S
+        while share is not None:
+            try:
+                if self._is_past(share.save):
+                    return False
+                self._catalogue.check_not_superseded(share.save.generation)
+            except ConflictError:
+                return False
+            except CkptdError as error:
+                _log.warning("the root does not say what it has: %s", error.message)
+                return True
+            if time.monotonic() > end:
+                return True
+            time.sleep(0.1)
+        return False
 
     def _is_past(self, save: Save) -> bool:
         """Tell whether the root has this step or a later one."""

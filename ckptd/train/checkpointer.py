@@ -61,8 +61,8 @@ class Checkpointer:
         How long agents keep snapshots for the next life of the job when trainers died, in seconds.
     when_failed
         ``"raise"``: a save that failed on the root is raised by the next call. ``"warn"``: it is
-        logged, counted, and told by its handle and by `close`; training goes on. Near tiers never
-        raise.
+        logged, counted and told by its handle, training goes on, and `close` raises it only where
+        it was the last one to the root. Near tiers never raise.
     keep
         What to keep; an int means the newest so many. None keeps everything.
     process_group
@@ -169,6 +169,7 @@ class Checkpointer:
         self._client: WriterClient | None = None
         self._handles: list[SaveHandle] = []
         self._told: list[SaveHandle] = []
+        self._newest: SaveHandle | None = None
         self._poisoned: CkptdError | None = None
         self._closed = False
         self._when_failed = check_when_failed(when_failed)
@@ -248,13 +249,13 @@ class Checkpointer:
                 keep=self._keep,
                 near=near,
                 root=root,
-                goes_on=self._when_failed == "warn",
+                goes_on=self._when_failed == "warn" or not root,
             )
         self._lineage.last_step = step
         if self._nearby is not None:
             self._nearby.rules.saved(step, near)
         if root:
-            self._last_on_root = step
+            self._last_on_root, self._newest = step, handle
             self._cadence.saved(handle, time.monotonic() - began)
         self._handles = [h for h in self._handles if not (h.done and h._looked_at)]
         self._handles.append(handle)
@@ -442,23 +443,33 @@ class Checkpointer:
         DeadlineError
             `timeout` seconds passed.
         CkptdError
-            The first save that failed, unless somebody has seen it already.
+            The first save that failed, unless somebody has seen it already; with
+            ``when_failed="warn"`` the newest one to the root, if that failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        first: CkptdError | None = None
+        failed: list[SaveHandle] = []
         for handle in self._handles:
             left = None if end is None else max(0.0, end - time.monotonic())
             seen = handle._error_seen
             try:
                 handle.durable(left)
-            except CkptdError as error:
+            except CkptdError:
                 if not handle.done:
                     raise
-                first = first or (None if seen else error)
+                failed += [] if seen else [handle]
         self._handles = []
         self.before_mutation()  # a save that failed may still be copied
-        if first is not None:
-            raise first
+        self._raise_first(failed)
+
+    def _raise_first(self, failed: list[SaveHandle]) -> None:
+        if self._when_failed == "warn":
+            for handle in failed:
+                self._tell_failed(handle)
+            # A root that recovered has what the failed ones would have given it.
+            failed = [h for h in failed if h is self._newest]
+        if failed and failed[0]._error is not None:
+            failed[0]._error.add_note(f"the save of step {failed[0].step}")
+            raise failed[0]._error
 
     def close(self) -> None:
         """Wait for every save, end the writing process, raise what failed unseen. Idempotent.
@@ -571,7 +582,7 @@ class Checkpointer:
                 raise failed
 
     def _tell_failed(self, handle: SaveHandle) -> None:
-        """Tell once of a save that failed while training goes on; `close` raises it."""
+        """Tell once of a save that failed while training goes on."""
         if handle not in self._told:
             self._told.append(handle)
             if handle._error is not None:

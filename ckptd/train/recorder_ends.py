@@ -50,7 +50,7 @@ class Ends:
             return result
 
         watched.__doc__ = wait.__doc__
-        dist.Work.wait = watched  # type: ignore[method-assign]
+        dist.Work.wait = watched  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """Leave `Work.wait` as it was found."""

@@ -63,6 +63,26 @@ def test_a_killed_trainers_snapshot_is_saved_and_the_next_life_finds_it(root: st
     until(lambda: not lives(pid))
 
 
+def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(root: str) -> None:
+    job = NearJob(root)
+    job.save(1, root=True).durable(WAIT_S)
+    job.save(2).durable(WAIT_S)
+    pid = job.agent
+    data = Path(root) / "data"
+    data.rename(f"{root}-data")
+    data.write_text("in the way")
+    job.close()
+    until(lambda: "kept in memory" in job.place.log.read_text())
+    data.unlink()
+    Path(f"{root}-data").rename(data)
+    again = NearJob(root)
+    assert again.agent == pid
+    assert 2 in again.snapshots()
+    again.save(3, root=True).durable(WAIT_S)
+    again.close()
+    until(lambda: not lives(pid))
+
+
 def test_killed_in_mid_copy_the_snapshot_before_is_what_counts(root: str) -> None:
     body = SAVED + "job.save(3, staged=False)\nsay('half')"
     with Trainer(root, body) as trainer:

@@ -138,8 +138,34 @@ def test_a_save_that_failed_may_be_told_without_being_raised(tmp_path: Path) -> 
     third = ck.save(3, state_at(3))
     assert third is not None
     third.durable(WAIT_S)
-    with pytest.raises(WorkerError):
+    ck.close()  # the root has a newer one: the job is fine
+
+
+def test_the_last_save_that_failed_is_raised_in_the_end(tmp_path: Path) -> None:
+    ck = ckptd.Checkpointer(str(tmp_path / "root"), tiers=[Memory()], when_failed="warn")
+    ck.save(1, state_at(1))
+    ck.wait(WAIT_S)
+    assert ck.worker_pid is not None
+    os.kill(ck.worker_pid, 19)
+    assert ck.save(2, state_at(2)) is not None
+    os.kill(ck.worker_pid, 9)
+    with pytest.raises(WorkerError) as caught:
         ck.close()
+    assert "the save of step 2" in str(caught.value.__notes__)
+
+
+def test_an_agent_that_dies_with_nothing_on_its_way_to_the_root_stops_nobody(
+    tmp_path: Path,
+) -> None:
+    with ckptd.Checkpointer(str(tmp_path / "root"), every=100, tiers=[Memory(every=1)]) as ck:
+        for step in range(1, 7):
+            handle = ck.save(step, state_at(step))
+            assert handle is not None
+            if step == 2:
+                handle.durable(WAIT_S)
+                assert ck.worker_pid is not None
+                os.kill(ck.worker_pid, 9)
+        handle.durable(WAIT_S, tier="memory")
 
 
 def test_near_tiers_need_a_root_that_others_can_open() -> None:
