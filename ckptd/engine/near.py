@@ -237,6 +237,7 @@ class Near:
                 folder = DATA + child
                 old = parsed is not None and _age(parsed[0]) < _age(names[0])
                 if old and folder not in used:
+                    store.sweep(folder, older_than_s=0.0)  # what a death in mid-write left
                     store.delete([info.key for info in store.list(folder)])
         except CkptdError as error:
             _log.warning("old snapshots stay in %s: %s", store.url, error.message)

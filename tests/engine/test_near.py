@@ -148,3 +148,12 @@ def test_other_nodes_put_and_read_and_delete_nothing(near: Near, tmp_path: Path)
         assert guest.get("data/x/r") == b"1"
     with StoreSpec(local, {"secret": secret}).open() as folder, pytest.raises(RefusedError):
         folder.put("data/x/r", b"1")
+
+
+def test_what_a_death_left_goes_with_its_attempt(near: Near, tmp_path: Path) -> None:
+    in_folder(near, 1, 2, 3)
+    (attempt,) = (tmp_path / "folder" / "data").glob("000000000001-*")
+    (attempt / "parts" / f"~{0:024x}.put").write_bytes(b"half")
+    for step in (2, 3):
+        near.completed("local", CommitName(step, 1))
+    assert not attempt.exists()

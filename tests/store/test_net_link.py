@@ -23,6 +23,7 @@ from ckptd.store.net.messages import Done
 from ckptd.store.net.session import Session
 from ckptd.store.spec import StoreSpec
 from ckptd.testing.store import pattern
+from tests.processes import stop
 from tests.store.netserver import ServerProcess, server_process
 
 BIG = 32 << 20
@@ -150,7 +151,7 @@ def test_a_server_that_stops_answering() -> None:
         store.put("a", b"1")
         assert isinstance(store, NetStore)
         store._pool._idle[0]._answer_s = 0.5  # only now: a busy machine may need longer for a put
-        os.kill(server.process.pid, signal.SIGSTOP)
+        stop(server.process.pid)
         # The connection stands, and nobody is there; then the kernel accepts, and nobody greets.
         assert lost(lambda: store.get("a"), server.spec).kind == "link-late"
         assert lost(lambda: fresh.get("a"), server.spec).kind == "link-late"

@@ -20,6 +20,7 @@ import torch
 
 import ckptd
 import ckptd.train.checkpointer as checkpointer
+from ckptd.engine.agentlink import run_folder
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
 from ckptd.errors import CkptdError, StoreError, WorkerError
@@ -27,7 +28,7 @@ from ckptd.store import StoreSpec
 from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
 from tests.crash.mounts import Mounted, tmpfs
-from tests.processes import lives
+from tests.processes import agents_in, lives
 from tests.servers import _MOTO, _make_bucket, s3_url
 
 __all__ = ["tmpfs"]
@@ -74,7 +75,11 @@ def failed(ck: ckptd.Checkpointer, tier: str) -> float:
 
 
 def loaded(root: str | dict[str, Any], **options: Any) -> int:
-    """Return the step that a new life finds; its values must be those of the step."""
+    """Return the step that a new life finds; its values must be those of the step.
+
+    Agents that still bring something to the root are waited for.
+    """
+    until(lambda: not agents_in(run_folder()))
     state = state_of(0)
     with ckptd.Checkpointer(str(root), **options) as ck:
         step = ck.load(state)
