@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from ckptd import events
@@ -10,7 +11,7 @@ from ckptd.format.names import DATA, CommitName, parse_data_folder
 from ckptd.store.base import Store
 from ckptd.store.wrap import innermost
 
-__all__ = ["saving", "saving_file", "tier_of"]
+__all__ = ["root_tier", "saving", "saving_file", "tier_of"]
 
 _FILE = re.compile(DATA + r"([^/]+)/r([0-9]{5,8})\.safetensors")
 
@@ -21,6 +22,11 @@ def tier_of(store: Store) -> str:
         return "memory"
     # Of the store itself: one that packs gives no local files, wherever it is.
     return "local" if innermost(store).capabilities.local_files else "remote"
+
+
+def root_tier(store: Store, near: Iterable[str]) -> str:
+    """Return the tier that a root is beside near tiers: ``local`` is then a folder a node."""
+    return "remote" if "local" in near else tier_of(store)
 
 
 def saving(store: Store, name: CommitName, attempt: str, rank: int) -> AbstractContextManager[None]:

@@ -54,7 +54,7 @@ from ckptd.engine.lanes import Lanes, Share, as_worker_error
 from ckptd.engine.near import Near
 from ckptd.engine.referring import Unchanged
 from ckptd.engine.retention import apply_retention
-from ckptd.engine.telling import saving
+from ckptd.engine.telling import root_tier, saving
 from ckptd.errors import CkptdError, ConflictError, SaveError, WorkerError
 from ckptd.format.names import commit_key
 from ckptd.store.base import Store
@@ -128,6 +128,7 @@ class Worker:
             self._hello = hello
             self._store = self._given_store or hello.store.open()
             self._catalogue = Catalogue(self._store)
+            self._tier = root_tier(self._store, [t.name for t in hello.tiers])
             self._unchanged = Unchanged(self._catalogue, hello.rank, hello.world)
             self.tell(self._ready(hello))
             while self._serve_one():
@@ -343,7 +344,10 @@ class Worker:
                 seals.append(self._wait_sealed(save, slot, left()))
             return seals[0]
 
-        with saving(self._store, save.name, save.attempt, plan.rank):
+        with (
+            events.about(tier="memory"),
+            saving(self._store, save.name, save.attempt, plan.rank),
+        ):
             held = hold_share(
                 plan,
                 save,
@@ -358,7 +362,8 @@ class Worker:
         save = share.save
         try:
             self._raise_aborted(save)
-            share.write(self._store, data, self._unchanged)
+            with events.about(tier=self._tier):
+                share.write(self._store, data, self._unchanged)
         except CkptdError as error:
             self._unchanged.end(save)
             self.tell(Failed(save.job, error.to_dict()))
@@ -437,6 +442,10 @@ class Worker:
             return False  # the commit itself will say what is wrong with the store
 
     def _commit(self, save: Save, plan: RankPlan) -> None:
+        with events.about(tier=self._tier):
+            self._commit_and_tell(save, plan)
+
+    def _commit_and_tell(self, save: Save, plan: RankPlan) -> None:
         orphaned_at: float | None = None
 
         def stop() -> str | None:

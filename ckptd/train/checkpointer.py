@@ -16,7 +16,8 @@ from ckptd.engine.handle import SaveHandle
 from ckptd.engine.lives import recent
 from ckptd.engine.opening import root_spec
 from ckptd.engine.policy import Every, Keep, check_positive
-from ckptd.engine.tiers import LINGER_S, Tier
+from ckptd.engine.telling import root_tier
+from ckptd.engine.tiers import LINGER_S, Tier, tier_specs
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.names import CommitName, check_step
 from ckptd.train.admission import Admission, WhenFailed, WhenFull, check_when_failed
@@ -156,7 +157,8 @@ class Checkpointer:
         agreement = Agreement(self._board, timeout_s)
         self._admission = Admission(when_full, self._board, timeout_s)
         catalogue = Catalogue(self._store)
-        self._telling = Telling(events, catalogue, self._board)
+        tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
+        self._telling = Telling(events, catalogue, self._board, tier)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         self._last_on_root: int | None = None
         ranks = global_ranks(process_group)

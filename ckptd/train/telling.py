@@ -22,6 +22,8 @@ class Telling:
 
     Parameters
     ----------
+    tier
+        What the root is called.
     folder
         Where this process and its writing process record events; None for nowhere.
 
@@ -32,8 +34,13 @@ class Telling:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str] | None, catalogue: Catalogue, board: Board
+        self,
+        folder: str | os.PathLike[str] | None,
+        catalogue: Catalogue,
+        board: Board,
+        tier: str,
     ) -> None:
+        self._tier = tier
         self._store = catalogue.store
         self._rank = board.rank
         self._recording = None if folder is None else events.record(folder)
@@ -43,6 +50,7 @@ class Telling:
     def saving(self, name: CommitName, attempt: str, since_ns: int) -> Iterator[None]:
         """Say that the code within saves; the call began at `since_ns` of the monotonic clock."""
         with (
+            events.about(tier=self._tier),
             saving(self._store, name, attempt, self._rank),
             events.span("call", since_ns=since_ns),
         ):
