@@ -44,6 +44,8 @@ def test_one_that_outlives_its_trainer(cli: Cli, place: Place) -> None:
     trainer = place.trainer()
     assert trainer.hear()[:3] == ["start", "9", "9.0"]
     assert {trainer.save(step) for step in (10, 12, 13)} == {agent.pid}
+    # The trainer knows first that a snapshot is complete, and then tells the agent.
+    until(lambda: place.statuses()[0].snapshots[-1].complete, "that the snapshot is complete")
     (one,) = cli.json("agent", "status", place.root)["agents"]
     assert (one["pid"], one["ranks"], one["ends_in_s"]) == (agent.pid, [0], None)
     assert one["folder"] == place.near
