@@ -28,6 +28,7 @@ from ckptd.engine.near import Near
 from ckptd.engine.referring import Unchanged
 from ckptd.engine.slots import KEEPING
 from ckptd.engine.telling import saving
+from ckptd.engine.tiers import NEAR
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.format.names import CommitName
 from ckptd.store.base import Store
@@ -35,7 +36,7 @@ from ckptd.store.base import Store
 __all__ = ["Lanes", "Share", "as_worker_error"]
 
 _RECENT = 8
-_TIERS = ("memory", "peer", "local", "root")
+_TIERS = (*NEAR, "root")
 
 _log = logging.getLogger("ckptd")
 
@@ -134,7 +135,7 @@ class Lanes:
         """
         found: list[Share] = []
         for name, share in sorted(self._recent.items(), key=lambda i: _age(i[0]), reverse=True):
-            complete = any(self._near.is_complete(tier, name) for tier in _TIERS)
+            complete = self._is_complete(name)
             lost = all(self._near.is_lost(tier, name) for tier in share.save.near)
             if share.held.is_whole and (complete or not lost):
                 found.append(share)
@@ -144,10 +145,10 @@ class Lanes:
 
     def newest(self) -> Share | None:
         """Return what is in memory of the newest complete snapshot, if it is there."""
-        known = (
-            s for s in self.worth_saving() for t in _TIERS if self._near.is_complete(t, s.save.name)
-        )
-        return next(known, None)
+        return next((s for s in self.worth_saving() if self._is_complete(s.save.name)), None)
+
+    def _is_complete(self, name: CommitName) -> bool:
+        return any(self._near.is_complete(tier, name) for tier in _TIERS)
 
     def lost(self, message: Lost) -> None:
         """Take in that a snapshot will never be complete on a tier; returns at once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
@@ -36,6 +36,7 @@ class Memory:
         When a snapshot goes here; an int means steps. None: whenever the root's rule says.
     """
 
+    name: ClassVar[str] = "memory"
     every: int | Every | None = None
 
 
@@ -52,6 +53,7 @@ class Peer:
         on its way. None is as much as there is.
     """
 
+    name: ClassVar[str] = "peer"
     every: int | Every | None = None
     budget_bytes: int | None = None
 
@@ -80,6 +82,7 @@ class Local:
         As for the root.
     """
 
+    name: ClassVar[str] = "local"
     url: str
     every: int | Every | None = None
     keep: int = 2
@@ -137,12 +140,12 @@ def tier_specs(tiers: Iterable[Tier]) -> tuple[TierSpec, ...]:
 def _spec(tier: object) -> TierSpec:
     match tier:
         case Memory():
-            return TierSpec("memory")
+            return TierSpec(tier.name)
         case Peer():
-            return TierSpec("peer", budget_bytes=tier.budget_bytes)
+            return TierSpec(tier.name, budget_bytes=tier.budget_bytes)
         case Local():
             store = root_spec(tier.url, tier.store_options, tier.throttle, tier.compress)
-            return TierSpec("local", tier.keep, store)
+            return TierSpec(tier.name, tier.keep, store)
     raise UsageError(
         "not a tier",
         kind="bad-tier",

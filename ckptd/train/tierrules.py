@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 
 from ckptd.engine.board import Board
 from ckptd.engine.policy import Every
-from ckptd.engine.tiers import NEAR, Local, Memory, Tier
+from ckptd.engine.tiers import NEAR, Tier
 from ckptd.train.announcing import Announcements
 from ckptd.train.steptimes import StepTimes
 
@@ -27,11 +28,9 @@ class TierRules:
     """
 
     def __init__(self, tiers: Sequence[Tier], board: Board) -> None:
-        given = {_name(t): t.every for t in tiers}
-        self._rules: Mapping[str, Every | None] = {
-            name: None if given[name] is None else Every.of(given[name])  # type: ignore[arg-type]
-            for name in NEAR
-            if name in given
+        self._rules = {
+            t.name: None if t.every is None else Every.of(t.every)
+            for t in sorted(tiers, key=lambda t: NEAR.index(t.name))
         }
         self._board = board
         self._announcements = Announcements(board, "near-due")
@@ -73,12 +72,12 @@ class TierRules:
             return set()
         now = time.monotonic()
         self._steps.call(now, False)
-        word = self._announcements.hear(lambda said: self._decide(clocked, said), self._usual_s())
+        decide = partial(self._decide, clocked)
+        word = self._announcements.hear(decide, self._steps.usual_s)
+            lambda said: self._decide(clocked, said), self._steps.usual_s
+        )
         self._steps.leave(time.monotonic())
         return set(word.split("+")) - {""}
-
-    def _usual_s(self) -> float | None:
-        return self._steps.usual_s
 
     def _decide(self, clocked: Sequence[str], said: Collection[str]) -> str:
         """On rank 0: what to announce; a tier that is announced already not again."""
@@ -94,9 +93,3 @@ class TierRules:
     def _is_late(self, name: str, elapsed_s: float) -> bool:
         rule = self._rules[name]
         return rule is not None and rule.minutes is not None and elapsed_s >= 60.0 * rule.minutes
-
-
-def _name(tier: Tier) -> str:
-    if isinstance(tier, Memory):
-        return "memory"
-    return "local" if isinstance(tier, Local) else "peer"
