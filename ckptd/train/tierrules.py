@@ -74,8 +74,6 @@ class TierRules:
         self._steps.call(now, False)
         decide = partial(self._decide, clocked)
         word = self._announcements.hear(decide, self._steps.usual_s)
-            lambda said: self._decide(clocked, said), self._steps.usual_s
-        )
         self._steps.leave(time.monotonic())
         return set(word.split("+")) - {""}
 
