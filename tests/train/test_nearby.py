@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +136,14 @@ def test_a_save_that_failed_may_be_told_without_being_raised(tmp_path: Path) -> 
     assert failed is not None
     os.kill(ck.worker_pid, 9)
     assert failed._settled(WAIT_S)
-    third = ck.save(3, state_at(3))
-    assert third is not None
-    third.durable(WAIT_S)
+    for step in range(3, 9):  # one that begins at the moment of the death may fail as well
+        handle = ck.save(step, state_at(step))
+        assert handle is not None
+        with suppress(WorkerError):
+            handle.durable(WAIT_S)
+            break
+    else:
+        pytest.fail("no other agent was started")
     ck.close()  # the root has a newer one: the job is fine
 
 
