@@ -1,0 +1,216 @@
+"""Who may speak to a job's daemon: one secret a job, and a MAC on every message and its answer.
+
+Clocks of nodes may differ by minutes, so no time is signed. Each life of a daemon draws a challenge
+that every MAC includes, so what was recorded before a restart is worth nothing after it; within one
+life the signed body carries its source and its number, and a number counts once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ckptd.errors import RefusedError, UsageError
+
+__all__ = [
+    "CHALLENGE_PATH",
+    "FOUND_PATH",
+    "MAC_HEADER",
+    "SECRET_VARIABLE",
+    "SHEETS_PATH",
+    "access_token",
+    "check_answer",
+    "check_request",
+    "job_secret",
+    "new_challenge",
+    "secret_path",
+    "sign_answer",
+    "sign_request",
+]
+
+MAC_HEADER = "Ckptd-Mac"
+"""Header of a signed request, and of its answer."""
+SECRET_VARIABLE = "CKPTD_SECRET"
+CHALLENGE_PATH = "/api/v1/challenge"
+"""GET, without a MAC: JSON ``{"challenge": text, "job": text}``."""
+SHEETS_PATH = "/api/v1/sheets"
+FOUND_PATH = "/api/v1/found"
+
+_VERSION = "v1"
+_LEAST_SECRET = 16
+_MOST_SECRET = 1024
+_MOST_HEADER = 256
+
+
+def secret_path(job: str, folder: Path) -> Path:
+    """Return where the secret of `job` lies below `folder`, a run folder."""
+    return folder / f"secret-{hashlib.sha256(job.encode()).hexdigest()[:20]}"
+
+
+def job_secret(job: str, folder: Path) -> bytes:
+    """Return the job's secret: ``CKPTD_SECRET``, or that of a file, made on first use.
+
+    Parameters
+    ----------
+    job
+        Name of the job.
+    folder
+        A run folder of mode 0700. Processes that make the file at the same time agree on one.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-secret``: it is too short or too long.
+    RefusedError
+        kind ``not-ours``: somebody else made the file, or others may read it.
+    """
+    given = os.environ.get(SECRET_VARIABLE)
+    if given:
+        return _measured(given.encode(), SECRET_VARIABLE)
+    path = secret_path(job, folder)
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        _make(path)
+        return _read(path)
+
+
+def _make(path: Path) -> None:
+    """Write a new secret; a name that another process took meanwhile is left as it is."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        os.link(draft, path)
+    except FileExistsError:
+        return
+    finally:
+        draft.unlink()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _not_ours(path, error.strerror or str(error)) from error
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise _not_ours(path, f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}")
+        return _measured(os.read(fd, _MOST_SECRET + 1).strip(), str(path))
+    finally:
+        os.close(fd)
+
+
+def _not_ours(path: Path, found: str) -> RefusedError:
+    return RefusedError(
+        "the job's secret is not ours alone",
+        kind="not-ours",
+        where=str(path),
+        wanted=f"a file of user {os.geteuid()} with mode 0600",
+        found=found,
+        hint=f"remove it, or set {SECRET_VARIABLE}",
+    )
+
+
+def _measured(secret: bytes, where: str) -> bytes:
+    if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+        raise UsageError(
+            "not a secret",
+            kind="bad-secret",
+            where=where,
+            wanted=f"from {_LEAST_SECRET} to {_MOST_SECRET} bytes",
+            found=f"{len(secret)} bytes",
+        )
+    return secret
+
+
+def access_token(secret: bytes) -> str:
+    """Return what people and scripts show instead of a MAC; it does not tell the secret."""
+    return _mac(secret, b"token")[:40]
+
+
+def new_challenge() -> str:
+    """Return the challenge of a new life of a daemon."""
+    return secrets.token_hex(16)
+
+
+def sign_request(secret: bytes, method: str, path: str, challenge: str, body: bytes) -> str:
+    """Return the value of ``Ckptd-Mac`` for a request.
+
+    Parameters
+    ----------
+    secret
+        The job's.
+    method, path
+        As in the request line, without a query.
+    challenge
+        The daemon's present one; see `CHALLENGE_PATH`. An answer 401 says a new one, in the same
+        form: sign again with that.
+    body
+        All of it, as sent.
+    """
+    mac = _mac(secret, b"request", method, path, challenge, hashlib.sha256(body).digest())
+    return f"{_VERSION} {challenge} {mac}"
+
+
+def check_request(
+    header: str | None, secret: bytes, method: str, path: str, challenge: str, body: bytes
+) -> None:
+    """Check the value of ``Ckptd-Mac`` of a request.
+
+    Raises
+    ------
+    RefusedError
+        kind ``stale-mac``: it was made for another life of the daemon; kind ``bad-mac``: it is
+        missing, or made with another secret or of another message.
+    """
+    version, _, rest = (header or "")[:_MOST_HEADER].partition(" ")
+    said, _, _ = rest.partition(" ")
+    if version != _VERSION or not said:
+        raise _refused("bad-mac", f"a header {MAC_HEADER}: {_VERSION} CHALLENGE MAC")
+    if not _same(said, challenge):
+        raise _refused("stale-mac", "the challenge of this life of the daemon")
+    if not _same(header or "", sign_request(secret, method, path, challenge, body)):
+        raise _refused("bad-mac", "the MAC of this message with the job's secret")
+
+
+def sign_answer(secret: bytes, request_mac: str, body: bytes) -> str:
+    """Return the value of ``Ckptd-Mac`` for the answer to the request that `request_mac` signed."""
+    return f"{_VERSION} {_mac(secret, b'answer', request_mac, hashlib.sha256(body).digest())}"
+
+
+def check_answer(header: str | None, secret: bytes, request_mac: str, body: bytes) -> None:
+    """Check the value of ``Ckptd-Mac`` of an answer.
+
+    Raises
+    ------
+    RefusedError
+        kind ``bad-mac``: whoever answered does not know the job's secret.
+    """
+    if not _same(header or "", sign_answer(secret, request_mac, body)):
+        raise _refused("bad-mac", "an answer signed with the job's secret")
+
+
+def _refused(kind: str, wanted: str) -> RefusedError:
+    return RefusedError("the message is not signed as it must be", kind=kind, wanted=wanted)
+
+
+def _same(a: str, b: str) -> bool:
+    return hmac.compare_digest(a.encode(errors="replace"), b.encode(errors="replace"))
+
+
+def _mac(secret: bytes, *parts: str | bytes) -> str:
+    mac = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        # With its length before it, no part can pass for the end of another.
+        mac.update(len(data).to_bytes(8, "little") + data)
+    return mac.hexdigest()
