@@ -12,6 +12,7 @@ import stat
 import time
 import zlib
 from pathlib import Path
+from struct import Struct
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,6 +40,7 @@ __all__ = ["RingHeader", "RingReader", "read"]
 
 Rows = np.ndarray[Any, Any]
 
+_COUNTERS = Struct(f"<{len(Counter)}q")
 _NS = 1e-9
 _EARLIEST = 1  # 0 stands for "never" in all times
 
@@ -185,6 +187,31 @@ class RingReader:
         rows = self._rows(TEXT, shape.texts_at, used)
         return {int(row["hash"]): _text(row["text"]) for row in rows}
 
+    # --- what a poll asks -----------------------------------------------------------------------
+
+    def counters(self) -> tuple[int, ...]:
+        """Return the header's counters, by `Counter`; one small read. Errors as of the class."""
+        return _COUNTERS.unpack(self._pread(_COUNTERS.size, COUNTER))
+
+    def calls_since(self, number: int) -> tuple[Rows, Rows]:
+        """Return the numbers of the calls above `number` that the ring still holds, and the calls.
+
+        Rows of `CALL`, in order; errors as of the class.
+        """
+        written = _within(self.counters()[Counter.WRITTEN], 1 << 62)
+        slots = self._read_slots(written, max(written - number, 0))
+        groups = self._read_groups()
+        slots = _known(slots, groups)
+        return slots["commit"].astype(np.int64), _calls(slots, groups)
+
+    def group_infos(self) -> tuple[tuple[int, str, str], ...]:
+        """Return hash, name and kind of each group of the rank; errors as of the class."""
+        rows = self._read_groups()
+        return tuple(
+            (int(row["ident"]), _text(row["name"]), _text(row["kind"]))
+            for row in rows[rows["ident"] != 0]
+        )
+
     # --- the bytes ------------------------------------------------------------------------------
 
     def _read_identity(self) -> np.void:
@@ -227,9 +254,7 @@ class RingReader:
         )
 
     def _read_counters(self) -> list[int]:
-        raw = self._pread(len(Counter) * 8, COUNTER)
-        counters: list[int] = np.frombuffer(raw, "<i8").tolist()
-        return counters
+        return list(self.counters())
 
     def _read_slots(self, written: int, calls: int | None) -> Rows:
         """Return the slots of the last calls in order, without those that changed meanwhile."""
@@ -309,9 +334,16 @@ def read(path: Path, calls: int | None = None) -> RankView:
         return reader.view(calls)
 
 
+def _known(slots: Rows, groups: Rows) -> Rows:
+    """Return the slots of calls of groups that are in the table."""
+    slots = slots[slots["group"] < len(groups)]
+    known: Rows = slots[groups["ident"][slots["group"]] != 0]
+    return known
+
+
 def _calls(slots: Rows, groups: Rows) -> Rows:
     """Return slots as rows of `CALL`; calls of groups that are not in the table are left out."""
-    slots = slots[slots["group"] < len(groups)]
+    slots = _known(slots, groups)
     rows = np.zeros(len(slots), CALL)
     for name in ("op", "dtype", "bytes", "root", "site", "step", "phase"):
         rows[name] = slots[name]
@@ -321,8 +353,7 @@ def _calls(slots: Rows, groups: Rows) -> Rows:
     rows["start"] = slots["start"] * _NS
     rows["end"] = np.where(slots["end"] >= _EARLIEST, slots["end"] * _NS, np.nan)
     rows["phase"] = np.minimum(rows["phase"], max(Phase))
-    kept: Rows = rows[rows["group"] != 0]
-    return kept
+    return rows
 
 
 def _groups(groups: Rows) -> Rows:

@@ -1,0 +1,152 @@
+"""What all calls of a node's ranks add up to: the longest pauses, and what each step took.
+
+A sheet holds the last few calls of a rank. Here every call is looked at once, so that nothing is
+learnt from a sample.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptd.agent.rings import Ring
+from ckptd.monitor.job import JOINED_CALL
+from ckptd.monitor.ringlayout import Counter
+from ckptd.monitor.selftime import self_times
+from ckptd.monitor.sheet import GAP, STEP
+from ckptd.monitor.stats import Array
+from ckptd.monitor.view import CALL, Phase
+
+__all__ = ["Tally"]
+
+_MOST_GAPS = 4096
+_MOST_STEPS = 4096
+_MORE = 1.05
+"""A pause is told again when it is longer by this factor than told before."""
+
+_Key = tuple[int, int, int]
+
+
+class _Place:
+    """How far the calls of one ring have been added up."""
+
+    __slots__ = ("ended", "number", "step")
+
+    def __init__(self) -> None:
+        self.number = 0  # calls up to here need not be read again
+        self.step = -1  # the last step that was told
+        self.ended = np.nan  # when its last call ended
+
+
+class Tally:
+    """Adds up the calls of rings; `add` now and then, `take` for a sheet.
+
+    Attributes
+    ----------
+    overruns
+        Calls that were overwritten before they were read.
+    """
+
+    def __init__(self) -> None:
+        self.overruns = 0
+        self._places: dict[Ring, _Place] = {}
+        self._longest: dict[_Key, float] = {}
+        self._told: dict[_Key, float] = {}
+        self._steps: list[tuple[int, int, int, float, float, float]] = []
+
+    def forget(self, ring: Ring) -> None:
+        """Know nothing more of a ring that is gone."""
+        self._places.pop(ring, None)
+
+    def add(self, ring: Ring) -> None:
+        """Add what the rank has done since; errors as of `RingReader`."""
+        place = self._places.get(ring)
+        if place is None:
+            place = self._places[ring] = _Place()
+        written = min(max(ring.counters[Counter.WRITTEN], 0), 1 << 62)
+        step = ring.counters[Counter.STEP]
+        slots = ring.header.shape.slots
+        fresh = written - place.number
+        # Most polls end here: a step is added up when it is done, or before its calls are lost.
+        if fresh <= 0 or (0 <= step <= place.step + 1 and fresh < slots // 2):
+            return
+        if fresh > slots:
+            self.overruns += fresh - slots
+        numbers, calls = ring.reader.calls_since(place.number)
+        if len(calls):
+            self._add_gaps(calls)
+            if step >= 0:
+                self._add_steps(ring.rank, place, calls, step)
+            place.number = _settled(numbers, calls, place.step, slots)
+
+    def _add_gaps(self, calls: Array) -> None:
+        before, after = calls[:-1], calls[1:]
+        gap = after["start"] - before["end"]
+        for i in _longest_of(before, gap):
+            key = (int(before["site"][i]), int(before["phase"][i]), int(before["op"][i]))
+            if key in self._longest or len(self._longest) < _MOST_GAPS:
+                self._longest[key] = max(float(gap[i]), self._longest.get(key, 0.0))
+
+    def _add_steps(self, rank: int, place: _Place, calls: Array, current: int) -> None:
+        """Tell the steps before `current` of which every call is there and has ended."""
+        rows = np.zeros(len(calls), JOINED_CALL)
+        for name in CALL.names or ():
+            rows[name] = calls[name]
+        steps, seconds = self_times(rows, 1)
+        for step, alone in zip(steps.tolist(), seconds[:, 0].tolist(), strict=True):
+            own = calls[calls["step"] == step]
+            if not place.step < step < current or np.isnan(alone) or np.isnan(own["end"]).any():
+                continue
+            ended = float(own["end"].max())
+            wall = ended - (place.ended if place.step == step - 1 else _before(calls, step))
+            place.step, place.ended = step, ended
+            if not np.isnan(wall) and len(self._steps) < _MOST_STEPS:
+                wall, alone = max(wall, 0.0), max(alone, 0.0)
+                inside = max(wall - alone, 0.0)
+                self._steps.append((rank, step, int(Phase.TRAIN), alone, inside, wall))
+
+    def take(self, ranks: dict[int, int], *, again: bool = False) -> tuple[Array, Array]:
+        """Return new rows of `GAP` and `STEP`, and count them as told.
+
+        Parameters
+        ----------
+        ranks
+            Row in the sheet of each rank.
+        again
+            Tell all pauses, whatever was told before.
+        """
+        if again:
+            self._told.clear()
+        new = {k: s for k, s in self._longest.items() if s > _MORE * self._told.get(k, 0.0)}
+        self._told |= new
+        gaps = np.array([(*key, seconds) for key, seconds in new.items()], GAP)
+        steps = [(ranks[rank], *rest) for rank, *rest in self._steps if rank in ranks]
+        self._steps.clear()
+        return gaps, np.array(steps, STEP)
+
+
+def _longest_of(before: Array, gap: Array) -> list[int]:
+    """Return the place of the longest gap behind each kind of call."""
+    order = np.flatnonzero(gap > 0)  # NaN is not above 0
+    order = order[np.argsort(gap[order], kind="stable")]
+    kinds = before[["site", "phase", "op"]][order]
+    # From the longest on, the first of each kind.
+    _, first = np.unique(kinds[::-1], return_index=True)
+    return [int(i) for i in order[::-1][first]]
+
+
+def _before(calls: Array, step: int) -> float:
+    """Return when the last call before a step ended; NaN if the ring does not show it."""
+    earlier = calls["end"][calls["step"] < step]
+    return float(earlier.max()) if len(earlier) else np.nan
+
+
+def _settled(numbers: Array, calls: Array, told: int, slots: int) -> int:
+    """Return up to which call nothing will be asked again.
+
+    Kept are the calls of steps that are not told, one call before them, and what goes on; but
+    never more than half of the ring, or calls would be lost.
+    """
+    last = int(numbers[-1])
+    open_ = np.isnan(calls["end"]) | ((calls["step"] > told) & (calls["step"] >= 0))
+    kept = int(numbers[np.argmax(open_)]) - 2 if open_.any() else last - 1
+    return max(kept, last - slots // 2, 0)
