@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,7 +12,7 @@ from ckptd.monitor.limits import Limits
 from ckptd.monitor.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
-from ckptd.monitor.view import Phase
+from ckptd.monitor.view import CallFlag, Phase
 
 __all__ = ["crashes", "ended"]
 
@@ -28,7 +29,8 @@ def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
     """Yield a verdict for all crashed ranks, and one for each silent node.
 
     A rank that a signal ended is a cause; one that ended with an error beside it most likely lost
-    its peer, and is told as a consequence.
+    its peer, and is told as a consequence. So is one whose last call failed, beside one whose did
+    not, and whom its launcher ended since another rank had ended.
     """
     gone = np.flatnonzero(ended(job))
     if len(gone):
@@ -41,8 +43,8 @@ def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
 def _ranks(job: Job, gone: Array) -> Verdict:
     codes = job.ranks["exit_code"][gone]
     killed = (codes < 0) & (codes != NO_EXIT)
-    first = gone[killed] if killed.any() else gone
-    # Without a signal, the one that ended earliest is the likelier cause.
+    first = _causes(job, gone, codes)
+    # Of several, the one that stood still first is the likelier cause.
     first = first[np.argsort(-job.ranks["idle"][first], kind="stable")]
     unknown = codes == NO_EXIT
     return Verdict(
@@ -61,6 +63,20 @@ def _ranks(job: Job, gone: Array) -> Verdict:
             "exit code unknown": int(unknown.sum()),
         },
     )
+
+
+def _causes(job: Job, gone: Array, codes: Array) -> Array:
+    """Return those of `gone` that did not only follow another."""
+    swept = codes == -signal.SIGTERM
+    killed = (codes < 0) & (codes != NO_EXIT) & ~swept
+    last = job.last_call[gone]
+    failed = np.zeros(len(gone), bool)
+    if len(job.calls):
+        failed = (last >= 0) & ((job.calls["flags"][last] & CallFlag.FAILED) != 0)
+    for cause in (killed, ~swept & ~failed, ~swept):
+        if cause.any():
+            return gone[cause]
+    return gone
 
 
 def _how(job: Job, row: int) -> str:

@@ -9,6 +9,7 @@ from ckptd.monitor.hang import hangs
 from ckptd.monitor.job import Job
 from ckptd.monitor.limits import Learned, Limits
 from ckptd.monitor.mismatch import mismatches
+from ckptd.monitor.newcomers import with_newcomers
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Verdict
 
@@ -34,6 +35,7 @@ def diagnose(
         What was usual so far, by `ckptd.monitor.limits.learn`.
     """
     limits = limits or Limits()
+    job = with_newcomers(job)
     gone = ended(job)
     differing = tuple(mismatches(job, limits))
     crashed = tuple(crashes(job, limits))

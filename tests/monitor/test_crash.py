@@ -8,7 +8,7 @@ from ckptd.monitor.crash import crashes
 from ckptd.monitor.job import AgentView
 from ckptd.monitor.limits import Limits
 from ckptd.monitor.verdict import Target
-from ckptd.monitor.view import Phase
+from ckptd.monitor.view import CallFlag, Phase
 from tests.monitor import jobs
 
 LIMITS = Limits()
@@ -55,3 +55,23 @@ def test_a_node_is_silent_only_if_a_peer_says_so_too(
 ) -> None:
     verdicts = list(crashes(jobs.job(jobs.view(0), agents=[agent]), LIMITS))
     assert (verdicts[0].names(Target.NODE) if verdicts else None) == named
+
+
+def test_who_was_ended_by_the_launcher_followed_another() -> None:
+    ends = {0: -15, 1: 7, 2: -15}
+    views = [jobs.view(r, alive=False, exit_code=c) for r, c in ends.items()]
+    (verdict,) = crashes(jobs.job(*views, jobs.view(3)), LIMITS)
+    assert verdict.names() == ("1",)
+    ended_by_hand = [jobs.view(r, alive=False, exit_code=-15) for r in range(3)]
+    (verdict,) = crashes(jobs.job(*ended_by_hand), LIMITS)
+    assert len(verdict.names()) == 3
+
+
+def test_whose_last_call_failed_had_lost_a_peer() -> None:
+    failed = jobs.calls(jobs.call(7, 4, jobs.NOW - 1, jobs.NOW, flags=CallFlag.FAILED))
+    fine = jobs.calls(jobs.call(7, 3, jobs.NOW - 1, jobs.NOW))
+    views = [
+        jobs.view(r, alive=False, exit_code=1, calls=fine if r == 2 else failed) for r in range(4)
+    ]
+    (verdict,) = crashes(jobs.job(*views), LIMITS)
+    assert verdict.names() == ("2",)
