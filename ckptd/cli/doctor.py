@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.engine.doctor import CREATE_ONLY, Check, probe
 from ckptd.engine.hostinfo import environment, versions
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, UsageError
 from ckptd.store import StoreSpec, registry_problems
 
 __all__ = ["DoctorDocument", "PluginRow", "doctor"]
@@ -61,12 +61,44 @@ def doctor(
     *,
     read_only: Annotated[bool, flag("Write nothing.")] = False,
     quick: Annotated[bool, flag("Do not measure speed.")] = False,
+    cluster: Annotated[
+        bool, flag("Probe the nodes of a job and their links instead; start it once per node.")
+    ] = False,
+    nodes: Annotated[
+        str | None,
+        Parameter(help="--cluster: how many nodes, or their names (a,b,c).", show_default=False),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        Parameter(help="--cluster: number of this node; 0 coordinates.", show_default=False),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        Parameter(help="--cluster: HOST:PORT where the coordinator listens.", show_default=False),
+    ] = None,
+    wait_s: Annotated[
+        float, Parameter(help="--cluster: for all nodes to come, in seconds.")
+    ] = 30.0,
+    limit_s: Annotated[
+        float, Parameter(help="--cluster: for tests and probes after that, in seconds.")
+    ] = 60.0,
+    probe_bytes: Annotated[int, Parameter(help="--cluster: bytes of a probe.")] = 1 << 20,
     json: Json = False,
 ) -> int:
-    """Probe a root's store, plugins, versions and environment.
+    """Probe a root's store, plugins, versions and environment, or with --cluster a job's nodes.
 
-    What it writes lies in a folder of its own below ROOT and is removed again.
+    What it writes lies in a folder of its own below ROOT and is removed again. With --cluster it
+    is started once per node and names nodes and links that are not well; CKPTD_SECRET must be the
+    same on all.
     """
+    if cluster:
+        from ckptd.cli.cluster import doctor_cluster
+
+        if root is not None:
+            raise UsageError(
+                "--cluster takes no root", hint="probe the root by a command of its own"
+            )
+        return doctor_cluster(nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes, json)
     checks: list[Check] = []
     if root is not None:
         for check in probe(StoreSpec(root), write=not read_only, speed=not quick):

@@ -1,0 +1,468 @@
+"""The coordinator of the check before a job: gathers the nodes, orders tests and probes, judges."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.agent.pairs import NOTHING
+from ckptd.agent.preflight import (
+    ORDER_S,
+    Hello,
+    Moment,
+    Outcome,
+    Probe,
+    Probed,
+    TellTime,
+    Test,
+    Tested,
+)
+from ckptd.errors import CkptdError
+from ckptd.monitor.machines import Machine, machine_findings, slow_machines
+from ckptd.monitor.preflight import (
+    Finding,
+    PairProbe,
+    confirm,
+    confirmations,
+    islands,
+    link_effects,
+    link_findings,
+    rounds,
+    unreached,
+)
+from ckptd.store.net.greeting import greet_client
+from ckptd.store.net.wire import Wire, decoder
+
+__all__ = ["Links", "Plan", "Preflight", "coordinate"]
+
+_HELLO = decoder(Hello)
+_TESTED = decoder(Tested)
+_MOMENT = decoder(Moment)
+_PROBED = decoder(Probed)
+_GREETING_S = 5.0
+_ACCEPT_S = 0.2
+_GREETERS = 32
+_TURN_S = 15.0
+_SKEWS = 3
+_GIVE_UP = 3
+"""Peers that a node does not reach, reaching none, after which nobody is sent to it any more."""
+_AGAIN = 16
+_MOST_TOLD = 200
+_RESERVE = 0.25
+"""Share of the time that is kept for confirming."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is expected, and what it may cost.
+
+    Attributes
+    ----------
+    nodes
+        How many nodes.
+    names
+        Their names; empty where only their number is known.
+    wait_s
+        For all to come, in seconds.
+    limit_s
+        For tests and probes after that, in seconds.
+    probe_bytes
+        Bytes of a probe.
+    seed
+        Draws who probes whom when.
+    """
+
+    nodes: int
+    names: tuple[str, ...] = ()
+    wait_s: float = 30.0
+    limit_s: float = 60.0
+    probe_bytes: int = 1 << 20
+    seed: int = 0
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True):
+    """What the probes of a healthy link show.
+
+    Attributes
+    ----------
+    pairs, of
+        Pairs of nodes that were probed, and all that there are.
+    latency_s
+        Median time of a small message and its answer, in seconds; null without probes.
+    bytes_per_s
+        Median rate of a probe's bytes; null without probes.
+    """
+
+    pairs: int
+    of: int
+    latency_s: float | None
+    bytes_per_s: float | None
+
+
+class Preflight(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a check.
+
+    Attributes
+    ----------
+    nodes
+        Names of the nodes that came.
+    findings
+        What is wrong, failures first.
+    machines
+        Self-tests, by name.
+    skews_s
+        How many seconds each clock is ahead of the coordinator's, by name.
+    links
+        What probes show.
+    probes
+        All of them; indices count `nodes`.
+    seconds
+        Time of each stage: ``gather``, ``test``, ``probe``, ``confirm``.
+    """
+
+    nodes: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    machines: dict[str, Machine]
+    skews_s: dict[str, float]
+    links: Links
+    probes: tuple[PairProbe, ...]
+    seconds: dict[str, float]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing failed."""
+        return all(f.status != "fail" for f in self.findings)
+
+
+@dataclass(slots=True)
+class _Node:
+    wire: Wire
+    hello: Hello
+    name: str = ""
+    lost: str = ""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    nodes: list[_Node] = field(default_factory=list)
+    refused: int = 0
+
+
+def coordinate(listener: socket.socket, secret: bytes, plan: Plan, tell: Tell) -> Preflight:
+    """Run a check over the nodes that come to `listener`, and tell them what came of it.
+
+    Parameters
+    ----------
+    listener
+        Listens; stays the caller's.
+    secret
+        The job's, as bytes.
+    plan
+        What is expected.
+    tell
+        Takes a line for people at each stage.
+    """
+    started = time.monotonic()
+    gathered = _gather(listener, secret, plan)
+    try:
+        check = _Check(gathered, plan, tell, time.monotonic() - started)
+        found = check.run()
+        outcome = Outcome(found.healthy, found.findings[:_MOST_TOLD])
+        for node in check.live():
+            with contextlib.suppress(CkptdError):  # whoever is gone needs no answer
+                node.wire.send(outcome)
+        return found
+    finally:
+        for node in gathered.nodes:
+            node.wire.release()
+
+
+# -- gathering -------------------------------------------------------------------------------------
+
+
+def _gather(listener: socket.socket, secret: bytes, plan: Plan) -> _Gathered:
+    """Let nodes in until all are there or the time is over."""
+    found = _Gathered()
+    end = time.monotonic() + plan.wait_s
+    listener.settimeout(_ACCEPT_S)
+    # In threads: a stranger who says nothing keeps nobody waiting.
+    with ThreadPoolExecutor(_GREETERS, "greet") as pool:
+        while not _complete(found.nodes, plan) and time.monotonic() < end:
+            try:
+                sock, peer = listener.accept()
+            except TimeoutError:
+                continue
+            pool.submit(_greet, sock, str(peer[0]), secret, found)
+    found.nodes.sort(key=lambda n: (n.hello.rank < 0, n.hello.rank, n.hello.name))
+    seen: dict[str, int] = {}
+    for node in found.nodes:
+        number = seen[node.hello.name] = seen.get(node.hello.name, 0) + 1
+        node.name = node.hello.name if number == 1 else f"{node.hello.name}#{number}"
+    return found
+
+
+def _complete(nodes: Sequence[_Node], plan: Plan) -> bool:
+    if plan.names:
+        return set(plan.names) <= {n.hello.name for n in tuple(nodes)}
+    return len(nodes) >= plan.nodes
+
+
+def _greet(sock: socket.socket, peer: str, secret: bytes, found: _Gathered) -> None:
+    wire = Wire(sock, peer, ORDER_S)
+    try:
+        if greet_client(wire, secret, NOTHING, room=True, wait_s=_GREETING_S):
+            hello, _ = wire.receive(_HELLO, _GREETING_S)
+            found.nodes.append(_Node(wire, hello))
+            return
+        found.refused += 1
+    except CkptdError:
+        found.refused += 1
+    wire.release()
+
+
+# -- the check -------------------------------------------------------------------------------------
+
+
+class _Check:
+    """One check: orders go to all nodes at once, answers are taken one after another."""
+
+    def __init__(self, gathered: _Gathered, plan: Plan, tell: Tell, gather_s: float) -> None:
+        self._nodes = gathered.nodes
+        self._refused = gathered.refused
+        self._plan = plan
+        self._tell = tell
+        self._names = [node.name for node in self._nodes]
+        self._end = time.monotonic() + plan.limit_s
+        self._seconds = {"gather": gather_s}
+        self._probes: list[PairProbe] = []
+
+    def live(self) -> list[_Node]:
+        """Return the nodes that still answer."""
+        return [node for node in self._nodes if not node.lost]
+
+    def run(self) -> Preflight:
+        """Run all stages."""
+        tell, seconds = self._tell, self._seconds
+        tell(f"{len(self._nodes)} of {self._plan.nodes} nodes came in {seconds['gather']:.1f} s")
+        with self._timed("test"):
+            machines = self._test()
+            skews = self._skews()
+        tell(f"self-tests: {len(machines)} nodes in {seconds['test']:.1f} s")
+        with self._timed("probe"):
+            self._probe_all()
+        tell(f"links: {len(self._probes)} pairs in {seconds['probe']:.1f} s")
+        with self._timed("confirm"):
+            findings = [
+                *self._reach(),
+                *self._links(),
+                *machine_findings(self._names, machines, skews),
+                *self._slow(machines),
+            ]
+        findings = [*self._absent(), *self._lost(), *findings]
+        return Preflight(
+            nodes=tuple(self._names),
+            findings=tuple(sorted(findings, key=lambda f: f.status != "fail")),
+            machines={self._names[k]: m for k, m in machines.items()},
+            skews_s={self._names[k]: s for k, s in skews.items()},
+            links=self._summary(),
+            probes=tuple(self._probes),
+            seconds=seconds,
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Any:
+        started = time.monotonic()
+        yield
+        self._seconds[stage] = time.monotonic() - started
+
+    def _order(
+        self, orders: Mapping[int, msgspec.Struct], kind: Any, wait_s: float = ORDER_S
+    ) -> dict[int, Any]:
+        """Give orders to nodes and return the answers of those that answer."""
+        asked = []
+        for number, order in orders.items():
+            if not self._nodes[number].lost and self._try(number, order):
+                asked.append(number)
+        end = time.monotonic() + wait_s
+        answers = {}
+        for number in asked:
+            node = self._nodes[number]
+            try:
+                left = max(end - time.monotonic(), 0.1)
+                answers[number], _ = node.wire.receive(kind, left)
+            except CkptdError as error:
+                node.lost = str(error)
+        return answers
+
+    def _try(self, number: int, order: msgspec.Struct) -> bool:
+        node = self._nodes[number]
+        try:
+            node.wire.send(order)
+        except CkptdError as error:
+            node.lost = str(error)
+        return not node.lost
+
+    # -- machines ------------------------------------------------------------------------------
+
+    def _test(self) -> dict[int, Machine]:
+        orders = {k: Test(_TURN_S) for k in range(len(self._nodes))}
+        answers = self._order(orders, _TESTED, ORDER_S + _TURN_S)
+        return {k: answer.machine for k, answer in answers.items()}
+
+    def _skews(self) -> dict[int, float]:
+        """Return how many seconds each clock is ahead, of the quickest of some answers."""
+        skews = {}
+        for number in range(len(self._nodes)):
+            best = float("inf")
+            for _ in range(_SKEWS):
+                before, started = time.time(), time.monotonic()
+                answer = self._order({number: TellTime()}, _MOMENT).get(number)
+                taken = time.monotonic() - started
+                if answer is not None and taken < best:
+                    best, skews[number] = taken, answer.unix_s - before - taken / 2
+        return skews
+
+    def _slow(self, machines: dict[int, Machine]) -> list[Finding]:
+        """Test nodes that seem slow again, one after another while the rest is quiet."""
+        for number in itertools.islice(slow_machines(self._names, machines), _AGAIN):
+            answer = self._order({number: Test(_TURN_S)}, _TESTED).get(number)
+            if answer is not None:
+                machines[number] = _better(machines[number], answer.machine)
+        return list(itertools.chain(*slow_machines(self._names, machines).values()))
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _probe_all(self) -> None:
+        last = self._end - _RESERVE * self._plan.limit_s
+        for pairs in rounds(len(self._nodes), self._plan.seed):
+            if time.monotonic() > last:
+                self._tell("the time is over before all pairs were probed")
+                return
+            gone = self._unreachable()
+            self._probes += self._probe([p for p in pairs if not gone & set(p)]).values()
+
+    def _probe(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], PairProbe]:
+        orders: dict[int, msgspec.Struct] = {}
+        for source, to in pairs:
+            peer = self._nodes[to].hello
+            if not self._nodes[to].lost:
+                orders[source] = Probe(source, to, peer.host, peer.port, self._plan.probe_bytes)
+        answers = self._order(orders, _PROBED)
+        return {(a.probe.source, a.probe.to): a.probe for a in answers.values()}
+
+    def _unreachable(self) -> set[int]:
+        cut: dict[int, int] = {}
+        reached: set[int] = set()
+        for probe in self._probes:
+            for node in (probe.source, probe.to):
+                if probe.cut:
+                    cut[node] = cut.get(node, 0) + 1
+                else:
+                    reached.add(node)
+        return {node for node, count in cut.items() if count >= _GIVE_UP and node not in reached}
+
+    def _islands(self) -> list[list[int]]:
+        alive = [k for k, node in enumerate(self._nodes) if not node.lost]
+        return islands(alive, self._probes)
+
+    def _reach(self) -> list[Finding]:
+        """Return what cannot be reached: nodes outside the largest island, then inside it."""
+        main, *others = self._islands() or [[]]
+        found = []
+        for node in itertools.chain(*others):
+            text = f"reaches none of the {len(main)} nodes that reach each other"
+            found.append(_fail("node", self._names[node], "reach", text))
+        nodes, links = unreached(main, self._probes)
+        for node, (cut, of) in nodes.items():
+            text = f"does not reach {cut} of {of} nodes"
+            found.append(_fail("node", self._names[node], "reach", text))
+        for probe in links:
+            name = f"{self._names[probe.source]}>{self._names[probe.to]}"
+            found.append(_fail("link", name, "reach", f"cannot connect: {probe.error}"))
+        return found
+
+    def _links(self) -> list[Finding]:
+        """Judge the probes, and probe what stands out again while the rest is quiet."""
+        main = (self._islands() or [[]])[0]
+        effects = link_effects(len(self._nodes), self._probes)
+        asked, controls = confirmations(effects, main, self._plan.seed)
+        again: dict[tuple[int, int], PairProbe] = {}
+        wanted = [*controls, *(p for c in asked for p in c.pairs)] if asked else []
+        for pair in wanted:
+            if pair not in again and time.monotonic() < self._end:
+                again |= self._probe([pair])
+        again = {pair: probe for pair, probe in again.items() if not probe.cut}
+        found, by_effect = [], {id(c.effect): c for c in asked}
+        for what, list_ in effects.items():
+            for effect in list_:
+                there, value, usual = confirm(what, by_effect[id(effect)], again, controls)
+                if there and not effect.echo:
+                    figures = (value, usual)
+                    size = self._plan.probe_bytes
+                    found.append(link_findings(self._names, what, effect, figures, size))
+        return found
+
+    def _summary(self) -> Links:
+        good = [p for p in self._probes if not p.cut]
+        bulk = [s for p in good for s in (p.out_s, p.in_s)]
+        nodes = len(self._nodes)
+        return Links(
+            pairs=len({frozenset((p.source, p.to)) for p in self._probes}),
+            of=nodes * (nodes - 1) // 2,
+            latency_s=float(np.median([p.latency_s for p in good])) if good else None,
+            bytes_per_s=float(self._plan.probe_bytes / np.median(bulk)) if good else None,
+        )
+
+    # -- who is not there ----------------------------------------------------------------------
+
+    def _absent(self) -> list[Finding]:
+        plan, came = self._plan, [node.hello for node in self._nodes]
+        text = f"did not come within {plan.wait_s:.0f} s"
+        if self._refused:
+            text += f"; {self._refused} connections were refused: another secret, or strangers"
+        if plan.names:
+            here = {hello.name for hello in came}
+            missing = [name for name in plan.names if name not in here]
+            extra = sorted(here - set(plan.names))
+            found = [_fail("node", name, "absent", text) for name in missing]
+            return found + [_fail("node", n, "extra", "came and was not expected") for n in extra]
+        if len(came) >= plan.nodes:
+            return []
+        if any(hello.rank < 0 for hello in came):
+            missed = f"{plan.nodes - len(came)} of {plan.nodes} nodes"
+            return [_fail("cluster", missed, "absent", text)]
+        ranks = set(range(plan.nodes)) - {hello.rank for hello in came}
+        return [_fail("node", f"rank {rank}", "absent", text) for rank in sorted(ranks)]
+
+    def _lost(self) -> list[Finding]:
+        return [
+            _fail("node", node.name, "lost", f"did not answer any more: {node.lost}")
+            for node in self._nodes
+            if node.lost
+        ]
+
+
+def _fail(target: str, name: str, what: str, message: str) -> Finding:
+    return Finding(status="fail", target=target, name=name, what=what, message=message)
+
+
+def _better(first: Machine, second: Machine) -> Machine:
+    """Return the second test with the better figures of both."""
+    return msgspec.structs.replace(
+        second,
+        wrong=first.wrong or second.wrong,
+        compute_s=min(first.compute_s, second.compute_s),
+        copy_bytes_per_s=max(first.copy_bytes_per_s, second.copy_bytes_per_s),
+        disk_s=min(first.disk_s, second.disk_s),
+    )

@@ -1,0 +1,77 @@
+"""``ckptd doctor --cluster`` over nodes in network namespaces, with planted faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.namespaces import Network, needs_namespaces
+
+COMMAND = [sys.executable, "-c", "from ckptd.cli.main import main; main()", "doctor", "--cluster"]
+SECRET = "5e" * 32
+PORT = 29449
+END_S = 100
+
+
+def check(
+    network: Network,
+    folder: Path,
+    nodes: Sequence[int],
+    options: Sequence[str],
+    envs: Mapping[int, Mapping[str, str]] | None = None,
+) -> tuple[Any, dict[int, int]]:
+    """Start a check on some nodes; return the coordinator's document and all exit codes."""
+    processes = {}
+    for node in nodes:
+        env = {
+            "CKPTD_NODE": f"n{node}",
+            "CKPTD_SECRET": SECRET,
+            "CKPTD_RUN_DIR": str(folder / "run"),
+            "OPENBLAS_NUM_THREADS": "1",
+            **(envs or {}).get(node, {}),
+        }
+        rendezvous = f"--rendezvous={network.address(0)}:{PORT}"
+        command = [*COMMAND, "--json", "--node-rank", str(node), rendezvous, *options]
+        pipe = subprocess.PIPE if node == nodes[0] else subprocess.DEVNULL
+        processes[node] = network.start(node, command, env, stdout=pipe, stderr=pipe)
+    out, err = processes[nodes[0]].communicate(timeout=END_S)
+    codes = {node: process.wait(END_S) for node, process in processes.items()}
+    assert out, err
+    return json.loads(out), codes
+
+
+def failed(document: Any) -> set[tuple[str, str, str]]:
+    found = document["findings"]
+    return {(f["target"], f["name"], f["what"]) for f in found if f["status"] == "fail"}
+
+
+@pytest.fixture
+def six() -> Iterator[Network]:
+    needs_namespaces()
+    with Network(6) as network:
+        yield network
+
+
+def test_a_slow_link_a_slow_node_and_one_that_is_cut_off(six: Network, tmp_path: Path) -> None:
+    six.link(0, 2)
+    six.shape(0, 40, to=2)
+    six.shape(1, 40)
+    six.shape_received(1, 40)
+    for node in (1, 2, 3, 5):
+        six.reject(4, node)
+    document, codes = check(six, tmp_path, range(6), ["--nodes", "6", "--probe-bytes", "262144"])
+    found = failed(document)
+    assert ("node", "n1", "bandwidth") in found, document
+    assert ("link", "n0>n2", "bandwidth") in found, document
+    assert ("node", "n4", "reach") in found, document
+    assert not document["healthy"]
+    assert set(codes.values()) == {1}, "every node ends as the coordinator does"
+    assert set(document["machines"]) == {f"n{k}" for k in range(6)}
+    assert not any(m["wrong"] for m in document["machines"].values())
+    assert 13 <= document["links"]["pairs"] <= document["links"]["of"] == 15
