@@ -75,7 +75,8 @@ def _causes(job: Job, gone: Array, codes: Array) -> Array:
         failed = (last >= 0) & ((job.calls["flags"][last] & CallFlag.FAILED) != 0)
     for cause in (killed, ~swept & ~failed, ~swept):
         if cause.any():
-            return gone[cause]
+            chosen: Array = gone[cause]
+            return chosen
     return gone
 
 
