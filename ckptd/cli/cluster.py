@@ -222,7 +222,7 @@ def _listener(place: _Place) -> socket.socket | None:
             return None
         raise StoreError(
             "the coordinator cannot listen",
-            kind="no-rendezvous",
+            kind="listen",
             where=f"{place.host}:{place.port}",
             found=error.strerror or error,
             hint="--rendezvous HOST:PORT with an address of node 0 and a free port",

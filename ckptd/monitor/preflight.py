@@ -79,7 +79,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         Of a node, or ``a>b`` of a link.
     what
         The check: ``absent``, ``extra``, ``lost``, ``reach``, ``bandwidth``, ``latency``,
-        ``arithmetic``, ``compute``, ``memory``, ``shared-memory``, ``disk``, ``clock``, ``open-files``, ``gpu``.
+        ``arithmetic``, ``compute``, ``memory``, ``shared-memory``, ``disk``, ``clock``,
+        ``open-files``, ``gpu``.
     message
         One sentence with the figures.
     value, usual

@@ -39,7 +39,6 @@ class Network:
         tag = secrets.token_hex(3)
         self.spaces = [f"ckt{tag}n{k}" for k in range(count)]
         self._hub = f"ckt{tag}hub"
-        self._links = 0
         self._processes: list[subprocess.Popen[str]] = []
         try:
             _batch([f"netns add {space}" for space in [*self.spaces, self._hub]])
@@ -66,7 +65,6 @@ class Network:
 
     def link(self, a: int, b: int) -> None:
         """Give two nodes a link of their own, which what they send each other takes."""
-        number, self._links = self._links, self._links + 1
         one, two = f"l{b}", f"l{a}"
         add = f"link add {one} type veth peer name {two} netns {self.spaces[b]}"
         _batch([add, f"link set {one} up"], self.spaces[a])
