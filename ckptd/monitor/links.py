@@ -1,16 +1,21 @@
-"""A matrix of probe delays, read by point, row, column and node; the largest effect first."""
+"""A matrix of probe delays, read by point, row, column and node; the largest effect first.
+
+A link may be probed several times: its delays count as one, which varies less than each of them.
+`again` says which links are worth that: there are too many to probe all of them
+often, and one round alone cannot tell a link of one and a half times the usual delay from chance.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array, grouped_median
 from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
 
-__all__ = ["Effect", "LinkLimits", "effects", "slow_links"]
+__all__ = ["Effect", "LinkLimits", "again", "effects", "slow_links"]
 
 
 LEAST_SPREAD = 0.02
@@ -41,16 +46,25 @@ class LinkLimits:
     share
         If more than this share of probes stands out, links are unequal by nature and nothing is
         said without `usual`.
+    doubt
+        Robust standard deviations above which a single link is worth another probe.
+    doubt_line
+        The same of a row or a column: all its links are.
+    again
+        Most links worth another probe.
     """
 
-    ratio: float = 1.25
-    point_ratio: float = 1.5
+    ratio: float = 1.15
+    point_ratio: float = 1.3
     z: float = 5.0
     point_z: float = 5.0
     most: int = 16
     echo: float = 0.5
     few: int = 8
     share: float = 0.55
+    doubt: float = 2.0
+    doubt_line: float = 3.0
+    again: int = 256
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class Effect:
     ratio
         Times the usual delay.
     edges
-        Probes that show it.
+        Links that show it.
     echo
         Whether it may be the echo of a larger one.
     """
@@ -92,7 +106,8 @@ def effects(
     Parameters
     ----------
     source, to
-        Nodes of each probe, from 0 to `nodes` - 1; one source is to probe at a time.
+        Nodes of each probe, from 0 to `nodes` - 1; one source is to probe at a time. A link may
+        occur several times.
     seconds
         Delay of each probe, the least of its repetitions; infinite if it did not come.
     nodes
@@ -100,40 +115,95 @@ def effects(
     limits
         Settings.
     usual
-        Earlier delay of each probe, seconds, NaN where there is none; for links that are unequal
-        by nature.
+        Earlier delay of each probe's link, seconds, NaN where there is none; for links that are
+        unequal by nature.
     """
     limits = limits or LinkLimits()
-    logs = _logs(seconds, usual)
-    open_ = ~np.isnan(logs)
-    base, spread = _centre(logs[open_], nodes <= limits.few)
+    links = _pooled(source, to, _logs(seconds, usual), nodes)
+    base, spread = _centre(links, nodes <= limits.few)
+    open_ = np.ones(len(links.logs), bool)
     found: list[Effect] = []
     while len(found) < limits.most and open_.sum() >= 3:
-        rest = np.where(open_, logs - base, np.nan)
-        best = _largest(source, to, rest, spread, nodes, limits)
+        rest = np.where(open_, links.logs - base, np.nan)
+        best = _largest(links, rest, spread, nodes, limits)
         if best is None:
             break
         found.append(_judged(best, found, limits))
-        hit = (source == best.source) if best.source >= 0 else np.zeros(len(logs), bool)
-        other = to == best.to
-        if best.target is Target.LINK:
-            hit &= other
-        elif best.target is Target.RECEIVER:
-            hit = other
-        elif best.target is Target.NODE:
-            hit |= other
-        open_ &= ~hit
-    if (~open_ & ~np.isnan(logs)).sum() > limits.share * len(logs):
-        return []
-    return found
+        open_ &= ~_hit(links, best)
+    return [] if (~open_).sum() > limits.share * len(open_) else found
 
 
-def _centre(logs: Array, few: bool) -> tuple[float, float]:
-    """Return the usual logarithm of a delay, and its standard deviation.
+def again(
+    source: Array,
+    to: Array,
+    seconds: Array,
+    nodes: int,
+    limits: LinkLimits | None = None,
+    usual: Array | None = None,
+) -> tuple[Array, Array]:
+    """Return sources and targets of links to probe once more, likeliest first.
+
+    What is found is to be given to `effects` together with the probes given here.
+    """
+    limits = limits or LinkLimits()
+    links = _pooled(source, to, _logs(seconds, usual), nodes)
+    if not len(links.logs):
+        return links.source, links.to
+    base, spread = _centre(links, nodes <= limits.few)
+    rest = links.logs - base
+    z = rest * np.sqrt(links.probes) / spread
+    lines = [
+        _stands_out(*_lines(rest, end, links.probes, nodes), spread, 0.0, limits.doubt_line)[end]
+        for end in (links.source, links.to)
+    ]
+    # All links of a suspected line: of those that look well too, or it would look worse than it is.
+    place = np.where(lines[0] | lines[1], np.inf, z)
+    rows = np.argsort(-place, kind="stable")
+    rows = rows[place[rows] > limits.doubt][: limits.again]
+    return links.source[rows], links.to[rows]
+
+
+@dataclass(frozen=True)
+class _Links:
+    """One element a link: its ends, the usual logarithm of its delays, and how many.
+
+    The smaller of mean and median: one probe that was held up does not move the median, and the
+    median of three is high already if the two were that made the link one to probe again.
+    """
+
+    source: Array
+    to: Array
+    logs: Array
+    probes: Array
+
+
+def _pooled(source: Array, to: Array, logs: Array, nodes: int) -> _Links:
+    known = ~np.isnan(logs)
+    link = source[known].astype(np.int64) * max(nodes, 1) + to[known]
+    ids, codes, probes = np.unique(link, return_inverse=True, return_counts=True)
+    usual = np.bincount(codes, logs[known], len(ids)) / probes
+    if len(ids) < len(link):
+        usual = np.minimum(usual, grouped_median(logs[known], codes, len(ids)))
+    return _Links(ids // max(nodes, 1), ids % max(nodes, 1), usual, probes)
+
+
+def _hit(links: _Links, effect: Effect) -> Array:
+    """Return the links that an effect explains."""
+    source, to = links.source == effect.source, links.to == effect.to
+    if effect.target is Target.LINK:
+        both: Array = source & to
+        return both
+    out: Array = {Target.SENDER: source, Target.RECEIVER: to}.get(effect.target, source | to)
+    return out
+
+
+def _centre(links: _Links, few: bool) -> tuple[float, float]:
+    """Return the usual logarithm of a delay, and the standard deviation of one probe.
 
     Slow links only ever lengthen delays. Of few nodes half the links may be slow at once: then
     the faster ones alone say what is usual, by two quantiles of a normal distribution.
     """
+    logs = links.logs
     if not len(logs):
         return 0.0, LEAST_SPREAD
     if few:
@@ -141,7 +211,8 @@ def _centre(logs: Array, few: bool) -> tuple[float, float]:
         spread = max(float(high - low) / 0.757, LEAST_SPREAD)
         return float(high) + 0.524 * spread, spread
     base = float(np.median(logs))
-    return base, max(float(np.median(np.abs(logs - base))) * MAD_TO_SIGMA, LEAST_SPREAD)
+    away = np.abs(logs - base) * np.sqrt(links.probes)
+    return base, max(float(np.median(away)) * MAD_TO_SIGMA, LEAST_SPREAD)
 
 
 def _logs(seconds: Array, usual: Array | None) -> Array:
@@ -158,48 +229,52 @@ def _logs(seconds: Array, usual: Array | None) -> Array:
 
 
 def _largest(
-    source: Array, to: Array, rest: Array, spread: float, nodes: int, limits: LinkLimits
+    links: _Links, rest: Array, spread: float, nodes: int, limits: LinkLimits
 ) -> Effect | None:
     """Return the effect that explains most: a row or column before a point of it."""
-    seen = ~np.isnan(rest)
     least = np.log(limits.ratio)
-    rows = grouped_median(rest, source, nodes)
-    columns = grouped_median(rest, to, nodes)
-    per_row = np.bincount(source[seen], minlength=nodes)
-    per_column = np.bincount(to[seen], minlength=nodes)
-    row_slow = _stands_out(rows, per_row, spread, least, limits)
-    column_slow = _stands_out(columns, per_column, spread, least, limits)
-    both = row_slow & column_slow
+    rows, row_error = _lines(rest, links.source, links.probes, nodes)
+    columns, column_error = _lines(rest, links.to, links.probes, nodes)
+    row_slow = _stands_out(rows, row_error, spread, least, limits.z)
+    column_slow = _stands_out(columns, column_error, spread, least, limits.z)
+    # The other direction of a slow node may miss the bar by chance; it is not half as slow by it.
+    likely_row = _stands_out(rows, row_error, spread, 0.5 * columns, limits.doubt_line)
+    likely_column = _stands_out(columns, column_error, spread, 0.5 * rows, limits.doubt_line)
+    both = (row_slow & likely_column) | (column_slow & likely_row)
     size = np.maximum(np.where(row_slow, rows, 0), np.where(column_slow, columns, 0))
-    size = np.where(both, np.minimum(rows, columns) + 1e-9, size)
+    size = np.where(both, (np.nan_to_num(rows) + np.nan_to_num(columns)) / 2, size)
     node = int(np.argmax(size)) if nodes else 0
     if nodes and size[node] > 0:
         target = (
             Target.NODE if both[node] else (Target.SENDER if row_slow[node] else Target.RECEIVER)
         )
-        count = (target is not Target.RECEIVER) * per_row[node]
-        count += (target is not Target.SENDER) * per_column[node]
-        return Effect(
-            target,
-            -1 if target is Target.RECEIVER else node,
-            -1 if target is Target.SENDER else node,
-            float(np.exp(size[node])),
-            int(count),
-        )
-    point = int(np.nanargmax(rest))
-    if rest[point] > max(np.log(limits.point_ratio), limits.point_z * spread):
-        return Effect(
-            Target.LINK, int(source[point]), int(to[point]), float(np.exp(rest[point])), 1
-        )
-    return None
+        source = -1 if target is Target.RECEIVER else node
+        to = -1 if target is Target.SENDER else node
+        effect = Effect(target, source, to, float(np.exp(size[node])), 0)
+        return replace(effect, edges=int((_hit(links, effect) & ~np.isnan(rest)).sum()))
+    error = spread / np.sqrt(links.probes)
+    over = np.nan_to_num(rest) > np.maximum(np.log(limits.point_ratio), limits.point_z * error)
+    if not over.any():
+        return None
+    point = int(np.argmax(np.where(over, rest, -np.inf)))
+    ends = int(links.source[point]), int(links.to[point])
+    return Effect(Target.LINK, *ends, float(np.exp(rest[point])), 1)
+
+
+def _lines(rest: Array, end: Array, probes: Array, nodes: int) -> tuple[Array, Array]:
+    """Return the median of each row or column, and its error in spreads of one probe."""
+    seen = ~np.isnan(rest)
+    links = np.bincount(end[seen], minlength=nodes)
+    count = np.bincount(end[seen], probes[seen], minlength=nodes)
+    error = np.where(links >= 3, 1.25 / np.sqrt(np.maximum(count, 1)), np.inf)
+    return grouped_median(rest, end, nodes), error
 
 
 def _stands_out(
-    medians: Array, counts: Array, spread: float, least: float, limits: LinkLimits
+    medians: Array, error: Array, spread: float, least: float | Array, z: float
 ) -> Array:
     """Return which medians are slow; one of few probes varies more than one of many."""
-    error = spread * 1.25 / np.sqrt(np.maximum(counts, 1))
-    out: Array = (counts >= 3) & (np.nan_to_num(medians) > np.maximum(least, limits.z * error))
+    out: Array = np.nan_to_num(medians) > np.maximum(np.nan_to_num(least), z * error * spread)
     return out
 
 
@@ -208,7 +283,7 @@ def _judged(effect: Effect, before: Sequence[Effect], limits: LinkLimits) -> Eff
     for larger in before:
         touches = bool(mine & ({larger.source, larger.to} - {-1}))
         if touches and np.log(effect.ratio) < limits.echo * np.log(larger.ratio):
-            return Effect(effect.target, effect.source, effect.to, effect.ratio, effect.edges, True)
+            return replace(effect, echo=True)
     return effect
 
 
@@ -233,7 +308,7 @@ def slow_links(
             for e in sure
         ),
         evidence=(
-            *(f"{e.target} {_name(names, e)}: {e.ratio:.1f} times, {e.edges} probes" for e in sure),
+            *(f"{e.target} {_name(names, e)}: {e.ratio:.1f} times, {e.edges} links" for e in sure),
             *(f"{name} may be an echo of these: probe it again" for name in echoes),
         ),
         rules_out=("a slow rank: probes do not pass through the trainer",),

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from ckptd.monitor.links import effects, slow_links
+from ckptd.monitor.links import LinkLimits, again, effects, slow_links
 from ckptd.monitor.simulator import delays
+from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Target
 
 SHAPES = {
@@ -34,6 +35,62 @@ def test_each_shape_is_read(target: Target, nodes: int, probes: int, ratio: floa
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_named_where_all_is_well(seed: int) -> None:
     assert not effects(*delays(200, np.random.default_rng(seed)), 200)
+
+
+Probes = tuple[Array, Array, Array]
+
+
+def _probed_again(nodes: int, first: Probes, slow: tuple[int, int, float], seed: int) -> Probes:
+    """The probes, and another of each link that is in doubt."""
+    source, to = again(*first, nodes)
+    seconds = 1e-4 * np.exp(0.1 * np.random.default_rng(seed).standard_normal(len(source)))
+    seconds[(source == slow[0]) & (to == slow[1])] *= slow[2]
+    found = [np.concatenate(two) for two in zip(first, (source, to, seconds), strict=True)]
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_link_of_twice_the_delay_is_sure_when_it_is_probed_again(seed: int) -> None:
+    slow = (3, 9, 2.0)
+    rng = np.random.default_rng(seed)
+    probes = _probed_again(200, delays(200, rng, [slow]), slow, seed + 1000)
+    assert [(e.target, e.source, e.to) for e in effects(*probes, 200)] == [(Target.LINK, 3, 9)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_chance_does_not_last(seed: int) -> None:
+    """However often the most doubtful links are probed again."""
+    probes = delays(200, np.random.default_rng(seed))
+    for more in range(4):
+        probes = _probed_again(200, probes, (0, 0, 1.0), 100 * seed + more)
+        assert not effects(*probes, 200)
+
+
+def test_a_probe_that_was_held_up_once_does_not_make_a_slow_link() -> None:
+    source, to, seconds = delays(40, np.random.default_rng(2), [(3, 9, 1.0)])
+    more = np.array([[3, 9], [3, 9]])
+    probes = np.append(source, more[:, 0]), np.append(to, more[:, 1])
+    late = np.append(seconds, [1e-4, 1e-4])
+    late[np.flatnonzero((source == 3) & (to == 9))[0]] = 1.0
+    assert not effects(*probes, late, 40)
+    assert effects(source, to, late[:-2], 40)
+
+
+def test_what_is_probed_again_are_links_in_doubt_and_whole_lines() -> None:
+    source, to, seconds = delays(200, np.random.default_rng(3), [(7, -1, 1.4)])
+    pairs = set(zip(*(ends.tolist() for ends in again(source, to, seconds, 200)), strict=True))
+    assert {(7, int(t)) for t in to[source == 7]} <= pairs
+    few = again(source, to, seconds, 200, LinkLimits(again=3))
+    assert len(few[0]) == 3
+    none = np.zeros(0, np.int64)
+    assert not len(again(none, none, np.zeros(0), 4)[0])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_node_whose_one_direction_misses_the_bar_by_chance_is_still_a_node(seed: int) -> None:
+    slow = [(7, -1, 1.5), (-1, 7, 1.3)]
+    found = effects(*delays(200, np.random.default_rng(seed), slow), 200)
+    assert [(e.target, e.source, e.to) for e in found] == [(Target.NODE, 7, 7)]
 
 
 def test_the_largest_is_peeled_first() -> None:

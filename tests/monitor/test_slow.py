@@ -44,6 +44,35 @@ def test_a_slow_node() -> None:
     assert verdict.names(Target.NODE) == ("n1",)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_that_is_much_slower_is_named_after_half_as_many_steps(seed: int) -> None:
+    times = own_times(MESH, np.random.default_rng(seed), 30, [(77, 1.2)])
+    (verdict,) = slow_ranks(JOB, times, MESH.roles)
+    assert jobs.told([verdict]) == [("slow rank", ["77"])]
+    assert verdict.numbers["steps"] == 30
+    assert not _named(own_times(MESH, np.random.default_rng(seed), 30, [(77, 1.05)]))
+    assert not _named(own_times(MESH, np.random.default_rng(seed), 30))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_tenth_is_seen_though_batches_vary_more_from_step_to_step(seed: int) -> None:
+    times = own_times(MESH, np.random.default_rng(seed), 60, [(77, 1.1)], uneven=0.2)
+    assert _named(times) == ["77"]
+
+
+def test_a_node_that_holds_a_whole_replica_is_slow_and_its_batches_are_not() -> None:
+    """Its ranks are all alike, so only other replicas show it."""
+    mesh = Mesh(32, 1, 8)
+    job = play(mesh, [], np.random.default_rng(0), rounds=0)
+    slow = [(r, 1.2) for r in range(16, 24)]
+    times = own_times(mesh, np.random.default_rng(1), 60, slow)
+    (verdict,) = slow_ranks(job, times, mesh.roles)
+    assert verdict.names(Target.NODE) == ("n2",)
+    assert len(verdict.names()) == 8
+    limits = SlowLimits(node=4)
+    assert not list(slow_ranks(job, times, mesh.roles, limits))
+
+
 def test_a_job_that_changed_names_nobody() -> None:
     slow = [(r, 1.0 + r / 64) for r in range(0, 128, 3)]
     assert not _named(own_times(MESH, np.random.default_rng(1), 60, slow))
