@@ -93,7 +93,9 @@ class Process:
     def runs(self) -> bool:
         """Return whether it has not ended; one that nobody collected yet has."""
         if self._pidfd >= 0:
-            return not select.select([self._pidfd], [], [], 0)[0]
+            poll = select.poll()  # select() knows no descriptors above 1023
+            poll.register(self._pidfd, select.POLLIN)
+            return not poll.poll(0)
         return self.state() not in ("", "Z", "X")
 
     def exit_code(self) -> int | None:

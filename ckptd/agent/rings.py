@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckptd.agent.processes import Process
 from ckptd.errors import CkptdError
-from ckptd.monitor.ringlayout import Counter
+from ckptd.monitor.ringlayout import Counter, RecorderState
 from ckptd.monitor.ringreader import RingReader
 
 __all__ = ["Ring", "Rings"]
@@ -84,6 +84,12 @@ class Ring:
     def rank(self) -> int:
         """Its global rank."""
         return self.header.rank
+
+    @property
+    def recorder(self) -> RecorderState:
+        """What its recorder does."""
+        state = self.counters[Counter.STATE]
+        return RecorderState(state) if 0 <= state <= max(RecorderState) else RecorderState.ASIDE
 
     def close(self) -> None:
         """Close its files."""

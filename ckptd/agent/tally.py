@@ -6,6 +6,8 @@ learnt from a sample.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from ckptd.agent.rings import Ring
@@ -53,9 +55,11 @@ class Tally:
         self._told: dict[_Key, float] = {}
         self._steps: list[tuple[int, int, int, float, float, float]] = []
 
-    def forget(self, ring: Ring) -> None:
-        """Know nothing more of a ring that is gone."""
-        self._places.pop(ring, None)
+    def keep_only(self, rings: Collection[Ring]) -> None:
+        """Know nothing more of rings that are gone."""
+        here = set(rings)
+        if len(here) < len(self._places):
+            self._places = {ring: place for ring, place in self._places.items() if ring in here}
 
     def add(self, ring: Ring) -> None:
         """Add what the rank has done since; errors as of `RingReader`."""
@@ -65,6 +69,8 @@ class Tally:
         written = min(max(ring.counters[Counter.WRITTEN], 0), 1 << 62)
         step = ring.counters[Counter.STEP]
         slots = ring.header.shape.slots
+        if 0 <= step < place.step:  # it trains the same steps again
+            place.step, place.ended = -1, np.nan
         fresh = written - place.number
         # Most polls end here: a step is added up when it is done, or before its calls are lost.
         if fresh <= 0 or (0 <= step <= place.step + 1 and fresh < slots // 2):
@@ -94,7 +100,11 @@ class Tally:
         steps, seconds = self_times(rows, 1)
         for step, alone in zip(steps.tolist(), seconds[:, 0].tolist(), strict=True):
             own = calls[calls["step"] == step]
-            if not place.step < step < current or np.isnan(alone) or np.isnan(own["end"]).any():
+            if not place.step < step < current or np.isnan(alone):
+                continue
+            if np.isnan(own["end"]).any():
+                if step == current - 1:
+                    break  # it may well end before the next look
                 continue
             ended = float(own["end"].max())
             wall = ended - (place.ended if place.step == step - 1 else _before(calls, step))

@@ -263,15 +263,16 @@ class RingReader:
         begin = (written - wanted) % total
         parts = [(begin, min(wanted, total - begin))]
         parts.append((0, wanted - parts[0][1]))
-        first = np.concatenate([self._slots(at, n) for at, n in parts])
-        again = np.concatenate([self._slots(at, n) for at, n in parts])["commit"]
+        # Bytes are put together, and not tables: numpy copies tables column by column.
+        first, second = (b"".join(self._slots(at, n) for at, n in parts) for _ in range(2))
         numbers = np.arange(written - wanted + 1, written + 1, dtype=np.uint64)
         # A slot of an older or newer call than its place says was being overwritten, or is a lie.
-        whole: Rows = first[(first["commit"] == numbers) & (again == numbers)]
+        rows, again = np.frombuffer(first, SLOT), np.frombuffer(second, SLOT)["commit"]
+        whole: Rows = rows[(rows["commit"] == numbers) & (again == numbers)]
         return whole
 
-    def _slots(self, at: int, number: int) -> Rows:
-        return self._rows(SLOT, HEADER_BYTES + at * SLOT.itemsize, number)
+    def _slots(self, at: int, number: int) -> bytes:
+        return self._pread(SLOT.itemsize * number, HEADER_BYTES + at * SLOT.itemsize)
 
     def _read_groups(self) -> Rows:
         shape = self._shape()

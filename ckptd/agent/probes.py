@@ -1,0 +1,72 @@
+"""Links between nodes, measured while the job runs: one at a time, and only when asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from ckptd.agent.metrics import parse_address
+from ckptd.agent.pairs import Answerer, probe_pair
+from ckptd.errors import CkptdError, StoreError
+from ckptd.monitor.sheet import Probe, ProbeResult
+
+__all__ = ["BIND_VARIABLE", "listen_for_probes", "measure", "shown_address"]
+
+BIND_VARIABLE = "CKPTD_BIND"
+"""Address by which other nodes reach this one."""
+_MOST_ERROR = 200
+
+
+def listen_for_probes(secret: bytes, host: str | None = None) -> Answerer:
+    """Answer the probes of other nodes at `host`, by default ``CKPTD_BIND`` or the loopback.
+
+    Whoever asks proves first that it knows the job's secret.
+
+    Raises
+    ------
+    StoreError
+        kind ``listen``: the address cannot be had.
+    """
+    host = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
+    try:
+        return Answerer(host, secret)
+    except OSError as error:
+        raise StoreError(
+            "link probes cannot be answered here",
+            kind="listen",
+            where=host,
+            found=error.strerror or str(error),
+            hint=f"set {BIND_VARIABLE} to an address of this node",
+        ) from error
+
+
+def shown_address(answerer: Answerer, host: str | None = None) -> str:
+    """Return ``host:port`` as others are told it."""
+    host = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"[{host}]:{answerer.port}" if ":" in host else f"{host}:{answerer.port}"
+
+
+def measure(probe: Probe, secret: bytes) -> ProbeResult:
+    """Send a probe, and return how long its bytes took to get there; never raises.
+
+    The least of several repetitions, in seconds, of the way there alone, so that the directions of
+    a link can be told apart. Infinite with ``error`` if it did not come.
+    """
+    never = float("inf")
+    try:
+        address = parse_address(probe.address, "address of a probe")
+        pair = probe_pair(0, 1, address, secret, probe.size)
+        seconds, error = pair.out_s, pair.error
+    except CkptdError as failed:
+        seconds, error = never, failed.message
+    if not seconds > 0:
+        seconds = never
+    return ProbeResult(
+        nonce=probe.nonce,
+        src=probe.from_node,
+        dst=probe.to_node,
+        seconds=seconds,
+        error=error[:_MOST_ERROR],
+    )

@@ -1,0 +1,171 @@
+"""Makes the sheets of a node: what its ranks show now, and what of it was not told before."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.agent.rings import Ring, Rings
+from ckptd.agent.tally import Tally
+from ckptd.errors import CkptdError
+from ckptd.monitor.gather import RankNote, from_views
+from ckptd.monitor.ringlayout import Counter
+from ckptd.monitor.sheet import SUM, AgentState, GroupInfo, Sheet, SheetLimits
+from ckptd.monitor.view import RankView
+
+__all__ = ["FEW_CALLS", "MANY_CALLS", "MORE_CALLS", "SheetMaker"]
+
+FEW_CALLS = 16
+"""Calls of a rank that moves."""
+MORE_CALLS = 64
+"""Of one that looks stuck."""
+MANY_CALLS = 512
+"""Of one whose calls were asked for."""
+
+_TICKS = 100  # of the kernel's clock in /proc, the same on all Linux machines of today
+_LIMITS = SheetLimits()
+
+
+class SheetMaker:
+    """Makes sheets of `rings`, numbered from 1.
+
+    Parameters
+    ----------
+    job, node
+        Whose sheets they are.
+    rings
+        What is read.
+    tally
+        What all calls add up to.
+    address
+        Returns where link probes are answered, or an empty text.
+    """
+
+    def __init__(
+        self, job: str, node: str, rings: Rings, tally: Tally, address: Callable[[], str]
+    ) -> None:
+        self.job = job
+        self.node = node
+        self.source = secrets.token_hex(8)
+        self._rings = rings
+        self._tally = tally
+        self._address = address
+        self._number = 0
+        self._again = False
+        self._seen: dict[Ring, tuple[int, int]] = {}
+        self._members: dict[int, GroupInfo] = {}
+        self._texts: dict[int, str] = {}
+
+    def tell_again(self) -> None:
+        """Tell everything with the next sheet, as to somebody new."""
+        self._again = True
+
+    def make(self, now: float, stuck: Collection[int], asked: Collection[int]) -> Sheet:
+        """Return the next sheet.
+
+        Parameters
+        ----------
+        now
+            Monotonic seconds.
+        stuck, asked
+            Ranks of which more of the last calls are told, and of which many are.
+        """
+        again, self._again = self._again, False
+        if again:
+            self._seen.clear()
+            self._members.clear()
+            self._texts.clear()
+        members: dict[int, GroupInfo] = {}
+        texts: dict[int, str] = {}
+        views, notes = [], {}
+        for rank, ring in sorted(self._rings.ranks.items()):
+            calls = MORE_CALLS if rank in stuck or not ring.alive else FEW_CALLS
+            try:
+                view = ring.reader.view(MANY_CALLS if rank in asked else calls)
+                self._news(ring, view, members, texts)
+            except CkptdError as error:
+                self._rings.spoiled(ring, error)
+                continue
+            views.append(_completed(view, ring))
+            notes[rank] = _note(ring)
+        return self._sheet(views, notes, members, texts, again=again)
+
+    def _sheet(
+        self,
+        views: list[RankView],
+        notes: dict[int, RankNote],
+        members: dict[int, GroupInfo],
+        texts: dict[int, str],
+        *,
+        again: bool,
+    ) -> Sheet:
+        self._number += 1
+        rows = {view.rank: row for row, view in enumerate(views)}
+        gaps, steps = self._tally.take(rows, again=again)
+        state = self._state()
+        return from_views(
+            views,
+            job=self.job,
+            source=self.source,
+            number=self._number,
+            notes=notes,
+            agents={self.node: state, **dict.fromkeys((v.node for v in views), state)},
+            members=members,
+            texts=texts,
+            gaps=gaps,
+            steps=steps,
+            sums=np.zeros(0, SUM),
+        )
+
+    def _state(self) -> AgentState:
+        return AgentState(
+            address=self._address(),
+            cpu_s=time.process_time(),
+            overruns=self._tally.overruns,
+            rings=len(self._rings.ranks),
+            bad_rings=self._rings.bad,
+        )
+
+    def _news(
+        self, ring: Ring, view: RankView, members: dict[int, GroupInfo], texts: dict[int, str]
+    ) -> None:
+        """Add the groups and texts of a ring that were not told before."""
+        counts = (ring.counters[Counter.GROUPS], ring.counters[Counter.TEXTS])
+        if self._seen.get(ring) == counts:
+            return
+        self._seen = {r: c for r, c in self._seen.items() if r in self._rings.ranks.values()}
+        self._seen[ring] = counts
+        infos = {ident: (name, kind) for ident, name, kind in ring.reader.group_infos()}
+        for ident, ranks in view.members.items():
+            info = GroupInfo.of(ranks, *infos.get(ident, ("", "")))
+            if self._members.get(ident) != info and len(self._members) < _LIMITS.members:
+                self._members[ident] = members[ident] = info
+        for code, text in ring.reader.texts().items():
+            if code not in self._texts and len(self._texts) < _LIMITS.texts:
+                self._texts[code] = texts[code] = text
+
+
+def _completed(view: RankView, ring: Ring) -> RankView:
+    """Return a view with what only the node knows."""
+    more: dict[str, Any] = {"alive": ring.alive, "exit_code": ring.exit_code}
+    if ring.answers >= 0:
+        more["answers"] = bool(ring.answers)
+    return msgspec.structs.replace(view, process_state=ring.state, **more)
+
+
+def _note(ring: Ring) -> RankNote:
+    header, counters = ring.header, ring.counters
+    up = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return RankNote(
+        generation=header.generation,
+        lived=up - header.birth / _TICKS if header.birth else math.nan,
+        recorder=ring.recorder,
+        lost=min(max(counters[Counter.LOST], 0), 1 << 62),
+        written=min(max(counters[Counter.WRITTEN], 0), 1 << 62),
+    )

@@ -1,0 +1,265 @@
+"""The way from an agent to the job's daemon: signed messages over one connection that comes back.
+
+Nothing here makes the agent wait. While the daemon is away nothing piles up: a sheet that did not
+arrive is not sent again, since the next one says more; findings are kept, a bounded number.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import random
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
+from ckptd.monitor.sheet import Found, Orders, Sheet, pack, unpack_orders
+from ckptd.monitor.signing import (
+    CHALLENGE_PATH,
+    FOUND_PATH,
+    MAC_HEADER,
+    SHEETS_PATH,
+    check_answer,
+    sign_request,
+)
+
+__all__ = ["Uplink"]
+
+_log = logging.getLogger("ckptd.agent")
+TIMEOUT_S = 5.0
+_MOST_ANSWER = 8 << 20
+_MOST_CHALLENGE = 256
+_MOST_FOUND = 64
+_LEAST_PAUSE_S = 0.25
+_MOST_PAUSE_S = 5.0
+_UNAUTHORIZED = 401
+_GARBAGE = "the daemon's answer is not understood"
+
+
+class Uplink:
+    """Sends what it is given, in a thread of its own. To be closed.
+
+    Parameters
+    ----------
+    url
+        Of the daemon: ``http://HOST:PORT`` or https.
+    secret
+        The job's.
+    timeout_s
+        For a connection, and for an answer.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: this is no such URL.
+    """
+
+    def __init__(self, url: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
+        self._url = url
+        self._https, self._host, self._port = _parts(url)
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+        self._challenge = ""
+        self._sheet: Sheet | None = None
+        self._found: deque[Found] = deque(maxlen=_MOST_FOUND)
+        self._orders: deque[Orders] = deque(maxlen=_MOST_FOUND)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._failures = 0
+        self._retry_at = 0.0
+        self.sent = 0
+        """Messages that the daemon has taken."""
+        self._thread = threading.Thread(target=self._run, name="ckptd-uplink", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Send what is left, for `timeout_s` at most, and end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a sheet would be sent now; false while one is under way or the daemon is away."""
+        with self._changed:
+            return self._sheet is None and time.monotonic() >= self._retry_at
+
+    @property
+    def away(self) -> bool:
+        """Whether the last message did not arrive."""
+        return self._failures > 0
+
+    def offer(self, sheet: Sheet) -> None:
+        """Have a sheet sent; one that waits still is replaced."""
+        with self._changed:
+            self._sheet = sheet
+            self._changed.notify_all()
+
+    def report(self, found: Found) -> None:
+        """Have findings sent; they wait for the daemon if it is away."""
+        with self._changed:
+            self._found.append(found)
+            self._changed.notify_all()
+
+    def orders(self) -> list[Orders]:
+        """Return what the daemon has ordered since this was last asked."""
+        with self._changed:
+            out = list(self._orders)
+            self._orders.clear()
+        return out
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (message := self._next()) is not None:
+            try:
+                self._deliver(message)
+            except (OSError, http.client.HTTPException, CkptdError) as error:
+                self._failed(error, message)
+            except Exception as error:  # noqa: BLE001 - whatever a daemon says must not end this
+                self._failed(error, message)
+        self._hang_up()
+
+    def _next(self) -> Sheet | Found | None:
+        """Return what is to be sent next; None at the end."""
+        with self._changed:
+            while True:
+                left = self._retry_at - time.monotonic()
+                if self._closing and (left > 0 or not (self._sheet or self._found)):
+                    return None
+                if left > 0:
+                    self._changed.wait(left)
+                elif self._sheet is not None:
+                    return self._sheet
+                elif self._found:
+                    return self._found[0]
+                else:
+                    self._changed.wait()
+
+    def _deliver(self, message: Sheet | Found) -> None:
+        path = SHEETS_PATH if isinstance(message, Sheet) else FOUND_PATH
+        answer = self._exchange(path, pack(message))
+        # An answer to findings may be empty.
+        orders = unpack_orders(answer) if answer else None
+        with self._changed:
+            self._forget(message)
+            if orders is not None:
+                self._orders.append(orders)
+        self.sent += 1
+        if self._failures:
+            _log.warning("the daemon at %s is back", self._url)
+        self._failures = 0
+
+    def _forget(self, message: Sheet | Found) -> None:
+        if self._sheet is message:
+            self._sheet = None
+        elif self._found and self._found[0] is message:
+            self._found.popleft()
+
+    def _failed(self, error: Exception, message: Sheet | Found) -> None:
+        """Drop the sheet and pause, longer each time; say so once."""
+        self._hang_up()
+        self._failures += 1
+        pause = min(_LEAST_PAUSE_S * 2 ** min(self._failures - 1, 10), _MOST_PAUSE_S)
+        with self._changed:
+            self._sheet = None
+            if isinstance(error, RefusedError) and isinstance(message, Found):
+                self._forget(message)  # it would be refused again and again
+            # Agents of many nodes must not all come back in the same moment.
+            self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)
+        if self._failures == 1:
+            _log.warning("the daemon at %s does not hear: %s", self._url, error)
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(OSError):
+                connection.close()
+
+    # --- one message ----------------------------------------------------------------------------
+
+    def _exchange(self, path: str, body: bytes) -> bytes:
+        if not self._challenge:
+            status, _, said = self._request("GET", CHALLENGE_PATH, b"", None)
+            self._challenge = _challenge_of(said) if status == 200 else ""
+        for again in (False, True):
+            mac = sign_request(self._secret, "POST", path, self._challenge, body)
+            status, header, answer = self._request("POST", path, body, mac)
+            if status != _UNAUTHORIZED or again:
+                break
+            self._challenge = _challenge_of(answer)  # the daemon has a new life
+        if status != 200:
+            self._challenge = ""
+            mine = 400 <= status < 500 and status != 408
+            raise (RefusedError if mine else TransientStoreError)(
+                "the daemon does not take this",
+                where=self._url,
+                found=f"HTTP {status}: {answer[:200].decode(errors='replace')}",
+                hint="CKPTD_SECRET and the job's name must be the daemon's",
+            )
+        check_answer(header, self._secret, mac, answer)
+        return answer
+
+    def _request(
+        self, method: str, path: str, body: bytes, mac: str | None
+    ) -> tuple[int, str | None, bytes]:
+        """Return status, MAC and body of the answer; a connection that was closed is made anew."""
+        headers = {"Content-Type": "application/msgpack"} | ({MAC_HEADER: mac} if mac else {})
+        old = self._connection is not None
+        while True:
+            connection = self._connection or self._connect()
+            try:
+                connection.request(method, path, body or None, headers)
+                answer = connection.getresponse()
+                break
+            except (ConnectionError, http.client.RemoteDisconnected):
+                # A daemon closes connections that were quiet for long.
+                self._hang_up()
+                if not old:
+                    raise
+                old = False
+        data = answer.read(_MOST_ANSWER + 1)
+        if len(data) > _MOST_ANSWER:
+            raise StoreError(_GARBAGE, where=self._url, found=f"above {_MOST_ANSWER} bytes")
+        if answer.will_close:
+            self._hang_up()
+        return answer.status, answer.getheader(MAC_HEADER), data
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
+        self._connection = kind(self._host, self._port, timeout=self._timeout_s)
+        return self._connection
+
+
+def _parts(url: str) -> tuple[bool, str, int]:
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        bare = parts.path in ("", "/") and not parts.username
+    except ValueError:
+        bare = False
+    if not bare or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(
+            "not the URL of a daemon",
+            kind="bad-argument",
+            wanted="http://HOST:PORT",
+            found=url,
+        )
+    return parts.scheme == "https", parts.hostname, port
+
+
+def _challenge_of(answer: bytes) -> str:
+    """Return the challenge that an answer says; one that cannot be signed with is an error."""
+    try:
+        said = json.loads(answer)["challenge"]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise StoreError(_GARBAGE, found=repr(answer[:100])) from error
+    if not isinstance(said, str) or not said.isalnum() or len(said) > _MOST_CHALLENGE:
+        raise StoreError(_GARBAGE, found=repr(said)[:100])
+    return said
