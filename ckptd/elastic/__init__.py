@@ -1,1 +1,47 @@
-"""Going on with other ranks: what to train on, in which layout, and who decides."""
+"""Going on with other ranks: what to train on, in which layout, and who decides.
+
+The names of the consistency kit that belong to a training loop need torch, and are imported on
+first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ckptd.elastic.schedule import Schedule
+
+if TYPE_CHECKING:
+    from ckptd.train.canonical import CanonicalGradients
+    from ckptd.train.keyed import keyed_generator, keyed_rng, keyed_seed
+    from ckptd.train.sampler import ElasticSampler
+    from ckptd.train.tokens import global_tokens, scale_gradients
+
+__all__ = [
+    "CanonicalGradients",
+    "ElasticSampler",
+    "Schedule",
+    "global_tokens",
+    "keyed_generator",
+    "keyed_rng",
+    "keyed_seed",
+    "scale_gradients",
+]
+
+_MODULES = {
+    "CanonicalGradients": "canonical",
+    "ElasticSampler": "sampler",
+    "global_tokens": "tokens",
+    "keyed_generator": "keyed",
+    "keyed_rng": "keyed",
+    "keyed_seed": "keyed",
+    "scale_gradients": "tokens",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"ckptd.train.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
