@@ -27,16 +27,19 @@ from ckptd.agent.preflight import (
     Tested,
 )
 from ckptd.errors import CkptdError
+from ckptd.monitor.links import Effect
 from ckptd.monitor.machines import Machine, machine_findings, slow_machines
 from ckptd.monitor.preflight import (
     Finding,
     PairProbe,
+    better,
     confirm,
     confirmations,
     islands,
     link_effects,
     link_findings,
     rounds,
+    stray_links,
     unreached,
 )
 from ckptd.store.net.greeting import greet_client
@@ -56,6 +59,9 @@ _SKEWS = 3
 _GIVE_UP = 3
 """Peers that a node does not reach, reaching none, after which nobody is sent to it any more."""
 _AGAIN = 16
+_CONFIRMED_BY = 2
+"""Probes of a pair, some time apart."""
+_RETESTS = 3
 _MOST_TOLD = 200
 _RESERVE = 0.25
 """Share of the time that is kept for confirming."""
@@ -335,10 +341,11 @@ class _Check:
 
     def _slow(self, machines: dict[int, Machine]) -> list[Finding]:
         """Test nodes that seem slow again, one after another while the rest is quiet."""
-        for number in itertools.islice(slow_machines(self._names, machines), _AGAIN):
-            answer = self._order({number: Test(_TURN_S)}, _TESTED).get(number)
-            if answer is not None:
-                machines[number] = _better(machines[number], answer.machine)
+        for _ in range(_RETESTS):
+            for number in itertools.islice(slow_machines(self._names, machines), _AGAIN):
+                answer = self._order({number: Test(_TURN_S)}, _TESTED).get(number)
+                if answer is not None:
+                    machines[number] = _better(machines[number], answer.machine)
         return list(itertools.chain(*slow_machines(self._names, machines).values()))
 
     # -- links ---------------------------------------------------------------------------------
@@ -394,24 +401,34 @@ class _Check:
 
     def _links(self) -> list[Finding]:
         """Judge the probes, and probe what stands out again while the rest is quiet."""
-        main = (self._islands() or [[]])[0]
         effects = link_effects(len(self._nodes), self._probes)
+        found, confirmed = self._confirmed(effects)
+        strays, _ = self._confirmed(stray_links(self._probes, confirmed))
+        return found + strays
+
+    def _confirmed(
+        self, effects: Mapping[str, Sequence[Effect]]
+    ) -> tuple[list[Finding], dict[str, list[Effect]]]:
+        main = (self._islands() or [[]])[0]
         asked, controls = confirmations(effects, main, self._plan.seed)
-        again: dict[tuple[int, int], PairProbe] = {}
         wanted = [*controls, *(p for c in asked for p in c.pairs)] if asked else []
-        for pair in wanted:
-            if pair not in again and time.monotonic() < self._end:
-                again |= self._probe([pair])
+        again: dict[tuple[int, int], PairProbe] = {}
+        for pair in list(dict.fromkeys(wanted)) * _CONFIRMED_BY:
+            if time.monotonic() < self._end:
+                for key, probe in self._probe([pair]).items():
+                    again[key] = better(again.get(key), probe)
         again = {pair: probe for pair, probe in again.items() if not probe.cut}
-        found, by_effect = [], {id(c.effect): c for c in asked}
+        found: list[Finding] = []
+        confirmed: dict[str, list[Effect]] = {}
+        by_effect = {id(c.effect): c for c in asked}
         for what, list_ in effects.items():
             for effect in list_:
                 there, value, usual = confirm(what, by_effect[id(effect)], again, controls)
                 if there and not effect.echo:
-                    figures = (value, usual)
-                    size = self._plan.probe_bytes
+                    figures, size = (value, usual), self._plan.probe_bytes
                     found.append(link_findings(self._names, what, effect, figures, size))
-        return found
+                    confirmed.setdefault(what, []).append(effect)
+        return found, confirmed
 
     def _summary(self) -> Links:
         good = [p for p in self._probes if not p.cut]

@@ -34,8 +34,8 @@ _GREETING_S = 2.0
 _PROBE_S = 5.0
 _IDLE_S = 10.0
 _SMALL = 20
-_LARGE = 3
-_ENOUGH_S = 0.25
+_LARGE = 5
+_ENOUGH_S = 0.1
 _AT_ONCE = 8
 _PAUSE_S = 0.1
 

@@ -17,7 +17,7 @@ from ckptd.cli.output import Document, note, print_document, print_table, size_t
 from ckptd.engine.agentlink import run_folder
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.monitor.machines import Machine
-from ckptd.monitor.preflight import Finding
+from ckptd.monitor.preflight import Finding, PairProbe
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
 
 __all__ = ["PORT", "ClusterDocument", "doctor_cluster"]
@@ -51,6 +51,8 @@ class ClusterDocument(Document, frozen=True, kw_only=True, tag="doctor --cluster
         How many seconds each clock is ahead of the coordinator's.
     links
         Pairs probed, medians in seconds and bytes per second.
+    probes
+        All of them, in seconds; ``source`` and ``to`` count `nodes`; null: nothing came.
     seconds
         Time of each stage.
     """
@@ -62,6 +64,7 @@ class ClusterDocument(Document, frozen=True, kw_only=True, tag="doctor --cluster
     machines: dict[str, Machine] | None = None
     skews_s: dict[str, float] | None = None
     links: Links | None = None
+    probes: tuple[PairProbe, ...] | None = None
     seconds: dict[str, float] | None = None
 
 
@@ -264,6 +267,7 @@ def _show(found: Preflight, plan: Plan, json: bool) -> None:
                 machines=found.machines,
                 skews_s=found.skews_s,
                 links=found.links,
+                probes=found.probes,
                 seconds=found.seconds,
             )
         )

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ckptd.monitor.links import Effect, effects
+from ckptd.monitor.links import Effect, LinkLimits, effects
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array
 from ckptd.monitor.verdict import Target
 
@@ -20,12 +20,14 @@ __all__ = [
     "Confirmation",
     "Finding",
     "PairProbe",
+    "better",
     "confirm",
     "confirmations",
     "islands",
     "link_effects",
     "link_findings",
     "rounds",
+    "stray_links",
     "unreached",
 ]
 
@@ -33,6 +35,12 @@ ALL_PAIRS_UP_TO = 128
 """Nodes up to which every pair is probed; of more a ring and some random rounds."""
 RANDOM_ROUNDS = 8
 CONTROLS = 12
+MOST_STRAYS = 32
+NODE_RATIO = 1.5
+STRAY = 2.0
+"""How many times the usual time a link must take to be asked about by itself."""
+LIMITS = LinkLimits(share=0.75)
+"""What seems slow is probed again, so more of few links may stand out at first."""
 ECHO_FREE = 4
 """Peers with which a suspected node is probed again."""
 Pair = tuple[int, int]
@@ -224,21 +232,56 @@ def link_effects(nodes: int, probes: Sequence[PairProbe]) -> dict[str, list[Effe
 
     Pairs that did not reach each other are left out: `islands` tells of them.
     """
+    found = {}
+    for what in ("bandwidth", "latency"):
+        edges = _edges(what, probes)
+        largest = effects(*edges, nodes, LIMITS) if len(edges[0]) else []
+        found[what] = [e for e in largest if what == "bandwidth" or _once(e)]
+    return found
+
+
+def stray_links(
+    probes: Sequence[PairProbe], explained: Mapping[str, Sequence[Effect]]
+) -> dict[str, list[Effect]]:
+    """Return single links that are slow and that no confirmed effect explains, slowest first.
+
+    A row that seems a little slow takes its slowest link with it; when probing again shows the row
+    to be well, that link is still to be asked about. At most 32 of each figure.
+    """
+    found: dict[str, list[Effect]] = {}
+    for what in ("bandwidth", "latency"):
+        source, to, seconds = _edges(what, probes)
+        for effect in explained.get(what, ()):
+            rest = ~_touched(effect, source, to)
+            source, to, seconds = source[rest], to[rest], seconds[rest]
+        if not len(seconds):
+            continue
+        # Slow links only ever lengthen delays: the faster half alone says what is usual.
+        ratio = seconds / np.quantile(seconds, 0.3)
+        slow = [k for k in np.argsort(-ratio, kind="stable")[:MOST_STRAYS] if ratio[k] > STRAY]
+        links = [Effect(Target.LINK, int(source[k]), int(to[k]), float(ratio[k]), 1) for k in slow]
+        found[what] = [e for e in links if what == "bandwidth" or _once(e)]
+    return found
+
+
+def _edges(what: str, probes: Sequence[PairProbe]) -> tuple[Array, Array, Array]:
+    """Return sources, receivers and seconds of the probes that came, both ways."""
     good = [p for p in probes if not p.cut]
     source = np.array([p.source for p in good] + [p.to for p in good], np.int64)
     to = np.array([p.to for p in good] + [p.source for p in good], np.int64)
-    bulk = np.array([p.out_s for p in good] + [p.in_s for p in good])
-    small = np.array([p.latency_s for p in good] * 2)
-    if not len(good):
-        return {"bandwidth": [], "latency": []}
-    return {
-        "bandwidth": effects(source, to, bulk, nodes),
-        # A round trip has no direction: both ways of a link count once.
-        "latency": [e for e in effects(source, to, small, nodes) if _once(e)],
-    }
+    if what == "latency":
+        return source, to, np.array([p.latency_s for p in good] * 2)
+    return source, to, np.array([p.out_s for p in good] + [p.in_s for p in good])
+
+
+def _touched(effect: Effect, source: Array, to: Array) -> Array:
+    sends, receives = source == effect.source, to == effect.to
+    both: Array = sends & receives if effect.target is Target.LINK else sends | receives
+    return both
 
 
 def _once(effect: Effect) -> bool:
+    """Tell whether this is the one of both ways of a link that counts for a round trip."""
     return effect.target is not Target.LINK or effect.source < effect.to
 
 
@@ -286,17 +329,21 @@ def confirm(
 ) -> tuple[bool, float, float]:
     """Tell whether probes in a quiet cluster show an effect too, its seconds and the usual ones.
 
-    It is there if it exceeds what pairs without a suspect show, by 1.5 times and 5 robust standard
-    deviations. An effect that cannot be compared counts as there.
+    It is there if it exceeds what pairs without a suspect show, by 1.5 times (a single link: by
+    twice) and 5 robust standard deviations; of a node, if all its pairs do. An effect that cannot
+    be compared counts as there.
     """
     target = asked.effect.target
     mine = _seconds(what, target, [again[p] for p in asked.pairs if p in again])
     usual = _seconds(what, Target.NODE, [again[p] for p in controls if p in again])
     if not len(mine) or not len(usual):
         return True, float("nan"), float("nan")
-    value, base = float(np.median(mine)), float(np.median(usual))
+    # Least, not median: a busy moment only ever lengthens a probe.
+    least, base = float(mine.min()), float(np.median(usual))
     spread = float(np.median(np.abs(usual - base))) * MAD_TO_SIGMA
-    return value > max(1.5 * base, base + 5.0 * spread), value, base
+    ratio = STRAY if target is Target.LINK else NODE_RATIO
+    there = least > max(ratio * base, base + 5.0 * spread)
+    return there, float(np.median(mine)), base
 
 
 def _seconds(what: str, target: Target, probes: Sequence[PairProbe]) -> Array:
@@ -307,6 +354,20 @@ def _seconds(what: str, target: Target, probes: Sequence[PairProbe]) -> Array:
     if target in (Target.SENDER, Target.LINK):
         return np.array(out)
     return np.array(back if target is Target.RECEIVER else out + back)
+
+
+def better(first: PairProbe | None, second: PairProbe) -> PairProbe:
+    """Return the lesser times of two probes of a pair."""
+    if first is None:
+        return second
+    return PairProbe(
+        source=second.source,
+        to=second.to,
+        latency_s=min(first.latency_s, second.latency_s),
+        out_s=min(first.out_s, second.out_s),
+        in_s=min(first.in_s, second.in_s),
+        error=second.error if first.cut else "",
+    )
 
 
 def link_findings(

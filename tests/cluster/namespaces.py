@@ -1,4 +1,4 @@
-"""Networks of namespaces: nodes on a bridge or with a link a pair, shaped and cut.
+"""Networks of namespaces: nodes behind a router or with a link a pair, shaped and cut.
 
 Nothing of it touches the namespace that the tests run in, but names below ``/run/netns``.
 """
@@ -18,6 +18,7 @@ import pytest
 
 __all__ = ["Network", "kernel_lacks", "needs_namespaces"]
 
+_ROUTER = "169.254.1.1"
 BURST = "64k"
 """Passes unshaped: answers to a shaped sender do not wait in its queue."""
 _COMMAND_S = 60
@@ -29,12 +30,12 @@ class Network:
     Parameters
     ----------
     count
-        Nodes; node k has the address ``10.77.k//250.k%250+1`` on the bridge.
-    bridge
-        Whether there is a bridge that joins all.
+        Nodes; see `address`.
+    joined
+        Whether a router joins all; otherwise there are only links of pairs.
     """
 
-    def __init__(self, count: int, *, bridge: bool = True) -> None:
+    def __init__(self, count: int, *, joined: bool = True) -> None:
         self.count = count
         tag = secrets.token_hex(3)
         self.spaces = [f"ckt{tag}n{k}" for k in range(count)]
@@ -44,20 +45,27 @@ class Network:
             _batch([f"netns add {space}" for space in [*self.spaces, self._hub]])
             for space in self.spaces:
                 _batch(["link set lo up"], space)
-            if bridge:
+            if joined:
                 self._join()
         except BaseException:
             self.close()
             raise
 
     def _join(self) -> None:
-        lines = ["link add br0 type bridge", "link set br0 up"]
+        """Join all by a router: behind a bridge 64 nodes would need 4,032 neighbour entries, and
+        the kernel keeps 1,024 for all namespaces together.
+        """
+        lines = []
         for k, space in enumerate(self.spaces):
             lines.append(f"link add p{k} type veth peer name eth0 netns {space}")
-            lines += [f"link set p{k} master br0", f"link set p{k} up"]
+            lines += [f"addr add {_ROUTER}/32 dev p{k}", f"link set p{k} up"]
         _batch(lines, self._hub)
+        enter = ["nsenter", f"--net=/run/netns/{self._hub}"]
+        _run([*enter, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
         for k, space in enumerate(self.spaces):
-            _batch([f"addr add {self.address(k)}/16 dev eth0", "link set eth0 up"], space)
+            gate = f"route add 10.77.0.0/16 via {_ROUTER} dev eth0 onlink"
+            _batch([f"addr add {self.address(k)}/32 dev eth0", "link set eth0 up", gate], space)
+        _batch([f"route add {self.address(k)}/32 dev p{k}" for k in range(self.count)], self._hub)
 
     def address(self, node: int) -> str:
         """Return a node's address."""
@@ -82,11 +90,11 @@ class Network:
         return f" {self.address(node)}/" in shown
 
     def shape(self, node: int, mbit: float, to: int | None = None) -> None:
-        """Slow down what a node sends: over the bridge, or over its own link with `to`."""
+        """Slow down what a node sends: over the router, or over its own link with `to`."""
         self._tc(self.spaces[node], "eth0" if to is None else f"l{to}", mbit)
 
     def shape_received(self, node: int, mbit: float) -> None:
-        """Slow down what a node receives over the bridge."""
+        """Slow down what a node receives over the router."""
         self._tc(self._hub, f"p{node}", mbit)
 
     def _tc(self, space: str, device: str, mbit: float) -> None:
@@ -96,7 +104,7 @@ class Network:
 
     def cut(self, node: int, *, but: Sequence[int] = ()) -> None:
         """Let a node reach nobody any more but some; nothing tells those who wait for it."""
-        keep = [f"route add {self.address(k)}/32 dev eth0" for k in but]
+        keep = [f"route add {self.address(k)}/32 via {_ROUTER} dev eth0 onlink" for k in but]
         halves = ["route add blackhole 10.77.0.0/17", "route add blackhole 10.77.128.0/17"]
         _batch([*keep, *halves], self.spaces[node])
 
@@ -167,7 +175,7 @@ def kernel_lacks() -> str:
             network.shape_received(1, 50)
             network.shape(0, 50, to=1)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the kernel has no namespaces with bridge, veth and htb: {error}"
+        return f"the kernel has no namespaces with veth and htb: {error}"
     return ""
 
 

@@ -66,6 +66,7 @@ def test_a_slow_link_a_slow_node_and_one_that_is_cut_off(six: Network, tmp_path:
     for node in (1, 2, 3, 5):
         six.reject(4, node)
     document, codes = check(six, tmp_path, range(6), ["--nodes", "6", "--probe-bytes", "262144"])
+    print(document["findings"], document["seconds"], *document["probes"], sep="\n")
     found = failed(document)
     assert ("node", "n1", "bandwidth") in found, document
     assert ("link", "n0>n2", "bandwidth") in found, document
@@ -75,3 +76,24 @@ def test_a_slow_link_a_slow_node_and_one_that_is_cut_off(six: Network, tmp_path:
     assert set(document["machines"]) == {f"n{k}" for k in range(6)}
     assert not any(m["wrong"] for m in document["machines"].values())
     assert 13 <= document["links"]["pairs"] <= document["links"]["of"] == 15
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_sixty_four_nodes_in_under_a_minute(tmp_path: Path) -> None:
+    needs_namespaces()
+    with Network(64) as network:
+        network.link(10, 20)
+        network.shape(10, 60, to=20)
+        network.shape(33, 200)
+        network.shape_received(33, 200)
+        network.cut(50, but=[0])
+        options = ["--nodes", "64", "--wait-s", "90", "--probe-bytes", "262144"]
+        document, codes = check(network, tmp_path, range(64), options)
+    print(document["seconds"], document["links"], failed(document))
+    found = failed(document)
+    assert {("link", "n10>n20", "bandwidth"), ("node", "n50", "reach")} <= found
+    assert ("n33", "bandwidth") in {(name, what) for _, name, what in found}
+    spurious = {f for f in found if not {"n10>n20", "n50", "n33"} & {f[1]}}
+    assert not spurious
+    assert set(codes.values()) == {1}
