@@ -319,8 +319,9 @@ class Rings:
         birth = 0
         with suppress(CkptdError), RingReader(path.with_suffix(_SUFFIX)) as reader:
             birth = reader.header().birth
-            age = time.monotonic() - reader.counters()[Counter.HEARTBEAT] * 1e-9
-            if 0 <= age < older_than_s:  # in another space of numbers, perhaps
+            beat = reader.counters()[Counter.HEARTBEAT] * 1e-9
+            # In another space of numbers, perhaps.
+            if beat > 0 and 0 <= time.monotonic() - beat < older_than_s:
                 return True
         process = Process.find(pid, birth)
         if process is None:
@@ -332,5 +333,5 @@ class Rings:
 
 def _beats(ring: Ring) -> bool:
     """Return whether its heart has beaten just now, so that it may live where we cannot see it."""
-    age = time.monotonic() - ring.counters[Counter.HEARTBEAT] * 1e-9
-    return 0 <= age < _STALE_S
+    beat = ring.counters[Counter.HEARTBEAT] * 1e-9
+    return beat > 0 and 0 <= time.monotonic() - beat < _STALE_S
