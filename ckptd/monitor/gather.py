@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import RankView
 
-__all__ = ["RankNote", "from_views", "job_of", "merge"]
+__all__ = ["RankNote", "from_views", "gathered", "job_of", "merge"]
 
 _LONGEST_S = 9e8
 _COUNT = 1 << 62
@@ -216,8 +216,19 @@ def job_of(
     sheets: Sequence[Sheet],
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
+    silent: Collection[str] = (),
 ) -> Job:
-    """Return the columns of the job that `sheets` show, one row a rank.
+    """Return the columns of the job that `sheets` show; see `gathered`."""
+    return gathered(sheets, members, agents, silent)[0]
+
+
+def gathered(
+    sheets: Sequence[Sheet],
+    members: Mapping[int, Sequence[int]],
+    agents: Sequence[AgentView] = (),
+    silent: Collection[str] = (),
+) -> tuple[Job, Array]:
+    """Return the columns of the job that `sheets` show, one row a rank, and its `SHEET_RANK` rows.
 
     Of a rank that several sheets tell, the process that runs counts, then the newer generation,
     then the younger process. Dead processes of earlier generations are left out.
@@ -233,18 +244,22 @@ def job_of(
         Global ranks of groups, where told.
     agents
         Agents of which something is to be said.
+    silent
+        Nodes whose rows do not count: their forwarder has not heard of them for long.
     """
     nodes = tuple(dict.fromkeys(node for s in sheets for node in s.nodes))
     ranks = _stacked(sheets, "ranks", nodes)
     groups, calls = _stacked(sheets, "groups", nodes), _stacked(sheets, "calls", nodes)
     kept = _living(ranks)
+    if silent:
+        kept &= ~np.isin(ranks["node"], [i for i, node in enumerate(nodes) if node in silent])
     if not kept.all():
         ranks, groups, calls = ranks[kept], _of(groups, kept), _of(calls, kept)
     columns = np.zeros(len(ranks), RANK)
     for name in RANK.names or ():
         columns[name] = ranks[name]
     world = int(ranks["world"].max()) if len(ranks) else 0
-    return Job(world, nodes, columns, groups, calls, members, tuple(agents))
+    return Job(world, nodes, columns, groups, calls, members, tuple(agents)), ranks
 
 
 def _living(ranks: Array) -> Array:

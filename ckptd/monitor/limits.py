@@ -19,6 +19,9 @@ TRAIN_S = 30.0
 
 _GAP, _CALL = np.uint64(1), np.uint64(2)
 
+MOST_KEYS = 1 << 16
+"""Call sites that are remembered, those with the longest times."""
+
 
 def _floors() -> dict[Phase, float]:
     return {
@@ -113,23 +116,40 @@ def _keys(calls: Array, what: np.uint64) -> Array:
     return mix(calls["site"], calls["phase"], calls["op"], np.full(len(calls), what))
 
 
-def learn(learned: Learned, job: Job) -> Learned:
+def learn(learned: Learned, job: Job, told: Array | None = None) -> Learned:
     """Return `learned` with what `job` shows of calls that ended.
 
     Two things are learned of a call site in a phase: the longest from the end of its call to the
     rank's next call, and the longest that the last member to arrive was in the call: the others'
-    times are times of waiting.
+    times are times of waiting. Who came last is known of a call that all members have ended.
+
+    Parameters
+    ----------
+    learned
+        What was usual before.
+    job
+        The moment.
+    told
+        Rows of `ckptd.monitor.sheet.GAP`, by agents that saw every call: taken in place of the
+        gaps between those calls that `job` happens to show.
     """
     if learned.world != job.world:
         learned = Learned(job.world)
-    if not len(job.calls):
-        return learned
-    keys, spans = zip(_gaps(job), _durations(job), strict=True)
-    every = np.concatenate([learned.keys, *keys])
-    longest = np.concatenate([learned.longest, *spans])
-    unique, codes = np.unique(every, return_inverse=True)
+    keys, spans = [learned.keys], [learned.longest]
+    if told is not None:
+        keys.append(_keys(told, _GAP))
+        spans.append(told["seconds"])
+    if len(job.calls):
+        for more, longest in ([_gaps(job)] if told is None else []) + [_durations(job)]:
+            keys.append(more)
+            spans.append(longest)
+    unique, codes = np.unique(np.concatenate(keys), return_inverse=True)
     out = np.zeros(len(unique))
-    np.maximum.at(out, codes, longest)
+    np.maximum.at(out, codes, np.concatenate(spans))
+    if len(unique) > MOST_KEYS:
+        longest_first = np.argsort(-out, kind="stable")[:MOST_KEYS]
+        kept = np.sort(longest_first)
+        unique, out = unique[kept], out[kept]
     return Learned(job.world, unique, out)
 
 
@@ -145,5 +165,10 @@ def _durations(job: Job) -> tuple[Array, Array]:
     calls = job.calls
     spans = (calls["end"] - calls["start"])[order]
     shortest = np.minimum.reduceat(spans, starts)  # NaN, if one member has not ended it
-    kept = ~np.isnan(shortest)
+    size = np.zeros(len(job.group_ids), np.int64)
+    np.maximum.at(size, job.group_codes, job.groups["size"])
+    code = job.code_of(calls["group"][order[starts]])
+    members = np.where(code >= 0, size[code], 0) if len(size) else np.zeros(len(code))
+    seen = np.diff(np.append(starts, len(order)))
+    kept = ~np.isnan(shortest) & (seen >= members) & (members > 0)
     return _keys(calls[order[starts[kept]]], _CALL), shortest[kept]

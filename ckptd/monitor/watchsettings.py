@@ -37,8 +37,9 @@ class WatchSettings:
     ----------
     period_s
         Between rounds, and between the sheets of an agent.
-    per_source_s
-        Time of the daemon that a sheet may cost: with many sources, each sends less often.
+    per_source_s, per_rank_s
+        Time of the daemon that a sheet, and a rank in it, may cost: with many of them, each agent
+        sends less often and rounds are rarer.
     limits, slow, links, sheets
         Of the parts.
     confirm
@@ -52,6 +53,8 @@ class WatchSettings:
         Without a sheet for so long, an agent is silent: its ranks do not report.
     forget_s
         A silent agent of which nothing was heard for so long is forgotten.
+    wait_s
+        A process that ended in good order is missed when others wait for it for so long.
     consequences_s
         Ends of processes so soon after a crash are its consequences.
     probe_s
@@ -68,6 +71,7 @@ class WatchSettings:
 
     period_s: float = 0.25
     per_source_s: float = 0.004
+    per_rank_s: float = 4e-5
     limits: Limits = field(default_factory=Limits)
     slow: SlowLimits = field(default_factory=SlowLimits)
     links: LinkLimits = field(default_factory=LinkLimits)
@@ -77,6 +81,7 @@ class WatchSettings:
     settle_s: float = 5.0
     silent_s: float = 5.0
     forget_s: float = 600.0
+    wait_s: float = 2.0
     consequences_s: float = 60.0
     probe_s: float = 60.0
     probe_peers: int = 8

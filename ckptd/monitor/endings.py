@@ -1,0 +1,101 @@
+"""Ends of processes, before they are judged: which are in good order, which may have a cause."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ckptd.monitor.job import NO_EXIT, Job
+from ckptd.monitor.ringlayout import RecorderState
+from ckptd.monitor.stats import Array
+from ckptd.monitor.view import Phase
+
+__all__ = ["Endings"]
+
+ASKED_S = 1.0
+"""So long an end that somebody asked for (SIGTERM, SIGINT) is not told: all may be ending."""
+FOLLOWED_S = 0.4
+"""So long an end with an exit code is not told: the signal that caused it may be seen later."""
+
+
+@dataclass
+class Endings:
+    """When each process was first seen to have ended; no clock.
+
+    Attributes
+    ----------
+    wait_s
+        A process that ended in good order is missed when another waits for so long.
+    """
+
+    wait_s: float = 2.0
+    _seen: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def settle(self, job: Job, rows: Array, now: float) -> Job:
+        """Return `job` with ends in good order marked so, and young ends that may follow hidden.
+
+        Parameters
+        ----------
+        job
+            The moment.
+        rows
+            Rows of `ckptd.monitor.sheet.SHEET_RANK`, as of ``job.ranks``.
+        now
+            The moment, seconds.
+        """
+        ended = ~job.ranks["alive"]
+        if not ended.any():
+            self._seen.clear()
+            return job
+        age = self._ages(rows, np.flatnonzero(ended), now)
+        ranks = job.ranks.copy()
+        well = ended & self._well(job, rows)
+        ranks["exit_code"][well], ranks["phase"][well] = 0, Phase.EXIT
+        code = ranks["exit_code"]
+        asked = ended & ((code == -signal.SIGTERM) | (code == -signal.SIGINT))
+        failed = ended & ~well & ((code >= 0) | (code == NO_EXIT))
+        if (well | asked)[ended].all():
+            ranks["alive"][asked & (age < ASKED_S)] = True
+            all_done = asked & ~self._missed(job, ended)
+            ranks["exit_code"][all_done], ranks["phase"][all_done] = 0, Phase.EXIT
+        else:
+            # Beside another end that was asked for is told as what followed.
+            ranks["alive"][asked & (age < FOLLOWED_S)] = True
+        if failed.any() and not (ended & ~well & ~asked & ~failed).any():
+            ranks["alive"][failed & (age < FOLLOWED_S)] = True
+        return replace(job, ranks=ranks)
+
+    def _ages(self, rows: Array, ended: Array, now: float) -> Array:
+        """Return for how long each row's process has been seen as ended, in seconds."""
+        out = np.zeros(len(rows))
+        seen = {}
+        for row in ended.tolist():
+            key = (int(rows["rank"][row]), int(rows["pid"][row]))
+            seen[key] = self._seen.get(key, now)
+            out[row] = now - seen[key]
+        self._seen = seen
+        return out
+
+    def _well(self, job: Job, rows: Array) -> Array:
+        """Return whose end is in good order: as they said, and nobody waits for them."""
+        ranks = job.ranks
+        unknown = ranks["exit_code"] == NO_EXIT
+        done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))
+        said = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
+        out: Array = done if not self._awaited(job) else said
+        return out
+
+    def _awaited(self, job: Job) -> bool:
+        ranks = job.ranks
+        inside = ranks["alive"] & (ranks["pending_group"] != 0)
+        return bool((inside & (ranks["pending_age"] > self.wait_s)).any())
+
+    def _missed(self, job: Job, ended: Array) -> Array:
+        """Return of which rows others on the same node go on, or anybody waits."""
+        if self._awaited(job):
+            return ended
+        alive = np.bincount(job.ranks["node"][~ended], minlength=len(job.nodes)) > 0
+        out: Array = alive[job.ranks["node"]]
+        return out

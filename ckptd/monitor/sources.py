@@ -1,0 +1,199 @@
+"""Who sends sheets: the newest of each source, which agents are silent, what groups are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ckptd.errors import RefusedError
+from ckptd.monitor.sheet import SHEET_RANK, AgentState, GroupInfo, Sheet
+from ckptd.monitor.watchsettings import WatchSettings
+
+__all__ = ["AgentStatus", "Source", "Sources"]
+
+MOST_SOURCES = 1 << 15
+"""Sources that are remembered, those that are silent included."""
+
+
+class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the agent of a node.
+
+    Attributes
+    ----------
+    node
+        Name of the node.
+    source
+        Who told it: the agent itself, or a forwarder.
+    age_s
+        Seconds since the agent was heard of.
+    missed
+        Sheets that did not come, in a row.
+    silent
+        Whether it is taken for silent: its ranks do not report.
+    state
+        What it last told of itself.
+    """
+
+    node: str
+    source: str
+    age_s: float
+    missed: int
+    silent: bool
+    state: AgentState
+
+
+@dataclass
+class Source:
+    """One life of a sender.
+
+    Attributes
+    ----------
+    sheet
+        The newest.
+    arrived
+        When it came.
+    found
+        Highest number of findings taken.
+    told
+        Whether members and texts came since they were last asked for.
+    """
+
+    sheet: Sheet
+    arrived: float
+    found: int = -1
+    told: bool = False
+
+
+@dataclass
+class Sources:
+    """The newest sheet of each source, and what sources told once.
+
+    Attributes
+    ----------
+    settings
+        When a source is silent, and when it is forgotten.
+    by_name
+        Sources.
+    members, names, texts
+        Global ranks of groups, their infos, and what hashes stand for.
+    period_s
+        How often each source is asked to send.
+    """
+
+    settings: WatchSettings
+    by_name: dict[str, Source] = field(default_factory=dict)
+    members: dict[int, Sequence[int]] = field(default_factory=dict)
+    names: dict[int, GroupInfo] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def period_s(self) -> float:
+        s = self.settings
+        ranks = sum(len(source.sheet.ranks) for source in self.by_name.values())
+        count = ranks // SHEET_RANK.itemsize
+        return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * count)
+
+    def take(self, sheet: Sheet, now: float) -> None:
+        """Take a sheet; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
+        before = self.by_name.get(sheet.source)
+        if before is None:
+            self._make_room(sheet, now)
+            self.by_name[sheet.source] = Source(sheet, now, told=bool(sheet.members))
+        elif sheet.number <= before.sheet.number:
+            raise old(sheet.source, before.sheet.number, sheet.number)
+        else:
+            before.sheet, before.arrived = sheet, now
+            before.told |= bool(sheet.members)
+        self._tell(sheet)
+
+    def _make_room(self, sheet: Sheet, now: float) -> None:
+        """Forget earlier lives of the same agents, and who was silent for long."""
+        nodes = set(sheet.nodes)
+        for name, source in list(self.by_name.items()):
+            other = source.sheet.nodes
+            gone = now - source.arrived > self.settings.forget_s
+            if gone or (other and nodes.issuperset(other) and self._quiet(source, now)):
+                del self.by_name[name]
+        while len(self.by_name) >= MOST_SOURCES:
+            del self.by_name[min(self.by_name, key=lambda n: self.by_name[n].arrived)]
+
+    def _quiet(self, source: Source, now: float) -> bool:
+        return now - source.arrived > 2 * self.period_s
+
+    def _tell(self, sheet: Sheet) -> None:
+        most = self.settings.sheets
+        for ident, info in sheet.members.items():
+            if ident in self.names or len(self.names) < most.members:
+                self.names[ident] = info
+                ranks = info.ranks()
+                if len(ranks):
+                    self.members[ident] = ranks
+        for key, text in sheet.texts.items():
+            if key in self.texts or len(self.texts) < most.texts:
+                self.texts[key] = text
+
+    # --- who is heard ---------------------------------------------------------------------------
+
+    def silent_after(self) -> float:
+        """Return after how many seconds without a sheet a source is silent."""
+        return max(self.settings.silent_s, 3 * self.period_s)
+
+    def heard(self, now: float) -> list[Sheet]:
+        """Return the newest sheets of sources that are not silent."""
+        limit = self.silent_after()
+        return [s.sheet for s in self.by_name.values() if now - s.arrived <= limit]
+
+    def agents(self, now: float) -> list[AgentStatus]:
+        """Return all agents; of a node that several sources tell, the one last heard of."""
+        found: dict[str, AgentStatus] = {}
+        limit = self.silent_after()
+        for name, source in self.by_name.items():
+            waited = now - source.arrived
+            for node, state in zip(source.sheet.nodes, source.sheet.agents, strict=True):
+                age = waited + state.age_s
+                if node in found and found[node].age_s <= age:
+                    continue
+                found[node] = AgentStatus(
+                    node=node,
+                    source=name,
+                    age_s=age,
+                    missed=max(int(age / self.period_s) - 1, 0),
+                    silent=age > limit,
+                    state=state,
+                )
+        return list(found.values())
+
+    def addresses(self) -> dict[str, str]:
+        """Return where nodes answer probes."""
+        found = {}
+        for source in self.by_name.values():
+            for node, state in zip(source.sheet.nodes, source.sheet.agents, strict=True):
+                if state.address:
+                    found[node] = state.address
+        return found
+
+    def running(self, nodes: Collection[str]) -> set[str]:
+        """Return those of `nodes` on which ranks ran when they were last heard of."""
+        out: set[str] = set()
+        for source in self.by_name.values():
+            here = source.sheet.nodes
+            if not nodes or out.issuperset(here):
+                continue
+            rows = source.sheet.table("ranks")
+            alive = np.unique(rows["node"][rows["alive"] != 0])
+            out |= {here[i] for i in alive.tolist()} & set(nodes)
+        return out
+
+
+def old(source: str, taken: int, number: int) -> RefusedError:
+    """Return the error of a message that is not newer than what was taken."""
+    return RefusedError(
+        "this sheet was taken before, or a newer one was",
+        kind="old-sheet",
+        where=source,
+        wanted=f"a number above {taken}",
+        found=str(number),
+    )

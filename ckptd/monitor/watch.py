@@ -1,0 +1,317 @@
+"""The watch over a job: all that the daemon knows, without clocks and without I/O."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from ckptd.errors import RefusedError
+from ckptd.monitor.casebook import Casebook, Moment
+from ckptd.monitor.diagnose import diagnose
+from ckptd.monitor.endings import Endings
+from ckptd.monitor.evidence import Evidence, calls_text, suspected_ranks
+from ckptd.monitor.gather import gathered, job_of
+from ckptd.monitor.incident import Changes, Incident
+from ckptd.monitor.job import AgentView, Job
+from ckptd.monitor.limits import Learned, learn
+from ckptd.monitor.linking import Linking, LinkMatrix
+from ckptd.monitor.pace import Pace
+from ckptd.monitor.sheet import GAP, Found, Orders, Sheet
+from ckptd.monitor.slow import Roles
+from ckptd.monitor.sources import AgentStatus, Sources, old
+from ckptd.monitor.stats import Array
+from ckptd.monitor.sums import SumBook
+from ckptd.monitor.verdict import Kind, Suspect, Verdict
+from ckptd.monitor.watchsettings import WatchSettings
+
+__all__ = ["Watch"]
+
+STUCK = "communication stands still"
+SLOWER = "steps take longer, and no rank's own time does"
+RECHECK = "to see whether it is still so"
+
+
+class Watch:
+    """The watch over one job. No method reads a clock: each takes the moment, monotonic seconds.
+
+    Parameters
+    ----------
+    job
+        Whose sheets are taken.
+    settings
+        The defaults if left out.
+    epoch
+        Unix time at which the monotonic clock was 0; for the times that people read.
+    incidents
+        What an earlier life of the daemon knew; their numbers are not given again, and those that
+        are open go on.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        settings: WatchSettings | None = None,
+        *,
+        epoch: float = 0.0,
+        incidents: Sequence[Incident] = (),
+    ) -> None:
+        self.name = job
+        self.settings = settings or WatchSettings()
+        self.epoch = epoch
+        self.sources = Sources(self.settings)
+        self.learned = Learned()
+        """What was usual so far."""
+        self.rounds = 0
+        """Rounds so far."""
+        self.round_cpu_s = 0.0
+        """CPU seconds of the last round."""
+        self.generation = 0
+        """The newest generation that was told."""
+        links = self.settings.links
+        self._links = Linking(links, every_s=self.settings.probe_s, peers=self.settings.probe_peers)
+        self._cases = Casebook(job, self.settings, incidents)
+        self._endings = Endings(self.settings.wait_s)
+        self._evidence = Evidence()
+        self._pace = Pace(self.settings.slow)
+        self._sums = SumBook()
+        self._gaps: list[Array] = []
+        self._job = job_of((), {})
+        self._agents: tuple[AgentStatus, ...] = ()
+        self._began: float | None = None
+        self._fresh = False
+
+    # --- what comes in --------------------------------------------------------------------------
+
+    def take(self, sheet: Sheet, now: float) -> None:
+        """Take a checked sheet.
+
+        Raises
+        ------
+        RefusedError
+            kind ``other-job``: it is of another job; kind ``old-sheet``: its source has sent it,
+            or a newer one, before.
+        """
+        self._check_job(sheet.job)
+        self.sources.take(sheet, now)
+        self._fresh = True
+        self._began = now if self._began is None else self._began
+        ranks = sheet.table("ranks")
+        if len(sheet.steps):
+            self._pace.add(sheet.table("steps"), ranks)
+        if len(sheet.sums):
+            self._sums.add(sheet.table("sums"), ranks["rank"], now)
+        if len(sheet.gaps):
+            self._gaps.append(sheet.table("gaps"))
+
+    def take_found(self, found: Found, now: float) -> None:
+        """Take checked findings; errors as of `take`."""
+        self._check_job(found.job)
+        source = self.sources.by_name.get(found.source)
+        if source is not None:
+            if found.number <= source.found:
+                raise old(found.source, source.found, found.number)
+            source.found = found.number
+        self._evidence.take(found, now)
+        for result in found.probes:
+            self._links.take(result)
+
+    def _check_job(self, job: str) -> None:
+        if job != self.name:
+            raise RefusedError(
+                "this message is of another job", kind="other-job", wanted=self.name, found=job
+            )
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def round(self, now: float) -> Changes:
+        """Judge what is known, and return what that changes.
+
+        Nothing is judged twice: without a new sheet since the last round nothing changes.
+        """
+        self.rounds += 1
+        self._agents = tuple(self.sources.agents(now))
+        if not self._fresh:
+            return Changes()
+        self._fresh = False
+        start = time.thread_time()
+        changes = self._judge(now)
+        self.round_cpu_s = time.thread_time() - start
+        return changes
+
+    def _judge(self, now: float) -> Changes:
+        job, rows = self._gather(now)
+        self._learn(job, rows)
+        settled = self._endings.settle(job, rows, now)
+        standing = diagnose(settled, self.settings.limits, self.learned)
+        self._pace.judge(settled, self.sources.names)
+        self._probe(standing, now)
+        standing = tuple(self._with_links(v) for v in standing)
+        verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *self._sums.judge(now))
+        moment = self._moment(job, rows, now)
+        changes = self._cases.judge(verdicts, moment)
+        self._evidence.want(self._cases.suspected, settled, now)
+        return self._with_evidence(changes, settled, moment)
+
+    def _gather(self, now: float) -> tuple[Job, Array]:
+        agents = self._agents
+        silent = {a.node: a for a in agents if a.silent}
+        missing = self.sources.running(silent)
+        addresses = self.sources.addresses()
+        heard = {node: a for node, a in addresses.items() if node not in silent}
+        if silent and 2 * len(silent) <= len(agents):
+            self._links.ask_reach(missing, addresses, now)
+        else:
+            self._links.ask_reach((), heard, now)
+        views = [
+            AgentView(node, max(silent[node].missed, 1), self._links.reachable.get(node))
+            for node in sorted(missing)
+        ]
+        job, rows = gathered(self.sources.heard(now), self.sources.members, views, silent.keys())
+        self._job = job
+        return job, rows
+
+    def _learn(self, job: Job, rows: Array) -> None:
+        generation = int(rows["generation"].max()) if len(rows) else self.generation
+        if generation > self.generation:
+            self._pace.forget()
+            self._sums.forget()
+        self.generation = max(generation, self.generation)
+        if len(rows):
+            told = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)
+            self._gaps = []
+            self.learned = learn(self.learned, job, told)
+
+    def _moment(self, job: Job, rows: Array, now: float) -> Moment:
+        began = now if self._began is None else self._began
+        return Moment(
+            now=now,
+            unix=now + self.epoch,
+            generation=self.generation,
+            step=int(job.ranks["step"].max()) if len(job.ranks) else -1,
+            nodes=max(len(job.nodes), 1),
+            node_of=self._node_of(job),
+            early=now - began < self.settings.settle_s,
+        )
+
+    def _node_of(self, job: Job) -> dict[int, str]:
+        names = [job.nodes[n] for n in job.ranks["node"].tolist()]
+        return dict(zip(job.ranks["rank"].tolist(), names, strict=True))
+
+    # --- links ----------------------------------------------------------------------------------
+
+    def _probe(self, standing: Sequence[Verdict], now: float) -> None:
+        silent = {a.node for a in self._agents if a.silent}
+        addresses = {n: a for n, a in self.sources.addresses().items() if n not in silent}
+        stuck = [v for v in standing if v.kind is Kind.COMM_HANG]
+        if stuck:
+            self._links.ask(STUCK, addresses, now, self._nodes_of(stuck))
+        elif self._pace.longer:
+            self._links.ask(SLOWER, addresses, now, ())
+        elif self._links.verdicts:
+            self._links.ask(RECHECK, addresses, now, ())
+        results = self._links.results
+        if self._links.advance(set(addresses), now):
+            self._cases.attach_probes(results, now + self.epoch)
+
+    def _nodes_of(self, verdicts: Sequence[Verdict]) -> list[str]:
+        ranks = [r for v in verdicts for r in suspected_ranks(v, self._job)]
+        mine = np.isin(self._job.ranks["rank"], np.array(ranks, np.int64))
+        return [self._job.nodes[n] for n in np.unique(self._job.ranks["node"][mine]).tolist()]
+
+    def _slow_links(self) -> tuple[Verdict, ...]:
+        matrix = self._links.matrix
+        # Of communication that stands still, links are part of that verdict.
+        return () if matrix is None or matrix.why == STUCK else self._links.verdicts
+
+    def _with_links(self, verdict: Verdict) -> Verdict:
+        matrix = self._links.matrix
+        if verdict.kind is not Kind.COMM_HANG or matrix is None or matrix.why != STUCK:
+            return verdict
+        suspects: list[Suspect] = [s for v in self._links.verdicts for s in v.suspects]
+        lines = [line for v in self._links.verdicts for line in v.evidence]
+        return msgspec.structs.replace(
+            verdict,
+            suspects=(*suspects, *verdict.suspects),
+            evidence=(*verdict.evidence, *(lines or ["probes show no link slower than others"])),
+        )
+
+    # --- evidence -------------------------------------------------------------------------------
+
+    def _with_evidence(self, changes: Changes, job: Job, moment: Moment) -> Changes:
+        self._evidence.forget(moment.now)
+        for incident in changes.opened:
+            suspects = suspected_ranks(incident.verdict, job)[:8]
+            self._cases.change(
+                incident.id,
+                calls=calls_text(job, suspects, self.sources.texts, self.sources.names),
+                stacks=dict(self._evidence.stacks),
+                logs=dict(self._evidence.logs),
+            )
+        more = self._cases.attach(self._evidence.stacks, self._evidence.logs, {}, moment.unix)
+        new = {i.id for i in changes.opened}
+        updated = {i.id: i for i in (*changes.updated, *more) if i.id not in new}
+        return Changes(
+            opened=tuple(self._cases.get(i) for i in new),
+            updated=tuple(self._cases.get(i) for i in updated),
+            closed=changes.closed,
+        )
+
+    # --- what goes out --------------------------------------------------------------------------
+
+    def orders(self, source: str, now: float) -> Orders:
+        """Return what a source is to do next; what is asked for is asked once."""
+        known = self.sources.by_name.get(source)
+        if known is None:
+            return Orders(period_s=self.sources.period_s)
+        stacks = self._evidence.orders(known.sheet.table("ranks")["rank"].tolist())
+        probes = self._links.probes(known.sheet.nodes, self.sources.addresses(), now)
+        return Orders(
+            period_s=self.sources.period_s,
+            tell=not known.told,
+            stacks=stacks,
+            calls=stacks,
+            probes=tuple(probes),
+        )
+
+    def acknowledge(self, ident: str, note: str, now: float) -> Incident:
+        """Note that a person has seen an incident; NotFoundError, kind ``no-incident``."""
+        return self._cases.change(ident, acknowledged_at=now + self.epoch, note=note)
+
+    # --- what is known --------------------------------------------------------------------------
+
+    def job(self, now: float) -> Job:
+        """Return all ranks that reported in the last round, as of their newest sheets."""
+        return self._job
+
+    @property
+    def agents(self) -> tuple[AgentStatus, ...]:
+        """Agents that were heard of, as of the last round."""
+        return self._agents
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Incidents that are remembered, the oldest first."""
+        return self._cases.incidents
+
+    @property
+    def links(self) -> LinkMatrix | None:
+        """What the last round of probes showed; None before the first."""
+        return self._links.matrix
+
+    @property
+    def roles(self) -> Roles:
+        """Whom each rank of the last round is compared with."""
+        return self._pace.roles
+
+    @property
+    def scores(self) -> Mapping[int, float]:
+        """How many times its like's own time each rank takes, where that is known."""
+        return self._pace.ratio
+
+    @property
+    def self_s(self) -> Mapping[int, float]:
+        """Median own time of a step of each rank, in seconds, where steps are told."""
+        return self._pace.self_s
