@@ -57,6 +57,7 @@ VERBS = {
     "doctor": "Probe a root's store, plugins, versions and environment."
     "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
     " cannot decide who creates an object first is refused, with exit code 5.",
+    "recorder": "Build the native recorder of collectives.",
     "demo": "Train, kill a rank in the middle of a save, resume on other layouts.",
 }
 _MODULES = {"unpin": "pin", "pins": "pin"}

@@ -209,16 +209,31 @@ class RingWriter:
             counters[Counter.WRITTEN] = number
         return number, seq
 
-    def leave(self, group: RingGroup, number: int, seq: int, *, failed: bool = False) -> None:
-        """Write down that a call has ended now. A slot that serves another call is left alone."""
-        now = time.monotonic_ns()
-        at = (number - 1) % self._slots
-        word = HEADER_BYTES // _WORD + at * _SLOT_WORDS
+    def leave(
+        self,
+        group: RingGroup,
+        number: int,
+        seq: int,
+        *,
+        failed: bool = False,
+        at: int | None = None,
+    ) -> None:
+        """Write down that a call has ended, now or `at` that time in nanoseconds.
+
+        A slot that serves another call is left alone.
+        """
+        now = time.monotonic_ns() if at is None else at
+        word = HEADER_BYTES // _WORD + (number - 1) % self._slots * _SLOT_WORDS
         if self._words[word] == number:
             if failed:
                 self._bytes[word * _WORD + _FLAGS_BYTE] |= CallFlag.FAILED
             self._words[word + _END_WORD] = now
         group.complete(seq, now)
+
+    @property
+    def address(self) -> int:
+        """Where the ring lies in this process, for those who write it without Python."""
+        return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
     # --- groups and texts -----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import os
 import re
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -26,23 +26,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckptd.engine.agentlink import run_folder
 from ckptd.engine.hostinfo import host_id
 from ckptd.errors import UsageError
-from ckptd.monitor.ring import RingGroup, RingIdentity, RingWriter
+from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.ringlayout import RecorderState, text_hash
-from ckptd.monitor.view import CallFlag, Phase
-from ckptd.train.recorder_calls import CallKind, first_tensor, nbytes
-from ckptd.train.recorder_ends import Ends
-from ckptd.train.recorder_groups import Groups
-from ckptd.train.recorder_hook import DispatcherHook, hook_works
+from ckptd.monitor.view import Phase
+from ckptd.train.recorder_counters import CounterSource
+from ckptd.train.recorder_native import NativeSource
 from ckptd.train.recorder_pulse import Pulse
-from ckptd.train.recorder_sites import Sites
+from ckptd.train.recorder_python import PythonSource
+from ckptd.train.recorder_sources import MakeSource, Source, wanted
 
 __all__ = ["Recorder", "attach", "attach_when_known", "detach", "phase", "recorder", "step"]
 
 _log = logging.getLogger("ckptd.monitor")
 
-_Call = tuple[RingGroup, int, int]
-# With whether its end can be learnt, a tensor that it writes, and whether the caller waits at once.
-_Started = tuple[_Call, bool, Any, bool]
+_SOURCES: dict[str, MakeSource] = {
+    "native": NativeSource,
+    "python": PythonSource,
+    "counters": CounterSource,
+}
 
 
 class Recorder:
@@ -52,58 +53,86 @@ class Recorder:
     ----------
     ring
         Where it writes.
-    on
-        Whether it records; false once it has stepped aside or ended.
     """
 
     def __init__(self, ring: RingWriter) -> None:
         self.ring = ring
-        self.on = False
-        self._groups = Groups(ring)
-        self._sites = Sites(ring)
-        self._ends = Ends(self.aside)
-        self._hook = DispatcherHook(self)
-        self._pulse = Pulse(ring, self.aside)
-        self._codes: dict[object, int] = {}
+        self._on = False
+        self._source: Source | None = None
+        self._pulse = Pulse(ring, self._beat, self.aside)
         self._aside = False
         self._by_hand = False
         self._optimizer: weakref.ref[Any] | None = None
         self._optimizer_hook: Any = None
 
+    @property
+    def on(self) -> bool:
+        """Whether it records; false once it has stepped aside or ended."""
+        return self._on
+
+    @property
+    def source(self) -> str:
+        """How it hears of calls: ``native``, ``python``, ``counters``, or nothing."""
+        return "" if self._source is None else self._source.name
+
     # --- life -----------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Hook into PyTorch if a self-test says that this works here, else step aside."""
+    def start(self, names: Sequence[str] = tuple(_SOURCES)) -> None:
+        """Use the first source whose self-test says that it works here, else step aside."""
+        failed: Exception | None = None
         try:
-            self._hook.install()
-            if not hook_works(self._hook):
-                raise RuntimeError("the self-test of the dispatcher hook saw something else")
-            self._ends.install()
+            failed = self._choose(names)
             self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
             self._pulse.start()
         except Exception as error:  # noqa: BLE001 - a PyTorch that is too different, in whatever way
-            self.aside(error)
+            failed = error
+        if self._source is None or self._optimizer_hook is None:
+            self.aside(failed or RuntimeError("no source of calls is left to try"))
             self._unhook()
             return
-        self.on = True
-        self.ring.state(RecorderState.CALLS)
+        self._on = True
+        self.ring.state(self._source.state)
+
+    def _choose(self, names: Sequence[str]) -> Exception | None:
+        failed: Exception | None = None
+        for name in names:
+            try:
+                source = _SOURCES[name](self.ring, self.aside)
+                source.start()
+            except Exception as error:  # noqa: BLE001 - the next one may work
+                failed = error
+                _log.info("collectives are not recorded by way of %s: %r", name, error)
+            else:
+                self._source = source
+                return None
+        return failed
+
+    def _beat(self) -> None:
+        if self._source is not None and self._on:
+            self._source.beat()
 
     def stop(self) -> None:
         """End recording and take all hooks away; the ring stays and says so. Harmless again."""
-        was_on, self.on = self.on, False
+        was_on, self._on = self._on, False
         self._unhook()
         if was_on:
             self.ring.phase = Phase.EXIT
             self.ring.state(RecorderState.OFF)
 
+    def silence(self) -> None:
+        """Write nothing any more; hooks stay, and let everything through."""
+        self._on = False
+        if self._source is not None:
+            self._source.silence()
+
     def leave_alone(self) -> None:
         """Stop recording in a forked child: the ring is its parent's."""
-        self.on = False
+        self.silence()
         self._pulse.forget()
 
     def aside(self, error: BaseException) -> None:
         """Record nothing any more, and say so once."""
-        self.on = False
+        self.silence()
         if self._aside:
             return
         self._aside = True
@@ -111,96 +140,19 @@ class Recorder:
         _log.warning("collectives are not recorded any more: %r", error, exc_info=error)
 
     def _unhook(self) -> None:
-        self._hook.remove()
-        self._ends.remove()
         self._pulse.stop()
+        if self._source is not None:
+            self._source.stop()
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
             self._optimizer_hook = None
-
-    # --- calls ----------------------------------------------------------------------------------
-
-    def begin(self, kind: CallKind, args: tuple[Any, ...]) -> _Started | None:
-        """See `HookTarget`."""
-        try:
-            group = self._group(kind, args)
-            if group is None:
-                self.ring.lost()
-                return None
-            tensors = args[max(kind.tensors, 0)]
-            first = first_tensor(tensors)
-            sized = first is not None and kind.tensors >= 0
-            is_async = kind.is_async(args)
-            flags = CallFlag.ASYNC.value if is_async else 0
-            if kind.is_variable(args):
-                flags |= CallFlag.VARIABLE.value
-            number, seq = self.ring.enter(
-                group,
-                self._code(kind.name),
-                nbytes(tensors) if sized else 0,
-                self._code(first.dtype) if sized else 0,
-                args[kind.root] if kind.root >= 0 else -1,
-                flags,
-                self._sites.here(),
-            )
-        except Exception as error:  # noqa: BLE001 - the watched program must not notice
-            self.aside(error)
-            return None
-        on_cpu = first is None or first.is_cpu
-        waits = kind.async_op >= 0 and not is_async
-        return (group, number, seq), on_cpu, first_tensor(args[0]), waits
-
-    def launched(self, call: _Started | None, kind: CallKind, result: Any) -> None:
-        """See `HookTarget`."""
-        if call is None:
-            return
-        try:
-            started, can_be_learnt, output, waits = call
-            if result is None or not can_be_learnt:
-                self._ended(started, failed=False)
-                return
-            work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-
-            def ended(failed: bool) -> None:
-                self._ended(started, failed=failed)
-
-            self._ends.watch(work, kind.operator, output, ended, waits=waits)
-        except Exception as error:  # noqa: BLE001 - the watched program must not notice
-            self.aside(error)
-
-    def failed(self, call: _Started | None) -> None:
-        """See `HookTarget`."""
-        if call is not None:
-            self._ended(call[0], failed=True)
-
-    def _ended(self, call: _Call, *, failed: bool) -> None:
-        if not self.on:
-            return
-        try:
-            self.ring.leave(*call, failed=failed)
-        except Exception as error:  # noqa: BLE001 - the watched program must not notice
-            self.aside(error)
-
-    def _group(self, kind: CallKind, args: tuple[Any, ...]) -> RingGroup | None:
-        group = dist.ProcessGroup.unbox(args[kind.group])
-        if not kind.is_p2p:
-            return self._groups.of(group)
-        me, peer = group.rank(), args[kind.peer] if kind.peer >= 0 else -1
-        sends = kind.operator == "send"
-        return self._groups.channel(group, me if sends else peer, peer if sends else me)
-
-    def _code(self, thing: object) -> int:
-        code = self._codes.get(thing)
-        if code is None:
-            code = self._codes[thing] = self.ring.text(str(thing).removeprefix("torch."))
-        return code
 
     # --- steps and phases -----------------------------------------------------------------------
 
     def step(self, number: int) -> None:
         """Say that step `number` begins. Steps of an optimizer do not count by themselves then."""
         self._by_hand = True
-        if self.on:
+        if self._on:
             self._step(number)
 
     def _step(self, number: int) -> None:
@@ -210,7 +162,7 @@ class Recorder:
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count the steps of the first optimizer, for programs that do not say."""
-        if not self.on or self._by_hand:
+        if not self._on or self._by_hand:
             return
         try:
             if self._optimizer is None or self._optimizer() is None:
@@ -224,12 +176,12 @@ class Recorder:
     def phase(self, phase: Phase) -> Iterator[None]:
         """Be in `phase` within the block, then again in the one before."""
         before = self.ring.phase
-        if self.on:
+        if self._on:
             self.ring.phase = phase
         try:
             yield
         finally:
-            if self.on:
+            if self._on:
                 self.ring.phase = before
 
 
@@ -244,8 +196,10 @@ def recorder() -> Recorder | None:
 def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = None) -> Recorder:
     """Begin to record the collectives of this rank; return the recorder, the same if called again.
 
-    Best called before `init_process_group`; calls of groups that exist already
-    are counted from here on, so all ranks must call it at the same point of the program.
+    Best called before `init_process_group`. Groups that have made calls already are
+    counted from here on: ranks that call it at another point of the program than the rest are not
+    compared with those in such groups. ``CKPTD_RECORDER`` chooses how calls are heard of:
+    ``auto``, ``native``, ``python``, ``counters``, or ``off``.
 
     Parameters
     ----------
@@ -258,23 +212,30 @@ def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = No
     ------
     UsageError
         kind ``no-rank``: there is no process group yet, and ``RANK`` and ``WORLD_SIZE`` do not say
-        who this is.
+        who this is. Or ``CKPTD_RECORDER`` says what there is not.
     StoreError
         kind ``no-space``: no room for the ring.
     """
     global _current
     if _current is None:
+        sources = wanted()
         identity = _identity(os.environ.get("CKPTD_JOB", "") if job is None else job)
         name = f"{text_hash(identity.job):08x}-{identity.rank}-{os.getpid()}.ring"
         _current = Recorder(RingWriter(_folder(folder) / name, identity))
-        _current.start()
+        if sources:
+            _current.start(sources)
         atexit.register(detach)
         os.register_at_fork(after_in_child=_current.leave_alone)
     return _current
 
 
 def attach_when_known() -> None:
-    """Attach now if the environment says which rank this is, else once a group has been joined."""
+    """Attach now if the environment says which rank this is, else once a group has been joined.
+
+    Not at all with ``CKPTD_RECORDER=off``. Raises `UsageError` if that says something else.
+    """
+    if not wanted():
+        return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         attach()
         return

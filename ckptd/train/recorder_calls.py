@@ -54,8 +54,10 @@ class CallKind:
         Its name in ``torch.ops.c10d``.
     name
         The operation as the ring says it; both ends of a point-to-point call say the same.
-    group, tensors, root, peer, splits, async_op
+    group, tensors, root, peer, splits, async_op, reduce
         Positions among the arguments.
+    texts
+        The operation as the ring says it, by the number of its reduction; sums are plain.
     """
 
     operator: str
@@ -66,11 +68,20 @@ class CallKind:
     peer: int
     splits: int
     async_op: int
+    reduce: int
+    texts: tuple[str, ...]
 
     @property
     def is_p2p(self) -> bool:
         """Whether it has one sender and one receiver."""
         return self.name.startswith("p2p")
+
+    def text(self, args: tuple[Any, ...]) -> str:
+        """Return the one of `texts` that a call with these arguments is."""
+        if self.reduce < 0 or not hasattr(args[self.reduce], "op"):
+            return self.texts[0]
+        number = args[self.reduce].op()
+        return self.texts[number] if 0 <= number < len(self.texts) else self.texts[0]
 
     @property
     def overload(self) -> Any:
@@ -108,7 +119,15 @@ def _kind(operator: str) -> CallKind:
         peer=at("dst", "src"),
         splits=at("output_split_sizes"),
         async_op=at("async_op"),
+        reduce=at("reduce_op"),
+        texts=_texts(_NAMES[operator]) if "reduce_op" in names else (_NAMES[operator],),
     )
+
+
+def _texts(name: str) -> tuple[str, ...]:
+    numbers: Any = torch.distributed.ReduceOp.RedOpType.__members__
+    ordered = sorted(numbers, key=lambda reduction: int(numbers[reduction]))
+    return tuple(name if r == "SUM" else f"{name} {r.lower()}" for r in ordered)
 
 
 def first_tensor(value: Any) -> Any:
@@ -121,7 +140,8 @@ def first_tensor(value: Any) -> Any:
 
 
 def nbytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of all in nested lists of them."""
+    """Return the bytes of a tensor, or of all in nested lists of them; -1 if one is sparse."""
     if isinstance(value, list | tuple):
-        return sum(map(nbytes, value))
-    return int(value.nbytes)
+        parts = [nbytes(v) for v in value]
+        return -1 if -1 in parts else sum(parts)
+    return int(value.nbytes) if value.layout == torch.strided else -1

@@ -20,8 +20,7 @@ Ended = Callable[[bool], None]
 class Ends:
     """Tells when works end: by their future, or when somebody waits, as the caller does at once.
 
-    Work of an accelerator counts as ended when it is enqueued: its future fires then, and asking
-    its events from another thread breaks the capture of a graph.
+    The future of an accelerator's work fires when that is enqueued: see `recorder_device`.
     """
 
     def __init__(self, broken: Callable[[BaseException], None]) -> None:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ckptd.monitor.ring import RingGroup, RingWriter
+from ckptd.train.recorder_calls import CallKind
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "calls_so_far"]
 
 
 class Groups:
@@ -20,14 +21,29 @@ class Groups:
 
     Rows are known to other ranks by a hash of the group's name and ranks. PyTorch gives the names
     of destroyed groups away again, in the same order on all ranks, so a name is counted.
+
+    A group that had made calls before this recorder saw it is named by their number as well. Ranks
+    that began to record at the same point of the program find the same number, and their counts
+    can be compared; a rank that began elsewhere has another group in the eyes of the diagnosis.
     """
 
-    def __init__(self, ring: RingWriter) -> None:
+    def __init__(self, ring: RingWriter, *, counted: bool = False) -> None:
         self._ring = ring
+        # Counts are PyTorch's own, and not to be compared with those of a hook.
+        self._counted = counted
         self._of: dict[str, tuple[Any, RingGroup | None]] = {}
         self._lock = threading.Lock()
         self._lives: dict[str, int] = {}
+        self._earlier: dict[str, int] = {}
         self._channels: dict[tuple[str, int, int], RingGroup | None] = {}
+
+    def row(self, kind: CallKind, group: Any, peer: int) -> RingGroup | None:
+        """Return the row for a call; `peer` is the other rank of a point-to-point call."""
+        if not kind.is_p2p:
+            return self.of(group)
+        me = group.rank()
+        sends = kind.operator == "send"
+        return self.channel(group, me if sends else peer, peer if sends else me)
 
     def of(self, group: Any) -> RingGroup | None:
         """Return the row for collectives of `group`; None when the table is full."""
@@ -62,8 +78,10 @@ class Groups:
                 # Python keeps no hold of this one: the same group shows a new face at each call.
                 return known[1]
             self._lives[name] = self._lives.get(name, 0) + 1
+            self._earlier.pop(name, None)
             for key in [k for k in self._channels if k[0] == name]:
                 del self._channels[key]
+        self._earlier[name] = 0 if self._counted else calls_so_far(group)
         ranks = _ranks(group)
         row = self._ring.add_group(
             _ident(self._name(name), ranks),
@@ -91,8 +109,17 @@ class Groups:
         )
 
     def _name(self, name: str) -> str:
-        life = self._lives.get(name, 0)
-        return f"{name}#{life}" if life else name
+        life, earlier = self._lives.get(name, 0), self._earlier.get(name, 0)
+        began = "@counted" if self._counted else f"@{earlier}" if earlier else ""
+        return name + (f"#{life}" if life else "") + began
+
+
+def calls_so_far(group: Any) -> int:
+    """Return how many collectives the group itself has counted; 0 if it does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return 0
 
 
 def _ranks(group: Any) -> list[int]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckptd.train.recorder_calls import CallKind, call_kinds
 
-__all__ = ["DispatcherHook", "HookTarget", "hook_works"]
+__all__ = ["DispatcherHook", "HookTarget", "hook_works", "one_call"]
 
 
 class HookTarget(Protocol):
@@ -101,21 +101,28 @@ class _Probe:
 
 
 def hook_works(hook: DispatcherHook) -> bool:
-    """Whether the hook sees a call of one rank that reaches no network, and lets it through.
+    """Whether the hook sees a call and lets it through.
 
-    Uses PyTorch's own group for tests, which the flight recorder does not see. Raises whatever a
-    PyTorch that is too different raises.
+    Raises whatever a PyTorch that is too different raises.
     """
     before, probe = hook.target, _Probe()
+    hook.target = probe
+    try:
+        tensor = one_call()
+    finally:
+        hook.target = before
+    return probe.seen == ["all_reduce 12 1", "launched"] and tensor.tolist() == [5.0] * 3
+
+
+def one_call() -> torch.Tensor:
+    """Return three fives, after a call of one rank that reaches no network.
+
+    Uses PyTorch's own group for tests, which the flight recorder does not see.
+    """
     fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     tensor = torch.full((3,), 5.0)
-    hook.target = probe
-    try:
-        work = group.allreduce([tensor])
-        work.wait()
-    finally:
-        hook.target = before
-    return probe.seen == ["all_reduce 12 1", "launched"] and tensor.tolist() == [5.0] * 3
+    group.allreduce([tensor]).wait()
+    return tensor

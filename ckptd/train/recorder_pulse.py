@@ -27,10 +27,16 @@ _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Pulse:
-    """Beats into `ring` until stopped; `failed` hears of it if that breaks."""
+    """Beats into `ring` until stopped, and calls `beat`; `failed` hears of it if that breaks."""
 
-    def __init__(self, ring: RingWriter, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        ring: RingWriter,
+        beat: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
         self._ring = ring
+        self._also = beat
         self._failed = failed
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,6 +69,7 @@ class Pulse:
             while True:
                 self._ring.beat()
                 self._compile.install()
+                self._also()
                 if beat % _BEATS_A_PROBE == 0 and not self._asked:
                     self._asked = True
                     # -1: the queue is full, so try at the next turn.

@@ -32,17 +32,22 @@ class Sites:
         frame = sys._getframe(1)
         for _ in range(_DEEPEST):
             file = frame.f_code.co_filename
-            foreign = self._foreign.get(file)
-            if foreign is None:
-                foreign = self._foreign[file] = not file.startswith(_OURS)
-            if foreign:
-                return self._hash(file, frame.f_lineno)
+            if self.foreign(file):
+                return self.named(file, frame.f_lineno)
             if frame.f_back is None:
                 return 0
             frame = frame.f_back
         return 0
 
-    def _hash(self, file: str, line: int) -> int:
+    def foreign(self, file: str) -> bool:
+        """Whether a file is the user's."""
+        foreign = self._foreign.get(file)
+        if foreign is None:
+            foreign = self._foreign[file] = not file.startswith(_OURS)
+        return foreign
+
+    def named(self, file: str, line: int) -> int:
+        """Return the hash of a line."""
         key = (file, line)
         code = self._hashes.get(key)
         if code is None:

@@ -19,7 +19,11 @@ PAGE = (Path(__file__).parents[2] / "docs/reference/cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## ckptd (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
 
-INNER = {"agent": ("run", "status", "stop"), "lay": ("check", "fmt", "show")}
+INNER = {
+    "agent": ("run", "status", "stop"),
+    "lay": ("check", "fmt", "show"),
+    "recorder": ("build",),
+}
 """Verbs that are a family of verbs."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptd.monitor
 from ckptd.monitor.ringreader import RingReader
 from ckptd.monitor.view import CallFlag, RankView
+from ckptd.train.recorder import Recorder
 
 Job = Callable[[], list[torch.Tensor]]
 
@@ -199,12 +201,20 @@ JOBS: dict[str, Job] = {
 Told = tuple[list[bytes], list[bytes], RankView, dict[int, str]]
 
 
-def run(names: list[str], folder: str) -> dict[str, Told]:
+def attach(folder: str, source: str, **more: Any) -> Recorder:
+    """Attach a recorder that hears of calls by way of `source`."""
+    os.environ["CKPTD_RECORDER"] = source
+    recorder = ckptd.monitor.attach(folder, **more)
+    assert recorder.source == source
+    return recorder
+
+
+def run(names: list[str], folder: str, source: str) -> dict[str, Told]:
     """Run jobs unwatched and watched; return what each computed, and what the ring says."""
     out = {}
     for name in names:
         plain = [t.numpy().tobytes() for t in JOBS[name]()]
-        recorder = ckptd.monitor.attach(folder)
+        recorder = attach(folder, source)
         assert recorder.on
         watched = [t.numpy().tobytes() for t in JOBS[name]()]
         assert recorder.on

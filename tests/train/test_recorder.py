@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +22,33 @@ from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.ringreader import RingReader, read
 from ckptd.monitor.view import CallFlag, Phase, RankView
 from ckptd.testing.ranks import run_ranks
-from tests.train.recorder_jobs import JOBS, Told, run, told, until
+from ckptd.train.recorder_build import build
+from ckptd.train.recorder_sources import wanted
+from tests.train.recorder_jobs import JOBS, Told, attach, run, told, until
 
 WORLD = 2
 
 
+SOURCES = ["python", "native"]
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def source(request: pytest.FixtureRequest) -> str:
+    return use(request.param)
+
+
+def use(source: str) -> str:
+    """Make sure that the source is there: the native one is built once for a machine."""
+    if source == "native":
+        if shutil.which(os.environ.get("CXX", "c++")) is None:
+            pytest.skip("NO C++ COMPILER: the native recorder is NOT tested here")
+        build()
+    return source
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
-    return run_ranks(WORLD, run, list(JOBS), str(tmp_path_factory.mktemp("rings")))
+def ranks(source: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
+    return run_ranks(WORLD, run, list(JOBS), str(tmp_path_factory.mktemp("rings")), source)
 
 
 @pytest.mark.dist
@@ -71,7 +91,7 @@ LINES = {
     "several_groups": [
         "all_reduce [0,1] 1 20 -1 async",
         "broadcast [0,1] 1 20 1",
-        "reduce [0,1] 1 20 0",
+        "reduce max [0,1] 1 20 0",
         "all_gather [0,1] 2 40 -1",
         "gather [0,1] 3 20 0",
         "all_to_all_single [0,1] 4 12 -1 variable",
@@ -112,9 +132,9 @@ def test_calls_know_step_site_and_element_type(ranks: list[dict[str, Told]]) -> 
     assert sites == {"recorder_jobs.py"}
 
 
-def wait_for_the_other(folder: str) -> tuple[RankView, RankView]:
+def wait_for_the_other(folder: str, source: str) -> tuple[RankView, RankView]:
     """Rank 1 comes late and looks at what rank 0 waits for."""
-    recorder = ckptd.monitor.attach(folder)
+    recorder = attach(folder, source)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     before = read(recorder.ring.path)
@@ -127,9 +147,9 @@ def wait_for_the_other(folder: str) -> tuple[RankView, RankView]:
     return before, read(recorder.ring.path)
 
 
-def alone(folder: str) -> None:
+def alone(folder: str, source: str) -> None:
     """Check what one rank can show by itself."""
-    recorder = ckptd.monitor.attach(folder, job="a job")
+    recorder = attach(folder, source, job="a job")
     assert ckptd.monitor.attach() is recorder
     path = recorder.ring.path
     tensor = torch.arange(3.0)
@@ -161,6 +181,10 @@ def alone(folder: str) -> None:
     dist.all_reduce(tensor)
     assert header().written == written + 2
     assert (header().state, read(path).phase) == (RecorderState.OFF, Phase.EXIT)
+    again = attach(folder, source)
+    dist.all_reduce(tensor)
+    assert read(again.ring.path).calls["seq"].tolist() == [1]
+    ckptd.monitor.detach()
     ckptd.monitor.step(8)
     with ckptd.monitor.phase(Phase.CKPT):
         pass
@@ -175,18 +199,20 @@ def _in_a_fork(tensor: torch.Tensor) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def breaks(folder: str) -> tuple[list[str], list[float]]:
+def breaks(folder: str, source: str) -> tuple[list[str], list[float]]:
     """Let the recorder break in the middle; return what was logged, and results."""
-    recorder = ckptd.monitor.attach(folder)
+    recorder = attach(folder, source)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckptd.monitor").addHandler(handler)
     tensor = torch.arange(2.0)
     dist.all_reduce(tensor)
-    recorder.ring._map = None  # type: ignore[assignment]
+    other = dist.new_group([0])
+    recorder.ring.add_group = None  # type: ignore[method-assign, assignment]
     for _ in range(3):
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=other)
+    until(lambda: lines)
     with RingReader(recorder.ring.path) as reader:
         assert reader.header().state is RecorderState.ASIDE
         assert reader.header().written == 1
@@ -195,8 +221,8 @@ def breaks(folder: str) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.dist
-def test_what_a_rank_waits_for_is_seen_from_outside(tmp_path: Path) -> None:
-    _, (before, after) = run_ranks(2, wait_for_the_other, str(tmp_path))
+def test_what_a_rank_waits_for_is_seen_from_outside(tmp_path: Path, source: str) -> None:
+    _, (before, after) = run_ranks(2, wait_for_the_other, str(tmp_path), source)
     assert before.rank == 0
     assert before.pending_group == before.groups["group"][0]
     assert before.pending_since <= before.at
@@ -205,16 +231,79 @@ def test_what_a_rank_waits_for_is_seen_from_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_one_rank(tmp_path: Path) -> None:
-    run_ranks(1, alone, str(tmp_path))
+def test_one_rank(tmp_path: Path, source: str) -> None:
+    run_ranks(1, alone, str(tmp_path), source)
 
 
 @pytest.mark.dist
-def test_a_recorder_that_breaks_steps_aside_and_says_so_once(tmp_path: Path) -> None:
-    [(lines, result)] = run_ranks(1, breaks, str(tmp_path))
+def test_a_recorder_that_breaks_steps_aside_and_says_so_once(tmp_path: Path, source: str) -> None:
+    [(lines, result)] = run_ranks(1, breaks, str(tmp_path), source)
     assert len(lines) == 1
     assert "not recorded any more" in lines[0]
     assert result == [0.0, 1.0]
+
+
+def late(folder: str, source: str) -> list[tuple[int, list[int], int]]:
+    """Attach rank 1 later than rank 0, both after some calls; return what each says of groups."""
+    tensor = torch.ones(3)
+    both = dist.new_group([0, 1])
+    for _ in range(40):
+        dist.all_reduce(tensor)
+    found = []
+    for at in (0, 3):
+        for k in range(6):
+            if k == at * dist.get_rank():
+                recorder = attach(folder, source)
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=both)
+        until(lambda ring=recorder.ring: (read(ring.path).groups["completed"] > 0).all())
+        groups = read(recorder.ring.path).groups
+        found.append((at, groups["group"].tolist(), int(groups["entered"][0])))
+        ckptd.monitor.detach()
+    return found
+
+
+@pytest.mark.dist
+def test_counts_that_began_elsewhere_are_not_compared(tmp_path: Path, source: str) -> None:
+    (one, first), (other, second) = run_ranks(2, late, str(tmp_path), source)
+    assert one == other
+    assert len(set(one[1])) == 2
+    assert first[2] == 6
+    assert second[2] == 3
+    assert not set(first[1]) & set(second[1])
+
+
+def counted(folder: str) -> tuple[list[int], list[int], int]:
+    """Return counts of a group by way of PyTorch's own counters."""
+    recorder = attach(folder, "counters")
+    tensor = torch.ones(3)
+    for _ in range(5):
+        dist.all_reduce(tensor)
+    # How many have completed PyTorch itself counts wrong where two end at a time.
+    until(lambda: read(recorder.ring.path).groups["entered"].tolist() == [5])
+    view = read(recorder.ring.path)
+    with RingReader(recorder.ring.path) as reader:
+        state = reader.header().state
+    dist.barrier()
+    return view.groups["group"].tolist(), view.groups["entered"].tolist(), state
+
+
+@pytest.mark.dist
+def test_counters_are_what_is_left_without_hooks(tmp_path: Path) -> None:
+    first, second = run_ranks(2, counted, str(tmp_path))
+    assert first == second
+    assert first[1:] == ([5], RecorderState.COUNTERS)
+
+
+def test_a_source_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wanted() == ("native", "python", "counters")
+    monkeypatch.setenv("CKPTD_RECORDER", "off")
+    assert wanted() == ()
+    monkeypatch.setenv("CKPTD_RECORDER", "counters")
+    assert wanted() == ("counters",)
+    monkeypatch.setenv("CKPTD_RECORDER", "guess")
+    with pytest.raises(UsageError, match="no such recorder"):
+        wanted()
 
 
 def test_nobody_says_which_rank_this_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -238,7 +327,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("told_by", ["environment", "init_process_group"])
+@pytest.mark.parametrize(
+    "told_by", ["init_process_group", pytest.param("environment", marks=pytest.mark.long)]
+)
 def test_injection_needs_no_edit(tmp_path: Path, told_by: str) -> None:
     rings = tmp_path / "rings"
     base = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}

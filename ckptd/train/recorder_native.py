@@ -1,0 +1,165 @@
+"""Calls as the native hook sees them; Python answers its questions, once for each thing."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptd.monitor.ring import RingWriter
+from ckptd.monitor.ringlayout import COUNTER, GROUP_ROW, HEADER_BYTES, SLOT, RecorderState, Shape
+from ckptd.monitor.ringreader import read
+from ckptd.train.recorder_build import built, load
+from ckptd.train.recorder_calls import CallKind, call_kinds
+from ckptd.train.recorder_device import DeviceEnds
+from ckptd.train.recorder_ends import Ends
+from ckptd.train.recorder_groups import Groups
+from ckptd.train.recorder_hook import one_call
+from ckptd.train.recorder_sites import Sites
+from ckptd.train.recorder_sources import Broken
+
+__all__ = ["NativeSource"]
+
+_LAYOUT = {
+    "header": HEADER_BYTES,
+    "counters": COUNTER,
+    "slot": SLOT.itemsize,
+    "slot_group": SLOT.fields["group"][1],  # type: ignore[index]
+    "slot_end": SLOT.fields["end"][1],  # type: ignore[index]
+    "group": GROUP_ROW.itemsize,
+}
+_SMALL = Shape(slots=4, groups=2, members=2, texts=8)
+
+
+class NativeSource:
+    """Lets the native hook write the ring."""
+
+    name = "native"
+    state = RecorderState.CALLS
+
+    def __init__(self, ring: RingWriter, broken: Broken) -> None:
+        self._ring = ring
+        self._broken = broken
+        self._native: ModuleType | None = None
+        self._kinds = call_kinds()
+        self._answers: _Answers
+        self._told = False
+
+    def start(self) -> None:
+        """See `Source`."""
+        path = built()
+        if path is None:
+            raise RuntimeError("no build fits: `ckptd recorder build` makes one")
+        native = load(path)
+        if native.layout() != _LAYOUT:
+            raise RuntimeError("the build writes another layout")
+        native.install([_as_row(i, kind) for i, kind in enumerate(self._kinds)])
+        self._native = native
+        try:
+            self._test(native)
+            self._begin(native, self._ring)
+        except BaseException:
+            self.stop()
+            raise
+
+    def silence(self) -> None:
+        """See `Source`."""
+        if self._native is not None:
+            self._native.stop()
+
+    def stop(self) -> None:
+        """See `Source`."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.uninstall()
+            self._answers.remove()
+
+    def beat(self) -> None:
+        """See `Source`."""
+        native = self._native
+        if native is None:
+            return
+        self._answers.device.poll()
+        if not self._told and native.error():
+            self._told = True
+            self._broken(RuntimeError(native.error()))
+
+    def _begin(self, native: ModuleType, ring: RingWriter) -> None:
+        self._answers = _Answers(ring, self._kinds, self._broken, native)
+        native.begin(ring.address, ring.shape.slots, ring.shape.groups_at, self._answers)
+
+    def _test(self, native: ModuleType) -> None:
+        """Let the hook see a call of one rank that reaches no network, in a ring of its own."""
+        path = self._ring.path.with_suffix(".test")
+        ring = RingWriter(path, self._ring.identity, _SMALL)
+        try:
+            self._begin(native, ring)
+            tensor = one_call()
+            native.end()
+            view = read(path)
+        finally:
+            path.unlink()
+        seen = [(int(c["bytes"]), int(c["seq"]), bool(c["end"] > 0)) for c in view.calls]
+        if seen != [(12, 1, True)] or tensor.tolist() != [5.0] * 3 or native.error():
+            raise RuntimeError(f"the self-test of the native hook saw {seen} {native.error()}")
+
+
+class _Answers:
+    """What the native hook asks. Nothing here raises but what it then steps aside for."""
+
+    def __init__(
+        self, ring: RingWriter, kinds: list[CallKind], broken: Broken, native: ModuleType
+    ) -> None:
+        self._ring = ring
+        self._kinds = kinds
+        self._native = native
+        self.groups = Groups(ring)
+        self._sites = Sites(ring)
+        self.foreign = self._sites.foreign
+        self.site = self._sites.named
+        self._ends = Ends(broken)
+        self._ends_on = False
+        self.device = DeviceEnds(self._ends)
+
+    def row(self, kind: int, group: Any, peer: int) -> tuple[int, int]:
+        """Return the row of a group or channel and its count; -1 where there is no room."""
+        row = self.groups.row(self._kinds[kind], dist.ProcessGroup.unbox(group), peer)
+        return (-1, 0) if row is None else (row.index, row.entered)
+
+    def op(self, kind: int, reduction: int) -> int:
+        """Return the code of an operation."""
+        texts = self._kinds[kind].texts
+        return self._ring.text(texts[reduction] if reduction < len(texts) else texts[0])
+
+    def dtype(self, tensor: torch.Tensor) -> int:
+        """Return the code of an element type."""
+        return self._ring.text(str(tensor.dtype).removeprefix("torch."))
+
+    def on_device(
+        self, row: int, number: int, seq: int, work: Any, tensor: torch.Tensor, output: Any
+    ) -> None:
+        """Watch a call of an accelerator."""
+        if not self._ends_on:
+            self._ends_on = True
+            self._ends.install()
+
+        life = self._native.life()
+
+        def ended(failed: bool, at: int | None = None) -> None:
+            self._native.leave(row, number, seq, failed, at or 0, life)
+
+        self.device.watch(dist.Work.unbox(work), tensor.device, output, ended)
+
+    def remove(self) -> None:
+        """Take away what was hooked for accelerators."""
+        if self._ends_on:
+            self._ends.remove()
+
+
+def _as_row(index: int, kind: CallKind) -> dict[str, Any]:
+    names = ("operator", "group", "tensors", "root", "peer", "splits", "async_op", "reduce")
+    row = {name: getattr(kind, name) for name in (*names, "is_p2p")}
+    sends, variable = kind.operator == "send", kind.operator == "alltoall_"
+    return row | {"index": index, "sends": sends, "variable": variable}
