@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.elastic.placement import Coordinate, Slot
+from ckptd.elastic.policy import Choice, Job, Memory, Shape, choose
+from ckptd.errors import RefusedError, UsageError
+
+
+def cluster(nodes: int, slots: int) -> list[Slot]:
+    return [Slot(f"n{n:05}", k) for n in range(nodes) for k in range(slots)]
+
+
+def settled(choice: Choice) -> list[Slot]:
+    """Return the slots as they are once the choice is carried out; parked ones hold nothing."""
+    holding = [msgspec.structs.replace(p.slot, held=p.at) for p in choice.places]
+    return holding + [msgspec.structs.replace(s, held=None) for s in choice.parked]
+
+
+def without(slots: Sequence[Slot], *nodes: str) -> list[Slot]:
+    return [s for s in slots if s.node not in nodes]
+
+
+def test_a_spare_takes_the_place_of_who_is_gone() -> None:
+    job = Job(microbatches=8, planned=Shape(2, 2, 2))
+    first = choose(job, cluster(5, 2))
+    assert (first.shape, len(first.parked)) == (Shape(2, 2, 2), 2)
+    gone = first.places[3].slot.node
+    after = choose(job, without(settled(first), gone))
+    assert after.shape == Shape(2, 2, 2)
+    assert after.moves == 2
+    assert "spares take the places" in after.why[0]
+    stayed = {p.slot.node: p.at.dp for p in after.places if p.stays}
+    assert stayed == {p.slot.node: p.at.dp for p in first.places if p.slot.node != gone}
+
+
+def test_without_spares_a_replica_is_dropped_and_its_survivors_fill_holes() -> None:
+    job = Job(microbatches=8, planned=Shape(2, 3, 1))
+    first = choose(job, cluster(6, 1))
+    # One rank of replica 0 and one of replica 2 die, of different stages: what is left of the
+    # replica that is dropped makes the other whole, and moves nothing.
+    gone = [p.slot.node for p in first.places if p.at in ((0, 0, 0), (1, 2, 0))]
+    after = choose(job, without(settled(first), *gone))
+    assert after.shape == Shape(2, 2, 1)
+    assert after.moves == 0
+    assert "fewer replicas, 3 to 2" in after.why[0]
+    assert after.why[1] == "each replica computes 4 of the 8 micro-batches"
+
+
+def test_uneven_shares_are_said() -> None:
+    choice = choose(Job(microbatches=8, planned=Shape(dp=4)), cluster(3, 1))
+    assert choice.shape == Shape(dp=3)
+    assert choice.why[1] == "each replica computes 2 or 3 of the 8 micro-batches"
+
+
+def test_the_pipeline_is_cut_anew_where_no_replica_fits() -> None:
+    job = Job(microbatches=8, planned=Shape(pp=4), pp=(2, 1))
+    choice = choose(job, cluster(3, 1))
+    assert choice.shape == Shape(pp=2)
+    assert len(choice.parked) == 1
+    assert any("pp=4" in line and "slots" in line for line in choice.why)
+
+
+def test_a_pipeline_is_not_cut_anew_for_little() -> None:
+    planned = Shape(pp=2, dp=8)
+    slots = cluster(15, 1)  # 7 replicas of 2, or 3 of 4, or 15 of 1
+    kept = choose(Job(microbatches=64, planned=planned, pp=(1,), worth=10.0), slots)
+    assert kept.shape == Shape(2, 7, 1)
+    eager = choose(Job(microbatches=64, planned=Shape(2, 15, 1), pp=(1,), worth=1.0), slots)
+    assert eager.shape == Shape(1, 15, 1)
+
+
+def test_tensor_parallel_changes_only_if_the_job_says_so() -> None:
+    planned = Shape(tp=4)
+    slots = cluster(2, 3)  # no node has 4
+    with pytest.raises(RefusedError, match="no layout") as caught:
+        choose(Job(microbatches=4, planned=planned), slots)
+    assert caught.value.kind == "no-layout"
+    assert "groups of 4 on one node" in str(caught.value.found)
+    assert choose(Job(microbatches=4, planned=planned, tp=(2,)), slots).shape == Shape(tp=2)
+
+
+def test_what_does_not_fit_the_memory_is_refused() -> None:
+    memory = Memory(replicated=40, sharded=80, activations=10, limit=90)
+    job = Job(microbatches=8, planned=Shape(dp=4), memory=memory)
+    assert choose(job, cluster(2, 1)).shape == Shape(dp=2)  # 40 + 80 / 2 + 10
+    with pytest.raises(RefusedError, match="no layout") as caught:
+        choose(job, cluster(1, 1))
+    assert "130 bytes" in str(caught.value.found)
+
+
+def test_the_job_grows_back_but_never_beyond_its_plan() -> None:
+    job = Job(microbatches=8, planned=Shape(dp=3))
+    small = choose(job, cluster(2, 1))
+    grown = choose(job, [*settled(small), Slot("new", 0), Slot("newer", 0)], small.shape)
+    assert (grown.shape, grown.moves, len(grown.parked)) == (Shape(dp=3), 1, 1)
+    assert "more replicas, 2 to 3" in grown.why[0]
+    assert [p.at.dp for p in grown.places if p.stays] == [0, 1]
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Job, list[Slot], Shape]:
+    planned = Shape(*(draw(st.integers(1, 4)) for _ in range(3)))
+    job = Job(
+        microbatches=draw(st.integers(planned.dp, 12)),
+        planned=planned,
+        pp=tuple(draw(st.lists(st.integers(1, 4), max_size=2))),
+        tp=tuple(draw(st.lists(st.integers(1, 4), max_size=1))),
+    )
+    nodes = -(-planned.world // planned.tp) + draw(st.integers(0, 2))
+    first = choose(job, cluster(nodes, planned.tp))
+    gone = draw(st.sets(st.sampled_from(range(len(first.places) + len(first.parked)))))
+    left = [s for k, s in enumerate(settled(first)) if k not in gone]
+    return job, left, first.shape
+
+
+@given(situations())
+def test_every_place_is_taken_once_by_groups_on_one_node(
+    situation: tuple[Job, list[Slot], Shape],
+) -> None:
+    job, left, current = situation
+    try:
+        choice = choose(job, left, current)
+    except RefusedError:
+        smallest = min((job.planned.tp, *job.tp))
+        most = sum(sum(s.node == node for s in left) // smallest for node in {s.node for s in left})
+        assert most < min((job.planned.pp, *job.pp)) or smallest > 1
+        return
+    shape = choice.shape
+    every = [
+        Coordinate(p, d, t)
+        for p in range(shape.pp)
+        for d in range(shape.dp)
+        for t in range(shape.tp)
+    ]
+    assert [p.at for p in choice.places] == every
+    used = [p.slot for p in choice.places]
+    assert sorted([*used, *choice.parked]) == sorted(left)
+    for k in range(0, len(used), shape.tp):
+        assert len({s.node for s in used[k : k + shape.tp]}) == 1
+    assert choice.moves == sum(not p.stays for p in choice.places)
+    assert shape.dp <= job.planned.dp
+    assert choose(job, left[::-1], current) == choice  # the order of what is left says nothing
+
+
+def test_ten_thousand_ranks_are_placed_soon() -> None:
+    job = Job(microbatches=512, planned=Shape(8, 160, 8), pp=(4,))
+    first = choose(job, cluster(1282, 8))
+    assert first.shape.world == 10_240
+    after = choose(job, without(settled(first), "n00003", "n00700", "n01000"))
+    assert after.shape == Shape(8, 159, 8)
+
+
+@pytest.mark.parametrize("held", [Coordinate(0, 2, 0), Coordinate(-1, 0, 0)])
+def test_places_that_cannot_be_are_refused(held: Coordinate) -> None:
+    with pytest.raises(UsageError, match="cannot be"):
+        choose(Job(microbatches=2, planned=Shape(dp=2)), [Slot("a", 0, held)])
+
+
+def test_a_job_with_more_replicas_than_micro_batches_is_none() -> None:
+    with pytest.raises(UsageError, match="no job"):
+        Job(microbatches=1, planned=Shape(dp=2))
