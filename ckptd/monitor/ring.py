@@ -37,7 +37,7 @@ from ckptd.monitor.ringlayout import (
 )
 from ckptd.monitor.view import CallFlag, Phase
 
-__all__ = ["RingGroup", "RingIdentity", "RingWriter"]
+__all__ = ["RingGroup", "RingIdentity", "RingWriter", "process_birth", "reserve"]
 
 _BODY = Struct("<QQqIIIiiIHBBI")  # SLOT without its commit index
 _GROUP_HEAD = Struct("<QIIii")
@@ -151,7 +151,7 @@ class RingWriter:
                 wanted="a little-endian machine, and a shape within its limits",
                 found=f"{sys.byteorder}-endian, {self.shape}",
             )
-        self._map = _reserve(path, _identity_bytes(identity, self.shape), self.shape.total)
+        self._map = reserve(path, _identity_bytes(identity, self.shape), self.shape.total)
         self._words = memoryview(self._map).cast("Q")
         self._counters = memoryview(self._map)[COUNTER:HEADER_BYTES].cast("q")
         self._bytes = memoryview(self._map)
@@ -338,8 +338,14 @@ class RingWriter:
         self._counters[Counter.STATE] = int(state)
 
 
-def _reserve(path: Path, head: bytes, total: int) -> mmap.mmap:
-    """Make the file beside its place, with all its space, and move it there."""
+def reserve(path: Path, head: bytes, total: int) -> mmap.mmap:
+    """Make a file beside its place, with all its space, move it there, and return it mapped.
+
+    Raises
+    ------
+    StoreError
+        kind ``no-space``.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
