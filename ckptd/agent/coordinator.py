@@ -93,7 +93,7 @@ class Plan:
     names: tuple[str, ...] = ()
     wait_s: float = 30.0
     limit_s: float = 60.0
-    probe_bytes: int = 1 << 20
+    probe_bytes: int = 4 << 20
     seed: int = 0
 
 

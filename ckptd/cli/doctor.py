@@ -82,7 +82,7 @@ def doctor(
     limit_s: Annotated[
         float, Parameter(help="--cluster: for tests and probes after that, in seconds.")
     ] = 60.0,
-    probe_bytes: Annotated[int, Parameter(help="--cluster: bytes of a probe.")] = 1 << 20,
+    probe_bytes: Annotated[int, Parameter(help="--cluster: bytes of a probe.")] = 4 << 20,
     json: Json = False,
 ) -> int:
     """Probe a root's store, plugins, versions and environment, or with --cluster a job's nodes.

@@ -39,7 +39,9 @@ MOST_STRAYS = 32
 NODE_RATIO = 1.5
 STRAY = 2.0
 """How many times the usual time a link must take to be asked about by itself."""
-LIMITS = LinkLimits(share=0.75)
+NOISE_S = {"bandwidth": 2e-4, "latency": 1e-4}
+"""What a node's own scheduler makes of a probe, in seconds: added before times are compared."""
+SHARE = 0.75
 """What seems slow is probed again, so more of few links may stand out at first."""
 ECHO_FREE = 4
 """Peers with which a suspected node is probed again."""
@@ -235,7 +237,8 @@ def link_effects(nodes: int, probes: Sequence[PairProbe]) -> dict[str, list[Effe
     found = {}
     for what in ("bandwidth", "latency"):
         edges = _edges(what, probes)
-        largest = effects(*edges, nodes, LIMITS) if len(edges[0]) else []
+        limits = LinkLimits(share=SHARE, noise_s=NOISE_S[what])
+        largest = effects(*edges, nodes, limits) if len(edges[0]) else []
         found[what] = [e for e in largest if what == "bandwidth" or _once(e)]
     return found
 
@@ -257,6 +260,7 @@ def stray_links(
         if not len(seconds):
             continue
         # Slow links only ever lengthen delays: the faster half alone says what is usual.
+        seconds = seconds + NOISE_S[what]
         ratio = seconds / np.quantile(seconds, 0.3)
         slow = [k for k in np.argsort(-ratio, kind="stable")[:MOST_STRAYS] if ratio[k] > STRAY]
         links = [Effect(Target.LINK, int(source[k]), int(to[k]), float(ratio[k]), 1) for k in slow]
@@ -339,10 +343,10 @@ def confirm(
     if not len(mine) or not len(usual):
         return True, float("nan"), float("nan")
     # Least, not median: a busy moment only ever lengthens a probe.
-    least, base = float(mine.min()), float(np.median(usual))
+    noise, least, base = NOISE_S[what], float(mine.min()), float(np.median(usual))
     spread = float(np.median(np.abs(usual - base))) * MAD_TO_SIGMA
     ratio = STRAY if target is Target.LINK else NODE_RATIO
-    there = least > max(ratio * base, base + 5.0 * spread)
+    there = least + noise > max(ratio * (base + noise), base + noise + 5.0 * spread)
     return there, float(np.median(mine)), base
 
 

@@ -113,6 +113,11 @@ class Network:
         for node, other in ((a, b), (b, a)):
             _batch([f"route add unreachable {self.address(other)}/32"], self.spaces[node])
 
+    def drop(self, a: int, b: int) -> None:
+        """Let nothing pass between two nodes, and tell nobody."""
+        for node, other in ((a, b), (b, a)):
+            _batch([f"route replace blackhole {self.address(other)}/32"], self.spaces[node])
+
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str], **options: Any
     ) -> subprocess.Popen[str]:
