@@ -68,10 +68,7 @@ def _python(pid: int, timeout_s: float) -> tuple[str, bool]:
     """Return stacks of Python, and whether they could be had."""
     program = py_spy()
     if program is None:
-        return (
-            "no stacks of Python: py-spy is not installed (pip install 'ckptd[monitor]')\n",
-            False,
-        )
+        return "no stacks of Python: py-spy, of the extra monitor, is not installed\n", False
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(

@@ -31,10 +31,11 @@ _Key = tuple[int, int, int]
 class _Place:
     """How far the calls of one ring have been added up."""
 
-    __slots__ = ("ended", "number", "step")
+    __slots__ = ("ended", "number", "seen", "step")
 
     def __init__(self) -> None:
         self.number = 0  # calls up to here need not be read again
+        self.seen = 0  # the last call that was looked at
         self.step = -1  # the last step that was told
         self.ended = np.nan  # when its last call ended
 
@@ -71,14 +72,14 @@ class Tally:
         slots = ring.header.shape.slots
         if 0 <= step < place.step:  # it trains the same steps again
             place.step, place.ended = -1, np.nan
-        fresh = written - place.number
+        fresh = written - place.seen
         # Most polls end here: a step is added up when it is done, or before its calls are lost.
         if fresh <= 0 or (0 <= step <= place.step + 1 and fresh < slots // 2):
             return
-        if fresh > slots:
-            self.overruns += fresh - slots
         numbers, calls = ring.reader.calls_since(place.number)
         if len(calls):
+            self.overruns += max(int(numbers[0]) - 1 - place.seen, 0)
+            place.seen = int(numbers[-1])
             self._add_gaps(calls)
             if step >= 0:
                 self._add_steps(ring.rank, place, calls, step)
