@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
+from ckptd.errors import UsageError
 from ckptd.monitor.limits import Limits
 from ckptd.monitor.links import LinkLimits
 from ckptd.monitor.sheet import SheetLimits
 from ckptd.monitor.slow import SlowLimits
 from ckptd.monitor.verdict import Kind
+from ckptd.monitor.view import Phase
 
-__all__ = ["Budget", "WatchSettings"]
+__all__ = ["ACTIONS", "Budget", "WatchSettings", "changed", "setting_names"]
+
+ACTIONS = ("log", "ask", "act")
+"""What a policy may ask for."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +94,80 @@ class WatchSettings:
     policy: dict[Kind, str] = field(default_factory=dict)
     budget: Budget = field(default_factory=Budget)
     kept: int = 1000
+
+
+def setting_names() -> tuple[str, ...]:
+    """Return the names of all settings that `changed` knows."""
+    plain = [name for name, value in _numbers(WatchSettings())]
+    floors = [f"floor.{phase.name.lower()}" for phase in Phase]
+    return tuple(sorted([*plain, *floors, *(f"policy.{_word(kind)}" for kind in Kind)]))
+
+
+def changed(settings: WatchSettings, assignment: str) -> WatchSettings:
+    """Return `settings` with one of them changed.
+
+    Parameters
+    ----------
+    settings
+        What it was.
+    assignment
+        ``NAME=VALUE``: ``floor.train=5``, ``confirm=1``, ``slow.ratio=1.2``,
+        ``policy.crash=ask``; see `setting_names`.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: there is no such setting, or that is no value of it.
+    """
+    name, _, text = assignment.partition("=")
+    group, _, rest = name.partition(".")
+    if name not in setting_names():
+        raise _bad(assignment, "NAME=VALUE with the name of a setting")
+    if group == "policy":
+        if text not in ACTIONS:
+            raise _bad(assignment, " or ".join(ACTIONS))
+        kind = next(kind for kind in Kind if _word(kind) == rest)
+        return replace(settings, policy={**settings.policy, kind: text})
+    if group == "floor":
+        floors = {**settings.limits.floors, Phase[rest.upper()]: _number(assignment, text, 0.0)}
+        return replace(settings, limits=replace(settings.limits, floors=floors))
+    if not rest:
+        return replace(settings, **{name: _number(assignment, text, getattr(settings, name))})
+    part = getattr(settings, group)
+    value = _number(assignment, text, getattr(part, rest))
+    return replace(settings, **{group: replace(part, **{rest: value})})
+
+
+def _numbers(settings: Any) -> list[tuple[str, Any]]:
+    out = []
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if isinstance(value, int | float):
+            out.append((one.name, value))
+        elif is_dataclass(value):
+            out += [(f"{one.name}.{name}", deep) for name, deep in _numbers(value)]
+    return out
+
+
+def _word(kind: Kind) -> str:
+    return kind.value.replace(" ", "-")
+
+
+def _number(assignment: str, text: str, before: float) -> Any:
+    try:
+        value = int(text) if isinstance(before, int) else float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1e9:
+        raise _bad(assignment, "a number from 0")
+    return value
+
+
+def _bad(assignment: str, wanted: str) -> UsageError:
+    return UsageError(
+        "a setting cannot be changed so",
+        kind="bad-argument",
+        wanted=wanted,
+        found=assignment,
+        hint=f"settings are {', '.join(setting_names())}",
+    )

@@ -1,0 +1,192 @@
+"""``ckptd replay``: the watch over a recording, again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten
+from ckptd.monitor.incident import Incident
+from ckptd.monitor.recording import Replay
+from ckptd.monitor.recording import replay as replay_recording
+from ckptd.monitor.verdict import Suspect
+from ckptd.monitor.watchsettings import WatchSettings, changed
+
+__all__ = ["ReplayDocument", "ReplayedIncident", "replay"]
+
+_NAMED = 8
+_SUSPECTS_WIDTH = 40
+
+
+class ReplayedIncident(msgspec.Struct, frozen=True, kw_only=True):
+    """One incident of a replay.
+
+    Attributes
+    ----------
+    id, kind, state
+        As the daemon tells them.
+    at_s, until_s
+        When it opened and closed, in seconds since the first frame; null while it is open.
+    latency_s
+        How long its sign had been there when it opened.
+    suspects
+        Likeliest first.
+    nodes
+        Of the suspects.
+    evidence, rules_out, refuted_by, advice, numbers
+        Of the newest verdict.
+    consequences
+        What followed from it.
+    """
+
+    id: str
+    kind: str
+    state: str
+    at_s: float
+    until_s: float | None
+    latency_s: float
+    suspects: tuple[Suspect, ...]
+    nodes: tuple[str, ...]
+    evidence: tuple[str, ...]
+    rules_out: tuple[str, ...]
+    refuted_by: str
+    advice: str
+    numbers: dict[str, float]
+    consequences: tuple[str, ...]
+
+
+class ReplayDocument(Document, frozen=True, kw_only=True, tag="replay"):
+    """What ``ckptd replay --json`` prints.
+
+    Attributes
+    ----------
+    file, job
+        As given; whose recording it is.
+    frames, sheets, refused
+        Frames that were read; sheets that were taken; messages that were not.
+    rounds, cpu_s
+        Rounds of the watch, and the CPU seconds of all of them.
+    seconds
+        From the first frame to the last.
+    unread
+        Bytes behind the last whole frame.
+    incidents
+        In the order in which they opened.
+    """
+
+    file: str
+    job: str
+    frames: int
+    sheets: int
+    refused: int
+    rounds: int
+    cpu_s: float
+    seconds: float
+    unread: int
+    incidents: tuple[ReplayedIncident, ...]
+
+
+def replay(
+    file: Annotated[str, Parameter(help="A recording, as a daemon gives it.")],
+    /,
+    *,
+    set: Annotated[  # noqa: A002 - the name of the option
+        tuple[str, ...],
+        Parameter(
+            help="Change a setting: floor.train=5. May be given several times.",
+            show_default=False,
+            negative=(),
+        ),
+    ] = (),
+    json: Json = False,
+) -> int:
+    """Run the diagnosis again over what a daemon was told."""
+    settings = WatchSettings()
+    for assignment in set:
+        settings = changed(settings, assignment)
+    result = replay_recording(Path(file), settings)
+    document = _document(file, result)
+    if json:
+        print_document(document)
+    else:
+        _show(document)
+    return 1 if document.incidents else 0
+
+
+def _document(file: str, result: Replay) -> ReplayDocument:
+    opened = {i.id: at for at, changes in result.changes for i in changes.opened}
+    closed = {i.id: at for at, changes in result.changes for i in changes.closed}
+    return ReplayDocument(
+        file=file,
+        job=result.job,
+        frames=result.frames,
+        sheets=result.sheets,
+        refused=result.refused,
+        rounds=result.rounds,
+        cpu_s=result.cpu_s,
+        seconds=result.seconds,
+        unread=result.unread,
+        incidents=tuple(
+            _incident(i, opened[i.id], closed.get(i.id)) for i in result.incidents if i.id in opened
+        ),
+    )
+
+
+def _incident(incident: Incident, at: float, until: float | None) -> ReplayedIncident:
+    verdict = incident.verdict
+    return ReplayedIncident(
+        id=incident.id,
+        kind=incident.kind,
+        state=incident.state,
+        at_s=at,
+        until_s=until,
+        latency_s=incident.latency_s,
+        suspects=verdict.suspects,
+        nodes=incident.nodes,
+        evidence=verdict.evidence,
+        rules_out=verdict.rules_out,
+        refuted_by=verdict.refuted_by,
+        advice=verdict.action,
+        numbers=dict(verdict.numbers),
+        consequences=incident.consequences,
+    )
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def _show(d: ReplayDocument) -> None:
+    print(f"{d.job}: {d.sheets} sheets, {d.seconds:.1f} s, {d.rounds} rounds")
+    if d.incidents:
+        print()
+        print_table((">AT", ">AFTER", "KIND", "SUSPECTS", "NODES"), [_row(i) for i in d.incidents])
+        for incident in d.incidents:
+            print(f"\n{incident.id}: {incident.kind}")
+            for line in (*incident.evidence, *incident.consequences):
+                print(f"  {line}")
+            print(f"  refuted if {incident.refuted_by}")
+            print(f"  what to do: {incident.advice}")
+    else:
+        print("no incident")
+    for number, text in (
+        (d.refused, "messages were refused"),
+        (d.unread, "bytes at the end of the recording are torn or damaged"),
+    ):
+        if number:
+            note(f"{number} {text}")
+
+
+def _row(incident: ReplayedIncident) -> tuple[str, ...]:
+    named = [f"{s.target} {s.name}" for s in incident.suspects[:_NAMED]]
+    more = len(incident.suspects) - len(named)
+    text = ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    return (
+        f"{incident.at_s:.2f} s",
+        f"{incident.latency_s:.2f} s",
+        incident.kind,
+        shorten(text, _SUSPECTS_WIDTH),
+        shorten(", ".join(incident.nodes), _SUSPECTS_WIDTH),
+    )
