@@ -54,6 +54,13 @@ VERBS = {
     "agent": "Run a node's agent, see what it holds, end it."
     "\n\nThe agent keeps snapshots in memory for jobs with near tiers, and outlives their trainers."
     " A checkpointer starts one by itself where none runs.",
+    "serve": "Run a job's daemon: diagnosis, history, metrics, API and web page."
+    "\n\nIt prints a URL with a token: whoever has it may read and act. TERM or INT ends it."
+    " Agents find the daemon of their job on this machine by themselves.",
+    "incidents": "List what the daemon has diagnosed; show one with its evidence."
+    "\n\nWithout a daemon, --history reads the file that it left.",
+    "replay": "Run the diagnosis again over a recording of what a daemon was told."
+    "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."
     "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
     " cannot decide who creates an object first is refused, with exit code 5.",

@@ -1,0 +1,315 @@
+"""``ckptd serve``: the job's daemon, or a forwarder to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from ckptd.cli.output import Document, Json, flag, note, print_document
+from ckptd.engine.agentlink import run_folder
+from ckptd.errors import RefusedError, UsageError
+from ckptd.monitor.signing import SECRET_VARIABLE, access_token, job_secret
+
+if TYPE_CHECKING:
+    import socket
+
+    from ckptd.daemon.access import Access
+    from ckptd.daemon.place import Address
+    from ckptd.daemon.service import Service, Setup
+    from ckptd.monitor.watchsettings import WatchSettings
+
+__all__ = ["ServeDocument", "serve"]
+
+HOOK_VARIABLE = "CKPTD_WEBHOOK_SECRET"
+
+
+class ServeDocument(Document, frozen=True, kw_only=True, tag="serve"):
+    """What ``ckptd serve --json`` prints once it listens.
+
+    Attributes
+    ----------
+    job
+        Whose daemon it is.
+    url
+        Where it listens.
+    login
+        URL for a browser; whoever has it may act. Null of a forwarder.
+    pid
+        Its process.
+    history
+        The history file; null of a forwarder.
+    forwards_to
+        URL of the daemon above; null where there is none.
+    """
+
+    job: str
+    url: str
+    login: str | None
+    pid: int
+    history: str | None
+    forwards_to: str | None
+
+
+def serve(
+    *,
+    job: Annotated[
+        str | None, Parameter(help="Whose daemon it is; CKPTD_JOB, or default.", show_default=False)
+    ] = None,
+    bind: Annotated[
+        str, Parameter(help="Address to listen at; other than loopback needs CKPTD_SECRET.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port; 0 takes any that is free.")] = 0,
+    name: Annotated[
+        tuple[str, ...],
+        Parameter(help="Name under which browsers may reach it; may be repeated."),
+    ] = (),
+    history: Annotated[
+        Path | None, Parameter(help="History file; in the run folder by default.")
+    ] = None,
+    events: Annotated[
+        tuple[str, ...], Parameter(help="Folder with recorded events of saves; may be repeated.")
+    ] = (),
+    floor: Annotated[
+        tuple[str, ...],
+        Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
+    ] = (),
+    webhook: Annotated[str | None, Parameter(help="URL that incidents are POSTed to.")] = None,
+    metrics_open: Annotated[bool, flag("Tell /metrics without a token also off loopback.")] = False,
+    forward_to: Annotated[
+        str | None, Parameter(help="Be a forwarder: join sheets and send them to this daemon.")
+    ] = None,
+    linger: Annotated[
+        float | None, Parameter(help="End when no agent was heard of for so many seconds.")
+    ] = None,
+    simulate: Annotated[
+        int | None, Parameter(help="Show a job of so many ranks that does not exist.")
+    ] = None,
+    fault: Annotated[
+        tuple[str, ...],
+        Parameter(help="Fault of the simulated job: KIND:RANK or KIND:RANK@SECONDS."),
+    ] = (),
+    json: Json = False,
+) -> int:
+    """Run a job's daemon in the foreground until TERM or INT.
+
+    It prints a URL with a token: whoever has it may read and act. Agents find the daemon of their
+    job on this machine by themselves.
+    """
+    _need_packages()
+    if fault and simulate is None:
+        raise UsageError("--fault needs --simulate", kind="bad-argument", where="--fault")
+    job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulate else "default")
+    secret = _secret(job, bind)
+    with ExitStack() as stack:
+        from ckptd.daemon.server import listen_at
+
+        sock = stack.enter_context(listen_at(bind, port))
+        if forward_to is not None:
+            return _forward(stack, sock, job, secret, forward_to, name, json)
+        from ckptd.daemon.service import Setup
+
+        setup = Setup(
+            job=job,
+            secret=secret,
+            history=history or run_folder() / "none",
+            settings=_settings(floor),
+            events=events,
+            webhook=webhook,
+            webhook_key=os.environ.get(HOOK_VARIABLE, "").encode() or secret,
+        )
+        access = _access(job, secret, bind, name, metrics_open)
+        return _serve(stack, sock, setup, access, history is None, linger, simulate, fault, json)
+
+
+def _serve(
+    stack: ExitStack,
+    sock: socket.socket,
+    setup: Setup,
+    access: Access,
+    usual: bool,
+    linger: float | None,
+    simulate: int | None,
+    fault: tuple[str, ...],
+    json: bool,
+) -> int:
+    from ckptd.daemon.app import make_app
+    from ckptd.daemon.place import Address, DaemonPlace
+    from ckptd.daemon.server import Serving, url_of
+    from ckptd.daemon.service import Service
+
+    place = DaemonPlace(setup.job)
+    stack.enter_context(place.held())
+    if usual:
+        setup = replace(setup, history=place.history)
+    service = Service(setup)
+    stack.callback(service.close)
+    address = Address(
+        job=setup.job,
+        url=url_of(sock),
+        token=access.token,
+        pid=os.getpid(),
+        history=str(setup.history),
+    )
+    serving = Serving(
+        make_app(service, access),
+        sock,
+        started=service.start,
+        ending=service.hub.close,
+        idle=_idle(service, linger),
+    )
+    if simulate is not None:
+        _simulate(stack, service, simulate, fault)
+    place.write(address)
+    _announce(address, json)
+    serving.run()
+    return 0
+
+
+def _simulate(stack: ExitStack, service: Service, ranks: int, fault: tuple[str, ...]) -> None:
+    from ckptd.daemon.simulated import Feeder, Simulation, mesh_for, parse_fault
+
+    mesh = mesh_for(ranks)
+    simulation = Simulation(
+        service.setup.job,
+        mesh,
+        [parse_fault(text) for text in fault],
+        nodes_per_sheet=1 if mesh.nodes <= 64 else 32,
+    )
+    feeder = Feeder(simulation, service.ingest.hand_in)
+    stack.callback(feeder.close)
+
+
+def _forward(
+    stack: ExitStack,
+    sock: socket.socket,
+    job: str,
+    secret: bytes,
+    above: str,
+    name: tuple[str, ...],
+    json: bool,
+) -> int:
+    from ckptd.daemon.forward import Forwarder
+    from ckptd.daemon.server import Serving, url_of
+
+    forwarder = Forwarder(job, secret, above)
+    stack.callback(forwarder.close)
+    access = _access(job, secret, sock.getsockname()[0], name, False)
+    serving = Serving(
+        forwarder.app(access),
+        sock,
+        started=lambda _: forwarder.start(),
+        ending=lambda: None,
+    )
+    url = url_of(sock)
+    if json:
+        print_document(
+            ServeDocument(
+                job=job, url=url, login=None, pid=os.getpid(), history=None, forwards_to=above
+            )
+        )
+    else:
+        print(f"forwarder of {job}: {url} to {above}")
+    print(end="", flush=True)
+    serving.run()
+    return 0
+
+
+def _announce(address: Address, json: bool) -> None:
+    if json:
+        print_document(
+            ServeDocument(
+                job=address.job,
+                url=address.url,
+                login=address.login,
+                pid=address.pid,
+                history=address.history,
+                forwards_to=None,
+            )
+        )
+    else:
+        print(f"daemon of {address.job}: {address.login}")
+    print(end="", flush=True)  # whoever started it waits for this
+
+
+def _idle(service: Service, linger: float | None) -> Callable[[], bool]:
+    heard = time.monotonic()
+    taken = 0
+
+    def idle() -> bool:
+        nonlocal heard, taken
+        now = service.ingest.counts.taken["sheet"]
+        if now != taken:
+            heard, taken = time.monotonic(), now
+        return linger is not None and taken > 0 and time.monotonic() - heard > linger
+
+    return idle
+
+
+def _need_packages() -> None:
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"the daemon needs {package.replace('_', '-')}, which is not installed",
+                kind="missing-package",
+                hint="pip install 'ckptd[monitor]'",
+            )
+
+
+def _secret(job: str, bind: str) -> bytes:
+    from ckptd.daemon.access import is_loopback
+
+    if not is_loopback(bind):
+        if not os.environ.get(SECRET_VARIABLE):
+            raise RefusedError(
+                "others could reach the daemon, and no secret is set",
+                kind="no-secret",
+                where=bind,
+                hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
+            )
+        note("messages are signed and not encrypted: who sees the network reads them")
+    return job_secret(job, run_folder())
+
+
+def _access(
+    job: str, secret: bytes, bind: str, names: tuple[str, ...], metrics_open: bool
+) -> Access:
+    from ckptd.daemon.access import Access, is_loopback
+
+    return Access(
+        token=access_token(secret),
+        job=job,
+        metrics_open=metrics_open or is_loopback(bind),
+        names=frozenset(n.lower() for n in names),
+    )
+
+
+def _settings(floors: tuple[str, ...]) -> WatchSettings:
+    from ckptd.monitor.limits import Limits
+    from ckptd.monitor.view import Phase
+    from ckptd.monitor.watchsettings import WatchSettings
+
+    chosen = dict(Limits().floors)
+    for text in floors:
+        phase, _, seconds = text.partition("=")
+        try:
+            value = float(seconds)
+            chosen[Phase[phase.upper()]] = value
+        except (ValueError, KeyError):
+            value = -1.0
+        if not 0 < value < 1e6:
+            raise UsageError(
+                "not the least time-out of a phase",
+                kind="bad-argument",
+                where="--floor",
+                wanted=f"PHASE=SECONDS, with one of {', '.join(p.name.lower() for p in Phase)}",
+                found=text,
+            )
+    return WatchSettings(limits=Limits(floors=chosen))

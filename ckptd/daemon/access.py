@@ -1,0 +1,186 @@
+"""Who may ask the daemon for what: names of the host, origins, the token and its cookie."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ckptd.daemon.bodies import refusal
+from ckptd.errors import CkptdError, RefusedError
+from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
+
+__all__ = ["LOGIN_PATH", "Access", "Guard", "is_loopback"]
+
+LOGIN_PATH = "/api/v1/login"
+_API = "/api/"
+_OPEN = frozenset({"/healthz", CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH, LOGIN_PATH})
+_COOKIE_S = 30 * 86400
+
+_POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    b"font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; "
+    b"form-action 'self'; frame-ancestors 'none'"
+)
+_HEADERS = [
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen at is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is asked for at the door.
+
+    Attributes
+    ----------
+    token
+        Says that a person or script may read and act.
+    job
+        Names the cookie: those of one host are shared by all its ports.
+    metrics_open
+        Whether ``/metrics`` is told without a token.
+    names
+        Names of the host, besides addresses and its own, under which browsers may reach it.
+    """
+
+    token: str
+    job: str
+    metrics_open: bool = True
+    names: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie of those who have logged in."""
+        return f"ckptd_{hashlib.sha256(self.job.encode()).hexdigest()[:8]}"
+
+    @property
+    def session(self) -> str:
+        """Value of the cookie; it is not the token."""
+        return hmac.new(self.token.encode(), b"session", hashlib.sha256).hexdigest()
+
+    def admit(self, response: Response, secure: bool) -> None:
+        """Set the cookie of those who have shown the token."""
+        response.set_cookie(
+            self.cookie,
+            self.session,
+            max_age=_COOKIE_S,
+            httponly=True,
+            samesite="strict",
+            secure=secure,
+        )
+
+    def is_token(self, text: str) -> bool:
+        """Whether `text` is the token; takes as long whatever it is."""
+        return hmac.compare_digest(text.encode(errors="replace"), self.token.encode())
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that may not be answered.
+
+        Raises
+        ------
+        RefusedError
+            kind ``bad-host``, ``bad-origin`` or ``no-token``.
+        """
+        host = request.headers.get("host", "")
+        if not self._known(host):
+            raise RefusedError(
+                "the daemon is not known by that name",
+                kind="bad-host",
+                found=host[:100],
+                hint="ckptd serve --name NAME allows one",
+            )
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise RefusedError("another site sent this", kind="bad-origin", found=origin[:100])
+        if not self._open(request) and not self._shown(request, acts=request.method != "GET"):
+            raise RefusedError(
+                "this needs the token",
+                kind="no-token",
+                where=request.url.path[:100],
+                hint="log in with the URL that ckptd serve prints, or send"
+                " Authorization: Bearer TOKEN",
+            )
+
+    def _known(self, host: str) -> bool:
+        """Whether a Host header is ours: a name of a stranger may lead here by its DNS alone."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            ipaddress.ip_address(name)
+        except ValueError:
+            return (
+                name in {"localhost", socket.gethostname().lower(), *self.names}
+                if host
+                else (False)
+            )
+        return True
+
+    def _open(self, request: Request) -> bool:
+        path = request.url.path
+        if path == "/metrics":
+            return self.metrics_open
+        return path in _OPEN or not path.startswith(_API)
+
+    def _shown(self, request: Request, acts: bool) -> bool:
+        given = request.headers.get("authorization", "")
+        if given.lower().startswith("bearer "):
+            return self.is_token(given[7:].strip())
+        if acts and "origin" not in request.headers:
+            return False  # a cookie alone does not say which page sent it
+        try:
+            found = SimpleCookie(request.headers.get("cookie", "")[:4096]).get(self.cookie)
+        except CookieError:
+            return False
+        return found is not None and hmac.compare_digest(
+            found.value.encode(errors="replace"), self.session.encode()
+        )
+
+
+class Guard:
+    """The application behind its door; sets headers that keep other sites out of the page."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_HEADERS]
+            await send(message)
+
+        try:
+            self._access.check(Request(scope))
+        except CkptdError as error:
+            await refusal(error)(scope, receive, guarded)
+            return
+        except ValueError:  # a Host or Origin that cannot be taken apart
+            await refusal(RefusedError("not a request for here", kind="bad-host"))(
+                scope, receive, guarded
+            )
+            return
+        await self._app(scope, receive, guarded)

@@ -1,0 +1,358 @@
+"""The HTTP API, version 1, and the web page: see docs/reference/api.md."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from ckptd.daemon.access import LOGIN_PATH, Access, Guard
+from ckptd.daemon.bodies import document, read_body, refusal
+from ckptd.daemon.columns import phase_name
+from ckptd.daemon.exposition import exposition
+from ckptd.daemon.history import SERIES
+from ckptd.daemon.live import Streaming
+from ckptd.daemon.service import Service, page_folder
+from ckptd.daemon.shown import shown
+from ckptd.daemon.trace import (
+    call_document,
+    chrome_trace,
+    parse_ranks,
+    recent_calls,
+    timeline,
+)
+from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.monitor.job import NO_EXIT
+from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
+from ckptd.monitor.stats import Array
+
+__all__ = ["Api", "make_app"]
+
+V1 = "/api/v1"
+_SMALL_BODY = 16 << 10
+_MOST_NOTE = 2000
+_SHOWN_CALLS = 64
+_ANSWER_S = 30.0
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+
+class Api:
+    """Endpoints for people and scripts.
+
+    Parameters
+    ----------
+    service
+        What is told.
+    access
+        Who may log in.
+    """
+
+    def __init__(self, service: Service, access: Access) -> None:
+        self._service = service
+        self._access = access
+
+    def routes(self) -> list[BaseRoute]:
+        """Return all routes but the page's."""
+        s = self._service
+        gets: Mapping[str, Endpoint] = {
+            "/job": self._job,
+            "/ranks": self._ranks,
+            "/ranks/{rank:int}": self._rank,
+            "/links": self._links,
+            "/collectives": self._collectives,
+            "/trace": self._trace,
+            "/checkpoints": self._checkpoints,
+            "/incidents": self._incidents,
+            "/incidents/{ident}": self._incident,
+            "/elastic": self._elastic,
+            "/history": self._history,
+            "/stream": self._stream,
+        }
+        posts: Mapping[str, Endpoint] = {
+            f"{V1}/incidents/{{ident}}/ack": self._acknowledge,
+            LOGIN_PATH: self._login,
+            SHEETS_PATH: s.ingest.sheets,
+            FOUND_PATH: s.ingest.found,
+        }
+        return [
+            *(Route(V1 + path, _told(end), methods=["GET"]) for path, end in gets.items()),
+            *(Route(path, _told(end), methods=["POST"]) for path, end in posts.items()),
+            Route(CHALLENGE_PATH, s.ingest.tell_challenge, methods=["GET"]),
+            Route("/metrics", _told(self._metrics), methods=["GET"]),
+            Route("/healthz", self._health, methods=["GET"]),
+            Route("/", self._front, methods=["GET"]),
+        ]
+
+    # -- the job ----------------------------------------------------------------------------------
+
+    async def _job(self, request: Request) -> Response:
+        s = self._service
+        return document(s.summary(s.rounds.board))
+
+    async def _ranks(self, request: Request) -> Response:
+        since = _number(request, "since", None, 0, 1 << 53)
+        whole = None if since is None else int(since)
+        return document(await run_in_threadpool(self._service.ranks_document, whole))
+
+    async def _rank(self, request: Request) -> Response:
+        return document(
+            await run_in_threadpool(self._rank_document, int(request.path_params["rank"]))
+        )
+
+    def _rank_document(self, rank: int) -> dict[str, Any]:
+        s = self._service
+        board, names = s.rounds.board, s.names
+        rows = np.flatnonzero(board.job.ranks["rank"] == rank)
+        if not len(rows):
+            raise NotFoundError("no such rank reports", kind="no-such-rank", where=str(rank))
+        row = board.job.ranks[rows[0]]
+        groups = board.job.groups[board.job.groups["row"] == rows[0]]
+        calls = board.job.calls[board.job.calls["row"] == rows[0]][-_SHOWN_CALLS:]
+        code = int(row["exit_code"])
+        return {
+            "now": board.at,
+            "rank": rank,
+            "node": board.job.nodes[row["node"]],
+            "alive": bool(row["alive"]),
+            "exit_code": None if code == NO_EXIT else code,
+            "state": row["state"].decode("ascii", "replace"),
+            "answers": None if row["answers"] < 0 else bool(row["answers"]),
+            "phase": phase_name(int(row["phase"])),
+            "step": int(row["step"]),
+            "steps_done": int(row["steps_done"]),
+            "heartbeat_age_s": float(row["heartbeat"]),
+            "progress_age_s": float(row["idle"]),
+            "pending_age_s": float(row["pending_age"]),
+            "self_s": board.self_s.get(rank),
+            "groups": [_group(g, s) for g in groups],
+            "calls": [call_document(c, names, board.at) for c in calls],
+            "stack": self._stack(rank),
+        }
+
+    def _stack(self, rank: int) -> dict[str, Any] | None:
+        """Return the rank's newest stack, of whichever incident asked for it."""
+        for incident in reversed(self._service.rounds.board.incidents):
+            if rank in incident.stacks:
+                return {"incident": incident.id, **msgspec.to_builtins(incident.stacks[rank])}
+        return None
+
+    async def _links(self, request: Request) -> Response:
+        s = self._service
+        return document(s.links_document(s.rounds.board))
+
+    async def _elastic(self, request: Request) -> Response:
+        return document(self._service.generations.document())
+
+    async def _checkpoints(self, request: Request) -> Response:
+        return document(await run_in_threadpool(self._service.checkpoints.document))
+
+    async def _history(self, request: Request) -> Response:
+        what = request.query_params.get("what", "step")
+        if what not in SERIES:
+            raise _bad("what", ", ".join(SERIES), what)
+        seconds = _number(request, "seconds", 3600, 1, 4e8) or 0.0
+        points = int(_number(request, "points", 1000, 1, 10_000) or 1)
+        series = await run_in_threadpool(
+            self._service.history.series, what, time.time() - seconds, points
+        )
+        return document({"what": what, "now": time.time(), **series})
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def _collectives(self, request: Request) -> Response:
+        seconds = _number(request, "seconds", 10, 0.1, 3600) or 0.0
+        limit = int(_number(request, "limit", 5000, 1, 100_000) or 1)
+        ranks = self._ranks_asked(request)
+        return document(await run_in_threadpool(self._timeline, ranks, seconds, limit))
+
+    def _timeline(self, ranks: Array, seconds: float, limit: int) -> dict[str, Any]:
+        s = self._service
+        now, epoch = time.monotonic(), time.time() - time.monotonic()
+        calls = recent_calls(s.tape.since(now - seconds), ranks, now - seconds)
+        return {"now": now + epoch, **timeline(calls, s.names, epoch, limit)}
+
+    async def _trace(self, request: Request) -> Response:
+        seconds = _number(request, "seconds", 30, 0.1, 3600) or 0.0
+        ranks = self._ranks_asked(request)
+        body = await run_in_threadpool(self._trace_document, ranks, seconds)
+        answer = document(body)
+        answer.headers["content-disposition"] = 'attachment; filename="trace.json"'
+        return answer
+
+    def _trace_document(self, ranks: Array, seconds: float) -> dict[str, Any]:
+        s = self._service
+        now = time.monotonic()
+        calls = recent_calls(s.tape.since(now - seconds), ranks, now - seconds)
+        with s.rounds.ranks_lock:
+            table, nodes = s.rounds.ranks.table, list(s.rounds.ranks.nodes)
+        where = {int(r["rank"]): nodes[r["node"]] for r in table}
+        return chrome_trace(calls, s.names, where, now)
+
+    def _ranks_asked(self, request: Request) -> Array:
+        text = request.query_params.get("ranks")
+        if text:
+            return parse_ranks(text)
+        known: Array = self._service.rounds.ranks.table["rank"]
+        return known[:64]
+
+    # -- incidents --------------------------------------------------------------------------------
+
+    async def _incidents(self, request: Request) -> Response:
+        state = request.query_params.get("state") or None
+        if state not in (None, "open", "closed"):
+            raise _bad("state", "open or closed", str(state))
+        limit = int(_number(request, "limit", 100, 1, 1000) or 1)
+        before = _number(request, "before", None, 0, 1e12)
+        s = self._service
+        found = await run_in_threadpool(s.incidents, state, before, limit)
+        return document({"incidents": [shown(i, s.names) for i in found]})
+
+    async def _incident(self, request: Request) -> Response:
+        s = self._service
+        found = await run_in_threadpool(s.incident, request.path_params["ident"])
+        return document(shown(found, s.names, evidence=True))
+
+    async def _acknowledge(self, request: Request) -> Response:
+        body = await _json_body(request)
+        note = body.get("note", "")
+        if not isinstance(note, str) or len(note) > _MOST_NOTE:
+            raise _bad("note", f"text of at most {_MOST_NOTE} characters", "something else")
+        future = self._service.acknowledge(request.path_params["ident"], note)
+        async with asyncio.timeout(_ANSWER_S):
+            incident = await asyncio.wrap_future(future)
+        return document(shown(incident, self._service.names))
+
+    # -- the rest ---------------------------------------------------------------------------------
+
+    async def _stream(self, request: Request) -> Response:
+        return Streaming(self._service.hub, request, self._service.first_events)
+
+    async def _metrics(self, request: Request) -> Response:
+        body, media = await run_in_threadpool(exposition, self._service)
+        return Response(body, 200, {"cache-control": "no-store", "content-type": media})
+
+    async def _health(self, request: Request) -> Response:
+        alive = self._service.rounds.alive
+        return document({"healthy": alive}, 200 if alive else 503)
+
+    async def _login(self, request: Request) -> Response:
+        token = (await _json_body(request)).get("token")
+        if not isinstance(token, str) or not self._access.is_token(token):
+            return document({"error": {"kind": "no-token", "message": "not the token"}}, 401)
+        answer = document({"job": self._service.setup.job})
+        self._access.admit(answer, request.url.scheme == "https")
+        return answer
+
+    async def _front(self, request: Request) -> Response:
+        token = request.query_params.get("token")
+        if token is None:
+            page = await StaticFiles(directory=page_folder()).get_response(
+                "index.html", request.scope
+            )
+            page.headers["cache-control"] = "no-cache"
+            return page
+        # The token leaves the address line, and with it the history of the browser.
+        answer = RedirectResponse("/", 303)
+        if self._access.is_token(token):
+            self._access.admit(answer, request.url.scheme == "https")
+        return answer
+
+
+class _Page(StaticFiles):
+    """Files of the page; asked for anew at each visit, as an update may have changed them."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        answer = super().file_response(*args, **kwargs)
+        answer.headers["cache-control"] = "no-cache"
+        return answer
+
+
+def make_app(service: Service, access: Access) -> ASGIApp:
+    """Return the whole application behind its door."""
+    routes = Api(service, access).routes()
+    app = Starlette(
+        routes=[*routes, Mount("/", _Page(directory=page_folder()))],
+        exception_handlers={HTTPException: _plain_error},
+    )
+    return Guard(app, access)
+
+
+async def _plain_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    kind = {404: "not-found", 405: "no-method"}.get(status, "http")
+    return document({"error": {"kind": kind, "message": "nothing is told here"}}, status)
+
+
+def _told(endpoint: Endpoint) -> Endpoint:
+    """Return `endpoint` with errors of ours as answers."""
+
+    @functools.wraps(endpoint)
+    async def wrapped(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except CkptdError as error:
+            return refusal(error)
+        except TimeoutError:
+            return document({"error": {"kind": "busy", "message": "the daemon is busy"}}, 503)
+
+    return wrapped
+
+
+async def _json_body(request: Request) -> dict[str, Any]:
+    body = await read_body(request, _SMALL_BODY)
+    try:
+        return msgspec.json.decode(body or b"{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _bad("the body", "a JSON object", "something else") from error
+
+
+def _number(
+    request: Request, name: str, default: float | None, low: float, high: float
+) -> float | None:
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise _bad(name, f"a number from {low:g} to {high:g}", text)
+    return value
+
+
+def _bad(where: str, wanted: str, found: str) -> UsageError:
+    return UsageError(
+        "the request cannot be read",
+        kind="bad-request",
+        where=where,
+        wanted=wanted,
+        found=found[:100],
+    )
+
+
+def _group(row: Any, service: Service) -> dict[str, Any]:
+    ident = int(row["group"])
+    return {
+        "id": f"{ident:016x}",
+        "name": service.names.group(ident),
+        "kind": service.names.kind(ident),
+        "size": int(row["size"]),
+        "entered": int(row["entered"]),
+        "completed": int(row["completed"]),
+    }

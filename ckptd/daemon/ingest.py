@@ -1,0 +1,177 @@
+"""Takes what agents send if it is signed, whole, of this job and new; counts what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ckptd.daemon.bodies import Hold, document, read_body, refusal
+from ckptd.daemon.tape import Frame, Tape
+from ckptd.errors import CkptdError, RefusedError
+from ckptd.monitor.sheet import (
+    Found,
+    Orders,
+    Sheet,
+    SheetLimits,
+    pack,
+    unpack,
+    unpack_found,
+)
+from ckptd.monitor.signing import MAC_HEADER, check_request, new_challenge, sign_answer
+from ckptd.monitor.watch import Watch
+
+__all__ = ["Counts", "Ingest", "take_into"]
+
+MEDIA = "application/msgpack"
+_MOST_SOURCES = 1 << 16
+
+
+@dataclass
+class Counts:
+    """What came in: by ``sheet`` and ``found``, and what was refused by kind of error."""
+
+    taken: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+class Ingest:
+    """The endpoints of agents.
+
+    Parameters
+    ----------
+    job
+        Whose messages are taken.
+    secret
+        The job's.
+    call
+        Hands work to the thread that owns what messages go into; see `Rounds.call`.
+    take
+        What is done there with a checked message; returns the orders for its sender.
+    tape
+        Keeps what was taken.
+    limits
+        The most that a message may hold.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        secret: bytes,
+        call: Callable[[Callable[[float], Orders]], Future[Orders]],
+        take: Callable[[Sheet | Found, float], Orders],
+        tape: Tape,
+        limits: SheetLimits | None = None,
+    ) -> None:
+        self.challenge = new_challenge()
+        self.counts = Counts()
+        self._job = job
+        self._secret = secret
+        self._call = call
+        self._take = take
+        self._tape = tape
+        self._limits = limits or SheetLimits(packed=8 << 20, unpacked=64 << 20)
+        self._hold = Hold(8 * self._limits.packed)
+        self._newest: OrderedDict[tuple[str, str], int] = OrderedDict()
+
+    async def tell_challenge(self, request: Request) -> Response:
+        """Answer GET /challenge."""
+        return document({"challenge": self.challenge, "job": self._job})
+
+    async def sheets(self, request: Request) -> Response:
+        """Answer POST /sheets."""
+        return await self._post(request, "sheet")
+
+    async def found(self, request: Request) -> Response:
+        """Answer POST /found."""
+        return await self._post(request, "found")
+
+    async def _post(self, request: Request, kind: str) -> Response:
+        mac = request.headers.get(MAC_HEADER)
+        try:
+            self._glance(mac)
+            body = await read_body(request, self._limits.packed, self._hold)
+            check_request(mac, self._secret, request.method, request.url.path, self.challenge, body)
+            orders = await asyncio.wrap_future(self.hand_in(kind, body))
+        except CkptdError as error:
+            self.counts.refused[error.kind] += 1
+            more = {"challenge": self.challenge} if error.kind == "stale-mac" else {}
+            return refusal(error, **more)
+        answer = pack(orders)
+        return Response(
+            answer, 200, {MAC_HEADER: sign_answer(self._secret, mac or "", answer)}, MEDIA
+        )
+
+    def hand_in(self, kind: str, body: bytes) -> Future[Orders]:
+        """Have the bytes of a ``sheet`` or ``found`` checked and taken; they are trusted as signed.
+
+        Raises
+        ------
+        TransientStoreError
+            kind ``busy``: too much waits. What is wrong with the message itself is the future's.
+        """
+        return self._call(self._taking(kind, body))
+
+    def _glance(self, mac: str | None) -> None:
+        """Refuse what cannot be signed, before a byte of its body is read."""
+        words = (mac or "").split(" ")
+        if len(words) != 3 or words[1] != self.challenge:
+            check_request(mac, self._secret, "", "", self.challenge, b"")
+
+    def _taking(self, kind: str, body: bytes) -> Callable[[float], Orders]:
+        """Return the work on one message, for the thread that owns the watch."""
+
+        def work(now: float) -> Orders:
+            message: Sheet | Found
+            if kind == "sheet":
+                message = unpack(body, self._limits)
+            else:
+                message = unpack_found(body, self._limits)
+            self._check_new(kind, message)
+            orders = self._take(message, now)
+            self._remember(kind, message)
+            self._tape.add(Frame(now, kind, body))
+            self.counts.taken[kind] += 1
+            self.counts.bytes[kind] += len(body)
+            return orders
+
+        return work
+
+    def _check_new(self, kind: str, message: Sheet | Found) -> None:
+        if message.job != self._job:
+            raise RefusedError(
+                "this is of another job",
+                kind="other-job",
+                wanted=self._job,
+                found=message.job,
+            )
+        newest = self._newest.get((kind, message.source), -1)
+        if message.number <= newest:
+            raise RefusedError(
+                "this message came before",
+                kind="old-sheet",
+                where=message.source,
+                wanted=f"a number above {newest}",
+                found=message.number,
+            )
+
+    def _remember(self, kind: str, message: Sheet | Found) -> None:
+        self._newest[kind, message.source] = message.number
+        self._newest.move_to_end((kind, message.source))
+        while len(self._newest) > _MOST_SOURCES:
+            self._newest.popitem(last=False)
+
+
+def take_into(watch: Watch, message: Sheet | Found, now: float) -> Orders:
+    """Give a message to a watch, and return the orders for its sender."""
+    if isinstance(message, Sheet):
+        watch.take(message, now)
+    else:
+        watch.take_found(message, now)
+    return watch.orders(message.source, now)

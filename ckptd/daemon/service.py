@@ -1,0 +1,343 @@
+"""All parts of a daemon together: what a round's outcome is handed to, and what HTTP reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptd import __version__
+from ckptd.daemon.bodies import json_bytes
+from ckptd.daemon.checkpoints import Checkpoints
+from ckptd.daemon.columns import Ranks
+from ckptd.daemon.generations import Generations
+from ckptd.daemon.history import History
+from ckptd.daemon.ingest import Ingest, take_into
+from ckptd.daemon.live import Event, Hub
+from ckptd.daemon.mesh import mesh_of
+from ckptd.daemon.names import Names
+from ckptd.daemon.rounds import Board, Rounds, times_of
+from ckptd.daemon.shown import essence, from_stored, shown, to_stored
+from ckptd.daemon.summary import Goodput, summary
+from ckptd.daemon.tape import Tape
+from ckptd.daemon.webhook import Webhook
+from ckptd.errors import NotFoundError
+from ckptd.monitor.incident import Changes, Incident
+from ckptd.monitor.sheet import Found, Orders, Sheet
+from ckptd.monitor.watch import Watch
+from ckptd.monitor.watchsettings import WatchSettings
+
+__all__ = ["Service", "Setup"]
+
+_TELL_S = 1.0
+_KEEP_S = 10.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a daemon is told at its start.
+
+    Attributes
+    ----------
+    job, secret
+        Whose daemon it is.
+    history
+        The history file.
+    settings
+        Of the watch.
+    events
+        Folders with recorded events of saves.
+    webhook, webhook_key
+        Where incidents are sent, and what signs them; no URL for nowhere.
+    tape_bytes
+        What the last messages may take in memory.
+    history_bytes
+        What the history may take on the disk.
+    """
+
+    job: str
+    secret: bytes
+    history: Path
+    settings: WatchSettings = field(default_factory=WatchSettings)
+    events: Sequence[str] = ()
+    webhook: str | None = None
+    webhook_key: bytes = b""
+    tape_bytes: int = 64 << 20
+    history_bytes: int = 256 << 20
+
+
+class Service:
+    """A daemon without its HTTP server.
+
+    Parameters
+    ----------
+    setup
+        What it is told.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.up_since = time.time()
+        self.history = History(setup.history, setup.history_bytes)
+        if self.history.set_aside is not None:
+            _say(f"the history was damaged; it is now {self.history.set_aside}")
+        self.tape = Tape(setup.tape_bytes)
+        self.hub = Hub()
+        self.goodput = Goodput()
+        self.checkpoints = Checkpoints(setup.events)
+        self.generations = Generations(self.history)
+        self.webhook = Webhook(setup.webhook, setup.webhook_key) if setup.webhook else None
+        watch = Watch(
+            setup.job,
+            setup.settings,
+            epoch=time.time() - time.monotonic(),
+            incidents=self._remembered(),
+        )
+        self.names = Names(watch.sources.names, watch.sources.texts)
+        self.members = watch.sources.members
+        self.rounds = Rounds(watch, self._on_round)
+        self.ingest = Ingest(setup.job, setup.secret, self._call, self._take(watch), self.tape)
+        self.verdicts: Counter[tuple[str, str, str]] = Counter()
+        self.latencies: list[float] = []
+        self._told: dict[str, tuple[object, ...]] = {}
+        self._kept_at: dict[str, float] = {}
+        self._tell_at = 0.0
+        self._told_revision = 0
+        self._mesh_of: tuple[int, int] = (-1, -1)
+        self._mesh: dict[str, Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _remembered(self) -> list[Incident]:
+        found = [from_stored(data) for data in self.history.incidents(limit=1000)]
+        return sorted((i for i in found if i is not None), key=lambda i: i.opened_at)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin rounds; events are published in `loop`."""
+        self._loop = loop
+        self.rounds.start()
+
+    def close(self) -> None:
+        """End in good order: the round at hand, then webhook and history."""
+        self._loop = None
+        self.rounds.close()
+        if self.webhook is not None:
+            self.webhook.close()
+        self.history.close()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _call(self, work: Callable[[float], Orders]) -> Future[Orders]:
+        return self.rounds.call(lambda _watch, now: work(now))
+
+    def _take(self, watch: Watch) -> Callable[[Sheet | Found, float], Orders]:
+        def take(message: Sheet | Found, now: float) -> Orders:
+            orders = take_into(watch, message, now)
+            if isinstance(message, Sheet):
+                self.generations.see(message)
+            return orders
+
+        return take
+
+    def acknowledge(self, ident: str, note: str) -> Future[Incident]:
+        """Note that a person has seen an incident; NotFoundError, kind ``no-incident``."""
+
+        def work(watch: Watch, now: float) -> Incident:
+            incident = watch.acknowledge(ident, note, now)
+            self._keep(incident)
+            self._publish_incident(self.rounds.board, incident)
+            return incident
+
+        return self.rounds.call(work)
+
+    # -- after a round ----------------------------------------------------------------------------
+
+    def _on_round(self, board: Board, changes: Changes) -> None:
+        self.goodput.add(board)
+        self.generations.judge(board)
+        for incident in (*changes.opened, *changes.updated, *changes.closed):
+            self._changed(board, incident, opened=incident in changes.opened)
+        for name, incidents in (("opened", changes.opened), ("closed", changes.closed)):
+            for incident in incidents:
+                self._send(name, incident)
+        if board.now >= self._tell_at or changes.opened or changes.closed:
+            self._tell_at = board.now + _TELL_S
+            self._keep_round(board)
+            self._publish(board)
+
+    def _changed(self, board: Board, incident: Incident, opened: bool) -> None:
+        if opened:
+            self.verdicts[str(incident.kind), incident.action, str(incident.enforced).lower()] += 1
+            self.latencies = [*self.latencies[-9999:], incident.latency_s]
+        new = essence(incident)
+        news = self._told.get(incident.id) != new
+        if news or board.now - self._kept_at.get(incident.id, 0.0) > _KEEP_S:
+            self._keep(incident)
+            self._kept_at[incident.id] = board.now
+            self._told[incident.id] = new
+            self._publish_incident(board, incident)
+        if incident.state == "closed":
+            self._told.pop(incident.id, None)
+            self._kept_at.pop(incident.id, None)
+
+    def _keep(self, incident: Incident) -> None:
+        self.history.put_incident(
+            incident.id, incident.opened_at, incident.state, to_stored(incident)
+        )
+
+    def _keep_round(self, board: Board) -> None:
+        ranks = board.job.ranks
+        steps = ranks["step"][ranks["step"] >= 0]
+        median, largest = times_of(self.rounds.ranks.table["self_s"])
+        self.history.put_round(
+            board.at,
+            {
+                "step_min": float(steps.min()) if len(steps) else float("nan"),
+                "step_max": float(steps.max()) if len(steps) else float("nan"),
+                "world": board.job.world,
+                "reporting": len(ranks),
+                "silent_agents": sum(a.silent for a in board.agents),
+                "self_median": median,
+                "self_max": largest,
+                "round_ms": board.round_ms,
+                "open_incidents": len(board.open),
+            },
+        )
+
+    def _send(self, name: str, incident: Incident) -> None:
+        if self.webhook is not None:
+            self.webhook.send(
+                json_bytes(
+                    {
+                        "event": name,
+                        "job": self.setup.job,
+                        "incident": shown(incident, self.names, evidence=True),
+                    }
+                )
+            )
+
+    # -- what is told -----------------------------------------------------------------------------
+
+    def summary(self, board: Board) -> dict[str, Any]:
+        """Return what GET /job tells."""
+        return summary(
+            board,
+            name=self.setup.job,
+            version=__version__,
+            up_since=self.up_since,
+            generation=self.generations.newest,
+            goodput=self.goodput.document(),
+        )
+
+    def ranks_document(self, since: int | None = None) -> dict[str, Any]:
+        """Return what GET /ranks tells; the mesh only where all rows are told."""
+        with self.rounds.ranks_lock:
+            ranks = self.rounds.ranks
+            body = ranks.document(self.names, self.rounds.board.at, since)
+            if since is None:
+                body["mesh"] = self._mesh_now(ranks)
+        return body
+
+    def _mesh_now(self, ranks: Ranks) -> dict[str, Any] | None:
+        key = (len(self.members), len(ranks.table))
+        if key != self._mesh_of:
+            self._mesh = mesh_of(self.names, self.members, ranks.table["rank"])
+            self._mesh_of = key
+        return self._mesh
+
+    def links_document(self, board: Board) -> dict[str, Any]:
+        """Return what GET /links tells."""
+        return {
+            "nodes": board.link_nodes,
+            "edges": board.links,
+            "effects": board.link_effects,
+            "at": board.links_at,
+        }
+
+    def incidents(
+        self, state: str | None = None, before: float | None = None, limit: int = 100
+    ) -> list[Incident]:
+        """Return incidents, the newest first: those that are remembered, and older ones."""
+        found = {i.id: i for i in self.rounds.board.incidents}
+        for data in self.history.incidents(state, before, limit):
+            old = from_stored(data)
+            if old is not None:
+                found.setdefault(old.id, old)
+        chosen = [
+            i
+            for i in found.values()
+            if (state is None or i.state == state) and (before is None or i.opened_at < before)
+        ]
+        return sorted(chosen, key=lambda i: (i.opened_at, i.id), reverse=True)[:limit]
+
+    def incident(self, ident: str) -> Incident:
+        """Return one incident; NotFoundError, kind ``no-incident``."""
+        for incident in self.rounds.board.incidents:
+            if incident.id == ident:
+                return incident
+        data = self.history.incident(ident)
+        found = None if data is None else from_stored(data)
+        if found is None:
+            raise NotFoundError(
+                "no incident has that id",
+                kind="no-incident",
+                where=ident[:100],
+                hint="ckptd incidents lists them",
+            )
+        return found
+
+    def first_events(self, since: int | None) -> list[Event]:
+        """Return what a client of the stream gets at once."""
+        board = self.rounds.board
+        events = [] if since is None else self.hub.missed(since)
+        if since is None:
+            events = [self._incident_event(board, i) for i in board.open]
+        parts = (
+            ("job", self.summary(board)),
+            ("ranks", self.ranks_document(since)),
+            ("links", self.links_document(board)),
+        )
+        return [*events, *(Event(board.revision, n, json_bytes(body)) for n, body in parts)]
+
+    def _incident_event(self, board: Board, incident: Incident) -> Event:
+        return Event(board.revision, "incident", json_bytes(shown(incident, self.names)))
+
+    def _publish_incident(self, board: Board, incident: Incident) -> None:
+        self._emit(self._incident_event(board, incident), kept=True)
+
+    def _publish(self, board: Board) -> None:
+        if not len(self.hub):
+            self._told_revision = board.revision
+            return
+        mesh = self._mesh_of
+        with self.rounds.ranks_lock:
+            self._mesh_now(self.rounds.ranks)
+        since = None if mesh != self._mesh_of else self._told_revision
+        self._emit(Event(board.revision, "job", json_bytes(self.summary(board))))
+        self._emit(Event(board.revision, "ranks", json_bytes(self.ranks_document(since))))
+        if board.links_at is not None and board.at - board.links_at < 3 * _TELL_S:
+            self._emit(Event(board.revision, "links", json_bytes(self.links_document(board))))
+        self._told_revision = board.revision
+
+    def _emit(self, event: Event, kept: bool = False) -> None:
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self.hub.publish, event, kept)
+            except RuntimeError:  # the loop has ended
+                self._loop = None
+
+
+def _say(text: str) -> None:
+    print(f"ckptd: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def page_folder() -> Path:
+    """Return the folder of the web page's files."""
+    return Path(os.path.dirname(__file__)) / "page"

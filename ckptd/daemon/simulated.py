@@ -1,0 +1,353 @@
+"""A job that does not exist, fed to a daemon as real sheets: for a look, for tests, for benches.
+
+Its ranks, groups and calls come from `ckptd.monitor.simulator`; so do the faults, which begin some
+seconds after its start. What a real agent would find on orders is made up, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptd.errors import CkptdError, UsageError
+from ckptd.monitor.job import Job
+from ckptd.monitor.sheet import (
+    SHEET_RANK,
+    STEP,
+    AgentState,
+    Found,
+    GroupInfo,
+    Orders,
+    Probe,
+    ProbeResult,
+    Sheet,
+    Stack,
+    pack,
+)
+from ckptd.monitor.simulator import Fault, Mesh, Planted, own_times, play
+from ckptd.monitor.stats import Array, mix
+from ckptd.monitor.view import Phase
+
+__all__ = ["Feeder", "PlantedAt", "Simulation", "mesh_for", "parse_fault"]
+
+SLOW, SILENT, WIRE = "slow", "silent", "wire"
+_KINDS = (*(str(p) for p in Planted), SLOW, SILENT, WIRE)
+_SLOTS = ("tp", "dp", "replica", "p2p", "p2p", "p2p", "p2p")
+_OPS = ("all_reduce", "all_reduce", "barrier", "send", "send", "send", "send")
+_FIRST_STEP = 100
+_SEED = 20
+_USUAL_S = 1e-4
+
+
+@dataclass(frozen=True)
+class PlantedAt:
+    """One fault of a simulated job.
+
+    Attributes
+    ----------
+    kind
+        One of the simulator's, or ``slow`` (own time), ``silent`` (the node's agent), ``wire``
+        (all links of the node).
+    rank
+        Whose.
+    after_s
+        Seconds after the start.
+    """
+
+    kind: str
+    rank: int
+    after_s: float = 10.0
+
+
+def parse_fault(text: str) -> PlantedAt:
+    """Return the fault that ``KIND:RANK`` or ``KIND:RANK@SECONDS`` names.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: it names none.
+    """
+    found = re.fullmatch(r"([a-z]+):(\d{1,7})(?:@(\d{1,5}(?:\.\d{1,3})?))?", text)
+    if found is None or found[1] not in _KINDS:
+        raise UsageError(
+            "not a fault",
+            kind="bad-argument",
+            where="--fault",
+            wanted=f"KIND:RANK or KIND:RANK@SECONDS, with one of {', '.join(_KINDS)}",
+            found=text,
+        )
+    return PlantedAt(found[1], int(found[2]), float(found[3] or 10.0))
+
+
+def mesh_for(ranks: int) -> Mesh:
+    """Return the shape of a job of so many ranks: pipeline and tensor parallel where they fit.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: there are none, or too many.
+    """
+    if not 1 <= ranks <= 1 << 16:
+        raise UsageError(
+            "no job of that size",
+            kind="bad-argument",
+            where="--simulate",
+            wanted="1 to 65536 ranks",
+            found=ranks,
+        )
+    for pp, tp in ((8, 8), (4, 8), (2, 4), (2, 2), (1, 2)):
+        if ranks % (pp * tp) == 0 and ranks // (pp * tp) >= 2:
+            return Mesh(ranks // (pp * tp), pp, tp)
+    return Mesh(ranks)
+
+
+class Simulation:
+    """Makes the sheets of a simulated job, second by second.
+
+    Parameters
+    ----------
+    job
+        Name in the sheets.
+    mesh
+        Its shape.
+    faults
+        What is wrong with it.
+    nodes_per_sheet
+        Above 1, sheets are as forwarders send them.
+    """
+
+    def __init__(
+        self, job: str, mesh: Mesh, faults: Sequence[PlantedAt] = (), nodes_per_sheet: int = 1
+    ) -> None:
+        self.mesh = mesh
+        self._job = job
+        self._faults = faults
+        self._rng = np.random.default_rng(_SEED)
+        self._step = _FIRST_STEP
+        self._number = 0
+        self._per_sheet = nodes_per_sheet
+        names = [f"n{k}" for k in range(mesh.nodes)]
+        self._parts = [
+            names[i : i + nodes_per_sheet] for i in range(0, len(names), nodes_per_sheet)
+        ]
+        self.sources = [secrets.token_hex(8) for _ in self._parts]
+        self._groups, self._texts = _told(mesh)
+        self._to_tell = set(self.sources)
+
+    def sheets(self, elapsed_s: float) -> Iterator[tuple[str, bytes]]:
+        """Yield source and packed sheet of each source, `elapsed_s` after the start."""
+        begun = [f for f in self._faults if f.after_s <= elapsed_s]
+        stops = [f for f in begun if f.kind in set(Planted)]
+        job = self._play(stops, elapsed_s)
+        steps = self._own(begun) if not stops else None
+        silent = {f.rank // self.mesh.per_node for f in begun if f.kind == SILENT}
+        self._number += 1
+        ranks = _ranks(job, elapsed_s)
+        for part, source in enumerate(self.sources):
+            first = part * self._per_sheet * self.mesh.per_node
+            nodes = range(part * self._per_sheet, part * self._per_sheet + len(self._parts[part]))
+            if set(nodes) & silent:
+                continue
+            last = min(first + len(nodes) * self.mesh.per_node, self.mesh.ranks)
+            yield source, pack(self._sheet(part, source, job, ranks, steps, first, last))
+
+    def _play(self, stops: Sequence[PlantedAt], elapsed_s: float) -> Job:
+        if not stops:
+            self._step += 1
+            rounds = int(self._rng.integers(20, 60))
+            return play(self.mesh, (), self._rng, rounds=rounds, step=self._step, age=0.0)
+        faults = [Fault(Planted(f.kind), f.rank % self.mesh.ranks, 2) for f in stops]
+        # The same draw each second: what stands still shows the same place each time.
+        rng = np.random.default_rng(_SEED)
+        age = elapsed_s - min(f.after_s for f in stops)
+        return play(self.mesh, faults, rng, step=self._step + 1, age=age)
+
+    def _own(self, begun: Sequence[PlantedAt]) -> Array:
+        slow = [(f.rank % self.mesh.ranks, 1.6) for f in begun if f.kind == SLOW]
+        # Stages are drawn first: one seed keeps them from second to second.
+        rng = np.random.default_rng([_SEED, self._step])
+        out: Array = own_times(self.mesh, rng, 1, slow, uneven=0.02)[0]
+        return out
+
+    def _sheet(
+        self,
+        part: int,
+        source: str,
+        job: Job,
+        ranks: Array,
+        steps: Array | None,
+        first: int,
+        last: int,
+    ) -> Sheet:
+        mine = ranks[first:last].copy()
+        mine["node"] -= part * self._per_sheet
+        told = source in self._to_tell
+        self._to_tell.discard(source)
+        return Sheet(
+            job=self._job,
+            source=source,
+            number=self._number,
+            nodes=tuple(self._parts[part]),
+            agents=tuple(
+                AgentState(address=f"{n}:1", cpu_s=0.001 * self._number) for n in self._parts[part]
+            ),
+            ranks=mine.tobytes(),
+            groups=_slice(job.groups, first, last).tobytes(),
+            calls=_slice(job.calls, first, last).tobytes(),
+            steps=b"" if steps is None else _steps(steps[first:last], self._step).tobytes(),
+            members=self._told_by(first, last) if told else {},
+            texts=self._texts if told else {},
+        )
+
+    def _told_by(self, first: int, last: int) -> dict[int, GroupInfo]:
+        """Return the groups whose first member is among these ranks."""
+        return {k: info for k, info in self._groups.items() if first <= info.ranks()[0] < last}
+
+    def tell(self, source: str) -> None:
+        """Have a source tell its groups and texts again."""
+        self._to_tell.add(source)
+
+    def found(self, source: str, orders: Orders, elapsed_s: float) -> bytes | None:
+        """Return the packed findings that answer `orders`; None if nothing was ordered."""
+        if not orders.stacks and not orders.probes:
+            return None
+        slow = {
+            f"n{f.rank // self.mesh.per_node}"
+            for f in self._faults
+            if f.kind == WIRE and f.after_s <= elapsed_s
+        }
+        self._number += 1
+        return pack(
+            Found(
+                job=self._job,
+                source=source,
+                number=self._number,
+                stacks={r: Stack(text=_STACK.format(rank=r), how="py-spy") for r in orders.stacks},
+                probes=tuple(self._probed(p, slow) for p in orders.probes),
+            )
+        )
+
+    def _probed(self, probe: Probe, slow: set[str]) -> ProbeResult:
+        seconds = _USUAL_S * float(np.exp(0.05 * self._rng.standard_normal()))
+        if {probe.from_node, probe.to_node} & slow:
+            seconds *= 8
+        return ProbeResult(
+            nonce=probe.nonce, src=probe.from_node, dst=probe.to_node, seconds=seconds
+        )
+
+
+_STACK = """Thread 1 (MainThread), of simulated rank {rank}:
+    all_reduce (torch/distributed/distributed_c10d.py:2810)
+    backward (train.py:211)
+    main (train.py:340)
+"""
+
+
+def _told(mesh: Mesh) -> tuple[dict[int, GroupInfo], dict[int, str]]:
+    ids = mix(mesh.slots.ravel()).reshape(mesh.slots.shape)
+    groups: dict[int, GroupInfo] = {}
+    for slot, kind in enumerate(_SLOTS):
+        rows = np.flatnonzero(mesh.slots[:, slot] >= 0)
+        order = rows[np.argsort(mesh.slots[rows, slot], kind="stable")]
+        edges = np.flatnonzero(np.diff(mesh.slots[order, slot])) + 1
+        for members in np.split(order, edges) if len(order) else []:
+            ident = int(ids[members[0], slot])
+            before = groups.get(ident)
+            if kind == "p2p" and before is not None:
+                continue
+            word = kind if kind in ("tp", "dp") else ""
+            groups[ident] = GroupInfo.of(
+                members.tolist(), f"{kind}_{members[0]}", f"mesh_{word}" if word else kind
+            )
+        if kind == "tp" and mesh.pp > 1:
+            groups |= _stages(mesh)
+    texts = {min(slot, 3) + 1: op for slot, op in enumerate(_OPS[:4])}
+    texts |= {100 + slot: f"train.py:{200 + 10 * slot}" for slot in range(len(_SLOTS))}
+    return groups, texts
+
+
+def _stages(mesh: Mesh) -> dict[int, GroupInfo]:
+    """Return the groups of ranks along the pipeline: they make no calls, and tell the mesh."""
+    rank = np.arange(mesh.ranks).reshape(mesh.dp, mesh.pp, mesh.tp)
+    out = {}
+    for d in range(mesh.dp):
+        for t in range(mesh.tp):
+            members = rank[d, :, t].tolist()
+            ident = int(mix(np.array([6 * mesh.ranks + members[0]]))[0])
+            out[ident] = GroupInfo.of(members, f"pp_{members[0]}", "mesh_pp")
+    return out
+
+
+def _ranks(job: Job, elapsed_s: float) -> Array:
+    out = np.zeros(len(job.ranks), SHEET_RANK)
+    for name in job.ranks.dtype.names or ():
+        out[name] = job.ranks[name]
+    out["world"], out["pid"] = job.world, 1000 + out["rank"]
+    out["lived"], out["recorder"], out["written"] = elapsed_s + 60.0, 1, 1000
+    return out
+
+
+def _slice(table: Array, first: int, last: int) -> Array:
+    rows = table["row"]
+    order = table[np.argsort(rows, kind="stable")] if (np.diff(rows) < 0).any() else table
+    low, high = np.searchsorted(order["row"], [first, last])
+    out: Array = order[low:high].copy()
+    out["row"] -= first
+    return out
+
+
+def _steps(seconds: Array, step: int) -> Array:
+    out = np.zeros(len(seconds), STEP)
+    out["row"], out["step"], out["phase"] = np.arange(len(seconds)), step, Phase.TRAIN
+    out["self_s"], out["inside_s"] = seconds, 0.5
+    out["wall_s"] = out["self_s"] + out["inside_s"]
+    return out
+
+
+class Feeder:
+    """Hands a simulation's messages to a daemon in this process, once a second. To be closed."""
+
+    def __init__(
+        self, simulation: Simulation, hand_in: Callable[[str, bytes], Future[Orders]]
+    ) -> None:
+        self._simulation = simulation
+        self._hand_in = hand_in
+        self._ended = threading.Event()
+        self.failed: Counter[str] = Counter()
+        self._thread = threading.Thread(target=self._work, name="simulation", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End."""
+        self._ended.set()
+        self._thread.join(10.0)
+
+    def _work(self) -> None:
+        began = time.monotonic()
+        while not self._ended.is_set():
+            due = time.monotonic() + 1.0
+            elapsed = time.monotonic() - began
+            for source, body in self._simulation.sheets(elapsed):
+                self._exchange(source, body, elapsed)
+            self._ended.wait(max(due - time.monotonic(), 0.05))
+
+    def _exchange(self, source: str, body: bytes, elapsed: float) -> None:
+        try:
+            orders = self._hand_in("sheet", body).result(30.0)
+            if orders.tell:
+                self._simulation.tell(source)
+            found = self._simulation.found(source, orders, elapsed)
+            if found is not None:
+                self._hand_in("found", found).result(30.0)
+        except CkptdError as error:
+            self.failed[error.kind] += 1
+        except (TimeoutError, CancelledError):
+            self.failed["late"] += 1
