@@ -1,7 +1,6 @@
 """Communicator health: what each rank shows, and what is wrong with whom.
 
-`attach`, `detach`, `step` and `phase` belong to a training program: they need torch, and are
-imported on first use.
+What is public here belongs to a training program: it needs torch, and is imported on first use.
 """
 
 from __future__ import annotations
@@ -11,13 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.train.recorder import attach, detach, phase, step
+    from ckptd.train.recorder_replicas import check_replicas, watch_gradients
 
-__all__ = ["attach", "detach", "phase", "step"]
+__all__ = ["attach", "check_replicas", "detach", "phase", "step", "watch_gradients"]
+
+_OF_REPLICAS = {"check_replicas", "watch_gradients"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module("ckptd.train.recorder"), name)
+    module = "recorder_replicas" if name in _OF_REPLICAS else "recorder"
+    value: object = getattr(importlib.import_module(f"ckptd.train.{module}"), name)
     globals()[name] = value
     return value
