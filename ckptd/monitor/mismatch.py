@@ -74,12 +74,13 @@ def _signatures(rows: Array, starts: Array, sizes: Array) -> Array:
 
 def _verdict(job: Job, limits: Limits, kind: Kind, calls: Array, values: Array) -> Verdict | None:
     size = _size(job, int(calls["group"][0]), len(calls))
-    odd = minority(values, size)
+    voting = size - _passed(job, calls)
+    odd = minority(values, voting)
     age = float(-calls["start"].min())
-    if odd is None and len(calls) < size and age < limits.majority_wait:
+    if odd is None and len(calls) < voting and age < limits.majority_wait:
         return None  # who is right is not known before most have come
     named = calls if odd is None else calls[odd]
-    share = 1 / len(np.unique(values)) if odd is None else 0.95
+    share = 1 / len(np.unique(values)) if odd is None else 0.95 * voting / size
     return Verdict(
         kind=kind,
         suspects=rank_suspects(job, named["row"], share, [_call(c) for c in named]),
@@ -99,6 +100,13 @@ def _verdict(job: Job, limits: Limits, kind: Kind, calls: Array, values: Array) 
         },
         groups=(int(calls["group"][0]),),
     )
+
+
+def _passed(job: Job, calls: Array) -> int:
+    """Return members who made the call so long ago that it is not told any more: no vote comes."""
+    group, seq = calls["group"][0], int(calls["seq"][0])
+    rows = job.groups[(job.groups["group"] == group) & (job.groups["entered"] >= seq)]
+    return int((~np.isin(rows["row"], calls["row"])).sum())
 
 
 def _size(job: Job, group: int, seen: int) -> int:

@@ -57,6 +57,18 @@ def test_a_tie_names_both() -> None:
     assert max(s.confidence for s in verdict.suspects) == 0.5
 
 
+def test_a_member_whose_call_is_not_told_any_more_has_no_vote() -> None:
+    """The call passed, as with another reduction, and this rank's window has gone beyond it."""
+    views = [
+        jobs.inside(r, 7, 4, 0.1, 4, calls=jobs.call(7, 4, jobs.NOW - 0.1, **special))
+        for r, special in enumerate([{}, {"op": 9}, {}])
+    ]
+    beyond = jobs.outside(3, 7, 40, 0.1, 4)
+    (verdict,) = mismatches(jobs.job(*views, beyond), LIMITS)
+    assert verdict.names() == ("1",)
+    assert 0.5 < verdict.suspects[-1].confidence < 0.95
+
+
 def test_sizes_may_differ_where_they_are_variable() -> None:
     job = _job({}, {"bytes": 4}, {}, flags=CallFlag.VARIABLE)
     assert not list(mismatches(job, LIMITS))
