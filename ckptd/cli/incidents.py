@@ -154,7 +154,7 @@ def _follow(daemon: str | None, job: str | None, json: bool) -> int:
 
 
 def _coming(daemon: str | None, job: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the daemon's URL and incidents as they change; a daemon that is away is asked again until it is back."""
+    """Yield the daemon's URL and incidents as they change; asks again while it is away."""
     from ckptd.daemon.client import connect
 
     last, lost = "", False

@@ -79,8 +79,15 @@ def serve(
     ] = (),
     floor: Annotated[
         tuple[str, ...],
-        Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
+        Parameter(help="PHASE=SECONDS, such as train=30: short for --set floor.PHASE=SECONDS."),
     ] = (),
+    setting: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", help="NAME=VALUE: a setting of the watch; may be repeated."),
+    ] = (),
+    record: Annotated[
+        Path | None, Parameter(help="New file for all messages; ckptd replay reads it.")
+    ] = None,
     webhook: Annotated[str | None, Parameter(help="URL that incidents are POSTed to.")] = None,
     metrics_open: Annotated[bool, flag("Tell /metrics without a token also off loopback.")] = False,
     forward_to: Annotated[
@@ -120,8 +127,9 @@ def serve(
             job=job,
             secret=secret,
             history=history or run_folder() / "none",
-            settings=_settings(floor),
+            settings=_settings(floor, setting),
             events=events,
+            recording=record,
             webhook=webhook,
             webhook_key=os.environ.get(HOOK_VARIABLE, "").encode() or secret,
         )
@@ -291,25 +299,10 @@ def _access(
     )
 
 
-def _settings(floors: tuple[str, ...]) -> WatchSettings:
-    from ckptd.monitor.limits import Limits
-    from ckptd.monitor.view import Phase
-    from ckptd.monitor.watchsettings import WatchSettings
+def _settings(floors: tuple[str, ...], assignments: tuple[str, ...]) -> WatchSettings:
+    from ckptd.monitor.watchsettings import WatchSettings, changed
 
-    chosen = dict(Limits().floors)
-    for text in floors:
-        phase, _, seconds = text.partition("=")
-        try:
-            value = float(seconds)
-            chosen[Phase[phase.upper()]] = value
-        except (ValueError, KeyError):
-            value = -1.0
-        if not 0 < value < 1e6:
-            raise UsageError(
-                "not the least time-out of a phase",
-                kind="bad-argument",
-                where="--floor",
-                wanted=f"PHASE=SECONDS, with one of {', '.join(p.name.lower() for p in Phase)}",
-                found=text,
-            )
-    return WatchSettings(limits=Limits(floors=chosen))
+    settings = WatchSettings()
+    for assignment in (*(f"floor.{text}" for text in floors), *assignments):
+        settings = changed(settings, assignment)
+    return settings

@@ -82,6 +82,7 @@ class Api:
             "/elastic": self._elastic,
             "/history": self._history,
             "/stream": self._stream,
+            "/recording": self._recording,
         }
         posts: Mapping[str, Endpoint] = {
             f"{V1}/incidents/{{ident}}/ack": self._acknowledge,
@@ -209,6 +210,12 @@ class Api:
             return parse_ranks(text)
         known: Array = self._service.rounds.ranks.table["rank"]
         return known[:64]
+
+    async def _recording(self, request: Request) -> Response:
+        seconds = _number(request, "seconds", 600, 1, 86400) or 0.0
+        body = await run_in_threadpool(self._service.recording, seconds)
+        headers = {"content-disposition": 'attachment; filename="job.recording"'}
+        return Response(body, 200, headers, "application/octet-stream")
 
     # -- incidents --------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ckptd.daemon.access import Access, Guard
 from ckptd.daemon.bodies import document
 from ckptd.daemon.ingest import Ingest
 from ckptd.daemon.tape import Tape
-from ckptd.errors import RefusedError, TransientStoreError
+from ckptd.errors import TransientStoreError
 from ckptd.monitor.gather import merge
 from ckptd.monitor.sheet import GAP, Found, GroupInfo, Orders, Probe, Sheet, SheetLimits
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH

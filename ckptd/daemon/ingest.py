@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ckptd.daemon.bodies import Hold, document, read_body, refusal
-from ckptd.daemon.tape import Frame, Tape
+from ckptd.daemon.tape import Tape
 from ckptd.errors import CkptdError, RefusedError
+from ckptd.monitor.recording import Frame
 from ckptd.monitor.sheet import (
     Found,
     Orders,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ckptd.monitor.sheet import GroupInfo
 
 __all__ = ["Names"]
@@ -22,7 +20,7 @@ class Names:
         What was told; both may grow while this is used.
     """
 
-    def __init__(self, groups: Mapping[int, GroupInfo], texts: Mapping[int, str]) -> None:
+    def __init__(self, groups: dict[int, GroupInfo], texts: dict[int, str]) -> None:
         self.groups = groups
         self.texts = texts
         self._kinds: set[str] = set()

@@ -30,7 +30,8 @@ from ckptd.daemon.tape import Tape
 from ckptd.daemon.webhook import Webhook
 from ckptd.errors import NotFoundError
 from ckptd.monitor.incident import Changes, Incident
-from ckptd.monitor.sheet import Found, Orders, Sheet
+from ckptd.monitor.recording import ROUND, SHEET, Frame, RecordingWriter, encode
+from ckptd.monitor.sheet import Found, Orders, Sheet, pack
 from ckptd.monitor.watch import Watch
 from ckptd.monitor.watchsettings import WatchSettings
 
@@ -56,6 +57,8 @@ class Setup:
         Folders with recorded events of saves.
     webhook, webhook_key
         Where incidents are sent, and what signs them; no URL for nowhere.
+    recording
+        A new file where all messages are recorded; None for none.
     tape_bytes
         What the last messages may take in memory.
     history_bytes
@@ -69,6 +72,7 @@ class Setup:
     events: Sequence[str] = ()
     webhook: str | None = None
     webhook_key: bytes = b""
+    recording: Path | None = None
     tape_bytes: int = 64 << 20
     history_bytes: int = 256 << 20
 
@@ -88,7 +92,8 @@ class Service:
         self.history = History(setup.history, setup.history_bytes)
         if self.history.set_aside is not None:
             _say(f"the history was damaged; it is now {self.history.set_aside}")
-        self.tape = Tape(setup.tape_bytes)
+        self._epoch = time.time() - time.monotonic()
+        self.tape = Tape(setup.tape_bytes, self._recorder())
         self.hub = Hub()
         self.goodput = Goodput()
         self.checkpoints = Checkpoints(setup.events)
@@ -97,7 +102,7 @@ class Service:
         watch = Watch(
             setup.job,
             setup.settings,
-            epoch=time.time() - time.monotonic(),
+            epoch=self._epoch,
             incidents=self._remembered(),
         )
         self.names = Names(watch.sources.names, watch.sources.texts)
@@ -113,6 +118,10 @@ class Service:
         self._mesh_of: tuple[int, int] = (-1, -1)
         self._mesh: dict[str, Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _recorder(self) -> RecordingWriter | None:
+        path = self.setup.recording
+        return None if path is None else RecordingWriter(path, self.setup.job, self._epoch)
 
     def _remembered(self) -> list[Incident]:
         found = [from_stored(data) for data in self.history.incidents(limit=1000)]
@@ -130,6 +139,7 @@ class Service:
         if self.webhook is not None:
             self.webhook.close()
         self.history.close()
+        self.tape.close()
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -159,6 +169,7 @@ class Service:
     # -- after a round ----------------------------------------------------------------------------
 
     def _on_round(self, board: Board, changes: Changes) -> None:
+        self.tape.add(Frame(board.now, ROUND))
         self.goodput.add(board)
         self.generations.judge(board)
         for incident in (*changes.opened, *changes.updated, *changes.closed):
@@ -291,6 +302,23 @@ class Service:
                 hint="ckptd incidents lists them",
             )
         return found
+
+    def recording(self, seconds: float) -> bytes:
+        """Return a recording of the last seconds, as far as they are in memory.
+
+        It begins with what was told once and long ago: names and members of groups, and texts.
+        """
+        frames = self.tape.since(time.monotonic() - seconds)
+        if frames:
+            told = Sheet(
+                job=self.setup.job,
+                source="names",
+                number=0,
+                members=dict(self.names.groups.copy()),
+                texts=dict(self.names.texts.copy()),
+            )
+            frames.insert(0, Frame(frames[0].at, SHEET, pack(told)))
+        return encode(self.setup.job, self._epoch, frames)
 
     def first_events(self, since: int | None) -> list[Event]:
         """Return what a client of the stream gets at once."""

@@ -4,46 +4,52 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
 
-__all__ = ["Frame", "Tape"]
+from ckptd.errors import StoreError
+from ckptd.monitor.recording import Frame, RecordingWriter
 
+__all__ = ["Tape"]
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One message.
-
-    Attributes
-    ----------
-    at
-        When it came, monotonic seconds.
-    kind
-        ``sheet`` or ``found``.
-    body
-        Its bytes.
-    """
-
-    at: float
-    kind: str
-    body: bytes
+_FRAME_BYTES = 100
+"""What a frame takes besides its body."""
 
 
 class Tape:
-    """Keeps the newest frames, as many as `most_bytes` hold; may be used by several threads."""
+    """Keeps the newest frames, as many as `most_bytes` hold; may be used by several threads.
 
-    def __init__(self, most_bytes: int = 64 << 20) -> None:
+    Parameters
+    ----------
+    most_bytes
+        Of all frames together.
+    file
+        Where every frame is recorded as well, until that fails.
+
+    Attributes
+    ----------
+    failed
+        Why nothing is recorded to the file any more; None as long as it is.
+    """
+
+    def __init__(self, most_bytes: int = 64 << 20, file: RecordingWriter | None = None) -> None:
+        self.failed: StoreError | None = None
         self._most = most_bytes
         self._bytes = 0
         self._frames: deque[Frame] = deque()
         self._lock = threading.Lock()
+        self._file = file
 
     def add(self, frame: Frame) -> None:
         """Keep a frame; the oldest ones go where there is no room."""
         with self._lock:
             self._frames.append(frame)
-            self._bytes += len(frame.body)
+            self._bytes += len(frame.body) + _FRAME_BYTES
             while self._bytes > self._most:
-                self._bytes -= len(self._frames.popleft().body)
+                self._bytes -= len(self._frames.popleft().body) + _FRAME_BYTES
+            if self._file is not None and self.failed is None:
+                try:
+                    self._file.add(frame)
+                except StoreError as error:
+                    self.failed = error
 
     def since(self, at: float) -> list[Frame]:
         """Return the frames that came at `at` or later, oldest first."""
@@ -55,7 +61,7 @@ class Tape:
                 out.append(frame)
         return out[::-1]
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all that is kept."""
-        return self._bytes
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

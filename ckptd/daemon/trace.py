@@ -10,9 +10,9 @@ import numpy as np
 
 from ckptd.daemon.columns import phase_name
 from ckptd.daemon.names import Names
-from ckptd.daemon.tape import Frame
 from ckptd.errors import CorruptError, UsageError
 from ckptd.monitor.job import JOINED_CALL
+from ckptd.monitor.recording import Frame
 from ckptd.monitor.sheet import Sheet, SheetLimits, unpack
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import CallFlag
