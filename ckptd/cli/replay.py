@@ -93,7 +93,7 @@ def replay(
     file: Annotated[str, Parameter(help="A recording, as a daemon gives it.")],
     /,
     *,
-    set: Annotated[  # noqa: A002 - the name of the option
+    set: Annotated[
         tuple[str, ...],
         Parameter(
             help="Change a setting: floor.train=5. May be given several times.",

@@ -338,7 +338,8 @@ def _better(case: _Case, verdict: Verdict, moment: Moment) -> bool:
 
 
 def _ends(known: Incident, verdict: Verdict) -> list[str]:
-    first = set(known.verdict.names())
+    # Of a crash those who ended first are no news; of a hang it is one that they ended.
+    first = set(known.verdict.names()) if known.kind == Kind.CRASH else set()
     told = [
         line
         for line in verdict.evidence

@@ -10,6 +10,7 @@ import numpy as np
 from ckptd.monitor.job import NO_EXIT, RANK, AgentView, Job
 from ckptd.monitor.messages import SHEET_RANK, TABLES, AgentState, GroupInfo, Sheet
 from ckptd.monitor.ringlayout import RecorderState
+from ckptd.monitor.sheetcheck import STATES
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import RankView
 
@@ -92,7 +93,7 @@ def _row(v: RankView, node: int, note: RankNote) -> tuple[object, ...]:
         node,
         v.alive,
         NO_EXIT if v.exit_code is None else v.exit_code,
-        v.process_state.encode("ascii", "ignore")[:1],
+        v.process_state.encode() if v.process_state.encode() in STATES else b"",
         -1 if v.answers is None else v.answers,
         _age(v.at - v.heartbeat),
         np.nan_to_num(_age(v.at - v.moved), nan=0.0),

@@ -11,12 +11,13 @@ from ckptd.monitor.messages import TABLES, VERSION, Found, Orders, Sheet, SheetL
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import Phase
 
-__all__ = ["bad", "check_found", "check_orders", "check_sheet"]
+__all__ = ["STATES", "bad", "check_found", "check_orders", "check_sheet"]
 
 _LONGEST_S = 1e9
 """Ages above 30 years are nonsense."""
 _COUNT = 1 << 62
-_STATES = np.array([b"", *(bytes([c]) for c in b"RSDTtZXxKWPI")], "S1")
+STATES = frozenset([b"", *(bytes([letter]) for letter in b"RSDTtZXxKWPI")])
+"""Letters of the kernel for the state of a process."""
 _RECORDER_STATES = 4
 
 
@@ -92,7 +93,9 @@ def _check_ranks(ranks: Array, nodes: int, limits: SheetLimits) -> None:
         ("written", 0, _COUNT),
     ):
         _within(ranks[name], low, high, name)
-    _need(bool(np.isin(ranks["state"], _STATES).all()), "states of processes", "another letter")
+    _need(
+        bool(np.isin(ranks["state"], list(STATES)).all()), "states of processes", "another letter"
+    )
     _ages(ranks["idle"], "idle", known=True)
     for name in ("heartbeat", "pending_age", "lived"):
         _ages(ranks[name], name)
