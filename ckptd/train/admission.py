@@ -7,6 +7,8 @@ from typing import Literal
 
 from ckptd.engine.board import Board
 from ckptd.errors import UsageError
+from ckptd.monitor.view import Phase
+from ckptd.train.recorder import phase
 
 __all__ = ["Admission", "WhenFailed", "WhenFull", "check_when_failed"]
 
@@ -55,6 +57,7 @@ class Admission:
         self.skipped = 0
         """Saves that were due and skipped."""
 
+    @phase(Phase.CKPT)
     def grants(self, step: int, full: bool) -> bool:
         """Tell whether the save of `step` begins; every rank asks once a save that is due.
 

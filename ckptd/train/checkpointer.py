@@ -20,6 +20,7 @@ from ckptd.engine.telling import root_tier
 from ckptd.engine.tiers import LINGER_S, Tier, tier_specs
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.names import CommitName, check_step
+from ckptd.monitor.view import Phase
 from ckptd.train.admission import Admission, WhenFailed, WhenFull, check_when_failed
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
@@ -29,6 +30,7 @@ from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.nearby import Nearby
+from ckptd.train.recorder import phase
 from ckptd.train.saver import Lazy, Saver
 from ckptd.train.signals import GRACE_S, SignalWatch, lost
 from ckptd.train.telling import Telling
@@ -437,6 +439,7 @@ class Checkpointer:
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
 
+    @phase(Phase.CKPT)
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save so far is durable.
 
@@ -473,6 +476,7 @@ class Checkpointer:
             failed[0]._error.add_note(f"the save of step {failed[0].step}")
             raise failed[0]._error
 
+    @phase(Phase.CKPT)
     def close(self) -> None:
         """Wait for every save, end the writing process, raise what failed unseen. Idempotent.
 

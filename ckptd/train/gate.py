@@ -22,8 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from ckptd import events
 from ckptd.engine.arena import MOST_SLOTS
 from ckptd.errors import SaveError
+from ckptd.monitor.view import Phase
 from ckptd.train.cudacopy import is_capturing
 from ckptd.train.leaves import TensorLeaf
+from ckptd.train.recorder import phase
 
 __all__ = ["Gate"]
 
@@ -124,7 +126,7 @@ class Gate:
         if copy is None:
             return
         try:
-            with self._telling():
+            with self._telling(), phase(Phase.CKPT):
                 copy.exception(self._timeout_s)
         except TimeoutError:
             self._abandon(copy)

@@ -8,7 +8,9 @@ from typing import Any
 from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import NotFoundError, RefusedError
 from ckptd.format.names import CommitName
+from ckptd.monitor.view import Phase
 from ckptd.train.agree import Agreement
+from ckptd.train.recorder import phase
 
 __all__ = ["Lineage"]
 
@@ -45,6 +47,7 @@ class Lineage:
         name = self._catalogue.latest()
         return None if name is None else (name.step, name.generation)
 
+    @phase(Phase.CKPT)
     def claim_for_save(self, step: int) -> None:
         """Claim a generation that continues the newest line, if none is claimed yet.
 
@@ -63,6 +66,7 @@ class Lineage:
 
         self.generation, self.last_step = self._agreement.on_rank_zero("claim", claim)
 
+    @phase(Phase.CKPT)
     def claim_for_load(self, parent: CommitName, *, committed: bool = True) -> None:
         """Claim a generation whose parent is what was loaded: a commit, or a snapshot without."""
         self.generation, self.last_step = self._agreement.on_rank_zero(

@@ -27,6 +27,7 @@ from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.region import box_region
+from ckptd.monitor.view import Phase
 from ckptd.train.agree import Agreement
 from ckptd.train.describe import Describer
 from ckptd.train.filling import Filling
@@ -38,6 +39,7 @@ from ckptd.train.laid_source import LaidSource, source_program
 from ckptd.train.laid_witness import check_laid_witness
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.pauses import no_collection
+from ckptd.train.recorder import phase
 from ckptd.train.restore import apply_objects, check_objects, prepare
 from ckptd.train.sources import LoadSources, Near
 from ckptd.train.witnessing import Place, check_witness, witness_places
@@ -130,6 +132,7 @@ class Loader:
         self._host: tuple[int, ...] | None = None
         self._loads = 0
 
+    @phase(Phase.CKPT)
     def load(
         self,
         state: Mapping[str, Any],

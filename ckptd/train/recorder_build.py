@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils.cpp_extension import include_paths
 
 from ckptd.errors import UsageError
 
@@ -110,6 +109,8 @@ def build() -> Path:
 
 
 def _command(compiler: str, output: Path) -> list[str]:
+    from torch.utils.cpp_extension import include_paths  # brings setuptools along
+
     libraries = Path(torch.__file__).parent / "lib"
     return [
         compiler,

@@ -7,13 +7,12 @@ holds the GIL in C, whose main thread is blocked in C, and one that still runs P
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from ckptd.monitor.ring import RingWriter
-from ckptd.monitor.view import Phase
+from ckptd.train.recorder_phases import CheckpointPhase, CompilePhase
 
 __all__ = ["Pulse"]
 
@@ -41,7 +40,7 @@ class Pulse:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._asked = False
-        self._compile = _CompilePhase(ring)
+        self._phases = (CompilePhase(ring), CheckpointPhase(ring))
         self._answer = _PendingCall(self._interpreted)
         _kept.append(self._answer)
 
@@ -56,7 +55,8 @@ class Pulse:
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(_STOP_S)
-        self._compile.remove()
+        for phase in self._phases:
+            phase.remove()
 
     def forget(self) -> None:
         """Know that the thread has not come along into a forked child."""
@@ -68,7 +68,8 @@ class Pulse:
             beat = 0
             while True:
                 self._ring.beat()
-                self._compile.install()
+                for phase in self._phases:
+                    phase.install()
                 self._also()
                 if beat % _BEATS_A_PROBE == 0 and not self._asked:
                     self._asked = True
@@ -86,35 +87,3 @@ class Pulse:
             self._ring.interpreted()
             self._asked = False
         return 0
-
-
-class _CompilePhase:
-    """Marks the phase COMPILE while PyTorch compiles, once its compiler has been imported."""
-
-    def __init__(self, ring: RingWriter) -> None:
-        self._ring = ring
-        self._handler: Any = None
-        self._before = Phase.TRAIN
-
-    def install(self) -> None:
-        """Register; again after `torch.compiler.reset`, which forgets whoever listened."""
-        module = sys.modules.get("torch._dynamo.callback")
-        handler = getattr(module, "callback_handler", None)
-        if handler is not None and self._started not in handler.start_callbacks:
-            self._handler = handler
-            handler.register_start_callback(self._started)
-            handler.register_end_callback(self._ended)
-
-    def remove(self) -> None:
-        handler, self._handler = self._handler, None
-        if handler is not None and self._started in handler.start_callbacks:
-            handler.remove_start_callback(self._started)
-            handler.remove_end_callback(self._ended)
-
-    def _started(self, _: object) -> None:
-        if self._handler is not None and self._ring.phase is not Phase.COMPILE:
-            self._before, self._ring.phase = self._ring.phase, Phase.COMPILE
-
-    def _ended(self, _: object) -> None:
-        if self._handler is not None and self._ring.phase is Phase.COMPILE:
-            self._ring.phase = self._before

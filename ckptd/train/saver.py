@@ -21,6 +21,7 @@ from ckptd.errors import CkptdError, UsageError, WorkerError
 from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
+from ckptd.monitor.view import Phase
 from ckptd.train.agree import Agreement
 from ckptd.train.copying import CopyStep, Snapshot, Sources, copy_steps
 from ckptd.train.cudacopy import CudaCopies, refuse_capture
@@ -33,6 +34,7 @@ from ckptd.train.laid_saving import LaidLeaves, laid_leaves
 from ckptd.train.leaves import Leaves, TensorLeaf
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
+from ckptd.train.recorder import phase
 from ckptd.train.replicas import Samples, replica_digests
 
 __all__ = ["Lazy", "Saver"]
@@ -109,6 +111,7 @@ class Saver:
         """Plan afresh at the next save if ranks turned out to disagree; see `Planner.heed`."""
         self._planner.heed(error)
 
+    @phase(Phase.CKPT)
     def save(
         self,
         client: WriterClient,
