@@ -117,7 +117,7 @@ class Access:
             raise RefusedError(
                 "this needs the token",
                 kind="no-token",
-                where=request.url.path[:100],
+                where=request.scope["path"][:100],
                 hint="log in with the URL that ckptd serve prints, or send"
                 " Authorization: Bearer TOKEN",
             )
@@ -126,17 +126,16 @@ class Access:
         """Whether a Host header is ours: a name of a stranger may lead here by its DNS alone."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        try:
             ipaddress.ip_address(name)
         except ValueError:
-            return (
-                name in {"localhost", socket.gethostname().lower(), *self.names}
-                if host
-                else (False)
-            )
+            return name in {"localhost", socket.gethostname().lower(), *self.names}
         return True
 
     def _open(self, request: Request) -> bool:
-        path = request.url.path
+        path = request.scope["path"]
         if path == "/metrics":
             return self.metrics_open
         return path in _OPEN or not path.startswith(_API)
