@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from ckptd.agent.metrics import parse_address, serve_metrics
 from ckptd.agent.node import NodeAgent, end_on_signals
+from ckptd.agent.watched import DAEMON_VARIABLE, watching
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.errors import CkptdError
 
@@ -35,6 +36,14 @@ def main() -> None:
                 _log.info("metrics are at %s", url)
             except CkptdError as error:  # snapshots matter more
                 _log.warning("no metrics: %s", error)
+        if daemon := os.environ.get(DAEMON_VARIABLE):
+            job = os.environ.get("CKPTD_JOB", "")
+            try:
+                stack.enter_context(
+                    watching(daemon, given.job, node=given.node, ring_job=job, run_dir=given.folder)
+                )
+            except CkptdError as error:
+                _log.warning("the ranks are not watched: %s", error)
         agent.run()
 
 

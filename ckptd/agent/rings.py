@@ -172,12 +172,15 @@ class Rings:
         Where ranks put them; need not exist yet.
     job
         Whose rings are meant, as the ranks state it; None takes all.
+    node
+        Name of the node whose ranks are meant, likewise.
     """
 
-    def __init__(self, folder: Path, job: str | None = None) -> None:
+    def __init__(self, folder: Path, job: str | None = None, node: str | None = None) -> None:
         self.folder = folder
         self.ranks: dict[int, Ring] = {}
         self._job = None if job is None else job.encode()[:64].decode(errors="ignore")
+        self._node = node
         self._began = time.time_ns()
         self._bad: dict[str, int] = {}
         self._passed: dict[str, int] = {}
@@ -251,7 +254,7 @@ class Rings:
 
     def _is_wanted(self, ring: Ring) -> bool:
         header = ring.header
-        if self._job is not None and header.job != self._job:
+        if self._job not in (None, header.job) or self._node not in (None, header.node):
             return False
         # What ended before anybody watched is not this watch's to tell.
         if ring.process is None and header.started_ns < self._began and not _beats(ring):

@@ -92,7 +92,7 @@ def watching(
     rings
         Folder of the rings; by default ``CKPTD_RINGS``, or ``rings`` in the run folder.
     ring_job
-        Name of the job in the rings that are meant; None takes all that lie there.
+        Name of the job in the rings that are meant, those of `node`; None takes all that lie there.
     limits
         As of `Watcher`.
     run_dir
@@ -118,10 +118,11 @@ def watching(
             address = shown_address(answerer)
         except StoreError as error:  # the rest of the watch matters more
             _log.warning("%s", error)
+        name = node_name(node)
         watcher = Watcher(
             job,
-            node_name(node),
-            Rings(Path(chosen), ring_job),
+            name,
+            Rings(Path(chosen), ring_job, None if ring_job is None else name),
             uplink,
             secret,
             limits=limits,

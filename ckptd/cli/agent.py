@@ -93,6 +93,13 @@ def run(
     job: Job = None,
     node: Node = None,
     stay: Annotated[bool, flag("Serve until a signal, also with nothing to do.")] = False,
+    watch: Annotated[
+        str | None,
+        Parameter(
+            help="Watch the ranks and tell the daemon at this URL; stays. Otherwise CKPTD_DAEMON.",
+            show_default=False,
+        ),
+    ] = None,
     metrics_port: Annotated[
         int | None,
         Parameter(
@@ -116,7 +123,9 @@ def run(
         with locked(place):
             _refuse_second(place)
             listener = listen(place)
-        serving = NodeAgent(listener, place, stay=stay)
+        if url := watch or os.environ.get("CKPTD_DAEMON"):
+            _watch(stack, url, place, job)
+        serving = NodeAgent(listener, place, stay=stay or watch is not None)
         end_on_signals(serving)
         if json:
             print_document(
@@ -135,6 +144,13 @@ def run(
         print(end="", flush=True)  # whoever started it waits for this
         serving.run()
     return 0
+
+
+def _watch(stack: ExitStack, url: str, place: AgentPlace, job: str | None) -> None:
+    from ckptd.agent.watched import watching
+
+    ring_job = job or os.environ.get("CKPTD_JOB") or ""
+    stack.enter_context(watching(url, place.job, node=place.node, ring_job=ring_job))
 
 
 def _serve_metrics(stack: ExitStack, port: int | None) -> str | None:

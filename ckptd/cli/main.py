@@ -57,6 +57,9 @@ VERBS = {
     "serve": "Run a job's daemon: diagnosis, history, metrics, API and web page."
     "\n\nIt prints a URL with a token: whoever has it may read and act. TERM or INT ends it."
     " Agents find the daemon of their job on this machine by themselves.",
+    "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
+    "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
+    " code is COMMAND's; what fails in the watch never stops it.",
     "incidents": "List what the daemon has diagnosed; show one with its evidence."
     "\n\nWithout a daemon, --history reads the file that it left.",
     "replay": "Run the diagnosis again over a recording of what a daemon was told."

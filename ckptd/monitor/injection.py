@@ -19,8 +19,21 @@ SWITCH = "CKPTD_MONITOR"
 """Set to ``1`` in the ranks that are to be watched."""
 
 _log = logging.getLogger("ckptd.monitor")
+_MODULE = "_ckptd_monitor_injection"
 _METADATA = "Metadata-Version: 2.1\nName: ckptd-monitor-injection\nVersion: 0\n"
-_ENTRY = "[torch.backends]\nckptd_monitor = ckptd.monitor.injection:autoload\n"
+_ENTRY = f"[torch.backends]\nckptd_monitor = {_MODULE}:autoload\n"
+# torch raises whatever an entry point raises. A program whose Python has no ckptd, or whose folder
+# shadows it, is to run all the same.
+_SOURCE = """\
+def autoload():
+    try:
+        from ckptd.monitor.injection import autoload
+    except Exception as error:
+        import logging
+        logging.getLogger("ckptd.monitor").warning("collectives are not recorded: %r", error)
+    else:
+        autoload()
+"""
 
 
 def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
@@ -48,6 +61,7 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     place.mkdir(parents=True, exist_ok=True)
     (place / "METADATA").write_text(_METADATA)
     (place / "entry_points.txt").write_text(_ENTRY)
+    (folder / f"{_MODULE}.py").write_text(_SOURCE)
     before = base.get("PYTHONPATH")
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), before)))}
 
