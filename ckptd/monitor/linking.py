@@ -289,11 +289,10 @@ def _pairs(names: Sequence[str], peers: int, dice: random.Random) -> list[tuple[
     count = len(names)
     if count <= ALL_PAIRS:
         return [(a, b) for a in names for b in names if a != b]
-    out = []
-    for i, name in enumerate(names):
-        shifts = dice.sample(range(1, count), min(peers, count - 1))
-        out += [(name, names[(i + s) % count]) for s in shifts]
-    return out
+    # The same shifts for all, so that each node is probed as often as it probes: a receiver that
+    # few had probed was taken for so many slow links.
+    shifts = dice.sample(range(1, count), min(peers, count - 1))
+    return [(name, names[(i + s) % count]) for i, name in enumerate(names) for s in shifts]
 
 
 def _columns(current: _Round) -> tuple[Array, Array, Array]:

@@ -413,13 +413,15 @@ def own_times(
     noise: float = 0.03,
     uneven: float = 0.06,
     pauses: float = 0.002,
+    stages: float = 1 / 3,
+    silent: Sequence[int] = (),
 ) -> Array:
     """Return seconds that each rank spends by itself, shape (steps, ranks).
 
     Parameters
     ----------
     mesh
-        The job. Its stages are unequal by up to a third.
+        The job.
     rng
         Source of all noise.
     steps
@@ -432,15 +434,20 @@ def own_times(
         Of each replica and step: sequences of different length.
     pauses
         Share of (step, rank) pairs with a pause, of garbage collection say, of up to a step.
+    stages
+        Pipeline stages take up to this share more than the quickest.
+    silent
+        Nodes that do not report: NaN.
     """
     d, p, _ = mesh.place
-    stage = 0.1 * (1 + rng.random(mesh.pp) / 3)[p]
+    stage = 0.1 * (1 + rng.random(mesh.pp) * stages)[p]
     shape = (steps, mesh.ranks)
     replica = np.exp(uneven * rng.standard_normal((steps, mesh.dp)))[:, d]
     out: Array = stage * replica * np.exp(noise * rng.standard_normal(shape))
     out += np.where(rng.random(shape) < pauses, 0.1 * rng.random(shape), 0)
     for rank, times in slow:
         out[:, rank] *= times
+    out[:, np.isin(np.arange(mesh.ranks) // mesh.per_node, np.asarray(silent, np.int64))] = np.nan
     return out
 
 
@@ -455,7 +462,7 @@ def delays(
     probes: int = 8,
     noise: float = 0.1,
 ) -> tuple[Array, Array, Array]:
-    """Return probes of random links: sources, targets, seconds.
+    """Return probes of random links: sources, targets, seconds. Each node is probed as often.
 
     Parameters
     ----------
@@ -471,9 +478,9 @@ def delays(
     noise
         Relative.
     """
-    shifts = np.argsort(rng.random((nodes, nodes - 1)), axis=1)[:, :probes] + 1
-    source = np.repeat(np.arange(nodes), shifts.shape[1])
-    to = (source + shifts.ravel()) % nodes
+    shifts = rng.permutation(nodes - 1)[:probes] + 1
+    source = np.repeat(np.arange(nodes), len(shifts))
+    to = (source + np.tile(shifts, nodes)) % nodes
     for a, b, _ in slow:
         if a >= 0 and b >= 0 and not ((source == a) & (to == b)).any():
             to[np.flatnonzero(source == a)[0]] = b
