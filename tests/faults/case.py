@@ -9,6 +9,8 @@ import msgspec
 __all__ = ["LOOPS", "POINTS", "Case", "draw"]
 
 LOOPS = ("hand", "ddp", "fsdp", "tp", "pipe")
+REPLICATED = ("hand", "ddp")
+"""Loops in which all ranks hold the same parameters."""
 POINTS = ("before", "between", "after")
 WARM = 8
 """Steps after which faults come: warm-up is over."""
@@ -80,7 +82,7 @@ def draw(kind: str, seed: int, *, floor: float, nodes: int, pause: float, world:
         victim=rng.randrange(world),
         step=step,
         point=rng.choice(POINTS),
-        loop=rng.choice(LOOPS),
+        loop=rng.choice(REPLICATED if kind == "corrupt" else LOOPS),
         floor=floor,
         pause_s=pause * floor,
     )

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ckptd.monitor import check_replicas
+from ckptd.monitor.ringreader import RingReader
 from ckptd.train import recorder
 from tests.faults.case import Case
 from tests.faults.harm import Threads, burn, flip_bit, harm
@@ -24,6 +26,7 @@ __all__ = ["PLANTED", "RESULT", "STOP", "Result", "train"]
 PLANTED = "planted"
 STOP = "stop"
 RESULT = "result-{}.json"
+CHECK_EVERY = 5
 COMPUTE_S = 0.004
 SLOWER_S = 0.020
 TIMEOUT = datetime.timedelta(minutes=20)
@@ -67,10 +70,8 @@ class _Rank:
     def run(self) -> None:
         while self.number < self.case.steps and not self.step():
             pass
-        recorded = recorder.recorder()
-        calls = 0 if recorded is None else recorded.ring.written
         dist.barrier()
-        result = Result(self.training.digest(), self.number, calls)
+        result = Result(self.training.digest(), self.number, _calls())
         path = self.folder / RESULT.format(self.rank)
         path.write_bytes(msgspec.json.encode(result))
 
@@ -86,6 +87,7 @@ class _Rank:
         if self.case.kind == "corrupt" and self.is_now():
             self.planted()
             flip_bit(self.training.first())
+        check_replicas(self.training.model, every=CHECK_EVERY)
         self.point("between")
         self.exchange()
         self.opposite()
@@ -163,7 +165,7 @@ class _Rank:
         stop = self.rank == 0 and (self.folder / STOP).exists()
         tensor = torch.tensor([loss, float(stop)])
         kind = self.case.kind
-        if kind in _IN_CALLS and kind != "opposite" and self.is_now():
+        if kind in _WRONG and self.is_now():
             self.planted()
             _WRONG[kind](tensor, self.case.world)
             return False
@@ -204,6 +206,14 @@ class _Rank:
             torch._dynamo.reset()
             with torch.no_grad():
                 torch.compile(_double, backend="aot_eager")(torch.ones(self.number))
+
+
+def _calls() -> int:
+    recorded = recorder.recorder()
+    if recorded is None:
+        return 0
+    with RingReader(recorded.ring.path) as reader:
+        return reader.header().written
 
 
 def _double(x: Tensor) -> Tensor:
