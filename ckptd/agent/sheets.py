@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ckptd.agent.rings import Ring, Rings
+from ckptd.agent.sums import Sums
 from ckptd.agent.tally import Tally
 from ckptd.errors import CkptdError
 from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.ringlayout import Counter
-from ckptd.monitor.sheet import SUM, AgentState, GroupInfo, Sheet, SheetLimits
+from ckptd.monitor.sheet import AgentState, GroupInfo, Sheet, SheetLimits
 from ckptd.monitor.view import RankView
 
 __all__ = ["FEW_CALLS", "MANY_CALLS", "MORE_CALLS", "SheetMaker"]
@@ -43,18 +43,21 @@ class SheetMaker:
         What is read.
     tally
         What all calls add up to.
+    sums
+        What the ranks sampled.
     address
-        Returns where link probes are answered, or an empty text.
+        Where link probes are answered; empty if they are not.
     """
 
     def __init__(
-        self, job: str, node: str, rings: Rings, tally: Tally, address: Callable[[], str]
+        self, job: str, node: str, rings: Rings, tally: Tally, sums: Sums, address: str
     ) -> None:
         self.job = job
         self.node = node
         self.source = secrets.token_hex(8)
         self._rings = rings
         self._tally = tally
+        self._sums = sums
         self._address = address
         self._number = 0
         self._again = False
@@ -120,12 +123,12 @@ class SheetMaker:
             texts=texts,
             gaps=gaps,
             steps=steps,
-            sums=np.zeros(0, SUM),
+            sums=self._sums.take(rows),
         )
 
     def _state(self) -> AgentState:
         return AgentState(
-            address=self._address(),
+            address=self._address,
             cpu_s=time.process_time(),
             overruns=self._tally.overruns,
             rings=len(self._rings.ranks),

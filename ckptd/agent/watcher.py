@@ -17,6 +17,7 @@ from itertools import count
 from ckptd.agent.evidence import Evidence
 from ckptd.agent.rings import Ring, Rings
 from ckptd.agent.sheets import SheetMaker
+from ckptd.agent.sums import Sums
 from ckptd.agent.tally import Tally
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import CkptdError
@@ -72,7 +73,8 @@ class Watcher:
         self._uplink = uplink
         self._limits = limits or Limits()
         self._tally = Tally()
-        self._maker = SheetMaker(job, node, rings, self._tally, lambda: address)
+        self._sums = Sums()
+        self._maker = SheetMaker(job, node, rings, self._tally, self._sums, address)
         self._evidence = Evidence(secret, self._report)
         self._reports = count(1)
         self._reporting = threading.Lock()
@@ -101,6 +103,7 @@ class Watcher:
         if self._thread.is_alive():
             self._thread.join()
         self._evidence.close()
+        self._sums.close()
         self._rings.close()
         os.close(self._wake)
 
@@ -210,9 +213,11 @@ class Watcher:
 
     def _add_up(self) -> None:
         self._tally.keep_only(self._rings.ranks.values())
+        self._sums.keep_only(self._rings.ranks.values())
         for ring in list(self._rings.ranks.values()):
             try:
                 self._tally.add(ring)
+                self._sums.add(ring)
             except CkptdError as error:
                 self._rings.spoiled(ring, error)
 
