@@ -87,7 +87,9 @@ class Answerer:
         self._room = threading.Semaphore(_AT_ONCE)
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        self._listener = socket.create_server(
+            (host, 0), family=family, backlog=64, dualstack_ipv6=host == "::"
+        )
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="answer probes", daemon=True)
         self._thread.start()
@@ -187,11 +189,17 @@ def probe_pair(
         back = _least(lambda: _round_trip(wire, _Give(size)), _LARGE)
     except CkptdError as error:
         return PairProbe(
-            source=source, to=to, latency_s=never, out_s=never, in_s=never, error=str(error)[:300]
+            source=source, to=to, latency_s=never, out_s=never, in_s=never, error=_said(error)
         )
     finally:
         wire.release()
     return PairProbe(source=source, to=to, latency_s=small, out_s=out, in_s=back)
+
+
+def _said(error: CkptdError) -> str:
+    """Return an error in a line."""
+    found = error.to_dict()["found"]
+    return f"{error.message}: {found}"[:300] if found else error.message[:300]
 
 
 def _least(measure: Callable[[], float], most: int) -> float:

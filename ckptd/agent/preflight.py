@@ -6,6 +6,7 @@ Everything between nodes is signed with the job's secret, and every wait has an 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import time
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ __all__ = [
     "TellTime",
     "Test",
     "Tested",
+    "loopback",
     "take_part",
 ]
 
@@ -123,6 +125,14 @@ class Member:
     folder: Path
 
 
+def loopback(host: str) -> bool:
+    """Tell whether this is a loopback address; a name is none, whatever it resolves to."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def take_part(
     coordinator: tuple[str, int], secret: bytes, member: Member, join_s: float, patience_s: float
 ) -> Outcome:
@@ -152,7 +162,10 @@ def take_part(
     """
     wire, own_host = _join(coordinator, secret, join_s)
     try:
-        with Answerer(own_host, secret) as answerer:
+        host = own_host
+        if loopback(host) and not loopback(coordinator[0]):
+            host = "::" if ":" in host else "0.0.0.0"  # the coordinator tells others where
+        with Answerer(host, secret) as answerer:
             wire.send(Hello(member.name, member.rank, own_host, answerer.port))
             while True:
                 order, _ = wire.receive(_ORDER, patience_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptd.agent.coordinator import Links, Plan, Preflight, coordinate
 from ckptd.agent.pairs import MOST_PROBE_BYTES
-from ckptd.agent.preflight import Member, Outcome, take_part
+from ckptd.agent.preflight import Member, Outcome, loopback, take_part
 from ckptd.cli.output import Document, note, print_document, print_table, size_text
 from ckptd.engine.agentlink import run_folder
 from ckptd.errors import CkptdError, StoreError, UsageError
@@ -216,10 +216,14 @@ def _listener(place: _Place) -> socket.socket | None:
     if place.rank > 0:
         return None
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            place.host, place.port, type=socket.SOCK_STREAM
-        )[0]
-        return _bound(family, (str(address[0]), place.port))
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        family, host = found[0][0], str(found[0][4][0])
+        if place.rank < 0:
+            _bound(family, (host, 0)).close()  # only on the node that has this address
+        if loopback(host) and not loopback(place.host):
+            # Hosts often know their own name as a loopback address; others come from outside.
+            host = "::" if family == socket.AF_INET6 else "0.0.0.0"
+        return _bound(family, (host, place.port))
     except OSError as error:
         if place.rank < 0:
             return None
@@ -237,6 +241,8 @@ def _bound(family: int, address: tuple[str, int]) -> socket.socket:
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address[0] == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(address)
         listener.listen(_BACKLOG)
         stack.pop_all()

@@ -20,6 +20,7 @@ __all__ = [
     "Confirmation",
     "Finding",
     "PairProbe",
+    "absent_findings",
     "better",
     "confirm",
     "confirmations",
@@ -358,6 +359,39 @@ def _seconds(what: str, target: Target, probes: Sequence[PairProbe]) -> Array:
     if target in (Target.SENDER, Target.LINK):
         return np.array(out)
     return np.array(back if target is Target.RECEIVER else out + back)
+
+
+def absent_findings(
+    came: Sequence[tuple[str, int]], nodes: int, names: Sequence[str], text: str
+) -> list[Finding]:
+    """Return who did not come, and who was not expected.
+
+    Parameters
+    ----------
+    came
+        Name and rank of each node that came; -1 where it has none.
+    nodes
+        How many were expected.
+    names
+        Their names; empty where only their number is known.
+    text
+        What to say of each that is missing.
+    """
+
+    def absent(target: str, name: str, message: str = text, what: str = "absent") -> Finding:
+        return Finding(status="fail", target=target, name=name, what=what, message=message)
+
+    if names:
+        here = {name for name, _ in came}
+        missing = [absent("node", name) for name in names if name not in here]
+        extra = sorted(here - set(names))
+        return missing + [absent("node", n, "came and was not expected", "extra") for n in extra]
+    if len(came) >= nodes:
+        return []
+    if any(rank < 0 for _, rank in came):
+        return [absent("cluster", f"{nodes - len(came)} of {nodes} nodes")]
+    ranks = set(range(nodes)) - {rank for _, rank in came}
+    return [absent("node", f"rank {rank}") for rank in sorted(ranks)]
 
 
 def better(first: PairProbe | None, second: PairProbe) -> PairProbe:

@@ -55,7 +55,7 @@ def test_what_the_driver_says() -> None:
     ("script", "error"),
     [
         ("echo 'NVIDIA H200, 143771, 0, 31'", ""),
-        ("echo 'Unable to determine the device handle'; exit 15", "nvidia-smi: Unable to determine"),
+        ("echo 'Unable to determine the handle'; exit 15", "nvidia-smi: Unable to determine"),
         ("echo gibberish", "nvidia-smi: not a GPU"),
     ],
 )

@@ -36,7 +36,9 @@ def check(
             "OPENBLAS_NUM_THREADS": "1",
             **(envs or {}).get(node, {}),
         }
-        rendezvous = f"--rendezvous={network.address(0)}:{PORT}"
+        # Many a host knows its own name as a loopback address.
+        host = "localhost" if node == 0 else network.address(0)
+        rendezvous = f"--rendezvous={host}:{PORT}"
         command = [*COMMAND, "--json", "--node-rank", str(node), rendezvous, *options]
         pipe = subprocess.PIPE if node == nodes[0] else subprocess.DEVNULL
         processes[node] = network.start(node, command, env, stdout=pipe, stderr=pipe)

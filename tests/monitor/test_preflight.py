@@ -15,6 +15,7 @@ from ckptd.monitor.preflight import (
     ALL_PAIRS_UP_TO,
     Confirmation,
     PairProbe,
+    absent_findings,
     better,
     confirm,
     confirmations,
@@ -102,6 +103,28 @@ def test_a_node_that_reaches_few_is_named_and_not_its_links() -> None:
     one = cut(1, 2)
     rest = [p for p in probes if {p.source, p.to} != {1, 2}]
     assert unreached(range(6), [one, *rest]) == ({4: (4, 5)}, [one])
+
+
+@pytest.mark.parametrize(
+    ("names", "came", "wanted"),
+    [
+        ((), [("a", 0), ("b", 1), ("c", 2)], []),
+        ((), [("a", 0), ("b", 2)], [("node", "rank 1", "absent")]),
+        ((), [("a", -1), ("b", -1)], [("cluster", "1 of 3 nodes", "absent")]),
+        ((), [], [("node", f"rank {k}", "absent") for k in range(3)]),
+        (("a", "b", "c"), [("a", -1), ("b", -1)], [("node", "c", "absent")]),
+        (
+            ("a", "b", "c"),
+            [("a", 0), ("x", 1), ("b", 2)],
+            [("node", "c", "absent"), ("node", "x", "extra")],
+        ),
+    ],
+)
+def test_who_is_missing(
+    names: tuple[str, ...], came: list[tuple[str, int]], wanted: list[tuple[str, str, str]]
+) -> None:
+    found = absent_findings(came, 3, names, "did not come")
+    assert [(f.target, f.name, f.what) for f in found] == wanted
 
 
 # -- what is slow ----------------------------------------------------------------------------------
