@@ -178,9 +178,10 @@ class Forwarder:
         while not self._ended.wait(_LOOK_S):
             if time.monotonic() >= due and self.up.ready:
                 due = time.monotonic() + self._period_s
-                self._worker.submit(self._pass_on, time.monotonic()).result()
+                self._worker.submit(self._pass_on).result()
 
-    def _pass_on(self, now: float) -> None:
+    def _pass_on(self) -> None:
+        now = time.monotonic()  # in the thread that takes sheets: none is younger than that
         for orders in self.up.orders():
             self._obey(orders)
         silent = max(_SILENT_S, 3 * self._period_s)

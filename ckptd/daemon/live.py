@@ -48,7 +48,7 @@ class Event:
     data: bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Client:
     """What waits for one client."""
 

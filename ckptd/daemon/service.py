@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,8 @@ class Service:
         def work(watch: Watch, now: float) -> Incident:
             incident = watch.acknowledge(ident, note, now)
             self._keep(incident)
+            # Whoever noted it looks at once whether it is there.
+            self.rounds.board = replace(self.rounds.board, incidents=watch.incidents)
             self._publish_incident(self.rounds.board, incident)
             return incident
 

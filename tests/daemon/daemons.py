@@ -111,6 +111,7 @@ def running(
     *,
     settings: WatchSettings | None = None,
     access: Access | None = None,
+    port: int = 0,
     **setup: Any,
 ) -> Iterator[Running]:
     """Run a daemon while the block runs."""
@@ -118,7 +119,7 @@ def running(
         job=JOB, secret=SECRET, history=history, settings=settings or quick_settings(), **setup
     )
     token = access_token(SECRET)
-    with listen_at("127.0.0.1", 0) as sock:
+    with listen_at("127.0.0.1", port) as sock:
         service = Service(given)
         serving = Serving(
             make_app(service, access or Access(token=token, job=JOB)),

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ckptd.daemon import exposition as module
+from ckptd.daemon.exposition import NAMES, exposition
+from ckptd.daemon.simulated import PlantedAt
+from ckptd.errors import UsageError
+from tests.daemon.daemons import Running, fed, running, until
+
+PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
+
+
+def samples(daemon: Running) -> dict[str, dict[tuple[str, ...], float]]:
+    answer = daemon.ask("GET", "/metrics", token=False)
+    assert answer.headers["content-type"].startswith("text/plain")
+    out: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(answer.body.decode()):
+        for sample in family.samples:
+            labels = tuple(sample.labels.values())
+            assert labels not in out.setdefault(sample.name, {}), "told twice"
+            out[sample.name][labels] = sample.value
+    return out
+
+
+def test_figures_of_a_job_with_an_incident(tmp_path: Path) -> None:
+    with running(tmp_path / "history") as daemon:
+        with fed(daemon, 8, PlantedAt("crash", 5, 1.0)):
+            until(lambda: daemon.service.rounds.board.open)
+            told = samples(daemon)
+    assert told["ckptd_world_size"][()] == 8
+    assert told["ckptd_verdicts_total"] == {("log", "crash", "false"): 1}
+    assert told["ckptd_incidents_open"] == {("crash",): 1}
+    assert told["ckptd_detection_latency_seconds_bucket"][("+Inf",)] == 1
+    assert told["ckptd_ranks"]["dead",] == 1
+    assert sum(told["ckptd_ranks"].values()) == 8
+    assert told["ckptd_agent_up"] == {("n0",): 1}
+    assert told["ckptd_messages_total"]["sheet",] > 0
+    assert {k for (k,) in told["ckptd_collectives_total"]} >= {"tp", "dp"}
+    assert len(told["ckptd_rank_heartbeat_age_seconds"]) == 8
+
+
+def test_a_large_job_has_series_of_those_alone_that_stand_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_RANKS", 4)
+    with running(tmp_path / "history") as daemon:
+        with fed(daemon, 16, PlantedAt("crash", 5, 1.0)):
+            until(lambda: daemon.service.rounds.board.open)
+            told = until(lambda: (now := samples(daemon))["ckptd_ranks"]["dead",] and now)
+    ages = told["ckptd_rank_heartbeat_age_seconds"]
+    assert len(ages) <= 4
+    assert any("5" in labels for labels in ages)
+
+
+def test_names_are_on_the_page() -> None:
+    said = set(re.findall(r"^\| `(ckptd_\w+)`", PAGE.split("## Of a daemon")[1], re.MULTILINE))
+    assert said == set(NAMES)
+
+
+def test_every_name_is_told(daemon: Running) -> None:
+    text = exposition(daemon.service)[0].decode()
+    told = set(re.findall(r"^# HELP (\w+)", text, re.MULTILINE))
+    assert told | {"ckptd_webhook_total"} == set(NAMES)
+
+
+def test_without_the_package(daemon: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    with pytest.raises(UsageError) as caught:
+        exposition(daemon.service)
+    assert caught.value.kind == "missing-package"

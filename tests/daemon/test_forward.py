@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from ckptd.daemon.access import Access
+from ckptd.daemon.forward import Forwarder, _with_rows_of
+from ckptd.daemon.server import Serving, listen_at, url_of
+from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
+from ckptd.monitor.sheet import SHEET_RANK, STEP, AgentState, Sheet
+from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
+
+
+@contextmanager
+def forwarding(above: str) -> Iterator[tuple[Forwarder, str]]:
+    forwarder = Forwarder(JOB, SECRET, above)
+    with listen_at("127.0.0.1", 0) as sock:
+        serving = Serving(
+            forwarder.app(Access(token="t", job=JOB)),
+            sock,
+            started=lambda _: forwarder.start(),
+            ending=lambda: None,
+        )
+        thread = threading.Thread(target=serving.run, args=(False,))
+        thread.start()
+        try:
+            yield forwarder, url_of(sock)
+        finally:
+            serving.stop()
+            thread.join(WAIT_S)
+            forwarder.close()
+
+
+@contextmanager
+def feeding(forwarder: Forwarder, *faults: PlantedAt, ranks: int = 32) -> Iterator[None]:
+    feeder = Feeder(Simulation(JOB, mesh_for(ranks), faults), forwarder.ingest.hand_in)
+    try:
+        yield
+    finally:
+        feeder.close()
+        assert not feeder.failed
+
+
+def reporting(daemon: Running) -> int:
+    return len(daemon.service.rounds.board.job.ranks)
+
+
+def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> None:
+    with running(tmp_path / "history") as root, forwarding(root.url) as (forwarder, _):
+        with feeding(forwarder, PlantedAt("hang", 5, 1.0)):
+            until(lambda: reporting(root) == 32)
+            board = root.service.rounds.board
+            assert {a.node for a in board.agents} == {"n0", "n1", "n2", "n3"}
+            assert len({a.source for a in board.agents}) == 1
+            until(lambda: len(root.service.members) > 4)
+            # Stacks are ordered of one node, by way of the forwarder, and come back by it.
+            incident = until(
+                lambda: next((i for i in root.service.rounds.board.open if i.stacks), None)
+            )
+            assert incident.verdict.names()[0] == "5"
+            assert 5 in incident.stacks
+
+
+def test_root_that_was_away_hears_how_things_are(tmp_path: Path) -> None:
+    with listen_at("127.0.0.1", 0) as sock:
+        url = url_of(sock)
+    with forwarding(url) as (forwarder, _), feeding(forwarder, ranks=16):
+        until(lambda: forwarder.up.away)
+        until(lambda: len(forwarder._below) == 2)
+        with running(tmp_path / "history", port=int(url.rpartition(":")[2])) as root:
+            until(lambda: reporting(root) == 16)
+        until(lambda: forwarder.up.away)
+
+
+def test_agent_that_fell_silent_is_silent_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.daemon.forward._SILENT_S", 1.5)
+    settings = replace(quick_settings(), silent_s=1.5)
+    with (
+        running(tmp_path / "history", settings=settings) as root,
+        forwarding(root.url) as (forwarder, _),
+    ):
+        with feeding(forwarder, PlantedAt("silent", 9, 2.0), ranks=16):
+            until(lambda: reporting(root) == 16)
+            silent = until(lambda: [a for a in root.service.rounds.board.agents if a.silent])
+            assert [a.node for a in silent] == ["n1"]
+            until(lambda: reporting(root) == 8)
+
+
+def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> Sheet:
+    rows = np.zeros(len(ranks), SHEET_RANK)
+    rows["rank"] = ranks
+    told = np.zeros(len(steps), STEP)
+    told["row"] = [ranks.index(rank) for rank, _ in steps]
+    told["step"] = [step for _, step in steps]
+    return Sheet(
+        job=JOB,
+        source="s",
+        number=number,
+        nodes=("n",),
+        agents=(AgentState(),),
+        ranks=rows.tobytes(),
+        steps=told.tobytes(),
+    )
+
+
+def steps_of(sheet: Sheet) -> list[tuple[int, int]]:
+    ranks, steps = sheet.table("ranks")["rank"], sheet.table("steps")
+    return [(int(ranks[s["row"]]), int(s["step"])) for s in steps]
+
+
+def test_what_nobody_has_passed_on_is_not_lost() -> None:
+    old = table([4, 5, 6], [(4, 1), (5, 1), (6, 1)], 1)
+    new = table([6, 4], [(6, 2)], 2)  # rank 5 is gone, and the others changed places
+    assert steps_of(_with_rows_of(new, old)) == [(4, 1), (6, 1), (6, 2)]
+    bare = msgspec.structs.replace(new, ranks=b"", steps=b"")
+    assert steps_of(_with_rows_of(bare, old)) == []
+
+
+def test_health(tmp_path: Path) -> None:
+    with forwarding("http://127.0.0.1:1") as (_, url):
+        with urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
+            assert msgspec.json.decode(answer.read())["forwards"]
