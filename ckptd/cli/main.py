@@ -66,7 +66,8 @@ VERBS = {
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."
     "\n\nWhat it writes lies in a folder of its own below ROOT and is removed again. A store that"
-    " cannot decide who creates an object first is refused, with exit code 5.",
+    " cannot decide who creates an object first is refused, with exit code 5. With --cluster it is"
+    " started once per node before a job, and names nodes and links that are not well.",
     "recorder": "Build the native recorder of collectives.",
     "demo": "Train, kill a rank in the middle of a save, resume on other layouts.",
 }
