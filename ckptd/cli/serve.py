@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, flag, note, print_document
+from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.engine.agentlink import run_folder
 from ckptd.errors import RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE, access_token, job_secret
 
 if TYPE_CHECKING:
     import socket
+    from asyncio import AbstractEventLoop
 
     from ckptd.daemon.access import Access
     from ckptd.daemon.place import Address
@@ -166,17 +167,22 @@ def _serve(
         pid=os.getpid(),
         history=str(setup.history),
     )
+
+    def started(loop: AbstractEventLoop) -> None:
+        # From now on a signal ends it in good order, so whoever reads this may send one.
+        service.start(loop)
+        place.write(address)
+        _announce(address, json)
+
     serving = Serving(
         make_app(service, access),
         sock,
-        started=service.start,
+        started=started,
         ending=service.hub.close,
         idle=_idle(service, linger),
     )
     if simulate is not None:
         _simulate(stack, service, simulate, fault)
-    place.write(address)
-    _announce(address, json)
     serving.run()
     return 0
 
@@ -210,13 +216,17 @@ def _forward(
     forwarder = Forwarder(job, secret, above)
     stack.callback(forwarder.close)
     access = _access(job, secret, sock.getsockname()[0], name, False)
-    serving = Serving(
-        forwarder.app(access),
-        sock,
-        started=lambda _: forwarder.start(),
-        ending=lambda: None,
-    )
     url = url_of(sock)
+
+    def started(_: AbstractEventLoop) -> None:
+        forwarder.start()
+        _announce_forwarder(job, url, above, json)
+
+    Serving(forwarder.app(access), sock, started=started, ending=lambda: None).run()
+    return 0
+
+
+def _announce_forwarder(job: str, url: str, above: str, json: bool) -> None:
     if json:
         print_document(
             ServeDocument(
@@ -226,8 +236,6 @@ def _forward(
     else:
         print(f"forwarder of {job}: {url} to {above}")
     print(end="", flush=True)
-    serving.run()
-    return 0
 
 
 def _announce(address: Address, json: bool) -> None:
@@ -274,15 +282,13 @@ def _need_packages() -> None:
 def _secret(job: str, bind: str) -> bytes:
     from ckptd.daemon.access import is_loopback
 
-    if not is_loopback(bind):
-        if not os.environ.get(SECRET_VARIABLE):
-            raise RefusedError(
-                "others could reach the daemon, and no secret is set",
-                kind="no-secret",
-                where=bind,
-                hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
-            )
-        note("messages are signed and not encrypted: who sees the network reads them")
+    if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
+        raise RefusedError(
+            "others could reach the daemon, and no secret is set",
+            kind="no-secret",
+            where=bind,
+            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
+        )
     return job_secret(job, run_folder())
 
 

@@ -49,6 +49,10 @@ def feeding(forwarder: Forwarder, *faults: PlantedAt, ranks: int = 32) -> Iterat
         assert not feeder.failed
 
 
+def silent(daemon: Running) -> list[str]:
+    return [a.node for a in daemon.service.rounds.board.agents if a.silent]
+
+
 def reporting(daemon: Running) -> int:
     return len(daemon.service.rounds.board.job.ranks)
 
@@ -83,17 +87,16 @@ def test_root_that_was_away_hears_how_things_are(tmp_path: Path) -> None:
 def test_agent_that_fell_silent_is_silent_above(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.daemon.forward._SILENT_S", 1.5)
-    settings = replace(quick_settings(), silent_s=1.5)
+    monkeypatch.setattr("ckptd.daemon.forward._SILENT_S", 2.0)
+    settings = replace(quick_settings(), silent_s=2.0)
     with (
         running(tmp_path / "history", settings=settings) as root,
         forwarding(root.url) as (forwarder, _),
     ):
         with feeding(forwarder, PlantedAt("silent", 9, 2.0), ranks=16):
             until(lambda: reporting(root) == 16)
-            silent = until(lambda: [a for a in root.service.rounds.board.agents if a.silent])
-            assert [a.node for a in silent] == ["n1"]
-            until(lambda: reporting(root) == 8)
+            # A busy machine may make the other agent late as well, for a while.
+            until(lambda: silent(root) == ["n1"] and reporting(root) == 8)
 
 
 def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> Sheet:
