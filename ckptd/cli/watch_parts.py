@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,21 +20,43 @@ from ckptd.cli.output import shorten
 from ckptd.daemon.client import DaemonClient
 from ckptd.errors import CkptdError, WorkerError
 
-__all__ = ["Part", "Reader", "line_of", "start_daemon", "start_watcher", "unblocked"]
+__all__ = [
+    "SIGNALS",
+    "Part",
+    "Reader",
+    "line_of",
+    "old_folders",
+    "shell_code",
+    "start_daemon",
+    "start_watcher",
+    "unblocked",
+]
 
 _START_S = 60.0
 _POLL_S = 0.05
 _END_S = 10.0
 _RETRY_S = 0.5
+_FIRST_S = 1.0  # after which an agent has told of a rank
 _MOST_LOG = 2000
 _MOST_NAMED = 4
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
+_libc = ctypes.CDLL(None)  # loaded before any fork
+_PR_SET_PDEATHSIG = 1
+
+
 def unblocked() -> None:
     """Let a new process take the signals that this one waits for by itself."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
+
+
+def _beside() -> None:
+    """Let a new process end when this one does, however that may be."""
+    unblocked()
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Part:
@@ -69,7 +92,7 @@ class Part:
                     stdout=out,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=unblocked,
+                    preexec_fn=_beside,
                 )
         except OSError as error:
             raise WorkerError(f"the {name} cannot be started", found=str(error)) from error
@@ -171,13 +194,19 @@ class Reader:
         threading.Thread(target=self._follow, name="ckptd-incidents", daemon=True).start()
 
     def finish(self, wait_s: float) -> None:
-        """Ask once more, for up to `wait_s` seconds until there is one, and read no more."""
-        end = time.monotonic() + wait_s
+        """Ask once more, for up to `wait_s` seconds until there is one, and read no more.
+
+        Where no rank was ever heard of there is nothing to wait for.
+        """
+        began = time.monotonic()
         while True:
-            with suppress(CkptdError):
+            waited = time.monotonic() - began
+            with suppress(CkptdError, KeyError):
+                if waited > _FIRST_S and not self._client.get("/job")["ranks_reporting"]:
+                    break
                 for incident in reversed(self._client.get("/incidents", limit=50)["incidents"]):
                     self._take(incident)
-            if self.last or time.monotonic() > end:
+            if self.last or waited > wait_s:
                 break
             time.sleep(_POLL_S)
         self._ended.set()

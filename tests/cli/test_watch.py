@@ -1,0 +1,286 @@
+"""``ckptd watch``: what runs under it ends as it would by itself, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.daemon.place import daemons
+from tests.agent.writers import WRITER
+from tests.cli.running import COMMAND, Cli
+from tests.processes import lives
+
+RANKS = f"""
+import os, signal, subprocess, sys, time
+
+WRITER = {WRITER!r}
+folder, what = os.environ["CKPTD_RINGS"], sys.argv[1]
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+ranks = [
+    subprocess.Popen([sys.executable, "-c", WRITER, folder, str(r), "2", "50", "0", ""], **pipes)
+    for r in range(2)
+]
+for rank in ranks:
+    rank.stdout.readline()
+
+def say(rank, words):
+    ranks[rank].stdin.write(words.encode() + b"\\n")
+    ranks[rank].stdin.flush()
+
+print("ranks", *(rank.pid for rank in ranks), flush=True)
+time.sleep(1.0)
+if what == "crash":
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    time.sleep(0.5)
+if what == "hang":
+    say(0, "more 30000")
+    ranks[0].stdout.readline()
+    say(0, "wait")
+    say(1, "hold")
+    sys.stdin.readline()
+for number, rank in enumerate(ranks):
+    if what == "well":
+        say(number, "exit 0")
+        rank.wait()
+    rank.kill()
+    rank.wait()
+sys.exit(0 if what == "well" else 9)
+"""
+"""Two ranks without torch that end well, or of which one dies or hangs."""
+
+DEADLINE_S = 90
+
+
+def start(*args: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "watch", *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
+    )
+
+
+def done(process: subprocess.Popen[str], words: str | None = None) -> tuple[int, str, str]:
+    out, err = process.communicate(words, timeout=DEADLINE_S)
+    return process.returncode, out, err
+
+
+def ranks(what: str) -> list[str]:
+    return ["--", sys.executable, "-c", RANKS, what]
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + DEADLINE_S
+    while not (found := true()):
+        assert time.monotonic() < end, f"in vain: {what}"
+        time.sleep(0.05)
+    return found
+
+
+def run_folder() -> Path:
+    return Path(os.environ["CKPTD_RUN_DIR"])
+
+
+def beside() -> list[int]:
+    """Return processes that work in this test's run folder."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and int(name) != os.getpid() and lives(int(name)):
+            try:
+                env = Path(f"/proc/{name}/environ").read_bytes()
+            except OSError:
+                continue
+            if f"CKPTD_RUN_DIR={run_folder()}\0".encode() in env + b"\0":
+                found.append(int(name))
+    return found
+
+
+def nothing_is_left() -> None:
+    until(lambda: not beside(), "the end of all processes")
+    assert list(run_folder().iterdir()) == []
+
+
+def test_a_job_that_ends_well() -> None:
+    code, out, err = done(start(*ranks("well")))
+    assert code == 0, err
+    assert out.startswith("ranks ")
+    assert "is watched: http://127.0.0.1:" in err
+    assert "incident" not in err
+    nothing_is_left()
+
+
+def test_a_crash_is_told_and_the_exit_code_is_the_commands() -> None:
+    code, _, err = done(start("--json", *ranks("crash")))
+    assert code == 9, err
+    said = json.loads(err.splitlines()[-1])
+    assert (said["verb"], said["exit_code"]) == ("watch", 9)
+    first = said["incidents"][0]
+    assert first["kind"] == "crash"
+    assert [s["name"] for s in first["verdict"]["suspects"]] == ["1"]
+    assert "signal 9" in first["verdict"]["suspects"][0]["detail"]
+    nothing_is_left()
+
+
+def test_a_hang_is_told_while_it_lasts() -> None:
+    process = start("--floor", "train=1", "--floor", "init=1", *ranks("hang"))
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    line = next(text for text in lines if "incident" in text)
+    assert "non-communication hang: rank 1" in line
+    assert " s. " in line
+    code, _, _ = done(process, "enough\n")
+    assert code == 9
+    nothing_is_left()
+
+
+def test_the_command_runs_although_no_daemon_can(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, out, err = done(start("--port", port, "--", "sh", "-c", "echo here; exit 7"))
+    assert code == 7
+    assert out == "here\n"
+    assert "the command runs unwatched" in err
+    nothing_is_left()
+
+
+@pytest.mark.long
+def test_the_command_runs_although_the_run_folder_is_not_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    process = start("--", "sh", "-c", "exit 7", CKPTD_RUN_DIR=str(folder))
+    code, _, err = done(process)
+    assert code == 7
+    assert "the command runs unwatched" in err
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
+def test_signals_are_passed_on(number: int) -> None:
+    script = "import signal, sys\nfor n in (2, 15): signal.signal(n, lambda n, _: sys.exit(n))\n"
+    script += "print('ready', flush=True)\nwhile True: signal.pause()"
+    process = start("--", sys.executable, "-c", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    code, _, err = done(process)
+    assert code == number, err
+    nothing_is_left()
+
+
+@pytest.mark.long
+def test_a_command_that_a_signal_ends() -> None:
+    code, _, err = done(start("--", "sh", "-c", "kill -9 $$"))
+    assert code == 128 + 9, err
+
+
+@pytest.mark.long
+def test_nothing_outlives_a_watch_that_is_killed() -> None:
+    process = start("--", "cat")
+    assert process.stderr is not None
+    until(lambda: "is watched" in process.stderr.readline(), "a start")  # type: ignore[union-attr]
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    until(lambda: not beside(), "the end of daemon and agent")
+    # Its folder goes with the next watch.
+    code, _, _ = done(start("--", "true"))
+    assert code == 0
+    assert list(run_folder().glob("watch-*")) == []
+
+
+@pytest.mark.long
+def test_a_daemon_that_dies_does_not_stop_the_command() -> None:
+    process = start(*ranks("hang"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    os.kill(daemons(run_folder())[0].pid, signal.SIGKILL)
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("the command goes on unwatched" in text for text in lines)
+    code, _, _ = done(process, "enough\n")
+    assert code == 9
+
+
+@pytest.mark.long
+def test_a_named_job_keeps_its_history_and_tells_its_ranks() -> None:
+    code, out, _ = done(start("--job", "mine", "--", "sh", "-c", "echo $CKPTD_JOB $CKPTD_DAEMON"))
+    assert (code, out) == (0, "mine\n")
+    assert list(run_folder().glob("history-*"))
+    assert not list(run_folder().glob("watch-*"))
+
+
+@pytest.mark.long
+def test_two_watches_tell_one_daemon() -> None:
+    """As two nodes of a job do."""
+    first = start("--job", "mine", "--", "cat")
+    assert first.stderr is not None
+    url = until(
+        lambda: first.stderr.readline().partition("is watched: ")[2].strip(),  # type: ignore[union-attr]
+        "a start",
+    )
+    code, _, err = done(start("--job", "mine", "--daemon", url, "--json", *ranks("crash")))
+    assert code == 9
+    assert json.loads(err.splitlines()[-1])["incidents"][0]["kind"] == "crash"
+    assert first.poll() is None
+    said = first.communicate("", timeout=DEADLINE_S)[1]
+    assert "crash: rank 1" in said
+
+
+@pytest.mark.long
+def test_the_page_stays_if_wanted() -> None:
+    process = start("--keep-serving", "--", "true")
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any("the page stays" in text for text in lines)
+    one = daemons(run_folder())[0]
+    socket.create_connection(("127.0.0.1", int(one.url.rpartition(":")[2]))).close()
+    process.send_signal(signal.SIGINT)
+    code, _, _ = done(process)
+    assert code == 0
+    nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "args", [[], ["--", "no-such-command-here"], ["--floor", "lunch=3", "--", "true"]]
+)
+def test_what_cannot_be_run(cli: Cli, args: list[str]) -> None:
+    result = cli("watch", *args)
+    assert result.code == 2
+    assert "error" in result.err
+
+
+TRAIN = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(400):
+    dist.all_reduce(torch.ones(4))
+    time.sleep(0.01)
+    if step == 60 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.dist
+def test_a_script_under_torchrun_needs_no_edit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    code, _, err = done(start("--", *run, OMP_NUM_THREADS="1"))
+    assert code == 1, err
+    assert "crash: rank 1 (signal 9)" in err
+    nothing_is_left()
