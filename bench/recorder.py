@@ -1,20 +1,33 @@
-"""What recording costs a collective: one gloo rank, alternating watched and unwatched blocks.
+"""What recording costs a collective, and a training step; beside what else records them.
 
     python bench/recorder.py [--reps N] [--calls N]
 
-One process, one rank, an all-reduce of four numbers, so that the call itself is as cheap as it can
-be and the recorder's part as large. Cases: no hook at all; attached; attached and stepped aside
-(the hook lets calls through). Each round measures every case once, in random order; the figures
-are medians and minima over rounds, the ratio is of each round's own two neighbours.
+One gloo rank and an all-reduce of four numbers, so that the call itself is as cheap as it can be
+and the recorder's part as large. Cases: no hook at all; recorded by Python, natively, by counters;
+stepped aside (hooks let calls through); PyTorch's flight recorder off (it is on by default);
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``; and nvidia-resiliency-ext's straggler sections, if installed.
+Settings that a process takes at its start have a process of their own. Each round measures every
+case once, in random order, one after another; the figures are medians and minima over rounds, the
+differences and ratios those to the same round without a hook.
+
+Steps are those of the demo's model under DDP, two samples each, also in turns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Self
 
 import common
 import torch
@@ -23,72 +36,224 @@ import torch.distributed as dist
 import ckptd.monitor
 from ckptd.monitor.ringreader import RingReader
 
-CASES = ("unhooked", "recorded", "aside")
+PLAIN = "no hook"
+SOURCES = ("python", "native", "counters")
+STRAGGLER = "nvidia-resiliency-ext sections"
+PROCESSES: dict[str, dict[str, str]] = {
+    "main": {},
+    "flight recorder off": {"TORCH_FR_BUFFER_SIZE": "0"},
+    "debug DETAIL": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+}
+CASES = (PLAIN, *SOURCES, "aside", STRAGGLER)
 
 
-def microseconds(calls: int) -> float:
+# --- in the process that measures ---------------------------------------------------------------
+
+
+def microseconds(calls: int, around: Any = nullcontext) -> float:
     """Return the microseconds of one all-reduce."""
     tensor = torch.zeros(4)
+    plain = around is nullcontext
     start = time.perf_counter()
     for _ in range(calls):
-        dist.all_reduce(tensor)
+        if plain:
+            dist.all_reduce(tensor)
+        else:
+            with around():
+                dist.all_reduce(tensor)
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def measure(case: str, calls: int, folder: str) -> float:
-    """Return the microseconds of one all-reduce in this case."""
-    if case == "unhooked":
-        return microseconds(calls)
+@contextmanager
+def attached(case: str, folder: str) -> Iterator[None]:
+    """Be in a case, unless it is without a hook."""
+    if case == PLAIN:
+        yield
+        return
+    os.environ["CKPTD_RECORDER"] = "python" if case == "aside" else case
     recorder = ckptd.monitor.attach(folder)
+    if not recorder.on:
+        raise SystemExit(f"no {case} recorder here: `ckptd recorder build`")
     if case == "aside":
-        recorder.on = False
+        recorder.silence()
     try:
-        microseconds(100)
-        return microseconds(calls)
+        yield
     finally:
         ckptd.monitor.detach()
+        recorder.ring.path.unlink()
+
+
+def straggler() -> tuple[Any, str]:
+    """Return the section of nvidia-resiliency-ext, or why there is none."""
+    try:
+        from nvidia_resiliency_ext.straggler import Detector
+
+        Detector.initialize(report_time_interval=3600.0)
+    except Exception as error:  # noqa: BLE001 - whatever it lacks is what is told
+        return None, repr(error)
+
+    def section() -> AbstractContextManager[None]:
+        return Detector.detection_section("call", profile_cuda=False)  # type: ignore[no-any-return]
+
+    return section, ""
+
+
+def step_maker() -> Any:
+    """Return a function that makes one training step of the demo's model."""
+    from ckptd.train.demo.model import VOCABULARY, build
+    from ckptd.train.demo.spec import GptShape
+
+    shape = GptShape()
+    model = torch.nn.parallel.DistributedDataParallel(build(shape, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    samples = torch.randint(0, VOCABULARY, (2, shape.seq + 1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(samples).backward()
+        optimizer.step()
+
+    return step
+
+
+def answer(question: dict[str, Any], steps: list[Any]) -> Any:
+    """Return what was asked: microseconds of a call, or milliseconds of a step, in a case."""
+    case, what = question["case"], question["what"]
+    if case == STRAGGLER:
+        section, why = straggler()
+        return microseconds(question["number"], section) if section else {"none": why}
+    with attached(case, question["folder"]):
+        if what == "call":
+            microseconds(200)
+            return microseconds(question["number"])
+        steps[:] = steps or [step_maker()]
+        steps[0]()
+        start = time.perf_counter()
+        for _ in range(question["number"]):
+            steps[0]()
+        return (time.perf_counter() - start) / question["number"] * 1e3
+
+
+def serve() -> None:
+    """Answer questions, one a line."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    microseconds(500)
+    steps: list[Any] = []
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line), steps)), flush=True)
+    dist.destroy_process_group()
+
+
+# --- in the process that asks -------------------------------------------------------------------
+
+
+class Asked:
+    """A process that measures."""
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), "--case", "serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | settings,
+        )
+
+    def __call__(self, **question: Any) -> Any:
+        pipe_in, pipe_out = self._process.stdin, self._process.stdout
+        assert pipe_in is not None
+        assert pipe_out is not None
+        pipe_in.write(json.dumps(question) + "\n")
+        pipe_in.flush()
+        while line := pipe_out.readline():
+            with contextlib.suppress(ValueError):
+                return json.loads(line)
+        raise SystemExit(f"{question} was not answered")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+def measure(options: Any) -> dict[str, list[dict[str, Any]]]:
+    """Return the rounds of calls and of steps."""
+    dice = random.Random(1)
+    rounds: dict[str, list[dict[str, Any]]] = {"call": [], "step": []}
+    folder = tempfile.mkdtemp(dir=options.dir)
+    with ExitStack() as stack:
+        asked = {n: stack.enter_context(Asked(s)) for n, s in PROCESSES.items()}
+        calls = [("main", case) for case in CASES]
+        calls += [(name, PLAIN) for name in PROCESSES if name != "main"]
+        steps = [("main", case) for case in (PLAIN, *SOURCES)]
+        for _ in range(options.reps * 4):
+            for what, cases in (("call", calls), ("step", steps)):
+                number = options.calls if what == "call" else options.steps
+                found = {}
+                for name, case in dice.sample(cases, len(cases)):
+                    about = {"case": case, "what": what, "number": number, "folder": folder}
+                    found[case if name == "main" else name] = asked[name](**about)
+                rounds[what].append(found)
+                print(json.dumps(found), file=sys.stderr)
+    return rounds
 
 
 def reading(folder: str, calls: int) -> dict[str, float]:
     """Return the microseconds that a reader needs for a view of few and of all calls."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    os.environ["CKPTD_RECORDER"] = "python"
     recorder = ckptd.monitor.attach(folder)
     microseconds(5000)
     out = {}
     with RingReader(recorder.ring.path) as reader:
         for name, wanted in (("64 calls", 64), ("all calls", None)):
             start = time.perf_counter()
-            for _ in range(calls // 20):
+            for _ in range(max(calls // 20, 1)):
                 reader.view(wanted)
-            out[name] = (time.perf_counter() - start) / (calls // 20) * 1e6
+            out[name] = (time.perf_counter() - start) / max(calls // 20, 1) * 1e6
     ckptd.monitor.detach()
+    dist.destroy_process_group()
     return out
 
 
+def rows(rounds: list[dict[str, Any]], digits: int) -> tuple[list[list[str]], list[str]]:
+    """Return a row a case, and what is to be said of cases that could not be measured."""
+    out, notes = [], []
+    for case in rounds[0]:
+        if isinstance(rounds[0][case], dict):
+            notes.append(f"{case}: not measured, {rounds[0][case]['none']}")
+            continue
+        values = [r[case] for r in rounds]
+        more = statistics.median(r[case] - r[PLAIN] for r in rounds)
+        least = min(values) - min(r[PLAIN] for r in rounds)
+        share = statistics.median(r[case] / r[PLAIN] for r in rounds) - 1
+        figures = (statistics.median(values), min(values), more, least)
+        out.append([case, *(f"{x:.{digits}f}" for x in figures), f"{100 * share:+.1f} %"])
+    order = [PLAIN, *SOURCES, "aside", *PROCESSES]
+    return sorted(out, key=lambda row: order.index(row[0]) if row[0] in order else 99), notes
+
+
 def main() -> None:
-    options = common.arguments(__doc__, calls=2000)
-    os.environ.setdefault("CKPTD_RINGS", tempfile.mkdtemp())
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    microseconds(500)
-    dice = random.Random(1)
-    rounds: list[dict[str, float]] = []
-    for _ in range(options.reps * 4):
-        order = dice.sample(CASES, len(CASES))
-        rounds.append({case: measure(case, options.calls, options.dir) for case in order})
-    rows = [[case, *figures(rounds, case)] for case in CASES]
+    options = common.arguments(__doc__, calls=2000, steps=8)
+    if options.case == "serve":
+        serve()
+        return
+    load = os.getloadavg()
+    rounds = measure(options)
     read = reading(options.dir, options.calls)
-    dist.destroy_process_group()
-    head = ["case", "median us", "least us", "ratio to unhooked"]
-    text = common.table(head, rows) + "\n\n"
+    head = ["all-reduce", "median us", "least us", "more, median", "more, of least", "share"]
+    table, notes = rows(rounds["call"], 2)
+    text = common.table(head, table) + "\n\n"
+    head = ["step of the demo", "median ms", "least ms", "more, median", "more, of least", "share"]
+    text += common.table(head, rows(rounds["step"], 2)[0]) + "\n\n"
     text += common.table(["reader asks for", "us"], [[k, f"{v:.0f}"] for k, v in read.items()])
-    data = {"rounds": rounds, "reading": read, "load": os.getloadavg()}
+    text += "".join(f"\n\n{note}" for note in notes)
+    data = {"rounds": rounds, "reading": read, "load": [load, os.getloadavg()]}
     common.publish("recorder", "python bench/recorder.py", text, data)
-
-
-def figures(rounds: list[dict[str, float]], case: str) -> list[str]:
-    """Return median and least microseconds, and the median of the rounds' ratios."""
-    ratio = statistics.median(r[case] / r["unhooked"] for r in rounds)
-    values = [r[case] for r in rounds]
-    return [f"{statistics.median(values):.1f}", f"{min(values):.1f}", f"{ratio:.2f}"]
 
 
 if __name__ == "__main__":

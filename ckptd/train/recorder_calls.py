@@ -78,7 +78,7 @@ class CallKind:
 
     def text(self, args: tuple[Any, ...]) -> str:
         """Return the one of `texts` that a call with these arguments is."""
-        if self.reduce < 0 or not hasattr(args[self.reduce], "op"):
+        if self.reduce < 0:
             return self.texts[0]
         number = args[self.reduce].op()
         return self.texts[number] if 0 <= number < len(self.texts) else self.texts[0]
@@ -110,6 +110,8 @@ def _kind(operator: str) -> CallKind:
     def at(*wanted: str) -> int:
         return next((names.index(w) for w in wanted if w in names), -1)
 
+    # Python can ask a reduction which one it is only where this PyTorch has a method for it.
+    reduce = at("reduce_op") if "op" in torch.classes.c10d.ReduceOp()._method_names() else -1
     return CallKind(
         operator=operator,
         name=_NAMES[operator],
@@ -119,8 +121,8 @@ def _kind(operator: str) -> CallKind:
         peer=at("dst", "src"),
         splits=at("output_split_sizes"),
         async_op=at("async_op"),
-        reduce=at("reduce_op"),
-        texts=_texts(_NAMES[operator]) if "reduce_op" in names else (_NAMES[operator],),
+        reduce=reduce,
+        texts=_texts(_NAMES[operator]) if reduce >= 0 else (_NAMES[operator],),
     )
 
 
