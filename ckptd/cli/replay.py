@@ -8,7 +8,9 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
+from ckptd.cli.flight import show_dumps
 from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten
+from ckptd.errors import UsageError
 from ckptd.monitor.incident import Incident
 from ckptd.monitor.recording import Replay
 from ckptd.monitor.recording import replay as replay_recording
@@ -90,9 +92,16 @@ class ReplayDocument(Document, frozen=True, kw_only=True, tag="replay"):
 
 
 def replay(
-    file: Annotated[str, Parameter(help="A recording, as a daemon gives it.")],
+    file: Annotated[str | None, Parameter(help="A recording, as a daemon gives it.")] = None,
     /,
     *,
+    flight_recorder: Annotated[
+        str | None,
+        Parameter(
+            help="Instead of a recording: a folder of dumps of PyTorch's flight recorder.",
+            show_default=False,
+        ),
+    ] = None,
     set: Annotated[
         tuple[str, ...],
         Parameter(
@@ -104,6 +113,10 @@ def replay(
     json: Json = False,
 ) -> int:
     """Run the diagnosis again over what a daemon was told."""
+    if flight_recorder is not None and file is None:
+        return show_dumps(flight_recorder, json=json)
+    if file is None or flight_recorder is not None:
+        raise UsageError("give a recording, or --flight-recorder and a folder")
     settings = WatchSettings()
     for assignment in set:
         settings = changed(settings, assignment)

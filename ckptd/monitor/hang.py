@@ -93,6 +93,8 @@ def _subtype(job: Job, row: int) -> str:
         return "in the kernel, not interruptible: storage, network file system or driver"
     if state == "Z":
         return "a zombie: ended and not collected"
+    if not state and np.isnan(rank["heartbeat"]):
+        return "nothing is known of its process"
     if not rank["heartbeat"] > STALE_S:
         return "Python runs: it computes, sleeps or spins"
     if rank["answers"] == 1:

@@ -1,0 +1,74 @@
+"""``ckptd replay --flight-recorder``: one diagnosis of what PyTorch's flight recorder wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptd.cli.output import Document, note, print_document
+from ckptd.monitor.diagnose import diagnose
+from ckptd.monitor.flightrecorder import STUCK, read_folder
+from ckptd.monitor.job import join
+from ckptd.monitor.verdict import Verdict
+
+__all__ = ["FlightDocument", "show_dumps"]
+
+_NAMED = 16
+
+
+class FlightDocument(Document, frozen=True, kw_only=True, tag="flight-recorder"):
+    """What ``ckptd replay --flight-recorder DIR --json`` prints.
+
+    Attributes
+    ----------
+    folder
+        As given.
+    ranks, world
+        Dumps that were read; ranks of the job, as far as dumps tell.
+    unread
+        Files that are no dumps, and why.
+    verdicts
+        Causes before consequences.
+    """
+
+    folder: str
+    ranks: int
+    world: int
+    unread: dict[str, str]
+    verdicts: tuple[Verdict, ...]
+
+
+def show_dumps(folder: str, *, json: bool) -> int:
+    """Diagnose a folder of dumps and print it; return 1 if something is found, else 0.
+
+    Dumps are taken to be of a job that stands still: no time has to pass for a verdict.
+    """
+    found = read_folder(Path(folder))
+    job = join(found.views)
+    document = FlightDocument(
+        folder=folder,
+        ranks=len(found.views),
+        world=job.world,
+        unread=found.unread,
+        verdicts=diagnose(job, STUCK),
+    )
+    if json:
+        print_document(document)
+    else:
+        _show(document)
+    return 1 if document.verdicts else 0
+
+
+def _show(document: FlightDocument) -> None:
+    print(f"{document.ranks} dumps of a job of {document.world} ranks")
+    for verdict in document.verdicts:
+        named = [f"{s.target} {s.name}" for s in verdict.suspects]
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        print(f"\n{verdict.kind}: {', '.join(named[:_NAMED])}{more}")
+        for line in verdict.evidence:
+            print(f"  {line}")
+        print(f"  refuted if {verdict.refuted_by}")
+        print(f"  what to do: {verdict.action}")
+    if not document.verdicts:
+        print("nothing stands out: nobody waits for a rank that did not come")
+    for name, why in document.unread.items():
+        note(f"{name} is no dump: {why}")

@@ -1,0 +1,67 @@
+"""Pickles of plain data are read, and nothing in them is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.errors import CorruptError
+from ckptd.monitor.plainpickle import loads
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=20,
+)
+
+
+@given(PLAIN, st.sampled_from([2, 4]))
+def test_plain_data_is_read(value: Any, protocol: int) -> None:
+    assert loads(pickle.dumps(value, protocol), "x") == value
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x02",
+        b"\x80\x02.",
+        pickle.dumps(_Runs(), 2),
+        pickle.dumps(print, 4),
+        pickle.dumps({1, 2}, 4),
+        b"\x80\x02]r\xff\xff\xff\xff",  # an enormous place in its memory
+        b"\x80\x02h\x07.",  # a place that holds nothing
+        b"\x80\x02(K\x01u.",  # items of no dict
+        b"\x80\x02}(K\x01u.",  # a key without a value
+        b"\x80\x02}]K\x01s.",  # a key that cannot be one
+        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a text longer than the file
+    ],
+)
+def test_anything_else_is_refused(data: bytes, tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CorruptError) as caught:
+        loads(data, "x")
+    assert caught.value.kind == "bad-flight-record"
+    assert not list(tmp_path.iterdir())
+
+
+@given(st.binary(max_size=200))
+def test_fuzz(data: bytes) -> None:
+    """Nothing but the one error comes out of it."""
+    with contextlib.suppress(CorruptError):
+        loads(b"\x80\x02" + data, "x")
