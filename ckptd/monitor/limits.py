@@ -10,7 +10,7 @@ from ckptd.monitor.job import Job
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import Phase
 
-__all__ = ["Learned", "Limits", "learn"]
+__all__ = ["MOST_KEYS", "Learned", "Limits", "learn"]
 
 START_S = 600.0
 CHECKPOINT_S = 600.0

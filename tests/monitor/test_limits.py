@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ckptd.monitor.job import Job
-from ckptd.monitor.limits import Learned, Limits, learn
-from ckptd.monitor.view import Phase
+from ckptd.monitor.limits import MOST_KEYS, Learned, Limits, learn
+from ckptd.monitor.sheet import GAP
+from ckptd.monitor.view import Phase, RankView
 from tests.monitor import jobs
 
 LIMITS = Limits()
@@ -57,3 +59,41 @@ def test_phases_and_call_sites_are_apart() -> None:
 def test_another_world_size_is_learned_anew() -> None:
     learned = learn(learn(Learned(), _job(100.0)), _job(1.0, world=3))
     assert learned.limit(_job(1.0), LIMITS, in_call=False) == pytest.approx([30.0, 30.0])
+
+
+def test_times_in_a_call_are_learned_only_when_all_members_ended_it() -> None:
+    """Of those that show it all may have waited for one that does not."""
+    told = jobs.job(*(_in_call(r, 3.0) for r in range(3)))
+    assert not (learn(Learned(), told).longest > 2).any()
+    told = jobs.job(*(_in_call(r, 3.0) for r in range(3)), _in_call(3, 0.2))
+    longest = learn(Learned(), told).longest
+    assert longest.tolist() == pytest.approx([0.2])
+
+
+def _in_call(rank: int, took: float) -> RankView:
+    row = jobs.call(5, 8, jobs.NOW - 4, jobs.NOW - 4 + took)
+    return jobs.view(rank, groups=jobs.groups({5: (4, 8, 8)}), calls=jobs.calls(row))
+
+
+def test_gaps_that_agents_tell_are_taken_in_place_of_those_shown() -> None:
+    two = jobs.calls(
+        jobs.call(5, 7, jobs.NOW - 9, jobs.NOW - 8, site=3),
+        jobs.call(5, 8, jobs.NOW - 2, jobs.NOW - 1, site=3),
+    )
+    seen = jobs.job(jobs.view(0, groups=jobs.groups({5: (4, 8, 8)}), calls=two))
+    gaps = np.zeros(1, GAP)
+    gaps["site"], gaps["phase"], gaps["op"], gaps["seconds"] = 3, Phase.TRAIN, 1, 40.0
+    assert learn(Learned(), seen).longest.max() == pytest.approx(6.0)
+    known = learn(Learned(), seen, gaps)
+    assert known.longest.tolist() == [40.0]
+    limit = known.limit(seen, Limits(), in_call=False)
+    assert limit.tolist() == [200.0]
+
+
+def test_what_is_learned_is_bounded() -> None:
+    gaps = np.zeros(MOST_KEYS + 100, GAP)
+    gaps["site"], gaps["seconds"] = np.arange(len(gaps)), np.arange(len(gaps))
+    known = learn(Learned(), jobs.job(jobs.view(0)), gaps)
+    assert len(known.keys) == MOST_KEYS
+    assert (np.diff(known.keys.astype(object)) > 0).all()
+    assert known.longest.min() == 100.0

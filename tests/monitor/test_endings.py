@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptd.monitor.crash import ended
+from ckptd.monitor.endings import Endings
+from ckptd.monitor.gather import RankNote, from_views, gathered
+from ckptd.monitor.ringlayout import RecorderState
+from ckptd.monitor.view import RankView
+from tests.monitor.jobs import changed, inside, view
+
+
+def gone(endings: Endings, views: list[RankView], now: float, **notes: Any) -> list[int]:
+    """Ranks whose end is told."""
+    sheet = from_views(views, job="j", source="s", number=1, **notes)
+    job, rows = gathered([sheet], {})
+    settled = endings.settle(job, rows, now)
+    return settled.ranks["rank"][ended(settled)].tolist()
+
+
+def dead(rank: int, code: int | None, **other: Any) -> RankView:
+    return changed(view(rank, **other), alive=False, exit_code=code)
+
+
+def test_nobody_has_ended() -> None:
+    assert gone(Endings(), [view(0), view(1)], 0.0) == []
+
+
+@pytest.mark.parametrize(("code", "after"), [(-9, 0.0), (-6, 0.0), (1, 0.5), (None, 0.5)])
+def test_when_an_end_is_told(code: int | None, after: float) -> None:
+    endings, views = Endings(), [dead(0, code), view(1)]
+    assert (gone(endings, views, 0.0) == [0]) == (after == 0.0)
+    assert gone(endings, views, after) == [0]
+
+
+def test_an_end_with_a_code_beside_one_by_a_signal_is_told_at_once() -> None:
+    assert gone(Endings(), [dead(0, 1), dead(1, -9), view(2)], 0.0) == [0, 1]
+
+
+def test_one_that_was_told_to_end_while_its_neighbours_go_on() -> None:
+    endings, views = Endings(), [dead(0, -15), view(1)]
+    assert gone(endings, views, 0.0) == []
+    assert gone(endings, views, 1.5) == [0]
+
+
+def test_a_whole_node_that_was_told_to_end() -> None:
+    endings = Endings()
+    views = [dead(0, -15, node="a"), dead(1, -15, node="a"), view(2, node="b")]
+    for now in np.arange(0, 100, 1.0):
+        assert gone(endings, views, float(now)) == []
+    waiting = inside(2, 5, 3, age=4.0, size=4, node="b")
+    assert gone(endings, [*views[:2], waiting], 101.0) == [0, 1]
+
+
+def test_exit_0_is_in_order_unless_others_wait() -> None:
+    assert gone(Endings(), [dead(0, 0), view(1)], 9.0) == []
+    assert gone(Endings(), [dead(0, 0), inside(1, 5, 3, age=1.0, size=2)], 9.0) == []
+    endings = Endings()
+    views = [dead(0, 0), inside(1, 5, 3, age=3.0, size=2)]
+    gone(endings, views, 0.0)
+    assert gone(endings, views, 1.0) == [0]
+
+
+def test_a_recorder_that_was_closed_stands_for_a_code_that_nobody_saw() -> None:
+    off = {0: RankNote(recorder=RecorderState.OFF)}
+    for notes, told in (({}, [0]), (off, [])):
+        endings = Endings()
+        gone(endings, [dead(0, None), view(1)], 0.0, notes=notes)
+        assert gone(endings, [dead(0, None), view(1)], 1.0, notes=notes) == told
+
+
+def test_another_process_of_the_rank_has_a_time_of_its_own() -> None:
+    endings = Endings()
+    gone(endings, [changed(dead(0, 1), pid=1), view(1)], 0.0)
+    assert gone(endings, [changed(dead(0, 1), pid=2), view(1)], 5.0) == []
