@@ -5,10 +5,10 @@
     python bench/gpu.py --gb 20 --steps 8 --cases ckptd
 
 A stack of linear layers trains in bfloat16 with AdamW in float32. Each case is a fresh process:
-what a plain page-locked copy moves, ckptd, and DCP's ``async_save`` with page-locked staging. Files
-go to memory where that has room, so that the device's link is measured and not a disk. Writes
-``results/gpu.json`` (or ``--out``) and prints a table. Without a CUDA device it says so and ends
-with status 2.
+what a plain page-locked copy moves, ckptd, DCP's ``async_save`` with page-locked staging, and what
+an all-reduce costs the host with and without the recorder of collectives. Files go to memory where
+that has room, so that the device's link is measured and not a disk. Writes ``results/gpu.json`` (or
+``--out``) and prints a table. Without a CUDA device it says so and ends with status 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ WIDTH = 8192
 WARM_UP = 3
 IDLE_SAVES = 3
 GB = 1e9
-CASES = ("plain copy", "ckptd", "DCP async pinned")
+RECORDER = "recorder"
+CASES = ("plain copy", "ckptd", "DCP async pinned", RECORDER)
 CASE_S = 200.0
 
 
@@ -241,6 +242,36 @@ def engine_case(name: str, options: argparse.Namespace, folder: str) -> dict[str
     return found
 
 
+def recorder_case(folder: str) -> dict[str, Any]:
+    """Return the microseconds of host time of an all-reduce, in turns; one rank, NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    import ckptd.monitor
+    from ckptd.train.recorder_build import built
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.ones(8, device="cuda")
+
+    def host_us(calls: int = 2000) -> float:
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            dist.all_reduce(tensor)
+        return (time.perf_counter() - begin) / calls * 1e6
+
+    found: dict[str, list[float]] = {}
+    for _ in range(7):
+        found.setdefault("no hook", []).append(host_us())
+        for source in ("python", "native") if built() else ("python",):
+            os.environ["CKPTD_RECORDER"] = source
+            ckptd.monitor.attach(folder)
+            found.setdefault(source, []).append(host_us())
+            ckptd.monitor.detach()
+    return {"call_us": {name: statistics.median(times) for name, times in found.items()}}
+
+
 def one(options: argparse.Namespace) -> None:
     folder = f"{options.dir}/case"
     shutil.rmtree(folder, ignore_errors=True)
@@ -248,6 +279,8 @@ def one(options: argparse.Namespace) -> None:
     try:
         if options.case == "plain copy":
             found = plain_copy(options)
+        elif options.case == RECORDER:
+            found = recorder_case(folder)
         else:
             found = engine_case(options.case, options, folder)
     except Exception as error:  # noqa: BLE001 - one engine's failure must not hide the others
@@ -264,11 +297,12 @@ def one(options: argparse.Namespace) -> None:
 def check(options: argparse.Namespace) -> int:
     import torch
 
-    from tests.train.cuda_checks import CHECKS
+    from tests.train import cuda_checks, recorder_cuda_checks
 
+    checks = cuda_checks.CHECKS | recorder_cuda_checks.CHECKS
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     failed = 0
-    for name, act in CHECKS.items():
+    for name, act in checks.items():
         begin = time.perf_counter()
         folder = tempfile.mkdtemp(dir=options.dir)
         try:
@@ -279,7 +313,7 @@ def check(options: argparse.Namespace) -> int:
             failed += 1
             print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{len(CHECKS) - failed} of {len(CHECKS)} checks passed")
+    print(f"{len(checks) - failed} of {len(checks)} checks passed")
     return 1 if failed else 0
 
 
@@ -322,6 +356,8 @@ def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> Non
     link = found.get("plain copy", {}).get("link_gb_s")
     print(f"A plain page-locked copy: {link:.1f} GB/s" if link else "The plain copy failed")
     print(common.table(["engine", *COLUMNS.values()], rows))
+    for source, us in found.get(RECORDER, {}).get("call_us", {}).items():
+        print(f"all-reduce on the device, {source}: {us:.1f} us of the host")
     for name, figures in found.items():
         if "failed" in figures:
             print(f"FAILED: {name}: {figures['failed']}")
