@@ -80,7 +80,7 @@ class WatchSettings:
     per_rank_s: float = 4e-5
     limits: Limits = field(default_factory=Limits)
     slow: SlowLimits = field(default_factory=SlowLimits)
-    links: LinkLimits = field(default_factory=LinkLimits)
+    links: LinkLimits = field(default_factory=lambda: LinkLimits(noise_s=5e-4))
     sheets: SheetLimits = field(default_factory=SheetLimits)
     confirm: int = 2
     close_s: float = 15.0

@@ -11,6 +11,7 @@ from ckptd.monitor.links import LinkLimits, again, effects, slow_links
 from ckptd.monitor.simulator import delays
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Target
+from ckptd.monitor.watchsettings import WatchSettings
 
 SHAPES = {
     Target.SENDER: ([(3, -1)], (3, -1)),
@@ -138,3 +139,21 @@ def test_no_probe() -> None:
     none = np.zeros(0, np.int64)
     assert not effects(none, none, np.zeros(0), 0)
     assert not effects(none, none, np.zeros(0), 4)
+
+
+MEASURED_US = {
+    (0, 1): 184, (0, 2): 96, (0, 3): 92, (1, 0): 177, (1, 2): 166, (1, 3): 184,
+    (2, 0): 178, (2, 1): 186, (2, 3): 92, (3, 0): 86, (3, 1): 90, (3, 2): 179,
+}  # fmt: skip
+"""Four nodes on one machine of two cores: a probe is quick if both ends happen to share a core."""
+
+
+@pytest.mark.parametrize(("point", "wanted"), [(166, []), (24301, [(1, 2)])])
+def test_what_a_scheduler_makes_of_quick_probes_is_no_slow_link(
+    point: float, wanted: list[tuple[int, int]]
+) -> None:
+    measured = {**MEASURED_US, (1, 2): point}
+    source, to = np.array(list(measured)).T
+    seconds = np.array(list(measured.values())) * 1e-6
+    found = effects(source, to, seconds, 4, WatchSettings().links)
+    assert [(e.source, e.to) for e in found] == wanted
