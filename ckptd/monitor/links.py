@@ -313,7 +313,7 @@ def slow_links(
             for e in sure
         ),
         evidence=(
-            *(f"{e.target} {_name(names, e)}: {e.ratio:.1f} times, {e.edges} links" for e in sure),
+            *(f"{e.target} {_name(names, e)}: {e.ratio:.1f} times, links: {e.edges}" for e in sure),
             *(f"{name} may be an echo of these: probe it again" for name in echoes),
         ),
         rules_out=("a slow rank: probes do not pass through the trainer",),
