@@ -1,0 +1,169 @@
+// Incidents and their evidence.
+
+import { get, post } from "../api.js";
+import { choice, h, nothing, refill, setText, table } from "../dom.js";
+import { clock, count, figure, percent, seconds, sentence } from "../format.js";
+import { listen, store } from "../store.js";
+import { shape } from "../words.js";
+
+const FILTERS = [["all", "All"], ["open", "Open"], ["closed", "Closed"]];
+const STATUS_OF_KIND = { crash: 3, "slow rank": 5, "slow link": 5, "cannot say": 4 };
+
+export function incidents(root) {
+  const list = h("ul", {});
+  const detail = h("div", { class: "incident-detail" });
+  let filter = "all", chosen = null, whole = null;
+  root.append(h("div", { class: "view-head" }, h("h1", {}, "Incidents"), h("p", { class: "summary", id: "incidents-summary" }),
+    h("div", { class: "controls" }, choice("Show", FILTERS, filter, (f) => { filter = f; drawList(); }))),
+  h("div", { class: "master" }, h("div", { class: "panel incident-list", role: "region", "aria-label": "List of incidents" }, list), detail));
+  const offs = [listen(["incidents"], () => { drawList(); load(); })];
+  list.addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const all = [...list.querySelectorAll("a")];
+    all[Math.min(all.length - 1, Math.max(0, all.indexOf(document.activeElement) + step))]?.focus();
+  });
+  detail.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.target.closest("textarea, input")) location.hash = "#/incidents";
+  });
+
+  function drawList() {
+    const some = store.listed(filter);
+    const open = store.open.length;
+    setText(document.getElementById("incidents-summary"), store.incidents.size ? `${open} open, ${store.incidents.size} in all` : "");
+    refill(list, JSON.stringify([filter, chosen, some.map((i) => [i.id, i.state, i.updated_at, i.acknowledged_at])]), () => some.length
+      ? some.map((i) => incidentRow(i, i.id === chosen))
+      : h("li", {}, nothing(filter === "all" ? "No incident" : `No ${filter} incident`, "The diagnosis keeps silent when nothing is wrong.")));
+  }
+
+  async function load() {
+    const id = chosen;
+    root.classList.toggle("has-incident", id !== null);
+    if (id === null) {
+      const first = store.listed(filter)[0];
+      whole = null;
+      if (first && matchMedia("(min-width: 901px)").matches) await draw(first.id);
+      else refill(detail, "none", () => []);
+      return;
+    }
+    await draw(id);
+  }
+
+  async function draw(id) {
+    let incident = store.incidents.get(id);
+    if (!whole || whole.id !== id || whole.updated_at !== incident?.updated_at || whole.state !== incident?.state) {
+      try {
+        whole = await get(`incidents/${encodeURIComponent(id)}`);
+      } catch (error) {
+        if (!incident) {
+          refill(detail, `e${id}`, () => nothing("No such incident", error.message));
+          return;
+        }
+        whole = incident;
+      }
+    }
+    incident = whole;
+    if (chosen !== null && chosen !== id) return;
+    const note = detail.querySelector("textarea");
+    const writing = note && note.value && detail.dataset.id === id ? note.value : "";
+    if (refill(detail, JSON.stringify(incident), () => page(incident, acknowledged)) && writing) {
+      const again = detail.querySelector("textarea");
+      if (again) again.value = writing;
+    }
+    detail.dataset.id = id;
+  }
+
+  function acknowledged(answer) {
+    whole = { ...whole, ...answer };
+    store.setIncident(whole);
+    refill(detail, JSON.stringify(whole), () => page(whole, acknowledged));
+  }
+
+  drawList();
+  return {
+    show: (argument) => { chosen = argument; drawList(); load(); if (argument !== null) scrollTo(0, 0); },
+    end: () => { offs.forEach((off) => off()); root.classList.remove("has-incident"); },
+  };
+}
+
+/** One line of a list of incidents. */
+export function incidentRow(incident, current) {
+  const v = incident.verdict;
+  return h("li", {}, h("a", { class: "incident-row", href: `#/incidents/${encodeURIComponent(incident.id)}`, "aria-current": current ? "true" : null, id: `row-${incident.id}` },
+    h("span", { class: "incident-mark" }, shape(incident.state === "open" ? STATUS_OF_KIND[v.kind] ?? 2 : 0)),
+    h("span", { class: "incident-main" }, h("b", {}, sentence(v.kind)), h("span", { class: "who" }, suspectsText(v))),
+    h("span", { class: "incident-when" }, h("span", {}, clock(incident.opened_at)), h("span", { class: `tag t-${incident.state}` }, incident.acknowledged_at ? "acknowledged" : incident.state))));
+}
+
+function suspectsText(v) {
+  if (!v.suspects.length) return "nobody can be named";
+  const names = v.suspects.slice(0, 3).map(name);
+  return names.join(", ") + (v.suspects.length > 3 ? ` and ${count(v.suspects.length - 3)} more` : "");
+}
+
+const name = (s) => (s.target === "link" ? `link ${s.name.replace(">", " → ")}` : `${s.target} ${s.name}`);
+
+function page(i, acknowledged) {
+  const v = i.verdict;
+  const facts = [
+    ["opened", clock(i.opened_at)],
+    i.state === "closed" ? ["closed", clock(i.closed_at)] : ["last seen", clock(i.updated_at)],
+    ["found after", seconds(i.latency_s)],
+    ["rounds", count(i.rounds)],
+    ["step", i.step >= 0 ? count(i.step) : "–"],
+    ["policy", i.enforced ? `${i.action}, carried out` : i.action],
+  ];
+  return h("article", { "aria-labelledby": "incident-title" },
+    h("a", { class: "back", href: "#/incidents" }, "← All incidents"),
+    h("header", { class: "incident-head" }, h("div", {}, h("p", { class: "mono id" }, i.id), h("h2", { id: "incident-title" }, shape(i.state === "open" ? STATUS_OF_KIND[v.kind] ?? 2 : 0), sentence(v.kind)),
+      h("p", { class: "lead" }, v.suspects.length ? `Suspected: ${suspectsText(v)}.` : "Nobody can be named.")),
+    h("span", { class: `tag t-${i.state}` }, i.state)),
+    h("dl", { class: "strip" }, facts.map(([k, t]) => h("div", {}, h("dt", {}, k), h("dd", {}, t ?? "–")))),
+    section("Suspects", v.suspects.length ? h("ul", { class: "suspects" }, v.suspects.map(suspect)) : h("p", { class: "quietly" }, "None.")),
+    section("Evidence", h("ol", { class: "evidence" }, v.evidence.map((e) => h("li", {}, sentence(e))))),
+    v.rules_out.length ? section("Rules out", h("ul", { class: "plain" }, v.rules_out.map((r) => h("li", {}, sentence(r))))) : null,
+    h("div", { class: "pair" }, section("Would be refuted by", h("p", {}, sentence(v.refuted_by))), section("What to do", h("p", {}, sentence(v.action)))),
+    Object.keys(v.numbers ?? {}).length ? section("Numbers", h("dl", { class: "numbers" }, Object.entries(v.numbers).map(([k, n]) => h("div", {}, h("dt", {}, k.replaceAll("_", " ")), h("dd", {}, figure(n)))))) : null,
+    consequences(i), probes(i.probes), texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
+}
+
+const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
+
+function suspect(s) {
+  const bar = h("progress", { max: "1", value: s.confidence, "aria-label": `confidence of ${name(s)}` });
+  const link = s.target === "rank" ? h("a", { href: `#/ranks/${s.name}` }, name(s)) : s.target === "link" ? h("a", { href: "#/links" }, name(s)) : h("span", {}, name(s));
+  return h("li", {}, h("b", {}, link), bar, h("span", { class: "num" }, percent(s.confidence)), h("span", { class: "detail" }, s.detail));
+}
+
+function probes(all) {
+  if (!all?.length) return null;
+  return section("Probes", table(["From", "To", ">Took"], all.map((p) => [p.src ?? "", p.dst ?? "", p.seconds === null || p.error ? h("span", { class: "bad" }, p.error || "none came back") : seconds(p.seconds)]), "Link probes of this incident"));
+}
+
+/** Stacks, calls or output by rank; the first is open. */
+function texts(title, all) {
+  const some = Object.entries(all ?? {});
+  if (!some.length) return null;
+  return section(title, some.map(([rank, said], n) => h("details", { open: n === 0 && title === "Stacks" },
+    h("summary", {}, `Rank ${rank}`, said.how ? h("span", { class: "quietly" }, ` by ${said.how} in ${seconds(said.taken_s)}`) : null),
+    h("pre", { class: "stack", tabindex: "0" }, said.text ?? said))));
+}
+
+function consequences(i) {
+  return i.consequences?.length ? section("Followed from it", h("ul", { class: "plain" }, i.consequences.map((c) => h("li", {}, sentence(c))))) : null;
+}
+
+function ackForm(i, acknowledged) {
+  if (i.acknowledged_at) return section("Acknowledged", h("p", {}, `${clock(i.acknowledged_at)}: ${i.note || "without a note"}`));
+  const note = h("textarea", { id: "ack-note", rows: "2", maxlength: "2000", placeholder: "What was done, for the next reader" });
+  const said = h("p", { class: "form-error", role: "alert" });
+  return section("Acknowledge", h("form", { onsubmit: async (event) => {
+    event.preventDefault();
+    try {
+      acknowledged(await post(`incidents/${encodeURIComponent(i.id)}/ack`, { note: note.value }) ?? {});
+    } catch (error) {
+      setText(said, `Not acknowledged: ${error.message}. ${error.hint}`);
+    }
+  } }, h("label", { class: "hidden", for: "ack-note" }, "Note"), note, h("div", { class: "form-end" }, h("button", { type: "submit", class: "primary" }, "Acknowledge"), said)));
+}
