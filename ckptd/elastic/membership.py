@@ -1,0 +1,145 @@
+"""The membership log: what each generation of a job is, in the order in which they were decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+
+from ckptd.elastic.placement import Coordinate, Place, Slot
+from ckptd.elastic.policy import Shape
+from ckptd.errors import CorruptError
+
+__all__ = ["Member", "Record", "check_log", "decode_record", "encode_record", "members_of"]
+
+_Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """Who is at one place; members are listed in the order of ranks.
+
+    Attributes
+    ----------
+    node, slot
+        Where it runs.
+    pp, dp, tp
+        Its place.
+    """
+
+    node: _Word
+    slot: _Count
+    pp: _Count
+    dp: _Count
+    tp: _Count
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation.
+
+    Attributes
+    ----------
+    generation
+        Rises by one at least with each record.
+    shape
+        The layout's sizes.
+    members
+        Every rank.
+    step
+        The last step that was known to be committed; 0 if none. Training goes on from it or later.
+    reason
+        Why there is a new generation, in a few words.
+    at
+        Seconds since 1970, for people.
+    """
+
+    generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+    shape: Shape
+    members: tuple[Member, ...]
+    step: _Count
+    reason: Annotated[str, msgspec.Meta(max_length=2000)]
+    at: float
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Nodes that run at least one of its ranks."""
+        return frozenset(m.node for m in self.members)
+
+    def slots_of(self, node: str) -> tuple[Slot, ...]:
+        """Return the slots of `node` with the places that they have in this generation."""
+        return tuple(
+            Slot(m.node, m.slot, Coordinate(m.pp, m.dp, m.tp))
+            for m in self.members
+            if m.node == node
+        )
+
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+def members_of(places: Sequence[Place]) -> tuple[Member, ...]:
+    """Return the members of a choice's places."""
+    return tuple(Member(p.slot.node, p.slot.number, *p.at) for p in places)
+
+
+def encode_record(record: Record) -> bytes:
+    """Return one line of JSON, without a newline."""
+    return msgspec.json.encode(record)
+
+
+def decode_record(raw: bytes, where: str) -> Record:
+    """Return the record that `raw` holds.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-log``: it is none, or its members are not the ranks of its shape.
+    """
+    try:
+        record = _decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(
+            "this is no record of a membership log",
+            kind="bad-log",
+            where=where,
+            found=str(error)[:200],
+        ) from error
+    shape = record.shape
+    places = [(m.pp, m.dp, m.tp) for m in record.members]
+    expected = (
+        (p, d, t) for p in range(shape.pp) for d in range(shape.dp) for t in range(shape.tp)
+    )
+    if min(shape.pp, shape.dp, shape.tp) < 1 or shape.world != len(places):
+        same = False
+    else:
+        same = all(a == b for a, b in zip(places, expected, strict=True))
+    if not same or len({(m.node, m.slot) for m in record.members}) != len(places):
+        raise CorruptError(
+            "the members of a generation are not the ranks of its layout",
+            kind="bad-log",
+            where=where,
+            wanted=f"{shape}, each rank once",
+            found=f"{len(places)} members",
+        )
+    return record
+
+
+def check_log(records: Sequence[Record], where: str) -> None:
+    """Refuse a log whose generations do not rise, or whose steps fall.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-log``.
+    """
+    for before, after in pairwise(records):
+        if after.generation <= before.generation or after.step < before.step:
+            raise CorruptError(
+                "a membership log goes backwards",
+                kind="bad-log",
+                where=where,
+                wanted=f"a generation after {before.generation}, from step {before.step} or later",
+                found=f"generation {after.generation} from step {after.step}",
+            )

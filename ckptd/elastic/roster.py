@@ -1,0 +1,100 @@
+"""What a controller knows of each node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptd.elastic.membership import Record
+from ckptd.elastic.messages import NodeUp
+from ckptd.elastic.placement import Coordinate, Slot
+
+__all__ = ["Node", "Roster"]
+
+
+@dataclass
+class Node:
+    """One node.
+
+    Attributes
+    ----------
+    name, life, slots
+        As it said; see `ckptd.elastic.messages.NodeUp`.
+    seen
+        When it was last heard of.
+    up
+        Whether it has not said goodbye, nor been given up.
+    fenced
+        No worker of this or an earlier generation runs on it.
+    running
+        The generation whose workers run on it, as far as is known; 0 if none do.
+    out_until
+        Not used before this moment; infinite until somebody orders otherwise.
+    faults
+        When it was at fault.
+    """
+
+    name: str
+    life: str = ""
+    slots: int = 0
+    seen: float = -math.inf
+    up: bool = False
+    fenced: int = 0
+    running: int = 0
+    out_until: float = -math.inf
+    faults: list[float] = field(default_factory=list)
+
+
+class Roster:
+    """All nodes that were heard of, by name."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, Node] = {}
+
+    def __getitem__(self, name: str) -> Node:
+        return self._nodes.setdefault(name, Node(name))
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def hear(self, said: NodeUp, now: float) -> bool:
+        """Note that a node is there; return whether it is another process than before."""
+        node = self[said.node]
+        other = node.life not in ("", said.life)
+        node.life, node.slots, node.seen, node.up = said.life, said.slots, now, True
+        node.fenced = said.fenced if other else max(node.fenced, said.fenced)
+        node.running = said.running
+        return other
+
+    def up(self) -> tuple[str, ...]:
+        """Return the names of nodes that are there, sorted."""
+        return tuple(sorted(n.name for n in self if n.up))
+
+    def blame(self, name: str, now: float, *, window_s: float, most: int, out_s: float) -> bool:
+        """Count a fault; return whether the node is left out from now on because of it."""
+        node = self[name]
+        node.faults = [at for at in node.faults if now - at < window_s] + [now]
+        if len(node.faults) < most or node.out_until > now:
+            return False
+        node.out_until = now + out_s
+        return True
+
+    def slots(self, now: float, last: Record | None, *, all_up: bool = False) -> list[Slot]:
+        """Return the slots of usable nodes, with what they held in the last generation.
+
+        Parameters
+        ----------
+        all_up
+            Those that are left out for a time as well; never those that somebody has ordered out.
+        """
+        members = last.members if last is not None else ()
+        held = {(m.node, m.slot): Coordinate(m.pp, m.dp, m.tp) for m in members}
+        out: list[Slot] = []
+        for node in sorted(self, key=lambda n: n.name):
+            if node.up and (node.out_until <= now or (all_up and node.out_until < math.inf)):
+                out += [
+                    Slot(node.name, number, held.get((node.name, number)))
+                    for number in range(node.slots)
+                ]
+        return out
