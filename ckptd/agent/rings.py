@@ -31,6 +31,7 @@ _SILENT_S = 60.0
 _GRACE_S = 5.0
 _STALE_S = 2.0
 _LOOK_S = 0.25
+_MOVING_LOOK_S = 2.0
 _OLD_S = 24 * 3600.0
 _OURS = re.compile(r"\.?[^/]*-(\d{1,10})\.[a-z]+(\.\d{1,10})?")
 _NO_COUNTERS = (0,) * len(Counter)
@@ -109,8 +110,16 @@ class Ring:
         self.moved = now
         return True
 
-    def look(self, now: float) -> bool:
-        """Look at the process; return whether it was found to have ended just now."""
+    def look(self, now: float, *, runs: bool | None = None) -> bool:
+        """Look at the process; return whether it was found to have ended just now.
+
+        Parameters
+        ----------
+        now
+            Monotonic seconds.
+        runs
+            What the caller knows of it from its pidfd; None if nothing.
+        """
         if not self.alive:
             # Its parent may have collected it since, and only now the kernel tells how it ended.
             if self.exit_code is None and self.process is not None:
@@ -118,10 +127,11 @@ class Ring:
             return False
         if self.process is None:
             return self._look_elsewhere(now)
-        if not self.process.runs():
+        if not (self.process.runs() if runs is None else runs):
             self._end(now, self.process.exit_code())
             return True
-        if now - self._looked >= _LOOK_S:
+        # The state of a rank that moves says nothing, and costs the kernel a sum over its threads.
+        if now - self._looked >= (_LOOK_S if now - self.moved > _LOOK_S else _MOVING_LOOK_S):
             self._looked = now
             self.state = self.process.state()
             self.answers = self._thaw(now)

@@ -99,18 +99,18 @@ class Tally:
         for name in CALL.names or ():
             rows[name] = calls[name]
         steps, seconds = self_times(rows, 1)
-        for step, alone in zip(steps.tolist(), seconds[:, 0].tolist(), strict=True):
-            own = calls[calls["step"] == step]
-            if not place.step < step < current or np.isnan(alone):
+        ends, before = _ends(calls, steps)
+        columns = (steps, seconds[:, 0], ends, before) if len(steps) else ()
+        for step, alone, ended, earlier in zip(*(c.tolist() for c in columns), strict=True):
+            if not place.step < step < current or alone != alone:
                 continue
-            if np.isnan(own["end"]).any():
+            if ended != ended:
                 if step == current - 1:
                     break  # it may well end before the next look
                 continue
-            ended = float(own["end"].max())
-            wall = ended - (place.ended if place.step == step - 1 else _before(calls, step))
+            wall = ended - (place.ended if place.step == step - 1 else earlier)
             place.step, place.ended = step, ended
-            if not np.isnan(wall) and len(self._steps) < _MOST_STEPS:
+            if wall == wall and len(self._steps) < _MOST_STEPS:
                 wall, alone = max(wall, 0.0), max(alone, 0.0)
                 inside = max(wall - alone, 0.0)
                 self._steps.append((rank, step, int(Phase.TRAIN), alone, inside, wall))
@@ -145,10 +145,17 @@ def _longest_of(before: Array, gap: Array) -> list[int]:
     return [int(i) for i in order[::-1][first]]
 
 
-def _before(calls: Array, step: int) -> float:
-    """Return when the last call before a step ended; NaN if the ring does not show it."""
-    earlier = calls["end"][calls["step"] < step]
-    return float(earlier.max()) if len(earlier) else np.nan
+def _ends(calls: Array, steps: Array) -> tuple[Array, Array]:
+    """Return when the last call of each step ended, and the last one before the step.
+
+    NaN where a call goes on, or where the ring does not show any.
+    """
+    every, codes = np.unique(calls["step"], return_inverse=True)
+    last = np.full(len(every), -np.inf)
+    np.maximum.at(last, codes, calls["end"])  # NaN stays
+    so_far = np.concatenate([[np.nan], np.fmax.accumulate(last)])
+    at = np.searchsorted(every, steps)
+    return last[at], so_far[at]
 
 
 def _settled(numbers: Array, calls: Array, told: int, slots: int) -> int:
