@@ -171,7 +171,7 @@ class Rounds:
             now = time.monotonic()
             if now >= due and not self._ended:
                 self._round(now)
-                due = max(due + self._watch.settings.period_s, time.monotonic())
+                due = max(due + self._watch.sources.period_s, time.monotonic())
         self._refuse_rest()
 
     def _refuse_rest(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from ckptd.errors import NotFoundError
 from ckptd.monitor.budget import Ledger
-from ckptd.monitor.causes import follows, same_cause
+from ckptd.monitor.causes import CALLS, STANDING, follows, same_cause
 from ckptd.monitor.incident import Changes, Incident
 from ckptd.monitor.sheet import ProbeResult, Stack
 from ckptd.monitor.verdict import Kind, Verdict
@@ -23,6 +23,8 @@ _SPEEDY = frozenset({Kind.CRASH, Kind.SLOW_RANK, Kind.SLOW_LINK, Kind.CORRUPTION
 """One round is enough: these were seen several times before they were told, or are plain."""
 _ISOLATES = frozenset({Kind.CRASH, Kind.HANG, Kind.COMM_HANG, Kind.SLOW_LINK, Kind.CORRUPTION})
 """What is acted on by leaving nodes out; of the others it is the program that must change."""
+_STOPPED = frozenset({Kind.CRASH, *CALLS, *STANDING})
+"""What stacks and last words of ranks are evidence of."""
 _AGES = ("since last arrival s", "idle s", "age s")
 MOST_WORDS = 64
 """Consequences told of one incident."""
@@ -278,9 +280,11 @@ class Casebook:
         calls: Mapping[int, str],
         unix: float,
     ) -> tuple[Incident, ...]:
-        """Put evidence on ranks to the open incidents; return those that changed."""
+        """Put evidence on ranks to open incidents of what stopped; return those that changed."""
         changed = []
         for case in self._open:
+            if case.verdict.kind not in _STOPPED:
+                continue
             known = self._incidents[case.ident]
             fields: dict[str, Any] = {
                 name: {**new, **old}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from ckptd.monitor.sheetcheck import STATES
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import RankView
 
-__all__ = ["RankNote", "from_views", "gathered", "job_of", "merge"]
+__all__ = ["RankNote", "from_views", "gathered", "job_of", "merge", "selected"]
 
 _LONGEST_S = 9e8
 _COUNT = 1 << 62
@@ -261,6 +262,12 @@ def gathered(
         columns[name] = ranks[name]
     world = int(ranks["world"].max()) if len(ranks) else 0
     return Job(world, nodes, columns, groups, calls, members, tuple(agents)), ranks
+
+
+def selected(job: Job, kept: Array) -> Job:
+    """Return `job` with those rows of ranks only that `kept` says."""
+    groups, calls = _of(job.groups, kept), _of(job.calls, kept)
+    return replace(job, ranks=job.ranks[kept], groups=groups, calls=calls)
 
 
 def _living(ranks: Array) -> Array:

@@ -79,8 +79,6 @@ class Sources:
         Sources.
     members, names, texts
         Global ranks of groups, their infos, and what hashes stand for.
-    period_s
-        How often each source is asked to send.
     """
 
     settings: WatchSettings
@@ -91,6 +89,7 @@ class Sources:
 
     @property
     def period_s(self) -> float:
+        """How often each source is asked to send, in seconds: rarer with many of them."""
         s = self.settings
         ranks = sum(len(source.sheet.ranks) for source in self.by_name.values())
         count = ranks // SHEET_RANK.itemsize

@@ -13,12 +13,13 @@ from ckptd.monitor.casebook import Casebook, Moment
 from ckptd.monitor.diagnose import diagnose
 from ckptd.monitor.endings import Endings
 from ckptd.monitor.evidence import Evidence, calls_text, suspected_ranks
-from ckptd.monitor.gather import gathered, job_of
+from ckptd.monitor.gather import gathered, job_of, selected
 from ckptd.monitor.incident import Changes, Incident
 from ckptd.monitor.job import AgentView, Job
 from ckptd.monitor.limits import Learned, learn
 from ckptd.monitor.linking import Linking, LinkMatrix
 from ckptd.monitor.pace import Pace
+from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.sheet import GAP, Found, Orders, Sheet
 from ckptd.monitor.slow import Roles
 from ckptd.monitor.sources import AgentStatus, Sources, old
@@ -129,7 +130,8 @@ class Watch:
     def round(self, now: float) -> Changes:
         """Judge what is known, and return what that changes.
 
-        Nothing is judged twice: without a new sheet since the last round nothing changes.
+        Nothing is judged twice: without a new sheet since the last round nothing changes. A round
+        is to be made every ``sources.period_s``, which grows with the job.
         """
         self.rounds += 1
         self._agents = tuple(self.sources.agents(now))
@@ -144,9 +146,12 @@ class Watch:
     def _judge(self, now: float) -> Changes:
         job, rows = self._gather(now)
         self._learn(job, rows)
-        settled = self._endings.settle(job, rows, now)
+        settled = selected(self._endings.settle(job, rows, now), _recorded(rows))
         standing = diagnose(settled, self.settings.limits, self.learned)
-        self._pace.judge(settled, self.sources.names)
+        if settled.ranks["alive"].any():
+            self._pace.judge(settled, self.sources.names)
+        else:
+            self._pace.forget()
         self._probe(standing, now)
         standing = tuple(self._with_links(v) for v in standing)
         verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *self._sums.judge(now))
@@ -179,9 +184,9 @@ class Watch:
             self._pace.forget()
             self._sums.forget()
         self.generation = max(generation, self.generation)
+        told = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)
+        self._gaps = []
         if len(rows):
-            told = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)
-            self._gaps = []
             self.learned = learn(self.learned, job, told)
 
     def _moment(self, job: Job, rows: Array, now: float) -> Moment:
@@ -315,3 +320,10 @@ class Watch:
     def self_s(self) -> Mapping[int, float]:
         """Median own time of a step of each rank, in seconds, where steps are told."""
         return self._pace.self_s
+
+
+def _recorded(rows: Array) -> Array:
+    """Return which ranks show what they do: the counters of others stand still for ever."""
+    off = np.isin(rows["recorder"], [RecorderState.OFF, RecorderState.ASIDE])
+    out: Array = ~off | (rows["alive"] == 0)
+    return out

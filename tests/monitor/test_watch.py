@@ -20,7 +20,7 @@ from ckptd.monitor.sheet import (
     pack,
     unpack,
 )
-from ckptd.monitor.simulator import Fault, Mesh, Planted, own_times, play, views
+from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.verdict import Kind, Target
 from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import Watch
@@ -426,6 +426,24 @@ def test_ends_after_a_mismatch_are_told_with_it() -> None:
     assert fed.watch.incidents[0].consequences == (f"rank {planted.rank}: signal 6",)
 
 
+@pytest.mark.parametrize("state", [RecorderState.ASIDE, RecorderState.OFF])
+def test_a_recorder_that_has_stepped_aside_makes_nobody_hang(state: RecorderState) -> None:
+    """Its counters stand still for ever, and the others' go on."""
+    settings = WatchSettings(limits=Limits(floors=dict.fromkeys(Phase, 1.0)))
+    fed = Fed(settings)
+    fed.settle([inside(r, 5, 9, age=0.1, size=4) for r in range(4)])
+    fed.notes = {3: RankNote(recorder=state)}
+    for k in range(12):
+        fed.show(
+            [
+                *(inside(r, 5, 10 + k, age=0.2, size=4) for r in range(3)),
+                outside(3, 5, 9, idle=100.0, size=4),
+            ]
+        )
+    assert fed.opened == []
+    assert len(fed.watch.job(fed.now).ranks) == 4
+
+
 # --- an incident's life -------------------------------------------------------------------------
 
 
@@ -499,7 +517,7 @@ def test_stacks_of_suspects_are_asked_for_once_and_kept() -> None:
     assert "bytes" in incident.calls[5]
 
 
-# --- pauses and slowness ------------------------------------------------------------------------
+# --- pauses ------------------------------------------------------------------------
 
 
 def test_pauses_that_agents_tell_are_learned() -> None:
@@ -525,76 +543,6 @@ def test_pauses_that_agents_tell_are_learned() -> None:
             fed.watch.take(unpack(pack(sheet)), fed.now)
         fed.show(seen, rounds=3)
         assert [i.kind for i in fed.opened] == kinds
-
-
-def run_steps(fed: Fed, mesh: Mesh, own: Any, first: int = 0) -> int | None:
-    """Tell own times five steps at a time; return the step at which an incident opened."""
-    for k in range(0, len(own), 5):
-        fed.tell(mesh, own[k : k + 5], first + k)
-        if fed.opened:
-            return first + k + 5
-    return None
-
-
-@pytest.mark.parametrize("mesh", [Mesh(8), Mesh(16), SMALL, Mesh(8, 4, 4)])
-def test_a_slow_rank_among_enough_is_named_soon(mesh: Mesh) -> None:
-    rng = np.random.default_rng(11)
-    own = own_times(mesh, rng, 130)
-    own[70:, 5] *= 1.5
-    fed = Fed()
-    found = run_steps(fed, mesh, own)
-    assert told(fed.opened) == [("slow rank", ("5",))]
-    assert found is not None
-    assert found - 70 <= 35
-    assert fed.watch.scores[5] > 1.25
-    assert fed.watch.self_s[5] > fed.watch.self_s[6]
-
-
-@pytest.mark.parametrize("start", [0, 120])
-def test_a_slow_rank_of_four_is_named(start: int) -> None:
-    """Compared with the others, and, where it was well before, with its own past."""
-    mesh = Mesh(4, per_node=4)
-    rng = np.random.default_rng(5)
-    own = 0.02 * np.exp(0.1 * rng.standard_normal((240, 4)))
-    own[start:, 2] += 0.02
-    fed = Fed()
-    run_steps(fed, mesh, own)
-    assert told(fed.opened) == [("slow rank", ("2",))]
-
-
-def test_a_machine_that_is_loaded_makes_nobody_of_four_slow() -> None:
-    """Pauses of half a step, more of them from the middle on, now of this rank, now of that."""
-    mesh = Mesh(4, per_node=4)
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        own = 0.02 * np.exp(0.2 * rng.standard_normal((200, 4)))
-        share = np.where(np.arange(200) < 100, 0.1, 0.5)[:, None]
-        own += np.where(rng.random((200, 4)) < share, 0.03 * rng.random((200, 4)), 0.0)
-        own[150:] *= 1.7
-        fed = Fed()
-        run_steps(fed, mesh, own)
-        assert fed.opened == []
-
-
-def test_what_is_slow_by_a_little_of_a_long_step_is_not_told() -> None:
-    mesh = Mesh(4, per_node=4)
-    rng = np.random.default_rng(5)
-    own = 0.0005 * np.exp(0.1 * rng.standard_normal((120, 4)))
-    own[:, 0] *= 3  # rank 0 writes the log
-    fed = Fed()
-    run_steps(fed, mesh, own)
-    assert fed.opened == []
-
-
-def test_a_restart_begins_anew_with_what_is_usual() -> None:
-    mesh = Mesh(4, per_node=4)
-    rng = np.random.default_rng(5)
-    fed = Fed()
-    run_steps(fed, mesh, 0.02 * np.exp(0.05 * rng.standard_normal((120, 4))))
-    fed.notes = {r: RankNote(generation=1) for r in range(4)}
-    own = 0.04 * np.exp(0.05 * rng.standard_normal((120, 4)))
-    run_steps(fed, mesh, own, first=60)
-    assert fed.opened == []
 
 
 # --- settings -----------------------------------------------------------------------------------
