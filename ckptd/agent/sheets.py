@@ -90,8 +90,11 @@ class SheetMaker:
         for rank, ring in sorted(self._rings.ranks.items()):
             calls = MORE_CALLS if rank in stuck or not ring.alive else FEW_CALLS
             try:
-                view = ring.reader.view(MANY_CALLS if rank in asked else calls)
-                self._news(ring, view, members, texts)
+                wanted = MANY_CALLS if rank in asked else calls
+                new = self._has_news(ring)
+                view = ring.reader.view(wanted, members=new)
+                if new:
+                    self._news(ring, view, members, texts)
             except CkptdError as error:
                 self._rings.spoiled(ring, error)
                 continue
@@ -135,15 +138,19 @@ class SheetMaker:
             bad_rings=self._rings.bad,
         )
 
+    def _has_news(self, ring: Ring) -> bool:
+        """Return whether a ring has groups or texts that were not looked at before."""
+        counts = (ring.counters[Counter.GROUPS], ring.counters[Counter.TEXTS])
+        if self._seen.get(ring) == counts:
+            return False
+        self._seen = {r: c for r, c in self._seen.items() if r in self._rings.ranks.values()}
+        self._seen[ring] = counts
+        return True
+
     def _news(
         self, ring: Ring, view: RankView, members: dict[int, GroupInfo], texts: dict[int, str]
     ) -> None:
         """Add the groups and texts of a ring that were not told before."""
-        counts = (ring.counters[Counter.GROUPS], ring.counters[Counter.TEXTS])
-        if self._seen.get(ring) == counts:
-            return
-        self._seen = {r: c for r, c in self._seen.items() if r in self._rings.ranks.values()}
-        self._seen[ring] = counts
         infos = {ident: (name, kind) for ident, name, kind in ring.reader.group_infos()}
         for ident, ranks in view.members.items():
             info = GroupInfo.of(ranks, *infos.get(ident, ("", "")))

@@ -142,7 +142,7 @@ class RingReader:
         """Return who writes the ring, and how its recorder is; errors as of the class."""
         return self._header(self._read_counters())
 
-    def view(self, calls: int | None = None) -> RankView:
+    def view(self, calls: int | None = None, *, members: bool = True) -> RankView:
         """Return what the rank shows now; what only its node knows (exit code, ...) is not set.
 
         Parameters
@@ -150,6 +150,8 @@ class RingReader:
         calls
             How many of the last calls to tell at most; None is all that the ring holds. A poll
             that asks for few reads few.
+        members
+            Whether to tell the ranks of the groups, which never change.
 
         Raises
         ------
@@ -176,7 +178,7 @@ class RingReader:
             steps_done=_within(counters[Counter.STEPS_DONE], 1 << 62),
             groups=_groups(groups),
             calls=rows,
-            members=self._read_members(groups),
+            members=self._read_members(groups) if members else {},
             **_pending(rows),
         )
 
