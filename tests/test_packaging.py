@@ -51,7 +51,11 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     names = wheel.namelist()
     info = f"ckptd-{ckptd.__version__}.dist-info"
     assert {n.split("/")[0] for n in names} == {"ckptd", "ckptd_example", info}
-    assert {"ckptd/py.typed", "ckptd/layout/lay/shipped/hf.llama.lay"} <= set(names)
+    assert {
+        "ckptd/py.typed",
+        "ckptd/layout/lay/shipped/hf.llama.lay",
+        "ckptd/train/native/recorder.cpp",
+    } <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "ckptd = ckptd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
@@ -241,6 +242,33 @@ def test_a_recorder_that_breaks_steps_aside_and_says_so_once(tmp_path: Path, sou
     assert len(lines) == 1
     assert "not recorded any more" in lines[0]
     assert result == [0.0, 1.0]
+
+
+def holds_the_gil(folder: str) -> None:
+    """Rank 0 holds the GIL until rank 1 has seen in its ring that their call has ended."""
+    recorder = attach(folder, "native")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    pipe = f"{folder}/pipe"
+    if dist.get_rank() == 0:
+        fd = os.open(pipe, os.O_RDWR)
+        work = dist.all_reduce(tensor, async_op=True)
+        # A library that is loaded like this is called with the GIL held.
+        assert ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1) == 1
+        work.wait()
+        os.close(fd)
+    else:
+        [path] = [p for p in Path(folder).glob("*.ring") if p != recorder.ring.path]
+        dist.all_reduce(tensor)
+        until(lambda: read(path).groups["completed"].tolist() == [2])
+        Path(pipe).write_bytes(b"x")
+
+
+@pytest.mark.dist
+def test_ends_are_seen_while_the_gil_is_held(tmp_path: Path) -> None:
+    use("native")
+    os.mkfifo(tmp_path / "pipe")
+    run_ranks(2, holds_the_gil, str(tmp_path))
 
 
 def late(folder: str, source: str) -> list[tuple[int, list[int], int]]:

@@ -7,7 +7,7 @@
 #include <Python.h>
 
 #define Py_BUILD_CORE
-#if PY_VERSION_HEX < 0x030c0000
+#if PY_VERSION_HEX < 0x030c0000 && !defined(CKPTD_PUBLIC_FRAMES)
 #include <internal/pycore_frame.h>
 #define CKPTD_OWN_FRAMES 1
 #endif
