@@ -11,6 +11,7 @@ from ckptd.monitor.limits import Learned, Limits
 from ckptd.monitor.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.view import CallFlag
 from ckptd.monitor.waits import Waits, waits
 
 __all__ = ["hangs"]
@@ -117,17 +118,19 @@ def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
     if not len(rows) or not (age[rows] > limit[rows]).all():
         return
     codes = np.unique(wait.code[rows])
+    free = _not_waiting(job)
+    details = [_where(job, int(r), free) for r in rows[:MOST_NAMED]]
+    unsure = int(free[rows].sum())
     yield Verdict(
         kind=Kind.DEADLOCK,
         suspects=(
-            *_groups(job, codes, 0.9),
-            *rank_suspects(
-                job, rows[:MOST_NAMED], 0.5, [_where(job, int(r)) for r in rows[:MOST_NAMED]]
-            )[:MOST_NAMED],
+            *_groups(job, codes, 0.5 if unsure else 0.9),
+            *rank_suspects(job, rows[:MOST_NAMED], 0.5, details)[:MOST_NAMED],
         ),
         evidence=(
             f"{len(rows)} ranks wait for each other in {len(codes)} groups, nobody else for them",
             f"for {age[rows].min():.1f} s at least",
+            *([f"{unsure} of them may hang elsewhere: {_ELSEWHERE}"] if unsure else []),
         ),
         rules_out=(
             "a hung rank: everyone awaited waits itself",
@@ -145,9 +148,27 @@ def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
     )
 
 
-def _where(job: Job, row: int) -> str:
+_ELSEWHERE = "the call does not hold its caller up"
+
+
+def _where(job: Job, row: int, free: Array) -> str:
     rank = job.ranks[row]
-    return f"in call {rank['pending_seq']} of group {int(rank['pending_group']):016x}"
+    text = f"in call {rank['pending_seq']} of group {int(rank['pending_group']):016x}"
+    return f"{text}; {_ELSEWHERE}" if free[row] else text
+
+
+def _not_waiting(job: Job) -> Array:
+    """Return ranks whose oldest open call is asynchronous: they may wait for it, or do other work.
+
+    A receive that was begun early, in a rank that then hangs, closes a circle as well.
+    """
+    calls, ranks = job.calls, job.ranks
+    pending = (calls["group"] == ranks["pending_group"][calls["row"]]) & (
+        calls["seq"] == ranks["pending_seq"][calls["row"]]
+    )
+    out = np.zeros(len(ranks), bool)
+    out[calls["row"][pending & ((calls["flags"] & CallFlag.ASYNC) != 0)]] = True
+    return out
 
 
 def _groups(job: Job, codes: Array, confidence: float) -> tuple[Suspect, ...]:

@@ -9,7 +9,7 @@ from ckptd.monitor.hang import hangs
 from ckptd.monitor.job import Job
 from ckptd.monitor.limits import Learned, Limits
 from ckptd.monitor.verdict import Target, Verdict
-from ckptd.monitor.view import Phase, RankView
+from ckptd.monitor.view import CallFlag, Phase, RankView
 from tests.monitor import jobs
 
 
@@ -100,6 +100,21 @@ def test_a_circle_is_a_deadlock_and_who_hangs_on_it_is_not_in_it() -> None:
     assert jobs.told([verdict]) == [("deadlock", ["0", "1"])]
     assert verdict.groups == (1, 2)
     assert not _told(jobs.job(*_circle(29.0)))
+
+
+def test_in_a_circle_a_rank_whose_call_does_not_hold_it_up_may_hang_elsewhere() -> None:
+    """Rank 1 began to receive early, and then hangs in its own work."""
+    views = _circle()
+    row = jobs.call(2, 5, jobs.NOW - 40.0, flags=CallFlag.ASYNC)
+    (verdict,) = _told(jobs.job(views[0], jobs.changed(views[1], calls=row), views[2]))
+    assert jobs.told([verdict]) == [("deadlock", ["0", "1"])]
+    assert ["hold" in s.detail for s in verdict.suspects if s.target is Target.RANK] == [
+        False,
+        True,
+    ]
+    assert "1 of them may hang elsewhere" in verdict.evidence[-1]
+    (plain,) = _told(jobs.job(*_circle()))
+    assert plain.suspects[0].confidence > verdict.suspects[0].confidence
 
 
 def test_a_call_that_all_entered_is_communication() -> None:
