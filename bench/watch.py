@@ -5,8 +5,8 @@
 Jobs are simulated (dp x pp x tp meshes, 8 ranks a node) and sent as sheets, in the real wire form:
 by the agent of each node, and by 20 forwarders that join the sheets of their nodes. Ranks show
 their last 16 calls of a step that stands in the middle, and tell the own times of one step. All is
-CPU time of one thread: `taking` is unpacking, checking and taking the sheets of one round, and
-`round` joins them and judges. `hung` is a round of a job in which one rank hangs.
+CPU time of one thread: `taking` is unpacking, checking, taking and answering the sheets of one
+round, and `round` joins them and judges. `hung` is a round of a job in which one rank hangs.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def measure(ranks: int, forwarded: bool, reps: int) -> dict[str, Any]:
         size = sum(map(len, packed))
         start = time.process_time()
         for data in packed:
-            watch.take(unpack(data), now)
+            sheet = unpack(data)
+            watch.take(sheet, now)
+            watch.orders(sheet.source, now)
         middle = time.process_time()
         changes = watch.round(now)
         end = time.process_time()

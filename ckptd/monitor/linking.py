@@ -154,6 +154,8 @@ class Linking:
 
     def probes(self, nodes: Iterable[str], addresses: Mapping[str, str], now: float) -> list[Probe]:
         """Return what these nodes are to probe now."""
+        if self._round is None and not self._asked_reach:
+            return []
         mine = set(nodes)
         out = []
         for pair in [p for p in self._asked_reach if p[0] in mine]:

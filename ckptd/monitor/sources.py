@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -86,14 +86,14 @@ class Sources:
     members: dict[int, Sequence[int]] = field(default_factory=dict)
     names: dict[int, GroupInfo] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
+    _ranks: int = 0
+    _addresses: dict[str, str] = field(default_factory=dict)
 
     @property
     def period_s(self) -> float:
         """How often each source is asked to send, in seconds: rarer with many of them."""
         s = self.settings
-        ranks = sum(len(source.sheet.ranks) for source in self.by_name.values())
-        count = ranks // SHEET_RANK.itemsize
-        return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * count)
+        return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * self._ranks)
 
     def take(self, sheet: Sheet, now: float) -> None:
         """Take a sheet; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
@@ -104,8 +104,10 @@ class Sources:
         elif sheet.number <= before.sheet.number:
             raise old(sheet.source, before.sheet.number, sheet.number)
         else:
+            self._ranks -= _count(before.sheet)
             before.sheet, before.arrived = sheet, now
             before.told |= bool(sheet.members)
+        self._ranks += _count(sheet)
         self._tell(sheet)
 
     def _make_room(self, sheet: Sheet, now: float) -> None:
@@ -115,14 +117,23 @@ class Sources:
             other = source.sheet.nodes
             gone = now - source.arrived > self.settings.forget_s
             if gone or (other and nodes.issuperset(other) and self._quiet(source, now)):
-                del self.by_name[name]
+                self._drop(name)
         while len(self.by_name) >= MOST_SOURCES:
-            del self.by_name[min(self.by_name, key=lambda n: self.by_name[n].arrived)]
+            self._drop(min(self.by_name, key=lambda n: self.by_name[n].arrived))
+
+    def _drop(self, name: str) -> None:
+        sheet = self.by_name.pop(name).sheet
+        self._ranks -= _count(sheet)
+        for node in sheet.nodes:
+            self._addresses.pop(node, None)
 
     def _quiet(self, source: Source, now: float) -> bool:
         return now - source.arrived > 2 * self.period_s
 
     def _tell(self, sheet: Sheet) -> None:
+        for node, state in zip(sheet.nodes, sheet.agents, strict=True):
+            if state.address:
+                self._addresses[node] = state.address
         most = self.settings.sheets
         for ident, info in sheet.members.items():
             if ident in self.names or len(self.names) < most.members:
@@ -165,14 +176,9 @@ class Sources:
                 )
         return list(found.values())
 
-    def addresses(self) -> dict[str, str]:
+    def addresses(self) -> Mapping[str, str]:
         """Return where nodes answer probes."""
-        found = {}
-        for source in self.by_name.values():
-            for node, state in zip(source.sheet.nodes, source.sheet.agents, strict=True):
-                if state.address:
-                    found[node] = state.address
-        return found
+        return self._addresses
 
     def running(self, nodes: Collection[str]) -> set[str]:
         """Return those of `nodes` on which ranks ran when they were last heard of."""
@@ -185,6 +191,10 @@ class Sources:
             alive = np.unique(rows["node"][rows["alive"] != 0])
             out |= {here[i] for i in alive.tolist()} & set(nodes)
         return out
+
+
+def _count(sheet: Sheet) -> int:
+    return len(sheet.ranks) // SHEET_RANK.itemsize
 
 
 def old(source: str, taken: int, number: int) -> RefusedError:
