@@ -31,18 +31,18 @@ def with_newcomers(job: Job) -> Job:
     ends = np.cumsum(seen)
     room = np.bincount(job.groups["row"], minlength=len(job.ranks)) < Shape().groups
     found = [job.groups]
+    by_rank = np.argsort(job.ranks["rank"], kind="stable")
     for code in np.flatnonzero(seen < sizes):
         group = int(job.group_ids[code])
         members = np.asarray(job.members.get(group, ()), np.int64)
         have = job.groups["row"][order[ends[code] - seen[code] : ends[code]]]
-        found.append(_rows(group, int(sizes[code]), _reporting(job, members, have, room)))
+        found.append(_rows(group, int(sizes[code]), _reporting(job, by_rank, members, have, room)))
     return replace(job, groups=np.concatenate(found)) if len(found) > 1 else job
 
 
-def _reporting(job: Job, members: Array, have: Array, room: Array) -> Array:
+def _reporting(job: Job, by_rank: Array, members: Array, have: Array, room: Array) -> Array:
     """Return the rows of `members` that report, have room for groups, and are not in `have`."""
     ranks = job.ranks["rank"]
-    by_rank = np.argsort(ranks, kind="stable")
     at = np.minimum(np.searchsorted(ranks, members, sorter=by_rank), len(ranks) - 1)
     rows = by_rank[at]
     rows = rows[(ranks[rows] == members) & room[rows]]
