@@ -25,7 +25,8 @@ __all__ = ["WatchDocument", "watch"]
 
 _PREFIX = "watch-"
 _TURN_S = 0.5
-_LAST_WORD_S = 3.0
+_LAST_WORD_S = 10.0
+"""A command that failed, though no incident was told, is hardly ever nobody's fault."""
 _LINGER_S = "30"
 _SI_KERNEL = 0x80  # si_code of what the terminal sends to all processes before it
 

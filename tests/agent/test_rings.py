@@ -81,6 +81,7 @@ def test_a_stopped_rank_shows_it(tmp_path: Path) -> None:
         assert found.ranks[0].alive
 
 
+@pytest.mark.long
 def test_a_held_gil_is_told_from_a_frozen_process(tmp_path: Path) -> None:
     with writers(tmp_path, 2) as ranks, rings(tmp_path) as found:
         found.refresh(time.monotonic())
@@ -89,14 +90,20 @@ def test_a_held_gil_is_told_from_a_frozen_process(tmp_path: Path) -> None:
         follow(found, lambda: found.ranks[0].answers == 1 and found.ranks[1].answers == 0)
 
 
+@pytest.mark.long
 def test_a_rank_that_sleeps_or_spins_is_not_asked(tmp_path: Path) -> None:
     with writers(tmp_path, 2) as ranks, rings(tmp_path) as found:
         found.refresh(time.monotonic())
         ranks[0].say("hold")
         ranks[1].say("spin")
-        began = time.monotonic()
-        follow(found, lambda: time.monotonic() > found.ranks[1].moved + 3 and began)
-        assert found.ranks[0].answers == -1
+        # A heart that did not get the processor for a while beats again.
+        follow(
+            found,
+            lambda: all(
+                time.monotonic() > ring.moved + 3 and ring.answers == -1
+                for ring in found.ranks.values()
+            ),
+        )
 
 
 def test_the_newest_life_of_a_rank_counts(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ SHORT = Limits(floors=dict.fromkeys(Phase, 1.0), warm_steps=0)
 
 @contextmanager
 def watcher(folder: Path, there: Daemon, limits: Limits | None = None) -> Iterator[Watcher]:
-    uplink = Uplink(there.url, SECRET)
+    uplink = Uplink(there.url, SECRET, timeout_s=60.0)
     watching = Watcher("j", "n", Rings(folder), uplink, SECRET, limits=limits)
     watching.start()
     try:

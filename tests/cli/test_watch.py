@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.place import daemons
 from tests.agent.writers import WRITER
 from tests.cli.running import COMMAND, Cli
@@ -41,7 +42,7 @@ print("ranks", *(rank.pid for rank in ranks), flush=True)
 time.sleep(1.0)
 if what == "crash":
     os.kill(ranks[1].pid, signal.SIGKILL)
-    time.sleep(0.5)
+    sys.stdin.readline()
 if what == "hang":
     say(0, "more 30000")
     ranks[0].stdout.readline()
@@ -75,6 +76,13 @@ def start(*args: str, **env: str) -> subprocess.Popen[str]:
 def done(process: subprocess.Popen[str], words: str | None = None) -> tuple[int, str, str]:
     out, err = process.communicate(words, timeout=DEADLINE_S)
     return process.returncode, out, err
+
+
+def told() -> Any:
+    """Return the incidents of the only daemon here, if there are any by now."""
+    for one in daemons(run_folder()):
+        return DaemonClient(one.login).get("/incidents")["incidents"]
+    return None
 
 
 def ranks(what: str) -> list[str]:
@@ -122,7 +130,9 @@ def test_a_job_that_ends_well() -> None:
 
 
 def test_a_crash_is_told_and_the_exit_code_is_the_commands() -> None:
-    code, _, err = done(start("--json", *ranks("crash")))
+    process = start("--json", *ranks("crash"))
+    until(told, "an incident")
+    code, _, err = done(process, "enough\n")
     assert code == 9, err
     said = json.loads(err.splitlines()[-1])
     assert (said["verb"], said["exit_code"]) == ("watch", 9)
@@ -231,7 +241,9 @@ def test_two_watches_tell_one_daemon() -> None:
         lambda: first.stderr.readline().partition("is watched: ")[2].strip(),  # type: ignore[union-attr]
         "a start",
     )
-    code, _, err = done(start("--job", "mine", "--daemon", url, "--json", *ranks("crash")))
+    second = start("--job", "mine", "--daemon", url, "--json", *ranks("crash"))
+    until(told, "an incident")
+    code, _, err = done(second, "enough\n")
     assert code == 9
     assert json.loads(err.splitlines()[-1])["incidents"][0]["kind"] == "crash"
     assert first.poll() is None
