@@ -5,10 +5,11 @@
 A daemon runs as its own process. Four threads of this process post the sheets of a simulated job,
 each source over a connection of its own, spread over time: from each node, and joined as forwarders
 of 64 nodes send them. Every source posts each second, or where there are many, as often as the
-daemon asks for (`every`). Sheets are packed beforehand. `cpu` is CPU time of the daemon's process, all threads, per second; `round` is that of the last
-rounds of the diagnosis, of which there are about four a second; `p50` and `p99` are the times from
-the begin of a POST to the end of its answer, and `late` how much later than planned the clients
-began: where that is large, the machine has too few cores for both.
+daemon asks for (`every`). Sheets are packed beforehand. `cpu` is CPU time of the daemon's process,
+all threads, per second; `round` is that of the last rounds of the diagnosis, of which there are
+about four a second; `p50` and `p99` are the times from the begin of a POST to the end of its
+answer, and `late` how much later than planned the clients began: where that is large, the machine
+has too few cores for both.
 """
 
 from __future__ import annotations

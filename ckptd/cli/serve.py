@@ -108,8 +108,8 @@ def serve(
 ) -> int:
     """Run a job's daemon in the foreground until TERM or INT.
 
-    It prints a URL with a token: whoever has it may read and act. Agents find the daemon of their
-    job on this machine by themselves.
+    It prints a URL with a token: whoever has it may read and act. Agents are told of it by
+    ckptd agent run --watch URL, or CKPTD_DAEMON in their environment.
     """
     _need_packages()
     if fault and simulate is None:
