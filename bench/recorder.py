@@ -6,9 +6,10 @@ One gloo rank and an all-reduce of four numbers, so that the call itself is as c
 and the recorder's part as large. Cases: no hook at all; recorded by Python, natively, by counters;
 stepped aside (hooks let calls through); PyTorch's flight recorder off (it is on by default);
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL``; and nvidia-resiliency-ext's straggler sections, if installed.
-Settings that a process takes at its start have a process of their own. Each round measures every
-case once, in random order, one after another; the figures are medians and minima over rounds, the
-differences and ratios those to the same round without a hook.
+Settings that a process takes at its start have a process of their own. "No backend" is the same
+over PyTorch's fake backend, which does nothing: what the hooks themselves cost. Each round measures
+every case once, in random order, one after another; the figures are medians and minima over rounds,
+the differences and ratios those to the same round without a hook (of the same backend).
 
 Steps are those of the demo's model under DDP, two samples each, also in turns.
 """
@@ -16,6 +17,7 @@ Steps are those of the demo's model under DDP, two samples each, also in turns.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -38,11 +40,13 @@ from ckptd.monitor.ringreader import RingReader
 
 PLAIN = "no hook"
 SOURCES = ("python", "native", "counters")
+IDLE = "no backend"
 STRAGGLER = "nvidia-resiliency-ext sections"
 PROCESSES: dict[str, dict[str, str]] = {
     "main": {},
     "flight recorder off": {"TORCH_FR_BUFFER_SIZE": "0"},
     "debug DETAIL": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+    IDLE: {"BENCH_BACKEND": "fake"},
 }
 CASES = (PLAIN, *SOURCES, "aside", STRAGGLER)
 
@@ -134,10 +138,17 @@ def answer(question: dict[str, Any], steps: list[Any]) -> Any:
         return (time.perf_counter() - start) / question["number"] * 1e3
 
 
+def join(backend: str) -> None:
+    """Be the only rank of a group."""
+    if backend == "fake":  # PyTorch's own, which does nothing
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def serve() -> None:
     """Answer questions, one a line."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    join(os.environ.get("BENCH_BACKEND", "gloo"))
     microseconds(500)
     steps: list[Any] = []
     for line in sys.stdin:
@@ -189,6 +200,7 @@ def measure(options: Any) -> dict[str, list[dict[str, Any]]]:
         asked = {n: stack.enter_context(Asked(s)) for n, s in PROCESSES.items()}
         calls = [("main", case) for case in CASES]
         calls += [(name, PLAIN) for name in PROCESSES if name != "main"]
+        calls += [(IDLE, case) for case in ("python", "native", "aside")]
         steps = [("main", case) for case in (PLAIN, *SOURCES)]
         for _ in range(options.reps * 4):
             for what, cases in (("call", calls), ("step", steps)):
@@ -196,7 +208,9 @@ def measure(options: Any) -> dict[str, list[dict[str, Any]]]:
                 found = {}
                 for name, case in dice.sample(cases, len(cases)):
                     about = {"case": case, "what": what, "number": number, "folder": folder}
-                    found[case if name == "main" else name] = asked[name](**about)
+                    shown = case if name == "main" else name
+                    shown += f", {case}" if name == IDLE and case != PLAIN else ""
+                    found[shown] = asked[name](**about)
                 rounds[what].append(found)
                 print(json.dumps(found), file=sys.stderr)
     return rounds
@@ -228,13 +242,15 @@ def rows(rounds: list[dict[str, Any]], digits: int) -> tuple[list[list[str]], li
             notes.append(f"{case}: not measured, {rounds[0][case]['none']}")
             continue
         values = [r[case] for r in rounds]
-        more = statistics.median(r[case] - r[PLAIN] for r in rounds)
-        least = min(values) - min(r[PLAIN] for r in rounds)
-        share = statistics.median(r[case] / r[PLAIN] for r in rounds) - 1
+        base = IDLE if case.startswith(IDLE) else PLAIN
+        more = statistics.median(r[case] - r[base] for r in rounds)
+        least = min(values) - min(r[base] for r in rounds)
+        share = statistics.median(r[case] / r[base] for r in rounds) - 1
         figures = (statistics.median(values), min(values), more, least)
         out.append([case, *(f"{x:.{digits}f}" for x in figures), f"{100 * share:+.1f} %"])
     order = [PLAIN, *SOURCES, "aside", *PROCESSES]
-    return sorted(out, key=lambda row: order.index(row[0]) if row[0] in order else 99), notes
+    out.sort(key=lambda row: order.index(row[0]) if row[0] in order else len(order))
+    return out, notes
 
 
 def main() -> None:
