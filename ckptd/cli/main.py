@@ -56,12 +56,15 @@ VERBS = {
     " A checkpointer starts one by itself where none runs.",
     "serve": "Run a job's daemon: diagnosis, history, metrics, API and web page."
     "\n\nIt prints a URL with a token: whoever has it may read and act. TERM or INT ends it."
-    " Agents find the daemon of their job on this machine by themselves.",
+    " Agents are told of it by ckptd agent run --watch URL or CKPTD_DAEMON; ckptd watch does all of"
+    " that for one node.",
     "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
     " code is COMMAND's; what fails in the watch never stops it.",
     "incidents": "List what the daemon has diagnosed; show one with its evidence."
     "\n\nWithout a daemon, --history reads the file that it left.",
+    "top": "Show a job's ranks and open incidents, live in the terminal."
+    "\n\nThe least well first. Ctrl-C ends it. Where there is no terminal it prints once.",
     "replay": "Run the diagnosis again over a recording of what a daemon was told."
     "\n\nThe exit code is 1 when the replay shows incidents.",
     "doctor": "Probe a root's store, plugins, versions and environment."

@@ -59,7 +59,7 @@ function timeTicks(x0, x1, width) {
     out.push([x, step < 60 ? `${two(at.getHours())}:${two(at.getMinutes())}:${two(at.getSeconds())}`
       : step < 86400 ? `${two(at.getHours())}:${two(at.getMinutes())}` : `${at.getMonth() + 1}-${two(at.getDate())}`]);
   }
-  return out.filter(([x]) => x > x0 + (x1 - x0) * 0.03 && x < x1 - (x1 - x0) * 0.03);
+  return out.filter(([x]) => x > x0 + (x1 - x0) * 0.04 && x < x1 - (x1 - x0) * 0.07);
 }
 
 /** Parts beside each other on one bar. `parts` are [key, value, series]; `most` is the value of the full width. */

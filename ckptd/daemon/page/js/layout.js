@@ -24,7 +24,7 @@ export function byNode(ranks, width) {
     const lines = Math.ceil(nodes / columns);
     return { gap, block, columns, height: lines * (down * size + head + gap) };
   };
-  const size = largest(shape, nodes > 64 ? 620 : 560, nodes <= 4 ? 34 : 24);
+  const size = largest(shape, nodes > 64 ? 620 : 560, nodes <= 8 ? 44 : 24);
   const { gap, block, columns, height } = shape(size);
   const x = new Float32Array(ranks.length).fill(-1), y = new Float32Array(ranks.length).fill(-1);
   const labels = [], boxes = [];
@@ -53,14 +53,15 @@ export function byMesh(ranks, width) {
   const [bands, columns, rows] = [extent(a), extent(b), extent(c)];
   const room = Math.max(40, width - LABEL);
   const shape = (size) => {
-    const perLine = Math.max(1, Math.min(columns, Math.floor(room / size)));
-    const lines = Math.ceil(columns / perLine);
+    const lines = Math.ceil(columns / Math.max(1, Math.floor(room / size)));
+    const perLine = Math.ceil(columns / lines); // lines of one length
     const between = Math.max(2, Math.round(size / 3));
     const band = lines * rows * size + (lines - 1) * between;
     const gap = Math.max(6, Math.round(size / 2));
     return { perLine, lines, between, band, gap, height: TOP + bands * (band + gap) };
   };
-  const size = largest(shape, 640, 30);
+  const least = room / columns >= 4 ? Math.floor((2 * room) / columns) / 2 : 5;
+  const size = largest(shape, 640, ranks.length <= 64 ? 44 : 30, Math.min(5, least));
   const s = shape(size);
   const x = new Float32Array(ranks.length), y = new Float32Array(ranks.length);
   for (let row = 0; row < ranks.length; row += 1) {
@@ -80,9 +81,8 @@ export function byMesh(ranks, width) {
   return { x, y, size, width, height: s.height, labels, boxes: [] };
 }
 
-/** The largest size of a cell with which the whole is not higher than `height`; never below 3 pixels. */
-function largest(shape, height, most) {
-  const least = 5;
+/** The largest size of a cell with which the whole is not higher than `height`; never below `least` pixels. */
+function largest(shape, height, most, least = 5) {
   for (let size = most; size > least; size -= 1) if (shape(size).height <= height) return size;
   return least;
 }

@@ -50,9 +50,9 @@ export function elastic(root) {
     const parts = [...new Set(restarts.flatMap((g) => Object.keys(g.split)))];
     const most = Math.max(1e-9, ...costs);
     const word = (p) => p.replace(/_s$/, "").replaceAll("_", " ");
-    refill(lives, JSON.stringify(all), () => all.length ? [parts.length ? legend(parts.map(word)) : null,
+    refill(lives, JSON.stringify([all, Math.floor(store.now / 5)]), () => all.length ? [parts.length ? legend(parts.map(word)) : null,
       table([">Generation", ">Ranks", "Began", "Ended", ">Lived", "Why", ">Recovery", "Split"], all.slice().reverse().map((g) => [
-        count(g.generation), count(g.world), clock(g.started), g.ended ? clock(g.ended) : h("b", {}, "runs"), seconds((g.ended ?? (store.now || g.started)) - g.started),
+        count(g.generation), count(g.world), clock(g.started), g.ended ? clock(g.ended) : h("b", {}, "runs"), seconds((g.ended ?? (store.now || Date.now() / 1000)) - g.started),
         g.why ? h("a", { href: `#/incidents/${encodeURIComponent(g.why)}` }, g.why) : "–",
         Object.keys(g.split ?? {}).length ? seconds(Object.values(g.split).reduce((a, b) => a + b, 0)) : "–",
         partsBar(parts.map((p, i) => [word(p), g.split?.[p] ?? 0, i]), { most, label: parts.map((p) => `${word(p)} ${seconds(g.split?.[p])}`).join(", "), words: (p, v) => [`generation ${g.generation}`, `${p}: ${seconds(v)}`] }),

@@ -65,13 +65,23 @@ export function incidents(root) {
     }
     incident = whole;
     if (chosen !== null && chosen !== id) return;
-    const note = detail.querySelector("textarea");
-    const writing = note && note.value && detail.dataset.id === id ? note.value : "";
-    if (refill(detail, JSON.stringify(incident), () => page(incident, acknowledged)) && writing) {
-      const again = detail.querySelector("textarea");
-      if (again) again.value = writing;
-    }
+    const kept = detail.dataset.id === id ? opened() : null;
+    if (refill(detail, JSON.stringify(incident), () => page(incident, acknowledged)) && kept) restore(kept);
     detail.dataset.id = id;
+  }
+
+  /** What the reader has opened, scrolled to and written; an update of the incident must not take it. */
+  function opened() {
+    return {
+      note: detail.querySelector("textarea")?.value,
+      parts: [...detail.querySelectorAll("details")].map((d) => [d.open, d.lastChild.scrollTop]),
+    };
+  }
+
+  function restore({ note, parts }) {
+    const field = detail.querySelector("textarea");
+    if (field && note) field.value = note;
+    detail.querySelectorAll("details").forEach((d, i) => { if (parts[i]) [d.open, d.lastChild.scrollTop] = parts[i]; });
   }
 
   function acknowledged(answer) {

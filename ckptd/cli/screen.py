@@ -1,0 +1,153 @@
+"""What ``ckptd top`` draws: a job's answers as lines of a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ckptd.cli.output import shorten, time_text
+
+__all__ = ["STATUSES", "odd_rows", "screen"]
+
+STATUSES = ("ok", "waiting", "suspect", "dead", "silent", "slow")
+"""Order is the number in the column ``status`` of the API."""
+_LOOKS = {
+    "ok": ("●", "green"),
+    "waiting": ("◌", "cyan"),
+    "suspect": ("▲", "bold dark_orange"),
+    "dead": ("✕", "bold red"),
+    "silent": ("?", "bright_black"),
+    "slow": ("▬", "yellow"),
+}
+"""A letter and a colour each: neither alone has to be told from another."""
+
+_WEIGHT = {"dead": 0, "suspect": 1, "slow": 2, "silent": 3, "waiting": 4, "ok": 5}
+_STATE = {"ok": "healthy", "waiting": "waiting for ranks", "incident": "incident"}
+
+
+def screen(
+    job: dict[str, Any],
+    ranks: dict[str, Any],
+    incidents: list[dict[str, Any]],
+    rows: int,
+    lost: str = "",
+) -> RenderableType:
+    """Return what is drawn.
+
+    Parameters
+    ----------
+    job, ranks, incidents
+        Answers of the API: of ``/job`` and ``/ranks``, and open incidents, the newest first.
+    rows
+        Ranks to list at most.
+    lost
+        Since when nothing was heard; empty while the daemon answers.
+    """
+    parts: list[RenderableType] = [_head(job, lost), _statuses(job, ranks)]
+    if incidents:
+        parts += [Text(), _incidents(incidents)]
+    return Group(*parts, Text(), _ranks(ranks, rows))
+
+
+def odd_rows(ranks: dict[str, Any], most: int) -> list[int]:
+    """Return rows of ranks, the most telling first: dead, suspect, slow, silent, then the oldest.
+
+    Parameters
+    ----------
+    ranks
+        Columns of ``/ranks``.
+    most
+        Rows at most.
+    """
+    age = ranks["progress_age_s"]
+
+    def weight(row: int) -> tuple[int, float, int]:
+        return (_WEIGHT[STATUSES[ranks["status"][row]]], -(age[row] or 0.0), ranks["rank"][row])
+
+    return sorted(range(len(ranks["rank"])), key=weight)[:most]
+
+
+def _head(job: dict[str, Any], lost: str) -> Text:
+    state = job["state"]
+    look = {"ok": "green", "incident": "bold dark_orange"}.get(state, "yellow")
+    text = Text.assemble((job["job"] or "no job", "bold"), "  ", (_STATE.get(state, state), look))
+    step = job["step"]
+    if step:
+        low, high = step["min"], step["max"]
+        text.append(f"  step {high:,}" if low == high else f"  step {low:,} to {high:,}")
+    text.append(f"  {job['ranks_reporting']:,} of {job['world']:,} ranks")
+    agents = job["agents"]
+    text.append(f"  agents {agents['up']:,} up")
+    if agents["silent"]:
+        text.append(f", {agents['silent']:,} silent", "bold")
+    if job["goodput"]:
+        text.append(f"  goodput {100 * job['goodput']['share']:.1f} %")
+    if lost:
+        text.append(f"\nconnection lost since {lost}: what is shown is from then", "bold reverse")
+    return text
+
+
+def _statuses(job: dict[str, Any], ranks: dict[str, Any]) -> Text:
+    counts = Counter(STATUSES[s] for s in ranks["status"])
+    text = Text()
+    for name in STATUSES:
+        if counts[name]:
+            letter, look = _LOOKS[name]
+            text.append(f"{letter} ", look).append(f"{name} {counts[name]:,}  ")
+    phases = "  ".join(f"{name.lower()} {n:,}" for name, n in job["phases"].items() if n)
+    return text.append(phases, "bright_black")
+
+
+def _incidents(incidents: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+    for name, width in (("INCIDENT", None), ("OPENED", 8), ("KIND", None), ("SUSPECTS", None)):
+        table.add_column(name, width=width, no_wrap=True)
+    table.add_column("EVIDENCE", ratio=1, overflow="ellipsis", no_wrap=True)
+    for one in incidents:
+        verdict = one["verdict"]
+        names = [f"{s['target']} {s['name']}" for s in verdict["suspects"][:3]]
+        table.add_row(
+            Text(shorten(one["id"], 24)),
+            time_text(one["opened_at"])[-8:],
+            Text(verdict["kind"], "bold dark_orange"),
+            Text(shorten(", ".join(names) or "nobody", 40)),
+            Text(shorten(verdict["evidence"][0], 200) if verdict["evidence"] else ""),
+        )
+    return table
+
+
+def _ranks(ranks: dict[str, Any], rows: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
+    table.add_column("RANK", justify="right")
+    table.add_column("NODE", no_wrap=True)
+    table.add_column("STATUS", no_wrap=True)
+    for name in ("STEP", "MOVED", "SELF", "SCORE"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("IN CALL", ratio=1, overflow="ellipsis", no_wrap=True)
+    for row in odd_rows(ranks, rows):
+        name = STATUSES[ranks["status"][row]]
+        letter, look = _LOOKS[name]
+        score, step = ranks["score"][row], ranks["step"][row]
+        table.add_row(
+            str(ranks["rank"][row]),
+            Text(shorten(ranks["nodes"][ranks["node"][row]], 24)),
+            Text(f"{letter} {name}", look),
+            f"{step:,}" if step >= 0 else "-",
+            _seconds(ranks["progress_age_s"][row]),
+            _seconds(ranks["self_s"][row]),
+            "-" if score is None else f"{score:.2f}",
+            Text(shorten(ranks["pending"][row] or "", 100)),
+        )
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value < 0.9995:
+        return f"{value * 1e3:.0f} ms"
+    return f"{value:.1f} s" if value < 99.95 else f"{value / 60:.0f} min"

@@ -1,0 +1,36 @@
+// Without a token; then the daemon goes away and comes back. Arguments: login URL. Standard output
+// says GONE when the daemon is to be stopped, and BACK when it is to be started again; the other
+// side answers each with a line.
+
+"use strict";
+
+const readline = require("node:readline");
+const { drive, cells } = require("./browser.cjs");
+
+const lines = readline.createInterface({ input: process.stdin })[Symbol.asyncIterator]();
+const ask = async (what) => {
+  process.stdout.write(`${what}\n`);
+  await lines.next();
+};
+
+drive(async ({ open, found, login }) => {
+  const page = await open("", { logIn: false });
+  page.expected.push("401", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "503");
+  await page.locator("#login").waitFor();
+  await page.locator("#token").fill("wrong");
+  await page.keyboard.press("Enter");
+  await page.locator(".form-error:not(:empty)").waitFor();
+  found.refused = await page.locator(".login .form-error").textContent();
+  await page.locator("#token").fill(new URL(login).searchParams.get("token"));
+  await page.keyboard.press("Enter");
+  await page.locator("#login").waitFor({ state: "detached" });
+  await cells(page, 16);
+  await page.waitForFunction(() => document.getElementById("connection").textContent === "live");
+  await ask("GONE");
+  await page.locator("#banner").waitFor({ state: "visible" });
+  found.lost = await page.locator("#banner").textContent();
+  await ask("BACK");
+  await page.locator("#banner").waitFor({ state: "hidden", timeout: 40000 });
+  await cells(page, 16);
+  found.back = await page.locator("#connection").textContent();
+});
