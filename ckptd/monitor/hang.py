@@ -153,7 +153,8 @@ _ELSEWHERE = "the call does not hold its caller up"
 
 def _where(job: Job, row: int, free: Array) -> str:
     rank = job.ranks[row]
-    text = f"in call {rank['pending_seq']} of group {int(rank['pending_group']):016x}"
+    group = job.group_name(int(rank["pending_group"]))
+    text = f"in call {rank['pending_seq']} of group {group}"
     return f"{text}; {_ELSEWHERE}" if free[row] else text
 
 
@@ -175,7 +176,8 @@ def _groups(job: Job, codes: Array, confidence: float) -> tuple[Suspect, ...]:
     named = codes[:MOST_NAMED]
     share = confidence / max(len(named), 1)
     return tuple(
-        Suspect(Target.GROUP, f"{int(g):016x}", round(share, 3)) for g in job.group_ids[named]
+        Suspect(Target.GROUP, f"{int(g):016x}", round(share, 3), job.group_name(int(g)))
+        for g in job.group_ids[named]
     )
 
 
@@ -237,7 +239,9 @@ def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
 
 
 def _stuck(job: Job, rows: Array, group: int, last: float, limit: float) -> Verdict:
-    suspects: tuple[Suspect, ...] = (Suspect(Target.GROUP, f"{group:016x}", 0.9),)
+    suspects: tuple[Suspect, ...] = (
+        Suspect(Target.GROUP, f"{group:016x}", 0.9, job.group_name(group)),
+    )
     if len(rows) <= MOST_NAMED:
         suspects += rank_suspects(job, rows, round(0.9 / len(rows), 3))
     return Verdict(

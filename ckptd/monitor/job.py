@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -79,6 +79,8 @@ class Job:
         Global ranks of each group, where told.
     agents
         Agents of which something is to be said.
+    texts, group_names
+        What hashes in calls, and groups, stand for: for people, nothing is decided by them.
     """
 
     world: int
@@ -88,6 +90,16 @@ class Job:
     calls: Array
     members: Mapping[int, Sequence[int]]
     agents: tuple[AgentView, ...] = ()
+    texts: Mapping[int, str] = field(default_factory=dict)
+    group_names: Mapping[int, str] = field(default_factory=dict)
+
+    def text(self, number: int) -> str:
+        """Return what a hash of a call stands for, or the hash in hexadecimal."""
+        return self.texts.get(number) or f"{number:08x}"
+
+    def group_name(self, group: int) -> str:
+        """Return the name of a group, or its number in hexadecimal."""
+        return self.group_names.get(group) or f"{group:016x}"
 
     @cached_property
     def group_ids(self) -> Array:

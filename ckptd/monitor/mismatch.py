@@ -83,7 +83,7 @@ def _verdict(job: Job, limits: Limits, kind: Kind, calls: Array, values: Array) 
     share = 1 / len(np.unique(values)) if odd is None else 0.95 * voting / size
     return Verdict(
         kind=kind,
-        suspects=rank_suspects(job, named["row"], share, [_call(c) for c in named]),
+        suspects=rank_suspects(job, named["row"], share, [_call(job, c) for c in named]),
         evidence=(
             f"{len(calls)} of {size} members came, with {len(np.unique(values))} different calls",
             "a strict majority agrees against the named" if odd is not None else "no majority",
@@ -114,8 +114,14 @@ def _size(job: Job, group: int, seen: int) -> int:
     return max(int(known.max()) if len(known) else 0, seen)
 
 
-def _call(call: Array) -> str:
-    return (
-        f"op {int(call['op']):08x}, {int(call['bytes'])} bytes, type {int(call['dtype']):08x}, "
-        f"root {int(call['root'])}, step {int(call['step'])}"
-    )
+def _call(job: Job, call: Array) -> str:
+    parts = [job.text(int(call["op"])), f"{int(call['bytes'])} bytes"]
+    if call["dtype"]:
+        parts[-1] += f" of {job.text(int(call['dtype']))}"
+    if call["root"] >= 0:
+        parts.append(f"root {int(call['root'])}")
+    if call["step"] >= 0:
+        parts.append(f"step {int(call['step'])}")
+    if site := job.texts.get(int(call["site"])):
+        parts.append(f"at {site}")
+    return ", ".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -175,8 +176,10 @@ class Watch:
             for node in sorted(missing)
         ]
         job, rows = gathered(self.sources.heard(now), self.sources.members, views, silent.keys())
-        self._job = job
-        return job, rows
+        told = self.sources.names.items()
+        names = {group: f"{info.kind} {info.name}".strip() for group, info in told}
+        self._job = replace(job, texts=self.sources.texts, group_names=names)
+        return self._job, rows
 
     def _learn(self, job: Job, rows: Array) -> None:
         generation = int(rows["generation"].max()) if len(rows) else self.generation
