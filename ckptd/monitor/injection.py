@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -74,6 +75,21 @@ def autoload() -> None:
     if os.environ.get(SWITCH) != "1":
         return
     try:
-        importlib.import_module("ckptd.train.recorder").attach_when_known()
+        if _importing():
+            importlib.import_module("ckptd.train.recorder_late").attach_when_joined()
+        else:
+            importlib.import_module("ckptd.train.recorder").attach_when_known()
     except Exception as error:  # noqa: BLE001 - the watched program must not notice
         _log.warning("collectives are not recorded: %r", error, exc_info=error)
+
+
+def _importing() -> bool:
+    """Whether it is ckptd itself that imports torch, for a program that uses it.
+
+    Its modules are only half there then, and the recorder has to wait.
+    """
+    return any(
+        getattr(getattr(module, "__spec__", None), "_initializing", False)
+        for name, module in tuple(sys.modules.items())
+        if name.startswith("ckptd.")
+    )

@@ -15,12 +15,10 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.engine.agentlink import run_folder
@@ -30,6 +28,7 @@ from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.ringlayout import RecorderState, text_hash
 from ckptd.monitor.view import Phase
 from ckptd.train.recorder_counters import CounterSource
+from ckptd.train.recorder_late import attach_when_joined
 from ckptd.train.recorder_native import NativeSource
 from ckptd.train.recorder_pulse import Pulse
 from ckptd.train.recorder_python import PythonSource
@@ -239,18 +238,7 @@ def attach_when_known() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         attach()
         return
-    join = distributed_c10d.init_process_group
-
-    @wraps(join)
-    def joined(*args: Any, **more: Any) -> None:
-        join(*args, **more)
-        try:
-            attach()
-        except Exception as error:  # noqa: BLE001 - the watched program must not notice
-            _log.warning("collectives are not recorded: %r", error, exc_info=error)
-
-    distributed_c10d.init_process_group = joined
-    dist.init_process_group = joined
+    attach_when_joined()
 
 
 def detach() -> None:

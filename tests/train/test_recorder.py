@@ -356,16 +356,20 @@ dist.destroy_process_group()
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "told_by", ["init_process_group", pytest.param("environment", marks=pytest.mark.long)]
+    "told_by",
+    ["init_process_group", "import of ckptd", pytest.param("environment", marks=pytest.mark.long)],
 )
 def test_injection_needs_no_edit(tmp_path: Path, told_by: str) -> None:
     rings = tmp_path / "rings"
     base = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-    if told_by == "environment":
+    script = SCRIPT
+    if told_by == "import of ckptd":  # whose modules are half there as torch is imported
+        script = f"import ckptd.train.recorder\n{SCRIPT}"
+    if told_by != "init_process_group":
         base |= {"RANK": "0", "WORLD_SIZE": "1"}
     env = base | environment(tmp_path / "inject", base) | {"CKPTD_RINGS": str(rings)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", script],
         env=env,
         capture_output=True,
         text=True,
