@@ -56,6 +56,9 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
         "ckptd/layout/lay/shipped/hf.llama.lay",
         "ckptd/train/native/recorder.cpp",
     } <= set(names)
+    assert {
+        f"ckptd/daemon/page/{n}" for n in ("index.html", "js/main.js", "fonts/inter.woff2")
+    } <= set(names)
     assert f"{info}/licenses/LICENSE" in names
     assert "ckptd = ckptd.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.simulated import PlantedAt
-from tests.daemon.daemons import Running, fed, quick_settings, running, until
+from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
+from tests.daemon.daemons import JOB, Running, fed, quick_settings, running, until
 
 HERE = Path(__file__).parent
 MODULES = HERE.parents[1] / "build/ui"
@@ -47,6 +47,18 @@ pytestmark = [
     pytest.mark.xdist_group("ui"),
     pytest.mark.skipif(bool(_missing()), reason=_missing() or "all is there"),
 ]
+
+
+@contextmanager
+def many(daemon: Running, ranks: int) -> Iterator[None]:
+    """Feed a daemon as forwarders do: a sheet for 32 nodes."""
+    simulation = Simulation(JOB, mesh_for(ranks), nodes_per_sheet=32)
+    feeder = Feeder(simulation, daemon.service.ingest.hand_in)
+    try:
+        until(lambda: len(daemon.service.rounds.board.job.ranks) == ranks, "nobody reports")
+        yield
+    finally:
+        feeder.close()
 
 
 def login(daemon: Running) -> str:
@@ -89,7 +101,7 @@ def report(process: subprocess.Popen[str]) -> dict[str, Any]:
 def test_the_map_of_ranks(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Daemon and simulation share the test's process: at a real job's pace they leave it some time.
     settings = replace(quick_settings(), period_s=1.0)
-    with running(tmp_path / "history", settings=settings) as daemon, fed(daemon, ranks):
+    with running(tmp_path / "history", settings=settings) as daemon, many(daemon, ranks):
         with script("map.cjs", login(daemon), str(ranks), home=tmp_path) as process:
             found = report(process)
     with capsys.disabled():

@@ -44,6 +44,7 @@ export function calls(root) {
     trace.href = `api/v1/trace?seconds=${Math.max(30, span)}&ranks=${encodeURIComponent(wanted)}`;
     try {
       answer = await get(`collectives?seconds=${span}&ranks=${encodeURIComponent(wanted)}&limit=5000`);
+      for (const rank of answer.ranks) endUnseen(rank.calls);
       setText(said, "");
     } catch (error) {
       if (error.status === 400) setText(said, "Write ranks as 0-7,12.");
@@ -61,7 +62,7 @@ export function calls(root) {
     const width = box.clientWidth;
     if (!total || !width) return;
     const ops = [...new Set(answer.ranks.flatMap((r) => r.calls.map((c) => c.op)))].sort();
-    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched to the right edge: not completed. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
+    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or its end was not seen. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
     paint(width, ops);
   }
 
@@ -85,7 +86,7 @@ export function calls(root) {
       c.fillText(`rank ${rank.rank}`, 0, y + 11);
       for (const call of rank.calls) {
         const from = Math.max(LABEL, x(call.start_s));
-        const to = call.end_s === null ? width - 4 : x(call.end_s);
+        const to = call.end_s === null ? x(call.until ?? answer.now) : x(call.end_s);
         if (to < LABEL) continue;
         const wide = Math.max(1.5, to - from - 0.5);
         c.fillStyle = colours.series[ops.indexOf(call.op) % 8];
@@ -116,7 +117,7 @@ export function calls(root) {
   }
 
   const words = ({ rank, call }) => [`${call.op} · rank ${rank}`, `${call.kind ? `${call.kind} · ` : ""}${call.group} #${count(call.seq)}`,
-    call.end_s === null ? `not completed for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
+    call.end_s === null && call.until !== undefined ? "its end was not seen" : call.end_s === null ? `not completed for ${seconds(answer.now - call.start_s)}` : `${seconds(call.end_s - call.start_s)}${call.failed ? ", failed" : ""}`,
     [bytes(call.bytes), call.step === null ? null : `step ${count(call.step)}`, call.phase?.toLowerCase()].filter((t) => t && t !== "–").join(" · "), call.site].filter(Boolean);
 
   canvas.addEventListener("pointermove", (event) => {
@@ -144,6 +145,19 @@ export function calls(root) {
 
   load();
   return { end: () => { clearInterval(timer); resized.disconnect(); removeEventListener("themechange", draw); hideTip(); } };
+}
+
+/**
+ * A call of which no sheet told the end is over when a later one of its group was told: what is
+ * not known is when. It is shown until that one began.
+ */
+function endUnseen(calls) {
+  const next = new Map();
+  for (const call of calls.slice().sort((a, b) => b.seq - a.seq)) {
+    const later = next.get(call.group);
+    if (call.end_s === null && later) call.until = Math.max(call.start_s, later.start_s);
+    next.set(call.group, call);
+  }
 }
 
 function hatch(c, colours, x, y, w, height) {

@@ -17,7 +17,7 @@ export function links(root) {
   const canvas = h("canvas", { class: "matrix", tabindex: "0", role: "application", "aria-roledescription": "matrix of delays", "aria-label": "Delays from node to node. Arrow keys move." });
   const said = h("p", { class: "hidden", role: "status", "aria-live": "polite" });
   const box = h("div", { class: "matrix-box" }, canvas, said);
-  const empty = nothing("No link was probed yet", "Probes are sent when a communication hang or a slow step without a slow rank is suspected, so that a healthy job has none to spare for them.");
+  const empty = nothing("No link was probed yet", "Probes are sent when a communication hang or a slow step without a slow rank is suspected, never in a healthy job.");
   const summary = h("p", { class: "summary" });
   const effects = h("div", {}), slowest = h("div", {});
   root.append(h("div", { class: "view-head" }, h("h1", {}, "Links"), summary),

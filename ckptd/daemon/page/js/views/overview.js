@@ -20,13 +20,14 @@ export function overview(root) {
   const tiles = { state: tile("State"), step: tile("Step"), ranks: tile("Ranks"), agents: tile("Agents"), round: tile("Diagnosis"), goodput: tile("Goodput") };
   const map = new HeatMap(store.ranks, { onselect: (rank) => { if (rank !== null) location.hash = `#/ranks/${rank}`; }, compact: true });
   const statuses = h("ul", { class: "statuses" });
+  const frame = h("div", { class: "map-frame small" }, map.element);
   const phases = h("ul", { class: "phases" });
   const latest = h("div", { class: "incident-list" });
   const chart = h("div", { class: "chart-box" });
   root.append(h("h1", { class: "hidden" }, "Overview"),
     h("div", { class: "tiles" }, Object.values(tiles).map((t) => t.element)),
     h("div", { class: "overview-grid" },
-      panel("Ranks", { class: "o-ranks", aside: h("a", { href: "#/ranks" }, "All of it") }, statuses, h("div", { class: "map-frame small" }, map.element), phases),
+      panel("Ranks", { class: "o-ranks", aside: h("a", { href: "#/ranks" }, "All of it") }, statuses, frame, phases),
       panel("Incidents", { class: "o-incidents", aside: h("a", { href: "#/incidents" }, "All incidents") }, latest),
       panel("Steps in the last hour", { class: "o-steps" }, chart)));
   const offs = [listen(["job", "incidents"], drawTiles), listen(["ranks"], drawRanks), listen(["incidents"], drawIncidents)];
@@ -63,8 +64,9 @@ export function overview(root) {
 
   function drawRanks() {
     const counts = store.ranks.counts();
-    refill(statuses, counts.join(), () => BY_WEIGHT.slice().reverse().filter((s) => counts[s] || s === 0).map((s) => h("li", { title: STATUSES[s].says }, shape(s), STATUSES[s].word, h("b", {}, count(counts[s])))));
+    refill(statuses, counts.join(), () => !store.ranks.length ? h("li", {}, "No rank reports yet. Agents find the daemon of their job by themselves: ", h("code", {}, "ckptd watch -- COMMAND"), ".") : BY_WEIGHT.slice().reverse().filter((s) => counts[s] || s === 0).map((s) => h("li", { title: STATUSES[s].says }, shape(s), STATUSES[s].word, h("b", {}, count(counts[s])))));
     map.arrangement = store.ranks.mesh ? "mesh" : "node";
+    frame.hidden = !store.ranks.length;
     map.draw();
   }
 
