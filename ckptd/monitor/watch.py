@@ -81,6 +81,7 @@ class Watch:
         self._sums = SumBook()
         self._gaps: list[Array] = []
         self._job = job_of((), {})
+        self._names: dict[int, str] = {}
         self._agents: tuple[AgentStatus, ...] = ()
         self._began: float | None = None
         self._fresh = False
@@ -176,9 +177,10 @@ class Watch:
             for node in sorted(missing)
         ]
         job, rows = gathered(self.sources.heard(now), self.sources.members, views, silent.keys())
-        told = self.sources.names.items()
-        names = {group: f"{info.kind} {info.name}".strip() for group, info in told}
-        self._job = replace(job, texts=self.sources.texts, group_names=names)
+        told = self.sources.names
+        if len(self._names) != len(told):
+            self._names = {g: f"{info.kind} {info.name}".strip() for g, info in told.items()}
+        self._job = replace(job, texts=self.sources.texts, group_names=self._names)
         return self._job, rows
 
     def _learn(self, job: Job, rows: Array) -> None:
