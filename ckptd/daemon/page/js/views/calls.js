@@ -62,7 +62,7 @@ export function calls(root) {
     const width = box.clientWidth;
     if (!total || !width) return;
     const ops = [...new Set(answer.ranks.flatMap((r) => r.calls.map((c) => c.op)))].sort();
-    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or its end was not seen. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
+    refill(key, ops.join(), () => [legend(ops), h("p", { class: "quietly" }, "A bar goes from entering a call to its end. Hatched: not completed, or failed. A thin line: its end was not told, and lies on the line. Rows are ranks, on the daemon's clock: the ages of nodes are joined with the delay of their sheets.")]);
     paint(width, ops);
   }
 
@@ -90,8 +90,9 @@ export function calls(root) {
         if (to < LABEL) continue;
         const wide = Math.max(1.5, to - from - 0.5);
         c.fillStyle = colours.series[ops.indexOf(call.op) % 8];
-        c.fillRect(from, y, wide, ROW - 8);
-        if (call.end_s === null || call.failed) hatch(c, colours, from, y, wide, ROW - 8);
+        const unseen = call.until !== undefined;
+        c.fillRect(from, unseen ? y + ROW / 2 - 5 : y, wide, unseen ? 2 : ROW - 8);
+        if (!unseen && (call.end_s === null || call.failed)) hatch(c, colours, from, y, wide, ROW - 8);
         boxes.push({ x: from, y, w: wide, rank: rank.rank, call });
       }
     });

@@ -22,7 +22,7 @@ export function links(root) {
   const effects = h("div", {}), slowest = h("div", {});
   root.append(h("div", { class: "view-head" }, h("h1", {}, "Links"), summary),
     h("div", { class: "split" },
-      h("div", { class: "panel matrix-panel" }, empty, box, h("p", { class: "quietly", id: "matrix-says" }, "Rows send, columns receive. Darker is slower against what is usual of the row and the column; a ringed cell is at least ×1.5.")),
+      h("div", { class: "panel matrix-panel" }, empty, box, h("p", { class: "quietly", id: "matrix-says" }, "Rows send, columns receive. The further from the background, the slower against what is usual of the row and the column; a ringed cell is at least ×1.5.")),
       h("div", { class: "side-column" }, panel("What stands out", {}, effects), panel("Slowest links", {}, slowest))));
   let at = null, geometry = null, edges = new Map();
   const resized = new ResizeObserver(drawMatrix);
