@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from ckptd.monitor.injection import SWITCH
 from ckptd.monitor.signing import access_token
 from tests.faults.case import Case
 from tests.faults.judge import Heard
@@ -81,6 +82,7 @@ class Chain:
             "CKPTD_RINGS": str(self.folder / "rings" / name),
             "CKPTD_NODE": name,
             "CKPTD_JOB": self.case.name,
+            SWITCH: "1",
             "OMP_NUM_THREADS": "1",
         }
 

@@ -43,6 +43,8 @@ def run(
             outcome = msgspec.structs.replace(outcome, replay=replay(place, case))
         outcomes.append(outcome)
         _say(f"{number}/{len(cases)} {time.monotonic() - begun:.0f} s {line(outcome)}")
+        with (folder / "outcomes.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(outcome) + b"\n")
         if outcome.right:
             _clear(place)
     return outcomes

@@ -167,7 +167,7 @@ def replay(folder: Path, case: Case) -> tuple[str, ...]:
     command = [sys.executable, "-c", "import sys; from ckptd.cli.main import main; main()"]
     command += ["replay", str(folder / RECORDING), "--json", "--set", f"floor.train={case.floor}"]
     done = subprocess.run(command, capture_output=True, timeout=120, env=os.environ, check=False)
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not done.stdout:
         return (f"error: {done.stderr.decode()[-300:]}",)
     told = msgspec.json.decode(done.stdout)
     return tuple(
