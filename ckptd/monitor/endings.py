@@ -17,7 +17,7 @@ __all__ = ["Endings"]
 ASKED_S = 1.0
 """So long an end that somebody asked for (SIGTERM, SIGINT) is not told: all may be ending."""
 FOLLOWED_S = 0.4
-"""So long an end with an exit code is not told: the signal that caused it may be seen later."""
+"""So long an end with an exit code, or an abort, is not told: its cause may be seen later."""
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Endings:
         ranks["exit_code"][well], ranks["phase"][well] = 0, Phase.EXIT
         code = ranks["exit_code"]
         asked = ended & ((code == -signal.SIGTERM) | (code == -signal.SIGINT))
-        failed = ended & ~well & ((code >= 0) | (code == NO_EXIT))
+        aborted = code == -signal.SIGABRT  # what C++ does with an error: gloo, of another's call
+        failed = ended & ~well & ((code >= 0) | (code == NO_EXIT) | aborted)
         if (well | asked)[ended].all():
             ranks["alive"][asked & (age < ASKED_S)] = True
             all_done = asked & ~self._missed(job, ended)
