@@ -7,7 +7,10 @@ const path = require("node:path");
 
 const { chromium } = createRequire(path.join(process.env.CKPTD_UI, "package.json"))("playwright-core");
 
-/** Run `body({open, report})` with a browser; prints one JSON document: what the body reported. */
+/**
+ * Run `body({open, found, login})` with a browser; prints `found` as one JSON document. `expected` of
+ * `open` are texts of complaints that the script provokes.
+ */
 async function drive(body) {
   const login = process.argv[2];
   const host = new URL(login).host;
@@ -16,13 +19,12 @@ async function drive(body) {
     executablePath: process.env.CKPTD_CHROMIUM,
     args: ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"],
   });
-  async function open(hash, { width = 1440, height = 900, colorScheme = "light", logIn = true } = {}) {
+  async function open(hash, { width = 1440, height = 900, colorScheme = "light", logIn = true, expected = [] } = {}) {
     const context = await browser.newContext({ viewport: { width, height }, colorScheme });
     const page = await context.newPage();
     page.setDefaultTimeout(20000);
-    page.expected = []; // texts of complaints that the test provokes
     page.on("console", (m) => {
-      if (["error", "warning"].includes(m.type()) && !page.expected.some((e) => m.text().includes(e))) found.problems.push(`${hash}: ${m.text()}`);
+      if (["error", "warning"].includes(m.type()) && !expected.some((e) => m.text().includes(e))) found.problems.push(`${hash}: ${m.text()}`);
     });
     page.on("pageerror", (e) => found.problems.push(`${hash}: ${e.stack}`));
     page.on("request", (r) => { if (new URL(r.url()).host !== host) found.problems.push(`${hash}: asks ${r.url()}`); });

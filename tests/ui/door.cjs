@@ -14,8 +14,8 @@ const ask = async (what) => {
 };
 
 drive(async ({ open, found, login }) => {
-  const page = await open("", { logIn: false });
-  page.expected.push("401", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "503");
+  const expected = ["401", "503", "ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE", "ERR_INCOMPLETE_CHUNKED_ENCODING"];
+  const page = await open("", { logIn: false, expected });
   await page.locator("#login").waitFor();
   await page.locator("#token").fill("wrong");
   await page.keyboard.press("Enter");
