@@ -29,7 +29,9 @@ def test_nobody_has_ended() -> None:
     assert gone(Endings(), [view(0), view(1)], 0.0) == []
 
 
-@pytest.mark.parametrize(("code", "after"), [(-9, 0.0), (-11, 0.0), (-6, 0.5), (1, 0.5), (None, 0.5)])
+@pytest.mark.parametrize(
+    ("code", "after"), [(-9, 0.0), (-11, 0.0), (-6, 0.5), (1, 0.5), (None, 0.5)]
+)
 def test_when_an_end_is_told(code: int | None, after: float) -> None:
     endings, views = Endings(), [dead(0, code), view(1)]
     assert (gone(endings, views, 0.0) == [0]) == (after == 0.0)
