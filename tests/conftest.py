@@ -48,8 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Several ranks fill the machine by themselves: one world at a time, on one worker.
         if item.get_closest_marker("dist"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
-            if config.getoption("loadgroup", False):
-                _tell_group(item, "ranks")
+        group = item.get_closest_marker("xdist_group")
+        if group is not None and config.getoption("loadgroup", False):
+            _tell_group(item, group.args[0])
 
 
 def _tell_group(item: pytest.Item, group: str) -> None:
