@@ -48,7 +48,7 @@ def demo(
         raise UsageError(
             "the demo needs PyTorch, which is not installed",
             kind="no-torch",
-            hint="pip install 'ckptd[train,plot]'",
+            hint="pip install 'ckptd[train,plot,monitor]'",
         )
     report: dict[str, Any] | None = None
     error: CkptdError | None = None
@@ -147,6 +147,9 @@ def _show(report: dict[str, Any]) -> None:
     )
     for line in _lines(report):
         print(line)
+    _show_watched(report)
+    for line in _ending(report):
+        print(line)
 
 
 def _cells(life: dict[str, Any]) -> dict[str, str]:
@@ -197,6 +200,30 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         f" snapshots whole; a step takes {pace['saving_step_s']:.3f} s with a save,"
         f" {pace['step_s']:.3f} s without: {pace['saving_step_s'] / pace['step_s']:.2f} times."
     )
+
+
+def _show_watched(report: dict[str, Any]) -> None:
+    watched = report["watched"]
+    print()
+    if watched is None:
+        print(report["watch_note"])
+        return
+    print(f"A job of {watched['ranks']} ranks, watched; hangs count from {watched['floor_s']:g} s:")
+    print_table(
+        ("DONE", "SAID", "OF", ">AFTER"),
+        [
+            (
+                f"rank {one['rank']} {one['what']}",
+                one["said"],
+                ", ".join(one["suspects"]),
+                f"{one['after_s']:.1f} s",
+            )
+            for one in watched["found"]
+        ],
+    )
+
+
+def _ending(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     for check in report["checks"]:
         if not check["ok"]:
@@ -205,7 +232,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     held = sum(check["ok"] for check in report["checks"])
     yield f"{held} of {total} checks hold; {report['seconds']:.0f} s in all."
     yield f"checkpoints  {report['checkpoints']}"
-    yield f"resharded    {relaid['root']}"
+    yield f"resharded    {report['relaid']['root']}"
     yield f"plot         {report['plot'] or report['plot_note']}"
     yield "try next"
     for command in report["next"]:

@@ -11,7 +11,7 @@ import pytest
 from ckptd.cli.demo import _show
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.relaid import Relaid
-from ckptd.train.demo.report import Check, LifeReport, Pace, Report
+from ckptd.train.demo.report import Check, Found, LifeReport, Pace, Report, Watched
 
 FIRST = LifeReport(
     name="life 1",
@@ -63,6 +63,25 @@ REPORT = Report(
     relaid=Relaid(20, "TP 2 x PP 2", "/tmp/demo/resharded", 212, True),
     pace=Pace(2, "FSDP2 2", 24, 24, 0.2, 0.21),
     kill=Kill(30, 1, 2, 7, 8, "data/x/r00002.safetensors", 100, 50, False, False, False, False),
+    watched=Watched(
+        ranks=4,
+        floor_s=2.0,
+        url="http://127.0.0.1:8000/",
+        found=[
+            Found(
+                what="slowed",
+                rank=1,
+                wanted="slow rank",
+                said="slow rank",
+                suspects=["rank 1"],
+                evidence="2 times its own past",
+                after_s=8.71,
+                floor_s=0.0,
+                right=True,
+            )
+        ],
+    ),
+    watch_note="",
     checks=[Check("one", True), Check("another", True)],
     next=["ckptd ls /demo/checkpoints"],
 )
@@ -86,6 +105,7 @@ def test_a_good_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert _row(shown, "state exact").endswith("yes, 212 tensors")
     assert "absent then" in shown
     assert "24 of 24 snapshots whole" in shown
+    assert _row(shown, "rank 1 slowed").split("  ")[1:] == ["slow rank", "rank 1", "8.7 s"]
     assert "1.05 times" in shown
     assert "FAILED" not in shown
     assert "2 of 2 checks hold; 61 s" in shown
@@ -103,6 +123,8 @@ def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         checks=[Check("one", True), Check("another", False)],
         plot=None,
         plot_note="no plot",
+        watched=None,
+        watch_note="not watched without something",
     )
     shown = _shown(report, capsys)
     assert _row(shown, "loss gap").endswith("no value")
@@ -112,6 +134,7 @@ def test_what_failed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FAILED  another" in shown
     assert "1 of 2 checks hold" in shown
     assert "plot         no plot" in shown
+    assert "not watched without something" in shown
 
 
 def test_without_torch_the_extra_is_named() -> None:
@@ -121,4 +144,4 @@ def test_without_torch_the_extra_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "pip install 'ckptd[train,plot]'" in done.stderr
+    assert "pip install 'ckptd[train,plot,monitor]'" in done.stderr

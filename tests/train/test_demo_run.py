@@ -18,7 +18,7 @@ import pytest
 
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.launch import read_rows
-from ckptd.train.demo.report import Check, LifeReport, Pace, Report
+from ckptd.train.demo.report import Check, Found, LifeReport, Pace, Report, Watched
 from ckptd.train.demo.spec import ProcessRow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "demo.md"
@@ -46,6 +46,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert report.relaid.identical
     assert report.pace.complete == report.pace.saves > 6
     assert report.pace.ratio > 0
+    _check_watched(report)
     assert (folder / "resharded" / "ckptd.json").exists()
     assert all(check.ok for check in report.checks)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -73,6 +74,13 @@ def _check_next(commands: list[str]) -> None:
         assert done.stdout
         verbs.append(verb)
     assert verbs == ["ls", "inspect", "verify", "diff", "inspect", "gc"]
+
+
+def _check_watched(report: Report) -> None:
+    assert report.watched is not None, report.watch_note
+    assert [one.rank for one in report.watched.found] == [1, 2, 3]
+    assert all(one.right for one in report.watched.found)
+    assert all(one.after_s > one.floor_s for one in report.watched.found)
 
 
 def _check_lives(report: Report) -> None:
@@ -126,7 +134,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_the_guide_names_every_field() -> None:
     words = set(re.findall(r"`([a-z_]+)`", GUIDE.read_text()))
-    for kind in (Report, LifeReport, Kill, Pace, Check):
+    for kind in (Report, LifeReport, Kill, Pace, Check, Watched, Found):
         missing = {field.name for field in msgspec.structs.fields(kind)} - words
         assert not missing, kind
 

@@ -20,6 +20,7 @@ from ckptd.train.demo.judge import checks_of
 from ckptd.train.demo.plot import Curve, draw
 from ckptd.train.demo.report import Event, Report
 from ckptd.train.demo.story import FULL, QUICK, Plan, Story, tell
+from ckptd.train.demo.watched import checks_of_watch, watch_a_job, why_not
 
 __all__ = ["main"]
 
@@ -52,10 +53,16 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
     corpus = read_corpus()
     story = tell(folder, plan, lambda text: _say(text, begun))
     lives = story.reports(plan)
+    watch_note = why_not()
+    watched = None
+    if not watch_note:
+        place = folder.runs / "watched"
+        watched = watch_a_job(place, plan.deadline_s, lambda text: _say(text, begun))
     plot_note = _draw(folder, story)
     if not keep:
         folder.remove_copies()
     checks = checks_of(lives, story.kill.landed, story.relaid, story.pace, plan.steps)
+    checks += [] if watched is None else checks_of_watch(watched)
     report = Report(
         ok=all(check.ok for check in checks),
         folder=str(folder.path),
@@ -70,6 +77,8 @@ def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
         kill=story.kill,
         relaid=story.relaid,
         pace=story.pace,
+        watched=watched,
+        watch_note=watch_note,
         checks=checks,
         next=_next(folder, lives[-1].expected_from, plan.steps),
     )

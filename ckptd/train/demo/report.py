@@ -7,7 +7,7 @@ import msgspec
 from ckptd.train.demo.crash import Kill
 from ckptd.train.demo.relaid import Relaid
 
-__all__ = ["Check", "Event", "LifeReport", "Pace", "Report"]
+__all__ = ["Check", "Event", "Found", "LifeReport", "Pace", "Report", "Watched"]
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -99,6 +99,53 @@ class Pace(msgspec.Struct, frozen=True):
         return self.saving_step_s / self.step_s
 
 
+class Found(msgspec.Struct, frozen=True):
+    """What was done to a rank of the watched job, and what the monitor said.
+
+    Attributes
+    ----------
+    what, rank
+        What was done, and to whom.
+    wanted, said
+        The class of incident that is right, and that of the first incident afterwards.
+    suspects, evidence
+        Whom it named, and its first reason.
+    after_s, floor_s
+        Seconds from the deed to the incident, and how many of them are a time-out that has to pass.
+    right
+        The class is right and the rank alone is named.
+    """
+
+    what: str
+    rank: int
+    wanted: str
+    said: str
+    suspects: list[str]
+    evidence: str
+    after_s: float
+    floor_s: float
+    right: bool
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """A job under ``ckptd watch``.
+
+    Attributes
+    ----------
+    ranks, floor_s
+        Its size, and the least time of silence in training that counts as a hang.
+    url
+        Where its page was.
+    found
+        What was done to it, in order.
+    """
+
+    ranks: int
+    floor_s: float
+    url: str
+    found: list[Found]
+
+
 class Report(msgspec.Struct, frozen=True):
     """The result of the demo.
 
@@ -120,6 +167,8 @@ class Report(msgspec.Struct, frozen=True):
         The checkpoint that was resharded and brought back.
     pace
         What a save at every step costs.
+    watched
+        The job that was watched; None where it could not be, and `watch_note` says why.
     """
 
     ok: bool
@@ -135,6 +184,8 @@ class Report(msgspec.Struct, frozen=True):
     kill: Kill
     relaid: Relaid
     pace: Pace
+    watched: Watched | None
+    watch_note: str
     checks: list[Check]
     next: list[str]
 
