@@ -53,6 +53,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         Why there is a new generation, in a few words.
     at
         Seconds since 1970, for people.
+    by
+        Which life of which controller decided: no two write the same bytes.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -61,6 +63,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     step: _Count
     reason: Annotated[str, msgspec.Meta(max_length=2000)]
     at: float
+    by: _Word
 
     @property
     def nodes(self) -> frozenset[str]:

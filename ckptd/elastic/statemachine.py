@@ -123,6 +123,10 @@ class StateMachine:
         The membership log so far: a controller that was killed goes on from it.
     now
         The moment.
+    by
+        Which life of which controller this is, for its records.
+    epoch
+        Seconds since 1970 at which `now` was 0, for people.
 
     Attributes
     ----------
@@ -149,6 +153,9 @@ class StateMachine:
         settings: ControllerSettings | None = None,
         records: Sequence[Record] = (),
         now: float = 0.0,
+        *,
+        by: str = "controller",
+        epoch: float = 0.0,
     ) -> None:
         check_log(records, "the membership log")
         self.job = job
@@ -160,7 +167,7 @@ class StateMachine:
         self.state = State.SUSPECT if self.record else State.PLAN
         self.since = now
         self.reason = "the controller was restarted" if self.record else "waiting for nodes"
-        self._born = now
+        self._by, self._epoch, self._born = by, epoch, now
         self._settling = self.record is not None
         self._cycles = 0
         self._stepped = self.step
@@ -351,7 +358,8 @@ class StateMachine:
             members=members_of(choice.places),
             step=self.step,
             reason=self.reason,
-            at=now,
+            at=self._epoch + now,
+            by=self._by,
         )
         self._done, self._loaded = set(), set()
         for name in sorted(self.record.nodes):

@@ -138,7 +138,9 @@ class World:
         """Start it, with nothing but the log."""
         self.controller_life += 1
         records = [decode_record(raw, "log") for raw in self.log]
-        self.machine = StateMachine(self.job, SETTINGS, records, self.now)
+        self.machine = StateMachine(
+            self.job, SETTINGS, records, self.now, by=str(self.controller_life)
+        )
         life = self.controller_life
         for node in self.nodes.values():
             self.later(self.rng.uniform(0.05, 1.0), lambda n=node: self.say_up(n))  # type: ignore[misc]

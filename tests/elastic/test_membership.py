@@ -20,7 +20,7 @@ from ckptd.elastic.policy import Job, Shape, choose
 from ckptd.errors import CorruptError
 
 
-def record(shape: Shape, generation: int = 1, step: int = 0) -> Record:
+def record(shape: Shape, generation: int = 1, step: int = 0, by: str = "me") -> Record:
     slots = [Slot(f"n{k}", j) for k in range(shape.pp * shape.dp) for j in range(shape.tp)]
     choice = choose(Job(microbatches=shape.dp, planned=shape), slots)
     return Record(
@@ -30,6 +30,7 @@ def record(shape: Shape, generation: int = 1, step: int = 0) -> Record:
         step=step,
         reason="test",
         at=1.5,
+        by=by,
     )
 
 

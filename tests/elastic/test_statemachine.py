@@ -115,10 +115,11 @@ def test_a_generation_is_logged_before_it_is_started() -> None:
     d = Driver(patience_s=1.0)
     d.up("a", "b", "c")
     assert [type(a) for a in d.actions[:2]] == [Append, Start]
-    assert d.machine.state is State.RESHARD
+    states = [d.machine.state]
     for name in "abc":
         d.hear(Loaded(node=name, generation=1))
-    assert d.machine.state is State.RESUME
+        states.append(d.machine.state)
+    assert states == [State.RESHARD, State.RESHARD, State.RESHARD, State.RESUME]
     d.hear(Progress(generation=1, step=5))
     assert (d.machine.state, d.machine.step) == (State.RUNNING, 5)
 

@@ -1,0 +1,110 @@
+"""Where the membership log is kept: any store, or etcd."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
+from ckptd.errors import ConflictError, CorruptError
+from ckptd.store.base import Store
+
+__all__ = ["FOLDER", "MembershipLog", "StoreLog", "entry_key", "entry_number"]
+
+FOLDER = "membership/"
+_MOST_ENTRY_BYTES = 16 << 20
+_DIGITS = 12
+
+
+class MembershipLog(Protocol):
+    """An append-only list of records that several may try to append to: one of them wins."""
+
+    def read(self) -> list[Record]:
+        """Return all records, the oldest first.
+
+        Raises
+        ------
+        CorruptError
+            kind ``bad-log``: a record is damaged, missing between others, or goes backwards.
+        StoreError
+            The place cannot be read.
+        """
+        ...
+
+    def append(self, record: Record, number: int) -> None:
+        """Write the record that `number` others come before; durable on return.
+
+        Raises
+        ------
+        ConflictError
+            kind ``log-taken``: somebody else has written that record. Whoever hears this controls
+            the job no more.
+        StoreError
+            The place cannot be written; the record may be there or not, and the same call may be
+            made again.
+        """
+        ...
+
+
+def entry_key(number: int) -> str:
+    """Return the name of record `number`; names sort as numbers do."""
+    return f"{number:0{_DIGITS}}.json"
+
+
+def entry_number(name: str) -> int | None:
+    """Return which record has this name; None if it is none's."""
+    digits = name.removesuffix(".json")
+    number = int(digits) if digits.isdecimal() and digits.isascii() else -1
+    return number if number >= 0 and entry_key(number) == name else None
+
+
+class StoreLog:
+    """The log as objects of a store: a shared folder, or a bucket.
+
+    Parameters
+    ----------
+    store
+        Objects are made below `FOLDER`, with create-only puts.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def read(self) -> list[Record]:
+        """Return all records; see `MembershipLog.read`."""
+        where = f"{self._store.url.rstrip('/')}/{FOLDER}"
+        found = {}
+        for info in self._store.list(FOLDER):
+            number = entry_number(info.key.removeprefix(FOLDER))
+            if number is None:
+                continue
+            if info.size > _MOST_ENTRY_BYTES:
+                raise CorruptError("a record is too large", kind="bad-log", where=where + info.key)
+            found[number] = info.key
+        records = [
+            decode_record(self._store.get(found[n]), f"{where}{entry_key(n)}")
+            for n in sorted(found)
+        ]
+        if sorted(found) != list(range(len(found))):
+            missing = next(n for n in range(len(found)) if n not in found)
+            raise CorruptError(
+                "a record of the membership log is missing",
+                kind="bad-log",
+                where=where,
+                wanted=entry_key(missing),
+                found=f"{len(found)} records",
+            )
+        check_log(records, where)
+        return records
+
+    def append(self, record: Record, number: int) -> None:
+        """Write a record; see `MembershipLog.append`."""
+        key = FOLDER + entry_key(number)
+        try:
+            self._store.put(key, encode_record(record), create_only=True)
+        except ConflictError as error:
+            raise ConflictError(
+                "another controller has decided",
+                kind="log-taken",
+                where=f"{self._store.url.rstrip('/')}/{key}",
+                hint="this controller ends; the other one goes on",
+            ) from error
