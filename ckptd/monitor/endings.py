@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckptd.monitor.job import NO_EXIT, Job
+from ckptd.monitor.newcomers import with_newcomers
 from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import Phase
+from ckptd.monitor.waits import absent
 
 __all__ = ["Endings"]
 
@@ -80,22 +82,34 @@ class Endings:
         return out
 
     def _well(self, job: Job, rows: Array) -> Array:
-        """Return whose end is in good order: as they said, and nobody waits for them."""
+        """Return whose end is in good order: as they said, or nobody waits for them."""
         ranks = job.ranks
         unknown = ranks["exit_code"] == NO_EXIT
         done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))
         said = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
-        out: Array = done if not self._awaited(job) else said
+        out: Array = np.where(self._awaited(job), said, done)
         return out
 
-    def _awaited(self, job: Job) -> bool:
+    def _awaited(self, job: Job) -> Array:
+        """Return for whom others have waited for long: members who have not completed the call."""
         ranks = job.ranks
-        inside = ranks["alive"] & (ranks["pending_group"] != 0)
-        return bool((inside & (ranks["pending_age"] > self.wait_s)).any())
+        long = ranks["alive"] & (ranks["pending_group"] != 0)
+        long &= ranks["pending_age"] > self.wait_s
+        out = np.zeros(len(ranks), bool)
+        if not long.any():
+            return out
+        job = with_newcomers(job)
+        codes = job.code_of(ranks["pending_group"][long])
+        if (codes < 0).any() or (absent(job)[codes] > 0).any():
+            return ~out  # of a group whose members are not all known, anybody may be one
+        wanted = np.zeros(len(job.group_ids), np.int64)
+        np.maximum.at(wanted, codes, ranks["pending_seq"][long])
+        out[job.groups["row"][job.groups["completed"] < wanted[job.group_codes]]] = True
+        return out
 
     def _missed(self, job: Job, ended: Array) -> Array:
         """Return of which rows others on the same node go on, or anybody waits."""
-        if self._awaited(job):
+        if self._awaited(job)[ended].any():
             return ended
         alive = np.bincount(job.ranks["node"][~ended], minlength=len(job.nodes)) > 0
         out: Array = alive[job.ranks["node"]]

@@ -15,7 +15,7 @@ import numpy as np
 from ckptd.monitor.job import Job
 from ckptd.monitor.stats import Array
 
-__all__ = ["Waits", "waits"]
+__all__ = ["Waits", "absent", "waits"]
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -71,7 +71,7 @@ def waits(job: Job, gone: Array) -> Waits:
     seq = ranks["pending_seq"]
     entered = rows["entered"]
     least = _least(job, np.ones(len(ranks), bool))
-    missing = _missing(job)
+    missing = absent(job)
     behind = inside & (least[code] < seq)
     unsure = inside & ~behind & (missing[code] > 0)
     complete = inside & ~behind & ~unsure
@@ -94,7 +94,8 @@ def _least(job: Job, some: Array) -> Array:
     return out
 
 
-def _missing(job: Job) -> Array:
+def absent(job: Job) -> Array:
+    """Return how many members of each group do not report."""
     groups = len(job.group_ids)
     sizes = np.zeros(max(groups, 1), np.int64)
     np.maximum.at(sizes, job.group_codes, job.groups["size"].astype(np.int64))
