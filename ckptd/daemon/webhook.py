@@ -113,7 +113,7 @@ class Webhook:
         try:
             connection.request("POST", path, body, headers)
             return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException, ValueError):  # the last: no name of a host
             return None
         finally:
             connection.close()
@@ -134,7 +134,8 @@ def _parsed(url: str) -> SplitResult:
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
-    if not good or not url.isprintable() or " " in url:
+    # What is not ASCII could not be put into a request.
+    if not good or not url.isascii() or not url.isprintable() or " " in url:
         raise UsageError(
             "not a URL that incidents can be sent to",
             kind="bad-argument",

@@ -103,7 +103,17 @@ def test_nobody_there_holds_up_nobody() -> None:
     hook.close(60)
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "x", "http://a b", "http://h:99999/"])
+def test_name_that_is_none_fails_and_ends_nothing() -> None:
+    hook = Webhook(f"http://{'a' * 64}.example/", KEY, first_wait_s=0.01)
+    hook.send(b"x")
+    hook.send(b"y")
+    until(lambda: hook.sent.failed == 2)
+    hook.close(60)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "x", "http://a b", "http://h:99999/", "http://h/\u00e9"]
+)
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         Webhook(url, KEY)
