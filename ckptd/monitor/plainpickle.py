@@ -98,6 +98,9 @@ class _Machine:
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = self._two() if name == "SETITEM" else self._since_mark()
+            # The hash of tuples within tuples takes as long as whoever made them likes.
+            if not all(isinstance(key, str | int) for key in items[::2]):
+                raise TypeError("a key that is no text or number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise ValueError(f"instruction {name}")

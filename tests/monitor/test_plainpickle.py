@@ -50,6 +50,7 @@ class _Runs:
         b"\x80\x02}(K\x01u.",  # a key without a value
         b"\x80\x02}]K\x01s.",  # a key that cannot be one
         b"\x80\x02X\xff\xff\xff\x7fabc.",  # a text longer than the file
+        b"\x80\x02}" + b"K\x01q\x00" + b"h\x00\x86q\x00" * 99 + b"K\x01s.",  # 2**99 in a key
     ],
 )
 def test_anything_else_is_refused(data: bytes, tmp_path: Any, monkeypatch: Any) -> None:
