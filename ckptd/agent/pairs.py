@@ -111,13 +111,15 @@ class Answerer:
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         wire = Wire(sock, peer, _PROBE_S)
-        # Whatever a stranger or a lost peer does ends this connection and nothing else.
-        with contextlib.suppress(CkptdError):
-            if greet_client(wire, self._secret, NOTHING, room=True, wait_s=_GREETING_S):
-                while True:
-                    self._answer(wire)
-        wire.release()
-        self._room.release()
+        try:
+            # Whatever a stranger or a lost peer does ends this connection and nothing else.
+            with contextlib.suppress(CkptdError):
+                if greet_client(wire, self._secret, NOTHING, room=True, wait_s=_GREETING_S):
+                    while True:
+                        self._answer(wire)
+        finally:
+            wire.release()
+            self._room.release()
 
     def _answer(self, wire: Wire) -> None:
         asked, bulk = wire.receive(_ASKED, _IDLE_S, most_bulk=MOST_PROBE_BYTES)

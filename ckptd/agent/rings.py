@@ -245,10 +245,13 @@ class Rings:
         return found
 
     def _open(self, name: str, inode: int, now: float) -> Ring | None:
+        ring = None
         try:
             ring = Ring(self.folder / name, inode, now)
             ring.glance(now)
         except CkptdError as error:
+            if ring is not None:
+                ring.close()
             self._bad[name] = inode
             self._tell(f"a ring cannot be read: {error.message}", name)
             return None
