@@ -39,8 +39,8 @@ def say(rank, words):
     ranks[rank].stdin.flush()
 
 print("ranks", *(rank.pid for rank in ranks), flush=True)
-time.sleep(1.0)
 if what == "crash":
+    sys.stdin.readline()  # by then they are watched
     os.kill(ranks[1].pid, signal.SIGKILL)
     sys.stdin.readline()
 if what == "hang":
@@ -83,6 +83,22 @@ def told() -> Any:
     for one in daemons(run_folder()):
         return DaemonClient(one.login).get("/incidents")["incidents"]
     return None
+
+
+def both_report() -> bool:
+    """Whether the only daemon here hears of two ranks: how one ends is known from then on."""
+    return any(
+        DaemonClient(one.login).get("/job")["ranks_reporting"] == 2 for one in daemons(run_folder())
+    )
+
+
+def crash(process: subprocess.Popen[str]) -> None:
+    """Have a rank killed as soon as both are watched."""
+    until(both_report, "two ranks")
+    assert process.stdin is not None
+    process.stdin.write("now\n")
+    process.stdin.flush()
+    until(told, "an incident")
 
 
 def ranks(what: str) -> list[str]:
@@ -131,7 +147,7 @@ def test_a_job_that_ends_well() -> None:
 
 def test_a_crash_is_told_and_the_exit_code_is_the_commands() -> None:
     process = start("--json", *ranks("crash"))
-    until(told, "an incident")
+    crash(process)
     code, _, err = done(process, "enough\n")
     assert code == 9, err
     said = json.loads(err.splitlines()[-1])
@@ -147,8 +163,9 @@ def test_a_hang_is_told_while_it_lasts() -> None:
     process = start("--floor", "train=1", "--floor", "init=1", *ranks("hang"))
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
-    line = next(text for text in lines if "incident" in text)
-    assert "non-communication hang: rank 1" in line
+    # On a busy machine both may have stood still for a moment before.
+    line = next(text for text in lines if "non-communication hang: rank 1" in text)
+    assert "incident" in line
     assert " s. " in line
     code, _, _ = done(process, "enough\n")
     assert code == 9
@@ -242,7 +259,7 @@ def test_two_watches_tell_one_daemon() -> None:
         "a start",
     )
     second = start("--job", "mine", "--daemon", url, "--json", *ranks("crash"))
-    until(told, "an incident")
+    crash(second)
     code, _, err = done(second, "enough\n")
     assert code == 9
     assert json.loads(err.splitlines()[-1])["incidents"][0]["kind"] == "crash"
@@ -279,10 +296,10 @@ import os, signal, sys, time
 import torch
 import torch.distributed as dist
 dist.init_process_group("gloo")
-for step in range(400):
+while True:
     dist.all_reduce(torch.ones(4))
     time.sleep(0.01)
-    if step == 60 and dist.get_rank() == 1:
+    if dist.get_rank() == 1 and os.path.exists(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -291,8 +308,12 @@ for step in range(400):
 def test_a_script_under_torchrun_needs_no_edit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    code, _, err = done(start("--", *run, OMP_NUM_THREADS="1"))
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    watched = (tmp_path / "watched").absolute()
+    process = start("--", *run, str(script), str(watched), OMP_NUM_THREADS="1")
+    until(both_report, "two ranks")
+    watched.touch()
+    code, _, err = done(process)
     assert code == 1, err
     assert "crash: rank 1 (signal 9)" in err
     nothing_is_left()
