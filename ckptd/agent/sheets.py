@@ -26,8 +26,10 @@ FEW_CALLS = 16
 MORE_CALLS = 64
 """Of one that looks stuck."""
 MANY_CALLS = 512
-"""Of one whose calls were asked for."""
+"""Of one whose calls were asked for, or differ from those of others."""
 
+_WIDE_S = 1.5
+"""For so long many calls are told of all ranks when calls of some differ."""
 _TICKS = 100  # of the kernel's clock in /proc, the same on all Linux machines of today
 _LIMITS = SheetLimits()
 
@@ -61,6 +63,7 @@ class SheetMaker:
         self._address = address
         self._number = 0
         self._again = False
+        self._wide_until = -math.inf
         self._seen: dict[Ring, tuple[int, int]] = {}
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}
@@ -87,10 +90,13 @@ class SheetMaker:
         members: dict[int, GroupInfo] = {}
         texts: dict[int, str] = {}
         views, notes = [], {}
+        if self._tally.differing.some():
+            self._wide_until = now + _WIDE_S  # any one sheet may be overtaken by the next
+        many = set(self._rings.ranks) if now < self._wide_until else set(asked)
         for rank, ring in sorted(self._rings.ranks.items()):
             calls = MORE_CALLS if rank in stuck or not ring.alive else FEW_CALLS
             try:
-                wanted = MANY_CALLS if rank in asked else calls
+                wanted = MANY_CALLS if rank in many else calls
                 new = self._has_news(ring)
                 view = ring.reader.view(wanted, members=new)
                 if new:

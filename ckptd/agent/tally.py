@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from ckptd.agent.differing import Differing
 from ckptd.agent.rings import Ring
 from ckptd.monitor.job import JOINED_CALL
 from ckptd.monitor.ringlayout import Counter
@@ -47,10 +48,13 @@ class Tally:
     ----------
     overruns
         Calls that were overwritten before they were read.
+    differing
+        Who made a call that another rank of the node made differently.
     """
 
     def __init__(self) -> None:
         self.overruns = 0
+        self.differing = Differing()
         self._places: dict[Ring, _Place] = {}
         self._longest: dict[_Key, float] = {}
         self._told: dict[_Key, float] = {}
@@ -60,6 +64,8 @@ class Tally:
         """Know nothing more of rings that are gone."""
         here = set(rings)
         if len(here) < len(self._places):
+            for ring in self._places.keys() - here:
+                self.differing.forget(ring.rank)
             self._places = {ring: place for ring, place in self._places.items() if ring in here}
 
     def add(self, ring: Ring) -> None:
@@ -79,8 +85,9 @@ class Tally:
         numbers, calls = ring.reader.calls_since(place.number)
         if len(calls):
             self.overruns += max(int(numbers[0]) - 1 - place.seen, 0)
-            place.seen = int(numbers[-1])
+            seen, place.seen = place.seen, int(numbers[-1])
             self._add_gaps(calls)
+            self.differing.add(ring.rank, calls[numbers > seen])
             if step >= 0:
                 self._add_steps(ring.rank, place, calls, step)
             place.number = _settled(numbers, calls, place.step, slots)
