@@ -184,7 +184,9 @@ class Casebook:
     def _candidate(self, verdict: Verdict, moment: Moment) -> _Case:
         for case in self._maybe:
             if same_cause(case.verdict, verdict):
-                case.verdict, case.seen, case.rounds = verdict, moment.now, case.rounds + 1
+                # Of two verdicts of one round that tell of one cause, the second confirms nothing.
+                case.rounds += moment.now > case.seen
+                case.verdict, case.seen = verdict, moment.now
                 return case
         return _Case(verdict, 1, moment.now, moment.now, moment.generation)
 

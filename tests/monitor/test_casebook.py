@@ -63,6 +63,15 @@ def test_how_often_a_verdict_must_hold(kind: Kind, rounds: int) -> None:
     assert opened[0].nodes == ("n0",)
 
 
+def test_two_verdicts_of_one_round_on_one_cause_confirm_nothing() -> None:
+    book = Book()
+    hang, circle = verdict(Kind.HANG, 3), verdict(Kind.DEADLOCK, 3, 4)
+    assert not book.judge(hang, circle).opened
+    assert not book.judge(after=0.25).opened  # gone again
+    assert not book.judge(hang, circle).opened
+    assert len(book.judge(hang, circle).opened) == 1
+
+
 def test_a_mismatch_without_a_majority_must_hold() -> None:
     both = verdict(Kind.MISMATCH, 3)
     both = Verdict(
