@@ -155,7 +155,7 @@ class Watch:
         else:
             self._pace.forget()
         self._probe(standing, now)
-        standing = tuple(self._with_links(v) for v in standing)
+        standing = tuple(self._with_links(v, now) for v in standing)
         verdicts = (*standing, *self._pace.verdicts, *self._slow_links(), *self._sums.judge(now))
         moment = self._moment(job, rows, now)
         changes = self._cases.judge(verdicts, moment)
@@ -236,16 +236,18 @@ class Watch:
         # Of communication that stands still, links are part of that verdict.
         return () if matrix is None or matrix.why == STUCK else self._links.verdicts
 
-    def _with_links(self, verdict: Verdict) -> Verdict:
+    def _with_links(self, verdict: Verdict, now: float) -> Verdict:
         matrix = self._links.matrix
         if verdict.kind is not Kind.COMM_HANG or matrix is None or matrix.why != STUCK:
             return verdict
+        if now - matrix.at > verdict.numbers["since last arrival s"]:
+            return verdict  # links were probed for another hang, before this one began
         suspects: list[Suspect] = [s for v in self._links.verdicts for s in v.suspects]
         lines = [line for v in self._links.verdicts for line in v.evidence]
         return msgspec.structs.replace(
             verdict,
             suspects=(*suspects, *verdict.suspects),
-            evidence=(*verdict.evidence, *(lines or ["probes show no link slower than others"])),
+            evidence=(*verdict.evidence, *(lines or [_nothing_found(matrix)])),
         )
 
     # --- evidence -------------------------------------------------------------------------------
@@ -325,6 +327,12 @@ class Watch:
     def self_s(self) -> Mapping[int, float]:
         """Median own time of a step of each rank, in seconds, where steps are told."""
         return self._pace.self_s
+
+
+def _nothing_found(matrix: LinkMatrix) -> str:
+    if np.isfinite(matrix.seconds).any():
+        return "probes show no link slower than others"
+    return "no probe came back: nodes may tell addresses that others do not reach (CKPTD_BIND)"
 
 
 def _recorded(rows: Array) -> Array:
