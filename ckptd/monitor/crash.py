@@ -29,8 +29,8 @@ def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
     """Yield a verdict for all crashed ranks, and one for each silent node.
 
     A rank that a signal ended is a cause; one that ended with an error beside it most likely lost
-    its peer, and is told as a consequence. So is one whose last call failed, beside one whose did
-    not, and whom its launcher ended since another rank had ended.
+    its peer, and is told as a consequence. So is one that a call failed or did not let go, beside
+    one that was in none, and whom its launcher ended since another rank had ended.
     """
     gone = np.flatnonzero(ended(job))
     if len(gone):
@@ -69,10 +69,9 @@ def _causes(job: Job, gone: Array, codes: Array) -> Array:
     """Return those of `gone` that did not only follow another."""
     swept = codes == -signal.SIGTERM
     killed = (codes < 0) & (codes != NO_EXIT) & ~swept
-    last = job.last_call[gone]
-    failed = np.zeros(len(gone), bool)
-    if len(job.calls):
-        failed = (last >= 0) & ((job.calls["flags"][last] & CallFlag.FAILED) != 0)
+    calls = job.calls
+    lost = ((calls["flags"] & CallFlag.FAILED) != 0) | np.isnan(calls["end"])
+    failed = np.isin(gone, calls["row"][lost])
     for cause in (killed, ~swept & ~failed, ~swept):
         if cause.any():
             chosen: Array = gone[cause]

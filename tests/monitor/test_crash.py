@@ -67,11 +67,16 @@ def test_who_was_ended_by_the_launcher_followed_another() -> None:
     assert len(verdict.names()) == 3
 
 
-def test_whose_last_call_failed_had_lost_a_peer() -> None:
-    failed = jobs.calls(jobs.call(7, 4, jobs.NOW - 1, jobs.NOW, flags=CallFlag.FAILED))
+def test_who_ended_in_a_call_or_after_it_failed_had_lost_a_peer() -> None:
+    failed = jobs.calls(
+        jobs.call(7, 4, jobs.NOW - 1, jobs.NOW, flags=CallFlag.FAILED),
+        jobs.call(8, 4, jobs.NOW - 1, jobs.NOW),
+    )
+    inside = jobs.calls(jobs.call(7, 4, jobs.NOW - 1))
     fine = jobs.calls(jobs.call(7, 3, jobs.NOW - 1, jobs.NOW))
     views = [
-        jobs.view(r, alive=False, exit_code=1, calls=fine if r == 2 else failed) for r in range(4)
+        jobs.view(r, alive=False, exit_code=1, calls=calls)
+        for r, calls in enumerate((failed, inside, fine, failed))
     ]
     (verdict,) = crashes(jobs.job(*views), LIMITS)
     assert verdict.names() == ("2",)
