@@ -144,7 +144,8 @@ class Watcher:
             self._add_up()
         period = self._period_s * (1 if self._stuck else _MOVING_FACTOR)
         due = now - self._sent_at >= period or self._urgent
-        if due and self._uplink.ready:
+        # The last sheet waits behind one that is under way: it tells who has ended.
+        if due and (self._uplink.ready or self._ending.is_set()):
             self._sent_at, self._urgent = now, False
             stuck = {ring.rank for ring in self._stuck}
             asked, self._asked = self._asked, set()

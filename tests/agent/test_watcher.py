@@ -250,6 +250,18 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_the_last_sheet_is_told_though_another_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there):
+        there.until(lambda: len(there.rows()) == 2, "ranks")
+        monkeypatch.setattr(Uplink, "ready", False)
+        for rank in ranks:
+            rank.say("exit 0")
+            rank.process.wait(60)
+    assert [int(row["alive"]) for row in there.rows().values()] == [0, 0]
+
+
 def test_floors() -> None:
     assert floors_of({"train": 5.0}).floors[Phase.TRAIN] == 5.0
     assert floors_of(None).floors == Limits().floors
