@@ -7,6 +7,7 @@ back, it hears how things are then.
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +44,7 @@ _MOST_WAITING = 4096
 _MOST_ROWS = 1 << 16
 _MOST_ASKED = 256
 _ROW_TABLES = ("steps", "sums")
+_MOST_SAID = 10
 
 
 @dataclass
@@ -89,6 +91,8 @@ class Forwarder:
         self.up = Uplink(url, secret)
         self.ingest = Ingest(job, secret, self._call, self._take, Tape(0))
         self._thread = threading.Thread(target=self._work, name="passing-on", daemon=True)
+        self.defects = 0
+        """Sheets that could not be passed on, which is a defect of ours; the next is tried."""
 
     def start(self) -> None:
         """Begin to pass on."""
@@ -114,8 +118,16 @@ class Forwarder:
 
     async def _health(self, request: Request) -> Response:
         return document(
-            {"healthy": True, "forwards": True, "away": self.up.away, "sources": len(self._below)}
+            {
+                "healthy": alive,
+                "forwards": True,
+                "away": self.up.away,
+                "sources": len(self._below),
+                "defects": self.defects,
+            },
+            200 if alive else 503,
         )
+        alive = self._thread.is_alive()
 
     # -- from below; all in the worker's one thread -----------------------------------------------
 
@@ -178,7 +190,15 @@ class Forwarder:
         while not self._ended.wait(_LOOK_S):
             if time.monotonic() >= due and self.up.ready:
                 due = time.monotonic() + self._period_s
-                self._worker.submit(self._pass_on).result()
+                self._safely(self._worker.submit(self._pass_on))
+
+    def _safely(self, passing: Future[None]) -> None:
+        """Wait until a sheet was passed on; that one cannot be must not end all that follow."""
+        error = passing.exception()
+        if error is not None:
+            self.defects += 1
+            if self.defects <= _MOST_SAID:
+                print(f"ckptd: nothing was passed on: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _pass_on(self) -> None:
         now = time.monotonic()  # in the thread that takes sheets: none is younger than that

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ from ckptd.daemon.access import Access
 from ckptd.daemon.forward import Forwarder, _with_rows_of
 from ckptd.daemon.server import Serving, listen_at, url_of
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
+from ckptd.monitor.gather import merge
 from ckptd.monitor.sheet import SHEET_RANK, STEP, AgentState, Sheet
 from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
 
@@ -127,6 +129,23 @@ def test_what_nobody_has_passed_on_is_not_lost() -> None:
     assert steps_of(_with_rows_of(new, old)) == [(4, 1), (6, 1), (6, 2)]
     bare = msgspec.structs.replace(new, ranks=b"", steps=b"")
     assert steps_of(_with_rows_of(bare, old)) == []
+
+
+def test_a_sheet_that_cannot_be_passed_on_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [ValueError("a defect"), MemoryError()]
+
+    def merged(*args: Any, **other: Any) -> Sheet:
+        if left:
+            raise left.pop()
+        return merge(*args, **other)
+
+    monkeypatch.setattr("ckptd.daemon.forward.merge", merged)
+    with running(tmp_path / "history") as root, forwarding(root.url) as (forwarder, _):
+        with feeding(forwarder, ranks=16):
+            until(lambda: reporting(root) == 16)
+        assert forwarder.defects == 2
 
 
 def test_health(tmp_path: Path) -> None:
