@@ -88,11 +88,11 @@ class Forwarder:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._room = threading.BoundedSemaphore(_MOST_WAITING)
         self._ended = threading.Event()
+        self.defects = 0
+        """Sheets that could not be passed on, which is a defect of ours; the next is tried."""
         self.up = Uplink(url, secret)
         self.ingest = Ingest(job, secret, self._call, self._take, Tape(0))
         self._thread = threading.Thread(target=self._work, name="passing-on", daemon=True)
-        self.defects = 0
-        """Sheets that could not be passed on, which is a defect of ours; the next is tried."""
 
     def start(self) -> None:
         """Begin to pass on."""
@@ -117,6 +117,7 @@ class Forwarder:
         return Guard(Starlette(routes=routes), access)
 
     async def _health(self, request: Request) -> Response:
+        alive = self._thread.is_alive()
         return document(
             {
                 "healthy": alive,
@@ -127,7 +128,6 @@ class Forwarder:
             },
             200 if alive else 503,
         )
-        alive = self._thread.is_alive()
 
     # -- from below; all in the worker's one thread -----------------------------------------------
 
