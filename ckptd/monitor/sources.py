@@ -88,6 +88,7 @@ class Sources:
     texts: dict[int, str] = field(default_factory=dict)
     _ranks: int = 0
     _addresses: dict[str, str] = field(default_factory=dict)
+    _outside: dict[str, str] = field(default_factory=dict)
 
     @property
     def period_s(self) -> float:
@@ -126,6 +127,7 @@ class Sources:
         self._ranks -= _count(sheet)
         for node in sheet.nodes:
             self._addresses.pop(node, None)
+            self._outside.pop(node, None)
 
     def _quiet(self, source: Source, now: float) -> bool:
         return now - source.arrived > 2 * self.period_s
@@ -134,6 +136,9 @@ class Sources:
         for node, state in zip(sheet.nodes, sheet.agents, strict=True):
             if state.address:
                 self._addresses[node] = state.address
+                self._outside.pop(node, None)
+                if not _loopback(state.address):
+                    self._outside[node] = state.address
         most = self.settings.sheets
         for ident, info in sheet.members.items():
             if ident in self.names or len(self.names) < most.members:
@@ -177,8 +182,12 @@ class Sources:
         return list(found.values())
 
     def addresses(self) -> Mapping[str, str]:
-        """Return where nodes answer probes."""
-        return self._addresses
+        """Return where nodes answer probes.
+
+        Where some tell addresses that others reach, a loopback address is none: at it, others
+        would find themselves.
+        """
+        return self._outside or self._addresses
 
     def running(self, nodes: Collection[str]) -> set[str]:
         """Return those of `nodes` on which ranks ran when they were last heard of."""
@@ -191,6 +200,10 @@ class Sources:
             alive = np.unique(rows["node"][rows["alive"] != 0])
             out |= {here[i] for i in alive.tolist()} & set(nodes)
         return out
+
+
+def _loopback(address: str) -> bool:
+    return address.startswith(("127.", "localhost:", "[::1]:"))
 
 
 def _count(sheet: Sheet) -> int:

@@ -12,9 +12,16 @@ from ckptd.monitor.watchsettings import WatchSettings
 from tests.monitor.jobs import view
 
 
-def sheet(source: str, number: int = 0, node: str = "n0", ranks: int = 1, **other: Any) -> Sheet:
+def sheet(
+    source: str,
+    number: int = 0,
+    node: str = "n0",
+    ranks: int = 1,
+    address: str = "",
+    **other: Any,
+) -> Sheet:
     views = [view(r, node=node) for r in range(ranks)]
-    state = AgentState(address=f"{node}:1")
+    state = AgentState(address=address or f"{node}:1")
     return from_views(views, job="j", source=source, number=number, agents={node: state}, **other)
 
 
@@ -38,6 +45,15 @@ def test_another_life_of_an_agent_takes_the_place_of_one_that_is_quiet() -> None
     assert set(s.by_name) == {"a", "b"}  # two agents of one node: both are heard
     s.take(sheet("c"), 10.0)
     assert set(s.by_name) == {"c"}
+
+
+@pytest.mark.parametrize("loopback", ["127.0.0.1:5", "127.0.1.1:5", "localhost:5", "[::1]:5"])
+def test_where_others_find_only_themselves_nobody_is_probed(loopback: str) -> None:
+    s = Sources(WatchSettings())
+    s.take(sheet("a", address=loopback), 0.0)
+    assert s.addresses() == {"n0": loopback}  # all nodes are on one machine, perhaps
+    s.take(sheet("b", node="n1", address="[fe80::1]:5"), 0.0)
+    assert s.addresses() == {"n1": "[fe80::1]:5"}
 
 
 def test_of_a_node_that_two_tell_the_newer_word_counts() -> None:
