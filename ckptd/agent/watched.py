@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import sys
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,30 +21,20 @@ from ckptd.agent.rings import Rings
 from ckptd.agent.uplink import Uplink
 from ckptd.agent.watcher import Watcher
 from ckptd.engine.agentlink import run_folder
-from ckptd.engine.hostinfo import host_id
+from ckptd.engine.hostinfo import node_name
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.monitor.limits import Limits
 from ckptd.monitor.signing import job_secret
 from ckptd.monitor.view import Phase
 
-__all__ = ["DAEMON_VARIABLE", "RINGS_VARIABLE", "floors_of", "main", "node_name", "watching"]
+__all__ = ["DAEMON_VARIABLE", "RINGS_VARIABLE", "floors_of", "main", "watching"]
 
 DAEMON_VARIABLE = "CKPTD_DAEMON"
 """URL of the daemon that agents tell what they see."""
 RINGS_VARIABLE = "CKPTD_RINGS"
 
 _log = logging.getLogger("ckptd.agent")
-_MOST_NAME_BYTES = 64
 _MOST_JOB = 128
-
-
-def node_name(given: str | None = None) -> str:
-    """Return the node's name as its ranks write it into their rings: 64 bytes at most."""
-    name = given or host_id()
-    raw = name.encode()
-    if len(raw) <= _MOST_NAME_BYTES:
-        return name
-    return f"{raw[:55].decode(errors='ignore')}~{zlib.crc32(raw):08x}"
 
 
 def floors_of(words: Mapping[str, float] | None) -> Limits:

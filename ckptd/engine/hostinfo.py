@@ -8,13 +8,14 @@ import platform
 import re
 import resource
 import socket
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.engine.memory import available_bytes
 from ckptd.engine.pool import cores
 
-__all__ = ["Mount", "environment", "host_id", "mount_of", "pid_space", "versions"]
+__all__ = ["Mount", "environment", "host_id", "mount_of", "node_name", "pid_space", "versions"]
 
 PACKAGES = (
     "ckptd",
@@ -28,6 +29,7 @@ PACKAGES = (
     "s3fs",
     "torch",
 )
+_MOST_NAME_BYTES = 64
 _SETTINGS = re.compile(r"(CKPTD|AWS|FSSPEC|S3|GOOGLE_CLOUD|AZURE)_\w+|\w*_proxy|\w*_PROXY|TMPDIR")
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|SAS", re.IGNORECASE)
 _USERINFO = re.compile(r"(://)[^/@]*@")
@@ -78,6 +80,18 @@ def host_id() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
+
+
+def node_name(given: str | None = None) -> str:
+    """Return the name of this host, or the one given, as rings and agents have it.
+
+    At most 64 bytes; longer names that differ stay different.
+    """
+    name = given or host_id()
+    raw = name.encode()
+    if len(raw) <= _MOST_NAME_BYTES:
+        return name
+    return f"{raw[:55].decode(errors='ignore')}~{zlib.crc32(raw):08x}"
 
 
 def pid_space() -> str:

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.engine.agentlink import run_folder
-from ckptd.engine.hostinfo import host_id
+from ckptd.engine.hostinfo import node_name
 from ckptd.errors import UsageError
 from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.ringlayout import RecorderState, text_hash
@@ -309,15 +308,9 @@ def _identity(job: str) -> RingIdentity:
         rank=rank,
         world=world,
         job=job,
-        node=_short(host_id()),
+        node=node_name(),
         generation=int(life) if re.fullmatch(r"\d{1,9}", life) else 0,
     )
-
-
-def _short(node: str) -> str:
-    """Return a name that fits a ring, different for different nodes."""
-    raw = node.encode()
-    return node if len(raw) <= 64 else f"{raw[:55].decode(errors='ignore')}~{zlib.crc32(raw):08x}"
 
 
 def _folder(folder: str | os.PathLike[str] | None) -> Path:

@@ -16,8 +16,9 @@ import pytest
 
 from ckptd.agent.rings import Rings
 from ckptd.agent.uplink import Uplink
-from ckptd.agent.watched import floors_of, node_name
+from ckptd.agent.watched import floors_of
 from ckptd.agent.watcher import Watcher
+from ckptd.engine.hostinfo import node_name
 from ckptd.errors import UsageError
 from ckptd.monitor.gather import job_of
 from ckptd.monitor.hang import hangs
