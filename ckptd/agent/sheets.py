@@ -72,7 +72,9 @@ class SheetMaker:
         """Tell everything with the next sheet, as to somebody new."""
         self._again = True
 
-    def make(self, now: float, stuck: Collection[int], asked: Collection[int]) -> Sheet:
+    def make(
+        self, now: float, stuck: Collection[int], asked: Collection[int], taken: int = 0
+    ) -> Sheet:
         """Return the next sheet.
 
         Parameters
@@ -81,6 +83,8 @@ class SheetMaker:
             Monotonic seconds.
         stuck, asked
             Ranks of which more of the last calls are told, and of which many are.
+        taken
+            Number of the last sheet that is known to have arrived.
         """
         again, self._again = self._again, False
         if again:
@@ -106,7 +110,7 @@ class SheetMaker:
                 continue
             views.append(_completed(view, ring))
             notes[rank] = _note(ring)
-        return self._sheet(views, notes, members, texts, again=again)
+        return self._sheet(views, notes, members, texts, taken, again=again)
 
     def _sheet(
         self,
@@ -114,6 +118,7 @@ class SheetMaker:
         notes: dict[int, RankNote],
         members: dict[int, GroupInfo],
         texts: dict[int, str],
+        taken: int,
         *,
         again: bool,
     ) -> Sheet:
@@ -121,6 +126,7 @@ class SheetMaker:
         rows = {view.rank: row for row, view in enumerate(views)}
         gaps, steps = self._tally.take(rows, again=again)
         state = self._state()
+        collectives, after = self._tally.collectives.take(self._number, taken)
         return from_views(
             views,
             job=self.job,
@@ -133,6 +139,8 @@ class SheetMaker:
             gaps=gaps,
             steps=steps,
             sums=self._sums.take(rows),
+            collectives=collectives,
+            after=after,
         )
 
     def _state(self) -> AgentState:
@@ -142,6 +150,7 @@ class SheetMaker:
             overruns=self._tally.overruns,
             rings=len(self._rings.ranks),
             bad_rings=self._rings.bad,
+            recorder_s=self._tally.recorder_s,
         )
 
     def _has_news(self, ring: Ring) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from ckptd.agent.collectives import Collectives
 from ckptd.agent.differing import Differing
 from ckptd.agent.rings import Ring
 from ckptd.monitor.job import JOINED_CALL
@@ -23,6 +24,9 @@ __all__ = ["Tally"]
 
 _MOST_GAPS = 4096
 _MOST_STEPS = 4096
+_MOST_COST_NS = 10**7
+_MOST_COST_S = 1e6
+"""A ring that lies about its calls makes no nonsense of the sum."""
 _MORE = 1.05
 """A pause is told again when it is longer by this factor than told before."""
 
@@ -32,9 +36,10 @@ _Key = tuple[int, int, int]
 class _Place:
     """How far the calls of one ring have been added up."""
 
-    __slots__ = ("ended", "number", "seen", "step")
+    __slots__ = ("ended", "number", "recorded", "seen", "step")
 
     def __init__(self) -> None:
+        self.recorded = 0  # calls whose cost was counted
         self.number = 0  # calls up to here need not be read again
         self.seen = 0  # the last call that was looked at
         self.step = -1  # the last step that was told
@@ -48,12 +53,18 @@ class Tally:
     ----------
     overruns
         Calls that were overwritten before they were read.
+    recorder_s
+        Seconds that recording has cost the ranks.
+    collectives
+        What their collectives add up to.
     differing
         Who made a call that another rank of the node made differently.
     """
 
     def __init__(self) -> None:
         self.overruns = 0
+        self.recorder_s = 0.0
+        self.collectives = Collectives()
         self.differing = Differing()
         self._places: dict[Ring, _Place] = {}
         self._longest: dict[_Key, float] = {}
@@ -67,6 +78,7 @@ class Tally:
             for ring in self._places.keys() - here:
                 self.differing.forget(ring.rank)
             self._places = {ring: place for ring, place in self._places.items() if ring in here}
+            self.collectives.keep_only(here)
 
     def add(self, ring: Ring) -> None:
         """Add what the rank has done since; errors as of `RingReader`."""
@@ -76,6 +88,8 @@ class Tally:
         written = min(max(ring.counters[Counter.WRITTEN], 0), 1 << 62)
         step = ring.counters[Counter.STEP]
         slots = ring.header.shape.slots
+        self._add_cost(place, written, ring.counters[Counter.COST])
+        self.collectives.count(ring)
         if 0 <= step < place.step:  # it trains the same steps again
             place.step, place.ended = -1, np.nan
         fresh = written - place.seen
@@ -87,10 +101,15 @@ class Tally:
             self.overruns += max(int(numbers[0]) - 1 - place.seen, 0)
             seen, place.seen = place.seen, int(numbers[-1])
             self._add_gaps(calls)
+            self.collectives.add(ring, numbers, calls)
             self.differing.add(ring.rank, calls[numbers > seen])
             if step >= 0:
                 self._add_steps(ring.rank, place, calls, step)
             place.number = _settled(numbers, calls, place.step, slots)
+
+    def _add_cost(self, place: _Place, written: int, cost_ns: int) -> None:
+        calls, place.recorded = max(written - place.recorded, 0), written
+        self.recorder_s += min(calls * min(max(cost_ns, 0), _MOST_COST_NS) / 1e9, _MOST_COST_S)
 
     def _add_gaps(self, calls: Array) -> None:
         before, after = calls[:-1], calls[1:]

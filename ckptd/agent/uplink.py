@@ -74,6 +74,8 @@ class Uplink:
         self._retry_at = 0.0
         self.sent = 0
         """Messages that the daemon has taken."""
+        self.taken = 0
+        """Number of the last sheet of these."""
         self._thread = threading.Thread(target=self._run, name="ckptd-uplink", daemon=True)
         self._thread.start()
 
@@ -148,6 +150,8 @@ class Uplink:
         # An answer to findings may be empty.
         orders = unpack_orders(answer) if answer else None
         with self._changed:
+            if isinstance(message, Sheet):
+                self.taken = message.number
             self._forget(message)
             if orders is not None:
                 self._orders.append(orders)

@@ -141,7 +141,7 @@ class Watcher:
             self._obey(orders)
         if now - self._tallied_at >= _TALLY_S or dead:
             self._tallied_at = now
-            self._add_up()
+            self._add_up(now)
         period = self._period_s * (1 if self._stuck else _MOVING_FACTOR)
         due = now - self._sent_at >= period or self._urgent
         # The last sheet waits behind one that is under way: it tells who has ended.
@@ -149,7 +149,7 @@ class Watcher:
             self._sent_at, self._urgent = now, False
             stuck = {ring.rank for ring in self._stuck}
             asked, self._asked = self._asked, set()
-            self._uplink.offer(self._maker.make(now, stuck, asked))
+            self._uplink.offer(self._maker.make(now, stuck, asked, self._uplink.taken))
         if now - self._cleaned_at >= _CLEAN_S:
             self._cleaned_at = now
             self._rings.clean()
@@ -220,7 +220,7 @@ class Watcher:
             which = ", ".join(str(ring.rank) for ring in dead)
             self._evidence.keep(_pids(left), f"rank {which} had just ended")
 
-    def _add_up(self) -> None:
+    def _add_up(self, now: float) -> None:
         self._tally.keep_only(self._rings.ranks.values())
         self._sums.keep_only(self._rings.ranks.values())
         for ring in list(self._rings.ranks.values()):
@@ -229,6 +229,7 @@ class Watcher:
                 self._sums.add(ring)
             except CkptdError as error:
                 self._rings.spoiled(ring, error)
+        self._tally.collectives.join(now)
 
     # --- orders ---------------------------------------------------------------------------------
 

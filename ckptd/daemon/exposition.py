@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckptd.daemon.collectives import COLLECTIVES, collective_families
 from ckptd.daemon.rounds import Board
 from ckptd.daemon.service import Service
 from ckptd.errors import UsageError
@@ -32,14 +33,16 @@ NAMES = {
     "ckptd_world_size": "Ranks that the job has",
     "ckptd_generation": "Newest generation of the job",
     "ckptd_step": "Step of the first and of the last rank",
-    "ckptd_collectives_total": "Collectives that groups of a kind have completed",
+    **COLLECTIVES,
     "ckptd_link_delay_ratio": "Delay of a suspected link over the usual one",
     "ckptd_verdicts_total": "Incidents opened, by class, action and whether it was enforced",
     "ckptd_incidents_open": "Incidents that are open, by class",
+    "ckptd_sdc_mismatch_total": "Sets of replicas that did not agree in a step",
     "ckptd_detection_latency_seconds": "Age of an incident's first sign when it was opened",
     "ckptd_agent_up": "Whether a node's agent is heard of",
     "ckptd_agent_cpu_seconds_total": "CPU time that a node's agent has used",
     "ckptd_ring_overruns_total": "Calls that were overwritten before an agent read them",
+    "ckptd_recorder_overhead_seconds_total": "Time that recording has cost the ranks of a node",
     "ckptd_messages_total": "Messages taken from agents",
     "ckptd_message_bytes_total": "Bytes of the messages taken",
     "ckptd_messages_refused_total": "Messages that were refused, by reason",
@@ -84,6 +87,7 @@ class _Collector:
         board = self._service.rounds.board
         yield from self._ranks()
         yield from self._job(board)
+        yield from collective_families(self._service.collectives, self._service.names.kind_word)
         yield from self._incidents(board)
         yield from self._agents(board)
         yield from self._self()
@@ -128,18 +132,6 @@ class _Collector:
             family.add_metric(["first"], int(steps.max()))
             family.add_metric(["last"], int(steps.min()))
         yield family
-        groups = board.job.groups
-        # All members complete the same calls: the one that is ahead has seen them all.
-        ids, codes = np.unique(groups["group"], return_inverse=True)
-        done = np.zeros(len(ids), np.int64)
-        np.maximum.at(done, codes, groups["completed"])
-        kinds: Counter[str] = Counter()
-        for ident, count in zip(ids.tolist(), done.tolist(), strict=True):
-            kinds[service.names.kind(ident)] += count
-        total = _counter("ckptd_collectives_total", ["group_kind"])
-        for kind, count in sorted(kinds.items()):
-            total.add_metric([kind], count)
-        yield total
         links = _gauge("ckptd_link_delay_ratio", ["src", "dst"])
         suspects = sorted(board.links, key=lambda e: -e[3])[:_MOST_LINKS]
         for source, to, _, ratio in suspects:
@@ -159,6 +151,9 @@ class _Collector:
         for kind, count in sorted(Counter(str(i.kind) for i in board.open).items()):
             open_.add_metric([kind], count)
         yield open_
+        mismatches = _counter("ckptd_sdc_mismatch_total", [])
+        mismatches.add_metric([], board.mismatches)
+        yield mismatches
         latencies = service.latencies
         counts = [0] * (len(_BUCKETS_S) + 1)
         for seconds in latencies:
@@ -174,11 +169,13 @@ class _Collector:
         up = _gauge("ckptd_agent_up", ["node"])
         cpu = _counter("ckptd_agent_cpu_seconds_total", ["node"])
         overruns = _counter("ckptd_ring_overruns_total", ["node"])
+        recorder = _counter("ckptd_recorder_overhead_seconds_total", ["node"])
         for agent in board.agents:
             up.add_metric([agent.node], int(not agent.silent))
             cpu.add_metric([agent.node], agent.state.cpu_s)
             overruns.add_metric([agent.node], agent.state.overruns)
-        yield from (up, cpu, overruns)
+            recorder.add_metric([agent.node], agent.state.recorder_s)
+        yield from (up, cpu, overruns, recorder)
 
     def _self(self) -> Iterator[Metric]:
         service = self._service

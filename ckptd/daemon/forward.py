@@ -28,6 +28,7 @@ from ckptd.daemon.bodies import document
 from ckptd.daemon.ingest import Ingest
 from ckptd.daemon.tape import Tape
 from ckptd.errors import TransientStoreError
+from ckptd.monitor.collectives import Book, Outbox
 from ckptd.monitor.gather import merge
 from ckptd.monitor.sheet import GAP, Found, GroupInfo, Orders, Probe, Sheet, SheetLimits
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
@@ -43,8 +44,8 @@ _MOST_SOURCES = 4096
 _MOST_WAITING = 4096
 _MOST_ROWS = 1 << 16
 _MOST_ASKED = 256
-_ROW_TABLES = ("steps", "sums")
 _MOST_SAID = 10
+_ROW_TABLES = ("steps", "sums")
 
 
 @dataclass
@@ -84,6 +85,8 @@ class Forwarder:
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}
         self._untold: tuple[set[int], set[int]] = (set(), set())
+        self._book = Book()
+        self._outbox = Outbox(self._book.totals)
         self._period_s = 0.25
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._room = threading.BoundedSemaphore(_MOST_WAITING)
@@ -152,6 +155,9 @@ class Forwarder:
         if before is None and len(self._below) >= _MOST_SOURCES:
             raise TransientStoreError("too many agents send sheets here", kind="busy")
         self._learn(message)
+        self._book.take(
+            message.source, message.number, message.after, message.table("collectives"), now
+        )
         told = bool(message.members) or (before is not None and before.told)
         if before is not None and not before.passed:
             message = _with_rows_of(message, before.sheet)
@@ -216,6 +222,7 @@ class Forwarder:
         members, texts = self._untold
         self._untold = (set(), set())
         self._numbers["sheet"] += 1
+        collectives, after = self._outbox.take(self._numbers["sheet"], self.up.taken)
         self.up.offer(
             merge(
                 sheets,
@@ -225,6 +232,8 @@ class Forwarder:
                 number=self._numbers["sheet"],
                 members={k: self._members[k] for k in members},
                 texts={k: self._texts[k] for k in texts},
+                collectives=collectives,
+                after=after,
             )
         )
         for below in self._below.values():

@@ -41,7 +41,11 @@ class Names:
     def kind(self, number: int) -> str:
         """Return the kind of a group in one word, of which there are few: ``dp``, ``world``."""
         info = self.groups.get(number)
-        said = (info.kind if info else "").removeprefix(_PREFIX)
+        return self.kind_word(info.kind if info else "")
+
+    def kind_word(self, said: str) -> str:
+        """Return the word for a kind as a program says it, such as ``mesh_dp``."""
+        said = said.removeprefix(_PREFIX)
         word = _KNOWN.get(said, said)
         if word not in self._kinds:
             if len(self._kinds) >= _KINDS or not word.isprintable() or len(word) > 32:

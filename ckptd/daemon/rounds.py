@@ -54,6 +54,8 @@ class Board:
         Delays as ``(source, destination, seconds, ratio)``, nodes as numbers of `link_nodes`.
     link_nodes, link_effects, links_at
         Names; what makes links slow; when they were probed, seconds since 1970, or None.
+    mismatches
+        How often replicas of a step did not agree, so far.
     rounds, round_ms, period_s
         How many there were, CPU time of the last, and how often agents send.
     """
@@ -68,6 +70,7 @@ class Board:
     link_nodes: tuple[str, ...] = ()
     link_effects: Sequence[Mapping[str, Any]] = ()
     links_at: float | None = None
+    mismatches: int = 0
     rounds: int = 0
     round_ms: float = 0.0
     period_s: float = 0.0
@@ -207,6 +210,7 @@ class Rounds:
             job=job,
             incidents=watch.incidents,
             agents=watch.agents,
+            mismatches=watch.mismatches,
             rounds=watch.rounds,
             round_ms=1e3 * (time.thread_time() - began),
             period_s=watch.sources.period_s,

@@ -29,6 +29,7 @@ from ckptd.daemon.summary import Goodput, summary
 from ckptd.daemon.tape import Tape
 from ckptd.daemon.webhook import Webhook
 from ckptd.errors import NotFoundError
+from ckptd.monitor.collectives import Book
 from ckptd.monitor.incident import Changes, Incident
 from ckptd.monitor.recording import ROUND, SHEET, Frame, RecordingWriter, encode
 from ckptd.monitor.sheet import Found, Orders, Sheet, pack
@@ -96,6 +97,7 @@ class Service:
         self.tape = Tape(setup.tape_bytes, self._recorder())
         self.hub = Hub()
         self.goodput = Goodput()
+        self.collectives = Book()
         self.checkpoints = Checkpoints(setup.events)
         self.generations = Generations(self.history)
         self.webhook = Webhook(setup.webhook, setup.webhook_key) if setup.webhook else None
@@ -151,6 +153,9 @@ class Service:
             orders = take_into(watch, message, now)
             if isinstance(message, Sheet):
                 self.generations.see(message)
+                self.collectives.take(
+                    message.source, message.number, message.after, message.table("collectives"), now
+                )
             return orders
 
         return take

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptd.errors import CkptdError, UsageError
+from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
 from ckptd.monitor.job import Job
 from ckptd.monitor.sheet import (
     SHEET_RANK,
@@ -42,6 +43,7 @@ SLOW, SILENT, WIRE = "slow", "silent", "wire"
 _KINDS = (*(str(p) for p in Planted), SLOW, SILENT, WIRE)
 _SLOTS = ("tp", "dp", "replica", "p2p", "p2p", "p2p", "p2p")
 _OPS = ("all_reduce", "all_reduce", "barrier", "send", "send", "send", "send")
+_OF_KIND = {"mesh_tp": "all_reduce", "mesh_dp": "all_reduce", "p2p": "p2p"}
 _FIRST_STEP = 100
 _SEED = 20
 _USUAL_S = 1e-4
@@ -141,6 +143,7 @@ class Simulation:
         self.sources = [secrets.token_hex(8) for _ in self._parts]
         self._groups, self._texts = _told(mesh)
         self._to_tell = set(self.sources)
+        self._told_last: dict[str, int] = {}
 
     def sheets(self, elapsed_s: float) -> Iterator[tuple[str, bytes]]:
         """Yield source and packed sheet of each source, `elapsed_s` after the start."""
@@ -191,6 +194,8 @@ class Simulation:
         mine["node"] -= part * self._per_sheet
         told = source in self._to_tell
         self._to_tell.discard(source)
+        after = self._told_last.get(source, 0)
+        self._told_last[source] = self._number
         return Sheet(
             job=self._job,
             source=source,
@@ -203,9 +208,30 @@ class Simulation:
             groups=_slice(job.groups, first, last).tobytes(),
             calls=_slice(job.calls, first, last).tobytes(),
             steps=b"" if steps is None else _steps(steps[first:last], self._step).tobytes(),
+            collectives=b"" if steps is None else self._collectives(first, last).tobytes(),
+            after=after,
             members=self._told_by(first, last) if told else {},
             texts=self._texts if told else {},
         )
+
+    def _collectives(self, first: int, last: int) -> Array:
+        """Return rows of what groups of these ranks did in a step, with times that are made up."""
+        led = Counter(
+            (op, info.kind, info.size)
+            for info in self._told_by(first, last).values()
+            for op in [_OF_KIND.get(info.kind)]
+            if op is not None
+        )
+        out = np.zeros(len(led), COLLECTIVE)
+        for row, ((op, kind, size), groups) in zip(out, led.items(), strict=True):
+            nbytes = 1 << 24 if op == "all_reduce" else 1 << 20
+            seconds = 2e-3 * np.exp(0.2 * self._rng.standard_normal())
+            row["op"], row["kind"] = op, kind
+            row["size"] = np.searchsorted(SIZES, nbytes)
+            row["values"][:TIMES] = 1, nbytes, nbytes * bus_factor(op, size), seconds
+            row["values"][TIMES + np.searchsorted(TIMES_S, seconds)] = 1
+            row["values"] *= groups
+        return out
 
     def _told_by(self, first: int, last: int) -> dict[int, GroupInfo]:
         """Return the groups whose first member is among these ranks."""

@@ -41,6 +41,7 @@ def from_views(
     agents: Mapping[str, AgentState] | None = None,
     members: Mapping[int, GroupInfo] | None = None,
     texts: Mapping[int, str] | None = None,
+    after: int = 0,
     **tables: Array,
 ) -> Sheet:
     """Return the sheet of `views`, one view a rank.
@@ -60,8 +61,10 @@ def from_views(
         By name of node. A node without ranks is told if it is here.
     members, texts
         To be told this time; members default to those of the views.
+    after
+        As of `Sheet`.
     **tables
-        Rows of ``gaps``, ``steps`` and ``sums``.
+        Rows of ``gaps``, ``steps``, ``sums`` and ``collectives``.
     """
     agents, notes = agents or {}, notes or {}
     nodes = tuple(dict.fromkeys([*(v.node for v in views), *agents]))
@@ -82,6 +85,7 @@ def from_views(
         calls=_calls(views).tobytes(),
         members=dict(members),
         texts=dict(texts or {}),
+        after=after,
     )
     packed = {n: t.astype(TABLES[n], copy=False).tobytes() for n, t in tables.items()}
     return msgspec.structs.replace(sheet, **packed)
@@ -158,6 +162,8 @@ def merge(
     number: int,
     members: Mapping[int, GroupInfo] | None = None,
     texts: Mapping[int, str] | None = None,
+    collectives: Array | None = None,
+    after: int = 0,
 ) -> Sheet:
     """Return one sheet with everything of `sheets`: what a forwarder passes on.
 
@@ -172,6 +178,9 @@ def merge(
         Head of the sheet.
     members, texts
         To be told this time; those of the sheets if left out.
+    collectives, after
+        What all sheets so far add up to, as of `ckptd.monitor.collectives.Outbox`: increments of
+        several sources, which begin at different moments, are not added here.
     """
     nodes: dict[str, AgentState] = {}
     for sheet, age in zip(sheets, ages, strict=True):
@@ -190,8 +199,11 @@ def merge(
         agents=tuple(nodes.values()),
         members=dict(members),
         texts=dict(texts),
+        after=after,
     )
-    tables = {name: _stacked(sheets, name, names).tobytes() for name in TABLES}
+    stacked = (name for name in TABLES if name != "collectives")
+    tables = {name: _stacked(sheets, name, names).tobytes() for name in stacked}
+    tables["collectives"] = b"" if collectives is None else collectives.tobytes()
     return msgspec.structs.replace(sheet, **tables)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckptd.monitor.collectives import COLLECTIVE
 from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, RANK
 from ckptd.monitor.stats import Array
 
@@ -85,6 +86,7 @@ TABLES: Mapping[str, np.dtype[Any]] = {
     "gaps": GAP,
     "steps": STEP,
     "sums": SUM,
+    "collectives": COLLECTIVE,
 }
 """Tables of a sheet, by the name of their field."""
 
@@ -104,6 +106,8 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
         Ring files that it reads.
     bad_rings
         Ring files that it cannot read.
+    recorder_s
+        Seconds that recording has cost its ranks: calls times what one costs, as measured there.
     age_s
         Seconds since it was heard of; set by forwarders, 0 from the agent itself.
     """
@@ -113,6 +117,7 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     overruns: int = 0
     rings: int = 0
     bad_rings: int = 0
+    recorder_s: float = 0.0
     age_s: float = 0.0
 
 
@@ -168,9 +173,12 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
         Rises with each sheet of the source: an older or equal one is not taken.
     nodes, agents
         Names of nodes, and how their agents are, in the same order.
-    ranks, groups, calls, gaps, steps, sums
+    ranks, groups, calls, gaps, steps, sums, collectives
         Tables as bytes; see `table` and `TABLES`. Rows of groups and calls come in the order of
         their ranks' rows; a rank's calls in the order in which it entered them.
+    after
+        Number of the sheet of this source after which the increments in `collectives` begin: the
+        last that is known to have been taken.
     members
         Groups by their hash; told once by each source, and again when the orders say so.
     texts
@@ -189,6 +197,8 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
     gaps: bytes = b""
     steps: bytes = b""
     sums: bytes = b""
+    collectives: bytes = b""
+    after: int = 0
     members: dict[int, GroupInfo] = msgspec.field(default_factory=dict)
     texts: dict[int, str] = msgspec.field(default_factory=dict)
 
@@ -325,8 +335,8 @@ class SheetLimits(msgspec.Struct, frozen=True, kw_only=True):
         Bytes as sent, and after decompression.
     nodes, ranks, world
         Of one sheet; of the job.
-    rows
-        Of each other table.
+    rows, collectives
+        Of each other table; of that of collectives.
     members, texts
         Entries; `listed` bounds the members of all groups together.
     name, text, stack
@@ -339,6 +349,7 @@ class SheetLimits(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1 << 17
     world: int = 1 << 24
     rows: int = 1 << 22
+    collectives: int = 1 << 13
     members: int = 1 << 18
     listed: int = 1 << 22
     texts: int = 1 << 16

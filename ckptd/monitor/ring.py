@@ -333,6 +333,10 @@ class RingWriter:
         """Count a call for which there was no room."""
         self._counters[Counter.LOST] += 1
 
+    def cost(self, nanoseconds: int) -> None:
+        """Write down what recording a call costs."""
+        self._counters[Counter.COST] = nanoseconds
+
     def state(self, state: RecorderState) -> None:
         """Write down what the recorder does."""
         self._counters[Counter.STATE] = int(state)

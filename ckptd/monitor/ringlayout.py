@@ -90,6 +90,8 @@ class Counter(enum.IntEnum):
     """See `RecorderState`."""
     LOST = 12
     """Calls that found no room in the table of groups, and so have no slot."""
+    COST = 13
+    """Nanoseconds that recording a call costs, measured at the start; 0 is not measured."""
 
 
 class RecorderState(enum.IntEnum):

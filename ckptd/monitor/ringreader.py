@@ -206,6 +206,10 @@ class RingReader:
         slots = _known(slots, groups)
         return slots["commit"].astype(np.int64), _calls(slots, groups)
 
+    def group_rows(self) -> Rows:
+        """Return the table of groups as it is, `GROUP_ROW`; errors as of the class."""
+        return self._read_groups()
+
     def group_infos(self) -> tuple[tuple[int, str, str], ...]:
         """Return hash, name and kind of each group of the rank; errors as of the class."""
         rows = self._read_groups()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ckptd.errors import CorruptError
+from ckptd.monitor.collectives import SIZES, WORD
 from ckptd.monitor.messages import TABLES, VERSION, Found, Orders, Sheet, SheetLimits
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import Phase
@@ -36,7 +37,7 @@ def check_sheet(sheet: Sheet, limits: SheetLimits) -> None:
     _check_head(sheet, limits)
     _check_nodes(sheet, limits)
     for name, dtype in TABLES.items():
-        size, most = len(getattr(sheet, name)), limits.ranks if name == "ranks" else limits.rows
+        size, most = len(getattr(sheet, name)), getattr(limits, name, limits.rows)
         _need(size % dtype.itemsize == 0, f"whole rows of {name}", size)
         _need(size <= most * dtype.itemsize, f"at most {most} rows of {name}", size)
     ranks = sheet.table("ranks")
@@ -48,6 +49,7 @@ def check_sheet(sheet: Sheet, limits: SheetLimits) -> None:
             _need(bool((rows[1:] >= rows[:-1]).all()), f"{name} in the order of ranks", "not")
     _check_calls(sheet)
     _check_told(sheet)
+    _check_collectives(sheet)
     _check_members(sheet, limits)
 
 
@@ -67,6 +69,7 @@ def _check_nodes(sheet: Sheet, limits: SheetLimits) -> None:
     for agent in agents:
         _need(len(agent.address) <= limits.name, "a short address", len(agent.address))
         _need(0 <= agent.cpu_s < _LONGEST_S, "CPU seconds", agent.cpu_s)
+        _need(0 <= agent.recorder_s < _COUNT, "seconds", agent.recorder_s)
         _need(0 <= agent.age_s < _LONGEST_S, "an age", agent.age_s)
         least = min(agent.overruns, agent.rings, agent.bad_rings)
         _need(least >= 0, "counts", least)
@@ -131,6 +134,16 @@ def _check_told(sheet: Sheet) -> None:
         _ages(steps[name], name)
     _within(sums["step"], -1, _COUNT, "step")
     _within(sums["what"], 0, 1, "what")
+
+
+def _check_collectives(sheet: Sheet) -> None:
+    rows = sheet.table("collectives")
+    _need(0 <= sheet.after < max(sheet.number, 1), "the number of an earlier sheet", sheet.after)
+    for text in {*rows["op"].tolist(), *rows["kind"].tolist()}:
+        _need(WORD.fullmatch(text) is not None, "the word for a label", repr(text))
+    _within(rows["size"], 0, len(SIZES), "size")
+    values = rows["values"]
+    _need(bool(((values >= 0) & (values < _COUNT)).all()), "increments", "negative or endless")
 
 
 def _check_members(sheet: Sheet, limits: SheetLimits) -> None:

@@ -26,6 +26,8 @@ class SumBook:
     """What was told of the last steps; no clock."""
 
     def __init__(self) -> None:
+        self.mismatches = 0
+        """Steps and sets of replicas whose checksums were not the same."""
         self.forget()
 
     def forget(self) -> None:
@@ -58,6 +60,7 @@ class SumBook:
             if self._complete(step, self._sums, now):
                 rows, ranks = _whole(self._sums.pop(step))
                 self._judged = max(self._judged, step)
+                self.mismatches += _differing(rows)
                 yield from replica_differences(rows["set"], ranks, rows["value"], step)
         self._heard = {s: t for s, t in self._heard.items() if s in self._sums or s in self._norms}
         yield from self._judge_norms(now)
@@ -89,6 +92,12 @@ def _outliers(tables: list[tuple[Array, Array]], group: int) -> Iterator[Verdict
     ranks = sorted(set.intersection(*(set(t) for t in told)))
     if len(ranks) >= 3:
         yield from norm_outliers(ranks, np.array([[t[r] for r in ranks] for t in told]))
+
+
+def _differing(rows: Array) -> int:
+    """Return in how many sets not all values are the same."""
+    sets = np.unique(np.unique(rows[["set", "value"]])["set"], return_counts=True)[1]
+    return int((sets > 1).sum())
 
 
 def _whole(parts: list[tuple[Array, Array]]) -> tuple[Array, Array]:

@@ -309,6 +309,11 @@ class Watch:
         return self._cases.incidents
 
     @property
+    def mismatches(self) -> int:
+        """How often replicas of a step did not agree."""
+        return self._sums.mismatches
+
+    @property
     def links(self) -> LinkMatrix | None:
         """What the last round of probes showed; None before the first."""
         return self._links.matrix

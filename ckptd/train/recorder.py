@@ -26,6 +26,7 @@ from ckptd.errors import UsageError
 from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.ringlayout import RecorderState, text_hash
 from ckptd.monitor.view import Phase
+from ckptd.train.recorder_cost import call_cost
 from ckptd.train.recorder_counters import CounterSource
 from ckptd.train.recorder_late import attach_when_joined
 from ckptd.train.recorder_native import NativeSource
@@ -95,6 +96,7 @@ class Recorder:
         failed: Exception | None = None
         for name in names:
             try:
+                cost = call_cost(_SOURCES[name], self.ring)
                 source = _SOURCES[name](self.ring, self.aside)
                 source.start()
             except Exception as error:  # noqa: BLE001 - the next one may work
@@ -102,6 +104,7 @@ class Recorder:
                 _log.info("collectives are not recorded by way of %s: %r", name, error)
             else:
                 self._source = source
+                self.ring.cost(cost)
                 return None
         return failed
 

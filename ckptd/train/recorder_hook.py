@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckptd.train.recorder_calls import CallKind, call_kinds
 
-__all__ = ["DispatcherHook", "HookTarget", "hook_works", "one_call"]
+__all__ = ["DispatcherHook", "HookTarget", "hook_works", "idle_group", "one_call"]
 
 
 class HookTarget(Protocol):
@@ -115,14 +115,19 @@ def hook_works(hook: DispatcherHook) -> bool:
 
 
 def one_call() -> torch.Tensor:
-    """Return three fives, after a call of one rank that reaches no network.
+    """Return three fives, after a call of one rank that reaches no network."""
+    group, tensor = idle_group()
+    group.allreduce([tensor]).wait()
+    return tensor
 
-    Uses PyTorch's own group for tests, which the flight recorder does not see.
+
+def idle_group() -> tuple[dist.ProcessGroup, torch.Tensor]:
+    """Return a group whose calls do nothing, and a tensor for them: three fives.
+
+    PyTorch's own group for tests, which the flight recorder does not see.
     """
     fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    tensor = torch.full((3,), 5.0)
-    group.allreduce([tensor]).wait()
-    return tensor
+    return group, torch.full((3,), 5.0)

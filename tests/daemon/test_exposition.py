@@ -40,7 +40,16 @@ def test_figures_of_a_job_with_an_incident(tmp_path: Path) -> None:
     assert sum(told["ckptd_ranks"].values()) == 8
     assert told["ckptd_agent_up"] == {("n0",): 1}
     assert told["ckptd_messages_total"]["sheet",] > 0
-    assert {k for (k,) in told["ckptd_collectives_total"]} >= {"tp", "dp"}
+    made = told["ckptd_collectives_total"]
+    assert {("tp", "all_reduce"), ("dp", "all_reduce")} <= made.keys()
+    timed = told["ckptd_collective_seconds_count"]
+    assert timed["tp", "all_reduce", "64MiB"] == made["tp", "all_reduce"] > 0
+    buckets = told["ckptd_collective_seconds_bucket"]
+    ends = {(kind, *rest): n for (kind, le, *rest), n in buckets.items() if le == "+Inf"}
+    assert ends == timed
+    assert told["ckptd_collective_bus_bytes_per_second"]["dp", "all_reduce"] > 1e6
+    assert told["ckptd_sdc_mismatch_total"] == {(): 0}
+    assert set(told["ckptd_recorder_overhead_seconds_total"].values()) == {0}
     assert len(told["ckptd_rank_heartbeat_age_seconds"]) == 8
 
 
