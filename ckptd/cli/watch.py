@@ -194,8 +194,9 @@ class _Watched:
             self.url, login = start_daemon(arguments, beside, folder, self._parts)
             client = DaemonClient(login)
         else:
-            self.url = login = self._daemon
+            login = self._daemon
             client = DaemonClient(login, access_token(job_secret(self._name, base)))
+            self.url = client.url  # without a token, which nobody expects in a document
         start_watcher(
             ["--job", self._name, "--daemon", client.url, "--rings", str(rings), *self._floors],
             beside,

@@ -262,7 +262,10 @@ def test_two_watches_tell_one_daemon() -> None:
     crash(second)
     code, _, err = done(second, "enough\n")
     assert code == 9
-    assert json.loads(err.splitlines()[-1])["incidents"][0]["kind"] == "crash"
+    document = json.loads(err.splitlines()[-1])
+    assert document["incidents"][0]["kind"] == "crash"
+    assert "?token=" in url
+    assert document["url"] == url.partition("/?")[0]
     assert first.poll() is None
     said = first.communicate("", timeout=DEADLINE_S)[1]
     assert "crash: rank 1" in said
