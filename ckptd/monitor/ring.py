@@ -40,6 +40,8 @@ from ckptd.monitor.view import CallFlag, Phase
 __all__ = ["RingGroup", "RingIdentity", "RingWriter", "process_birth", "reserve"]
 
 _BODY = Struct("<QQqIIIiiIHBBI")  # SLOT without its commit index
+_pack_body = _BODY.pack_into
+_now = time.monotonic_ns
 _GROUP_HEAD = Struct("<QIIii")
 _WORD = 8
 _SLOT_WORDS = SLOT.itemsize // _WORD
@@ -47,6 +49,9 @@ _GROUP_WORDS = GROUP_ROW.itemsize // _WORD
 _END_WORD = 2
 _FLAGS_BYTE = 58
 _ENTERED_AT, _COMPLETED_AT, _ENTERED, _COMPLETED = 3, 4, 5, 6
+# Every call passes by these; a member of an enum takes longer to look up, and to index with.
+_SLOTS_WORD = HEADER_BYTES // _WORD
+_WRITTEN, _FAILED = Counter.WRITTEN.value, CallFlag.FAILED.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,10 @@ class RingGroup:
         while early and seq + 1 in early:
             seq += 1
             early.discard(seq)
-        self.at_least(self.entered, seq, now)
+        self.completed = seq
+        words, base = self._words, self._base
+        words[base + _COMPLETED_AT] = now
+        words[base + _COMPLETED] = seq
 
     def at_least(self, entered: int, completed: int, now: int) -> None:
         """Take counts that somebody else made."""
@@ -179,14 +187,13 @@ class RingWriter:
 
         `op`, `dtype` and `site` are hashes of texts (`text`); `flags` is a `CallFlag`.
         """
-        now = time.monotonic_ns()
+        now = _now()
         number = next(self._numbers)
-        at = (number - 1) % self._slots
-        word = HEADER_BYTES // _WORD + at * _SLOT_WORDS
+        word = _SLOTS_WORD + (number - 1) % self._slots * _SLOT_WORDS
         words = self._words
         words[word] = 0
         seq = group.enter(now)
-        _BODY.pack_into(
+        _pack_body(
             self._map,
             (word + 1) * _WORD,
             now,
@@ -205,8 +212,8 @@ class RingWriter:
         )
         words[word] = number
         counters = self._counters
-        if number > counters[Counter.WRITTEN]:  # another thread may have been faster
-            counters[Counter.WRITTEN] = number
+        if number > counters[_WRITTEN]:  # another thread may have been faster
+            counters[_WRITTEN] = number
         return number, seq
 
     def leave(
@@ -222,11 +229,11 @@ class RingWriter:
 
         A slot that serves another call is left alone.
         """
-        now = time.monotonic_ns() if at is None else at
-        word = HEADER_BYTES // _WORD + (number - 1) % self._slots * _SLOT_WORDS
+        now = _now() if at is None else at
+        word = _SLOTS_WORD + (number - 1) % self._slots * _SLOT_WORDS
         if self._words[word] == number:
             if failed:
-                self._bytes[word * _WORD + _FLAGS_BYTE] |= CallFlag.FAILED
+                self._bytes[word * _WORD + _FLAGS_BYTE] |= _FAILED
             self._words[word + _END_WORD] = now
         group.complete(seq, now)
 

@@ -42,6 +42,8 @@ _SECOND = {
     "gather_",
 }
 _WITHOUT_SIZE = {"barrier", "monitored_barrier_"}
+_LISTS = (list, tuple)
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class CallKind:
         The operation as the ring says it; both ends of a point-to-point call say the same.
     group, tensors, root, peer, splits, async_op, reduce
         Positions among the arguments.
+    is_p2p
+        Whether it has one sender and one receiver.
+    may_vary
+        Whether some calls of it have sizes of their own on each rank.
     texts
         The operation as the ring says it, by the number of its reduction; sums are plain.
     """
@@ -69,18 +75,16 @@ class CallKind:
     splits: int
     async_op: int
     reduce: int
+    is_p2p: bool
+    may_vary: bool
     texts: tuple[str, ...]
-
-    @property
-    def is_p2p(self) -> bool:
-        """Whether it has one sender and one receiver."""
-        return self.name.startswith("p2p")
 
     def text(self, args: tuple[Any, ...]) -> str:
         """Return the one of `texts` that a call with these arguments is."""
         if self.reduce < 0:
             return self.texts[0]
-        number = args[self.reduce].op()
+        # Looked up like this because each attribute of such an object costs a search.
+        number = args[self.reduce]._get_method("op")()
         return self.texts[number] if 0 <= number < len(self.texts) else self.texts[0]
 
     @property
@@ -112,6 +116,7 @@ def _kind(operator: str) -> CallKind:
 
     # Python can ask a reduction which one it is only where this PyTorch has a method for it.
     reduce = at("reduce_op") if "op" in torch.classes.c10d.ReduceOp()._method_names() else -1
+    splits = at("output_split_sizes")
     return CallKind(
         operator=operator,
         name=_NAMES[operator],
@@ -119,9 +124,11 @@ def _kind(operator: str) -> CallKind:
         tensors=-1 if operator in _WITHOUT_SIZE else int(operator in _SECOND),
         root=at("root_rank"),
         peer=at("dst", "src"),
-        splits=at("output_split_sizes"),
+        splits=splits,
         async_op=at("async_op"),
         reduce=reduce,
+        is_p2p=_NAMES[operator].startswith("p2p"),
+        may_vary=splits >= 0 or operator == "alltoall_",
         texts=_texts(_NAMES[operator]) if reduce >= 0 else (_NAMES[operator],),
     )
 
@@ -134,7 +141,7 @@ def _texts(name: str) -> tuple[str, ...]:
 
 def first_tensor(value: Any) -> Any:
     """Return the first tensor in nested lists; None if there is none."""
-    while isinstance(value, list | tuple):
+    while isinstance(value, _LISTS):
         if not value:
             return None
         value = value[0]
@@ -143,7 +150,10 @@ def first_tensor(value: Any) -> Any:
 
 def nbytes(value: Any) -> int:
     """Return the bytes of a tensor, or of all in nested lists of them; -1 if one is sparse."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
+        if len(value) == 1:
+            return nbytes(value[0])
         parts = [nbytes(v) for v in value]
         return -1 if -1 in parts else sum(parts)
-    return int(value.nbytes) if value.layout == torch.strided else -1
+    bytes_: int = value.nbytes if value.layout is _STRIDED else -1
+    return bytes_

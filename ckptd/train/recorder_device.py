@@ -90,7 +90,7 @@ class DeviceEnds:
         def waited(failed: bool) -> None:
             self._waited(pending, device.index or 0, failed)
 
-        self._ends.watch(work, "", output, waited, waits=True)
+        self._ends.at_its_wait(work, waited, output)
 
     def _waited(self, pending: _Pending, device: int, failed: bool) -> None:
         if failed or torch.cuda.is_current_stream_capturing():

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckptd.train.recorder_calls import first_tensor
+
 __all__ = ["Ends"]
 
 _MOST_AWAITED = 1024
@@ -86,15 +88,9 @@ class Ends:
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
 
-    def watch(
-        self, work: Any, operator: str, output: Any, ended: Ended, *, waits: bool = False
-    ) -> None:
-        """Call `ended` when `work` is done, which writes the tensor `output`.
-
-        `waits` says that the caller waits at once: to watch that is cheaper than a future, which
-        takes the GIL in a thread of the backend.
-        """
-        if not waits and operator not in self._without:
+    def watch(self, work: Any, operator: str, output: Any, ended: Ended) -> None:
+        """Call `ended` when `work` is done, which writes `output`."""
+        if operator not in self._without:
             try:
                 future = work.get_future()
             except (RuntimeError, NotImplementedError):
@@ -102,13 +98,22 @@ class Ends:
             else:
                 future.add_done_callback(lambda done: ended(_has_failed(done)))
                 return
+        self.at_its_wait(work, ended, output)
+
+    def at_its_wait(self, work: Any, ended: Ended, output: Any = None) -> None:
+        """Call `ended` when somebody has waited for `work`, or for what it writes if that is given.
+
+        Where the caller waits at once this is cheaper than a future, which takes the GIL in a
+        thread of the backend.
+        """
         # The same object comes back to the caller as long as it is held here.
         self._awaited[id(work)] = (work, ended)
         if len(self._awaited) > _MOST_AWAITED:
             # Nobody waits for this one any more. For ever under way, it would look like a hang.
             self._awaited.popitem(last=False)[1][1](False)
-        if output is not None:
-            self._by_output[_address(output)] = id(work)
+        written = None if output is None else first_tensor(output)
+        if written is not None:
+            self._by_output[_address(written)] = id(work)
             if len(self._by_output) > _MOST_AWAITED:
                 del self._by_output[next(iter(self._by_output))]
 

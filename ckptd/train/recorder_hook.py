@@ -62,7 +62,9 @@ class DispatcherHook:
             library._destroy()
 
     def _kernel(self, kind: CallKind) -> Callable[..., Any]:
-        redispatch = kind.overload.redispatch
+        # What `redispatch` calls, without a frame of its own where this PyTorch has it so.
+        handle = getattr(kind.overload, "_handle", None)
+        redispatch = getattr(handle, "redispatch_boxed", kind.overload.redispatch)
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
         def kernel(keyset: Any, *args: Any, **more: Any) -> Any:

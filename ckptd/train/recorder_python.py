@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -19,10 +20,16 @@ from ckptd.train.recorder_sources import Broken
 
 __all__ = ["PythonSource"]
 
-_Call = tuple[RingGroup, int, int]
-# With the device that ends it (None: the host), a tensor that it writes, and whether the caller
-# waits at once.
-_Started = tuple[_Call, Any, Any, bool]
+# Group, number, number in the group; the device that ends it (None: the host), what it writes, and
+# whether the caller waits at once.
+_Started = tuple[RingGroup, int, int, Any, Any, bool]
+
+# Every call passes here, so nothing is looked up twice.
+_ASYNC, _VARIABLE = CallFlag.ASYNC.value, CallFlag.VARIABLE.value
+_unbox_group = dist.ProcessGroup.unbox
+_unbox_work: Any = dist.Work.unbox  # None where there is no work to wait for
+# Frames between a call's site and the search for it: of the hook's kernel, and of `begin`.
+_OWN_FRAMES = 2
 
 
 class PythonSource:
@@ -71,71 +78,76 @@ class PythonSource:
     def begin(self, kind: CallKind, args: tuple[Any, ...]) -> _Started | None:
         """See `HookTarget`."""
         try:
-            group = self._group(kind, args)
-            if group is None:
+            group = _unbox_group(args[kind.group])
+            row = self._channel(kind, group, args) if kind.is_p2p else self._groups.of(group)
+            if row is None:
                 self._ring.lost()
                 return None
-            tensors = args[max(kind.tensors, 0)]
+            sized = kind.tensors >= 0
+            tensors = args[kind.tensors] if sized else args[0]
             first = first_tensor(tensors)
-            sized = first is not None and kind.tensors >= 0
-            is_async = kind.is_async(args)
-            flags = CallFlag.ASYNC.value if is_async else 0
-            if kind.is_variable(args):
-                flags |= CallFlag.VARIABLE.value
+            at = kind.async_op
+            is_async = at >= 0 and (len(args) <= at or args[at] is not False)
+            flags = _ASYNC if is_async else 0
+            if kind.may_vary and kind.is_variable(args):
+                flags |= _VARIABLE
+            bytes_ = dtype = 0
+            if sized and first is not None:
+                bytes_, dtype = nbytes(tensors), self._code(first.dtype)
             number, seq = self._ring.enter(
-                group,
+                row,
                 self._code(kind.text(args)),
-                nbytes(tensors) if sized else 0,
-                self._code(first.dtype) if sized else 0,
+                bytes_,
+                dtype,
                 args[kind.root] if kind.root >= 0 else -1,
                 flags,
-                self._sites.here(),
+                self._sites.here(_OWN_FRAMES),
             )
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
             return None
         device = None if first is None or first.is_cpu else first.device
-        waits = kind.async_op >= 0 and not is_async
-        return (group, number, seq), device, first_tensor(args[0]), waits
+        return row, number, seq, device, args[0], at >= 0 and not is_async
 
     def launched(self, call: _Started | None, kind: CallKind, result: Any) -> None:
         """See `HookTarget`."""
         if call is None:
             return
         try:
-            started, device, output, waits = call
-            work = None
-            if result is not None:
-                work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-
-            def ended(failed: bool, at: int | None = None) -> None:
-                self._ended(started, failed=failed, at=at)
-
+            row, number, seq, device, written, waits = call
+            ended = partial(self._ended, row, number, seq)
+            if result is None:
+                ended(False)
+                return
+            work = _unbox_work(result[-1] if isinstance(result, tuple) else result)
             if work is None:
                 ended(False)
-            elif device is None:
-                self._ends.watch(work, kind.operator, output, ended, waits=waits)
+            elif device is not None:
+                self._device.watch(work, device, written, ended)
+            elif waits:
+                self._ends.at_its_wait(work, ended)
             else:
-                self._device.watch(work, device, output, ended)
+                self._ends.watch(work, kind.operator, written, ended)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
 
     def failed(self, call: _Started | None) -> None:
         """See `HookTarget`."""
         if call is not None:
-            self._ended(call[0], failed=True)
+            self._ended(*call[:3], failed=True)
 
-    def _ended(self, call: _Call, *, failed: bool, at: int | None = None) -> None:
+    def _ended(
+        self, row: RingGroup, number: int, seq: int, failed: bool, at: int | None = None
+    ) -> None:
         if not self.on:
             return
         try:
-            self._ring.leave(*call, failed=failed, at=at)
+            self._ring.leave(row, number, seq, failed=failed, at=at)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self._broken(error)
 
-    def _group(self, kind: CallKind, args: tuple[Any, ...]) -> RingGroup | None:
-        peer = args[kind.peer] if kind.peer >= 0 else -1
-        return self._groups.row(kind, dist.ProcessGroup.unbox(args[kind.group]), peer)
+    def _channel(self, kind: CallKind, group: Any, args: tuple[Any, ...]) -> RingGroup | None:
+        return self._groups.row(kind, group, args[kind.peer] if kind.peer >= 0 else -1)
 
     def _code(self, thing: object) -> int:
         code = self._codes.get(thing)

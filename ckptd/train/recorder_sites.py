@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import CodeType
 
 import torch
 
@@ -12,6 +13,8 @@ from ckptd.monitor.ring import RingWriter
 __all__ = ["Sites"]
 
 _DEEPEST = 48
+# Programs that make code as they run would else be held in memory with all of it.
+_MOST_CODES = 4096
 # Frames of these are not the user's: PyTorch itself, and the recorder.
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).with_name("recorder")))
 
@@ -23,21 +26,42 @@ class Sites:
         self._ring = ring
         self._foreign: dict[str, bool] = {}
         self._hashes: dict[tuple[str, int], int] = {}
+        # By the address of a code object, which is held so that no other gets it: that object, and
+        # hashes by the place in it. To ask a frame for its line takes as long as its function is.
+        self._places: dict[int, tuple[CodeType, dict[int, int]]] = {}
 
-    def here(self) -> int:
+    def here(self, above: int = 1) -> int:
         """Return the hash of the nearest line that is the user's; 0 where there is none.
 
-        Threads that only run PyTorch, as those of autograd, have none.
+        Threads that only run PyTorch, as those of autograd, have none. `above` is how many of the
+        frames that call this are known to be no user's.
         """
-        frame = sys._getframe(1)
+        frame = sys._getframe(above).f_back
+        known = self._foreign
         for _ in range(_DEEPEST):
-            file = frame.f_code.co_filename
-            if self.foreign(file):
-                return self.named(file, frame.f_lineno)
-            if frame.f_back is None:
+            if frame is None:
                 return 0
+            code = frame.f_code
+            foreign = known.get(code.co_filename)
+            if foreign is None:
+                foreign = self.foreign(code.co_filename)
+            if foreign:
+                places = self._places.get(id(code))
+                if places is not None:
+                    site = places[1].get(frame.f_lasti)
+                    if site is not None:
+                        return site
+                return self._place(code, frame.f_lasti, frame.f_lineno)
             frame = frame.f_back
         return 0
+
+    def _place(self, code: CodeType, at: int, line: int) -> int:
+        """Return the hash of a line, and remember it by its place."""
+        site = self.named(code.co_filename, line)
+        if len(self._places) >= _MOST_CODES:
+            self._places.clear()
+        self._places.setdefault(id(code), (code, {}))[1][at] = site
+        return site
 
     def foreign(self, file: str) -> bool:
         """Whether a file is the user's."""
