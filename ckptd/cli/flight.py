@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptd.cli.output import Document, note, print_document
+from ckptd.cli.output import Document, note, print_document, shorten
 from ckptd.monitor.diagnose import diagnose
 from ckptd.monitor.flightrecorder import STUCK, read_folder
 from ckptd.monitor.job import join
@@ -13,6 +13,7 @@ from ckptd.monitor.verdict import Verdict
 __all__ = ["FlightDocument", "show_dumps"]
 
 _NAMED = 16
+_TEXT_WIDTH = 300
 
 
 class FlightDocument(Document, frozen=True, kw_only=True, tag="flight-recorder"):
@@ -65,10 +66,10 @@ def _show(document: FlightDocument) -> None:
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         print(f"\n{verdict.kind}: {', '.join(named[:_NAMED])}{more}")
         for line in verdict.evidence:
-            print(f"  {line}")
+            print(f"  {shorten(line, _TEXT_WIDTH)}")
         print(f"  refuted if {verdict.refuted_by}")
         print(f"  what to do: {verdict.action}")
     if not document.verdicts:
         print("nothing stands out: nobody waits for a rank that did not come")
     for name, why in document.unread.items():
-        note(f"{name} is no dump: {why}")
+        note(f"{shorten(name, _TEXT_WIDTH)} is no dump: {shorten(why, _TEXT_WIDTH)}")

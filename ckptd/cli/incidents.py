@@ -177,7 +177,7 @@ def _coming(daemon: str | None, job: str | None) -> Iterator[tuple[str, dict[str
 def _line(incident: dict[str, Any]) -> str:
     what = "closed" if incident["state"] == "closed" else "open"
     at = time_text(incident["closed_at"] or incident["updated_at"])
-    return f"{at}  {what:6}  {incident['id']}  {incident['kind']}: {_who(incident)}"
+    return f"{at}  {what:6}  {incident['id']}  {incident['kind']}: {shorten(_who(incident), 300)}"
 
 
 # -- for people ------------------------------------------------------------------------------------

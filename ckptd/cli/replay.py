@@ -21,6 +21,7 @@ __all__ = ["ReplayDocument", "ReplayedIncident", "replay"]
 
 _NAMED = 8
 _SUSPECTS_WIDTH = 40
+_TEXT_WIDTH = 300
 
 
 class ReplayedIncident(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,14 +173,15 @@ def _incident(incident: Incident, at: float, until: float | None) -> ReplayedInc
 
 
 def _show(d: ReplayDocument) -> None:
-    print(f"{d.job}: {d.sheets} sheets, {d.seconds:.1f} s, {d.rounds} rounds")
+    # Whoever made the recording must not steer the terminal.
+    print(f"{shorten(d.job, _TEXT_WIDTH)}: {d.sheets} sheets, {d.seconds:.1f} s, {d.rounds} rounds")
     if d.incidents:
         print()
         print_table((">AT", ">AFTER", "KIND", "SUSPECTS", "NODES"), [_row(i) for i in d.incidents])
         for incident in d.incidents:
             print(f"\n{incident.id}: {incident.kind}")
             for line in (*incident.evidence, *incident.consequences):
-                print(f"  {line}")
+                print(f"  {shorten(line, _TEXT_WIDTH)}")
             print(f"  refuted if {incident.refuted_by}")
             print(f"  what to do: {incident.advice}")
     else:

@@ -26,8 +26,10 @@ def test_as_a_document(cli: Cli) -> None:
 def test_what_is_no_dump_is_told(cli: Cli, tmp_path: Path) -> None:
     shutil.copytree(REAL / "hang", tmp_path, dirs_exist_ok=True)
     (tmp_path / "rank2.json").write_text("{}")
+    (tmp_path / "rank9\x1b[2J.json").write_text("{}")
     result = cli("replay", "--flight-recorder", str(tmp_path))
     assert "rank2.json is no dump" in result.err
+    assert "\x1b" not in result.err
     assert "cannot say: rank 2" in result.out
 
 

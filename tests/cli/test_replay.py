@@ -62,6 +62,14 @@ def test_a_torn_end_is_noted(cli: Cli, tmp_path: Path) -> None:
     assert "torn" in result.err
 
 
+def test_what_a_recording_says_does_not_steer_the_terminal(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "job.recording"
+    path.write_bytes(encode("job\x1b[2J", 1e9, frames()[:3]))
+    result = cli("replay", str(path))
+    assert result.out.startswith("job")
+    assert "\x1b" not in result.out + result.err
+
+
 def test_what_is_no_recording(cli: Cli, tmp_path: Path) -> None:
     assert cli("replay", str(tmp_path / "none")).code == 4
     (tmp_path / "text").write_text("hello")
