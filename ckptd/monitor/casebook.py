@@ -14,6 +14,7 @@ from ckptd.monitor.budget import Ledger
 from ckptd.monitor.causes import CALLS, STANDING, follows, same_cause
 from ckptd.monitor.incident import Changes, Incident
 from ckptd.monitor.sheet import ProbeResult, Stack
+from ckptd.monitor.slowness import FIRST_SLOW
 from ckptd.monitor.verdict import Kind, Verdict
 from ckptd.monitor.watchsettings import WatchSettings
 
@@ -25,7 +26,7 @@ _ISOLATES = frozenset({Kind.CRASH, Kind.HANG, Kind.COMM_HANG, Kind.SLOW_LINK, Ki
 """What is acted on by leaving nodes out; of the others it is the program that must change."""
 _STOPPED = frozenset({Kind.CRASH, *CALLS, *STANDING})
 """What stacks and last words of ranks are evidence of."""
-_AGES = ("since last arrival s", "idle s", "age s")
+_AGES = ("since last arrival s", "idle s", "age s", FIRST_SLOW)
 MOST_WORDS = 64
 """Consequences told of one incident."""
 PROBES = 4096

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ckptd.monitor.job import Job
@@ -13,7 +14,10 @@ from ckptd.monitor.stats import Array
 from ckptd.monitor.steps import StepBook
 from ckptd.monitor.verdict import Kind, Verdict
 
-__all__ = ["FewLimits", "Slowness", "few_slow"]
+__all__ = ["FIRST_SLOW", "FewLimits", "Slowness", "few_slow"]
+
+FIRST_SLOW = "since first slow step s"
+"""Number of a verdict: seconds that all steps took that count for it."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,11 @@ class Slowness:
         if not len(own):
             return False
         self._judged = book.newest
-        self.verdicts = (
+        found = (
             *slow_ranks(job, _masked(own, roles, self.limits), roles, self.limits),
             *few_slow(job, own, wall, roles, self.limits, self.few),
         )
+        self.verdicts = tuple(_aged(verdict, wall) for verdict in found)
         self._note(job, own[-self.limits.steps :], roles)
         return True
 
@@ -103,6 +108,13 @@ class Slowness:
         among = scores(own, roles, self.limits, None)[1]
         like = np.where(size >= self.limits.cohort, among, usual / _others(usual, roles.stage))
         self.ratio = {r: s for r, s in zip(ranks, like.tolist(), strict=True) if s == s and s > 0}
+
+
+def _aged(verdict: Verdict, wall: Array) -> Verdict:
+    """Return `verdict` with the seconds that the steps took by which it was judged."""
+    steps = _median(wall[-int(verdict.numbers["steps"]) :].T)
+    age = float(np.nansum(steps))
+    return msgspec.structs.replace(verdict, numbers={**verdict.numbers, FIRST_SLOW: age})
 
 
 def _masked(own: Array, roles: Roles, limits: SlowLimits) -> Array:

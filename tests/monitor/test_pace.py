@@ -44,8 +44,11 @@ def test_a_slow_rank_of_four_is_named(start: int) -> None:
     own = 0.02 * np.exp(0.1 * rng.standard_normal((240, 4)))
     own[start:, 2] += 0.02
     fed = Fed()
-    run_steps(fed, mesh, own)
+    found = run_steps(fed, mesh, own)
     assert told(fed.opened) == [("slow rank", ("2",))]
+    # It is as old as the sixty steps by which it was judged: `Fed` tells steps of that length.
+    walls = 1.1 * own.max(1)
+    assert fed.opened[0].latency_s == pytest.approx(walls[:found][-60:].sum())
 
 
 def test_a_machine_that_is_loaded_makes_nobody_of_four_slow() -> None:
