@@ -22,7 +22,8 @@ __all__ = ["LOGIN_PATH", "Access", "Guard", "is_loopback"]
 
 LOGIN_PATH = "/api/v1/login"
 _API = "/api/"
-_OPEN = frozenset({"/healthz", CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH, LOGIN_PATH})
+_AGENTS = frozenset({CHALLENGE_PATH, SHEETS_PATH, FOUND_PATH})
+_OPEN = frozenset({"/healthz", LOGIN_PATH, *_AGENTS})
 _COOKIE_S = 30 * 86400
 
 _POLICY = (
@@ -103,7 +104,8 @@ class Access:
             kind ``bad-host``, ``bad-origin`` or ``no-token``.
         """
         host = request.headers.get("host", "")
-        if not self._known(host):
+        # Agents call the daemon what they like: a page that is led here cannot sign.
+        if request.scope["path"] not in _AGENTS and not self._known(host):
             raise RefusedError(
                 "the daemon is not known by that name",
                 kind="bad-host",

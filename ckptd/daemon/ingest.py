@@ -98,7 +98,8 @@ class Ingest:
         try:
             self._glance(mac)
             body = await read_body(request, self._limits.packed, self._hold)
-            check_request(mac, self._secret, request.method, request.url.path, self.challenge, body)
+            path = request.scope["path"]
+            check_request(mac, self._secret, request.method, path, self.challenge, body)
             orders = await asyncio.wrap_future(self.hand_in(kind, body))
         except CkptdError as error:
             self.counts.refused[error.kind] += 1

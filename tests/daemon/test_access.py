@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.access import Access, is_loopback
-from tests.daemon.daemons import JOB, Running, running
+from ckptd.monitor.signing import MAC_HEADER, sign_request
+from tests.daemon.daemons import JOB, SECRET, Running, running
 
 
 def test_reading_needs_the_token(daemon: Running) -> None:
@@ -69,6 +70,20 @@ def test_other_sites_are_refused(daemon: Running, origin: str) -> None:
 def test_names_of_strangers_are_refused(daemon: Running, host: str) -> None:
     answer = daemon.ask("GET", "/api/v1/job", headers={"Host": host})
     assert answer.status in (400, 421)
+
+
+@pytest.mark.parametrize("host", ["head.example", "[", "a b"])
+def test_agents_may_call_it_as_they_like_and_pages_cannot_sign(daemon: Running, host: str) -> None:
+    headers = {"Host": host}
+    for path in ("/api/v1/sheets", "/api/v1/found"):
+        answer = daemon.ask("POST", path, b"x", headers, token=False)
+        assert (answer.status, answer.kind) == (403, "bad-mac")
+        challenge = daemon.service.ingest.challenge
+        mac = sign_request(SECRET, "POST", path, challenge, b"x")
+        answer = daemon.ask("POST", path, b"x", headers | {MAC_HEADER: mac}, token=False)
+        assert answer.kind == "bad-sheet"
+        page = headers | {"Origin": "http://evil.example"}
+        assert daemon.ask("POST", path, b"x", page, token=False).kind == "bad-origin"
 
 
 @pytest.mark.parametrize("host", ["localhost:9", "127.0.0.1", "[::1]:80", "10.1.2.3:4"])
