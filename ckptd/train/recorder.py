@@ -28,6 +28,7 @@ from ckptd.monitor.ringlayout import RecorderState, text_hash
 from ckptd.monitor.view import Phase
 from ckptd.train.recorder_cost import call_cost
 from ckptd.train.recorder_counters import CounterSource
+from ckptd.train.recorder_hook import no_call_under_way
 from ckptd.train.recorder_late import attach_when_joined
 from ckptd.train.recorder_native import NativeSource
 from ckptd.train.recorder_pulse import Pulse
@@ -140,6 +141,20 @@ class Recorder:
         self.ring.state(RecorderState.ASIDE)
         _log.warning("collectives are not recorded any more: %r", error, exc_info=error)
 
+    def _let_go(self) -> None:
+        """Take the hooks in Python of a recorder that stepped aside away, once it is safe.
+
+        They cost each call something as they let it through; the others' hooks do not.
+        """
+        source = self._source
+        if not isinstance(source, PythonSource) or not no_call_under_way(self._pulse.threads):
+            return
+        self._source = None
+        try:
+            source.stop()
+        except Exception as error:  # noqa: BLE001 - the watched program must not notice
+            _log.warning("hooks could not be taken away: %r", error, exc_info=error)
+
     def _unhook(self) -> None:
         self._pulse.stop()
         if self._source is not None:
@@ -155,6 +170,8 @@ class Recorder:
         self._by_hand = True
         if self._on:
             self._step(number)
+        elif self._aside:
+            self._let_go()
 
     def _step(self, number: int) -> None:
         if self.ring.phase is Phase.INIT:
@@ -163,6 +180,8 @@ class Recorder:
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count the steps of the first optimizer, for programs that do not say."""
+        if self._aside:
+            self._let_go()
         if not self._on or self._by_hand:
             return
         try:

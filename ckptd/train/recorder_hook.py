@@ -11,7 +11,11 @@ Excluding it for the thread instead breaks tensors that a backend makes within t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +23,17 @@ import torch.distributed as dist
 
 from ckptd.train.recorder_calls import CallKind, call_kinds
 
-__all__ = ["DispatcherHook", "HookTarget", "hook_works", "idle_group", "one_call"]
+__all__ = [
+    "DispatcherHook",
+    "HookTarget",
+    "hook_works",
+    "idle_group",
+    "no_call_under_way",
+    "one_call",
+]
+
+
+_BACKWARD = str(Path(torch.autograd.__file__).parent)
 
 
 class HookTarget(Protocol):
@@ -81,6 +95,23 @@ class DispatcherHook:
             return result
 
         return kernel
+
+
+def no_call_under_way(others: Collection[int]) -> bool:
+    """Whether no thread can be in a call, nor begin one, while this one goes on.
+
+    Only true where no thread runs Python but this one and `others`, identifiers of threads that
+    make no calls, and this one is neither below the hook nor in a backward pass: PyTorch's own
+    threads make calls only for a thread that waits in one.
+    """
+    if not set(sys._current_frames()) <= {threading.get_ident(), *others}:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith((__file__, _BACKWARD)):
+            return False
+        frame = frame.f_back
+    return True
 
 
 class _Probe:

@@ -58,6 +58,12 @@ class Pulse:
         for phase in self._phases:
             phase.remove()
 
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """The identifier of its thread, if that runs."""
+        thread = self._thread
+        return () if thread is None or thread.ident is None else (thread.ident,)
+
     def forget(self) -> None:
         """Know that the thread has not come along into a forked child."""
         self._end.set()
