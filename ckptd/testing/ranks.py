@@ -286,7 +286,9 @@ def _start_server() -> ForkServerContext:
     threads cost milliseconds. The thread limits must be set before numpy and torch are imported.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ckptd.testing.rank_main"])
+    # Optimizers and wrappers import the last two of torch's on first use: a second of each rank.
+    torch = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"]
+    context.set_forkserver_preload([*torch, "ckptd.testing.rank_main"])
     limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in limits}
     os.environ.update(limits)

@@ -177,6 +177,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[str]:
     """Give ``host:port`` of a daemon that shows a simulated job."""
+    installed("prometheus")
     code = "from ckptd.cli.main import main; main()"
     options = ["--simulate", "16", "--history", str(tmp_path / "history.sqlite"), "--json"]
     command = [sys.executable, "-c", code, "serve", *options]
@@ -259,7 +260,6 @@ MAIN = [
 
 
 def test_a_real_prometheus_scrapes_the_daemon(daemon: str, tmp_path: Path) -> None:
-    installed("prometheus")
     end = time.monotonic() + END_S
     with prometheus(daemon, tmp_path) as url:
         for query in MAIN:

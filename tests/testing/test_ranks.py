@@ -248,7 +248,7 @@ def runs(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "waited in vain"

@@ -27,6 +27,7 @@ from ckptd.train.recorder_build import build
 from ckptd.train.recorder_sources import wanted
 from tests.train.recorder_jobs import JOBS, Told, attach, run, told, until
 
+pytestmark = pytest.mark.timeout(600)  # the first may compile: half a minute of a core to itself
 WORLD = 2
 
 
