@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -37,9 +38,13 @@ class SumBook:
         self._norms: dict[int, list[tuple[Array, Array]]] = {}
         self._judged = -1
         self._judged_norm = -1
+        self._lately: deque[int] = deque(maxlen=8 * STEPS)
+        self._behind: set[int] = set()
 
     def add(self, rows: Array, ranks: Array, now: float) -> None:
         """Take rows of `ckptd.monitor.sheet.SUM`; `ranks` are the ranks of the sheet's rows."""
+        if self._went_back(rows):
+            self.forget()
         for step in np.unique(rows["step"]).tolist():
             here = rows[rows["step"] == step]
             for what, book, done in (
@@ -54,12 +59,22 @@ class SumBook:
             for step in sorted(book)[: -2 * STEPS]:
                 del book[step]
 
+    def _went_back(self, rows: Array) -> bool:
+        """Whether steps are made anew, or the last that was judged was a lie or a damage.
+
+        Then two checks come of steps before it that were not judged lately, only late.
+        """
+        steps = set(rows["step"][rows["what"] == CHECKSUM].tolist())
+        self._behind |= {s for s in steps if s <= self._judged} - set(self._lately)
+        return len(self._behind) > 1
+
     def judge(self, now: float) -> Iterator[Verdict]:
         """Yield verdicts on steps of which nothing further is to be expected."""
         for step in sorted(self._sums):
             if self._complete(step, self._sums, now):
                 rows, ranks = _whole(self._sums.pop(step))
                 self._judged = max(self._judged, step)
+                self._lately.append(step)
                 self.mismatches += _differing(rows)
                 yield from replica_differences(rows["set"], ranks, rows["value"], step)
         self._heard = {s: t for s, t in self._heard.items() if s in self._sums or s in self._norms}

@@ -92,3 +92,29 @@ def test_memory_is_bounded() -> None:
     assert len(book._norms) <= 16
     book.forget()
     assert judged(book, 99.0) == []
+
+
+def test_steps_that_are_made_anew_are_judged_again() -> None:
+    """As of a job that was started again from a checkpoint, or after a step that was a lie."""
+    for before in ([*range(100, 900, 100)], [1 << 61]):
+        book = SumBook()
+        for k, step in enumerate(before):
+            book.add(sums([7, 7, 7], step), RANKS, 10.0 * k)
+            assert judged(book, 10.0 * k + 9) == []
+        found = []
+        for k, step in enumerate((50, 60, 70, 80)):
+            now = 1000.0 + 10 * k
+            book.add(sums([7, 7], step), RANKS[:2], now)
+            book.add(sums([8], step), RANKS[2:], now + 0.1)
+            found += judged(book, now + 9)
+        assert [v.numbers["step"] for v in found] == [60, 70, 80]
+
+
+def test_a_node_that_tells_late_begins_nothing_anew() -> None:
+    book = SumBook()
+    for k in range(40):
+        book.add(sums([7, 7], 10 * k), RANKS[:2], 10.0 * k)
+        judged(book, 10.0 * k + 9)
+    for k in range(40):
+        book.add(sums([8], 10 * k), RANKS[2:], 500.0)
+    assert judged(book, 600.0) == []
