@@ -6,6 +6,7 @@ least: the last one to arrive, of those on this node.
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -58,6 +59,7 @@ class _Place:
     groups: dict[int, bool] = field(default_factory=dict)  # whether it is the first member
     known: tuple[int, int] = (0, 0)
     completed: dict[int, int] = field(default_factory=dict)
+    row: int = 0  # tells it from others
 
 
 class Collectives:
@@ -66,10 +68,13 @@ class Collectives:
     def __init__(self) -> None:
         self._places: dict[Ring, _Place] = {}
         self._groups: dict[int, _Group] = {}
-        self._members: dict[int, int] = {}  # how many of a group are on this node
-        self._led: Array = np.zeros(0, np.uint64)  # groups whose first member is
+        self._made = 0
+        # Groups whose first member is on this node, whose ring that is, and how many others are.
+        self._led: Array = np.zeros(0, np.uint64)
+        self._leaders: Array = np.zeros(0, np.int64)
+        self._members: Array = np.zeros(0, np.int64)
         self._texts: dict[int, str] = {}
-        self._new: list[Array] = []
+        self._new: list[tuple[int, Array]] = []
         self._waiting: Array = np.zeros(0, _MEMBER)
         self._totals = Totals(_MOST_KEYS)
         self._outbox = Outbox(self._totals)
@@ -94,13 +99,13 @@ class Collectives:
         fresh = numbers > place.seen
         if len(place.numbers):
             fresh |= np.isin(numbers, place.numbers)
-        ended = ~np.isnan(calls["end"])
-        lost = ~np.isin(place.numbers, numbers)
-        if lost.any():  # nobody will ever see them end
-            self._tell(place, place.open[lost])
-        self._tell(place, calls[fresh & ended])
-        going = fresh & ~ended
+            lost = ~np.isin(place.numbers, numbers)
+            if lost.any():  # nobody will ever see them end
+                self._new.append((place.row, place.open[lost]))
+        going = np.isnan(calls["end"])
+        going &= fresh
         place.numbers, place.open = numbers[going], calls[going]
+        self._new.append((place.row, calls[fresh ^ going]))
         place.seen = max(place.seen, int(numbers[-1]))
 
     def count(self, ring: Ring) -> None:
@@ -121,7 +126,8 @@ class Collectives:
     def _place(self, ring: Ring) -> _Place:
         place = self._places.get(ring)
         if place is None:
-            place = self._places[ring] = _Place()
+            self._made += 1
+            place = self._places[ring] = _Place(row=self._made)
         counts = (ring.counters[Counter.GROUPS], ring.counters[Counter.TEXTS])
         if counts != place.known:
             place.known = counts
@@ -140,29 +146,15 @@ class Collectives:
         self._count_members()
 
     def _count_members(self) -> None:
-        self._members.clear()
-        led = set()
+        counts: Counts[int] = Counts()
+        leaders: dict[int, int] = {}
         for place in self._places.values():
-            for ident, first in place.groups.items():
-                self._members[ident] = self._members.get(ident, 0) + 1
-                if first:
-                    led.add(ident)
-        self._led = np.array(sorted(led), np.uint64)
-
-    def _tell(self, place: _Place, calls: Array) -> None:
-        calls = calls[np.isin(calls["group"], self._led)]
-        if not len(calls):
-            return
-        rows = np.zeros(len(calls), _MEMBER)
-        for name in ("group", "seq", "op"):
-            rows[name] = calls[name]
-        rows["bytes"] = np.maximum(calls["bytes"], 0)
-        first = np.array([g for g, mine in place.groups.items() if mine], np.uint64)
-        rows["first"] = np.isin(calls["group"], first)
-        failed = calls["flags"] & int(CallFlag.FAILED) != 0
-        rows["seconds"] = np.where(failed, np.nan, np.maximum(calls["end"] - calls["start"], 0))
-        rows["since"] = np.inf
-        self._new.append(rows)
+            counts.update(list(place.groups))
+            leaders.update((ident, place.row) for ident, first in place.groups.items() if first)
+        led = sorted(leaders)
+        self._led = np.array(led, np.uint64)
+        self._leaders = np.array([leaders[ident] for ident in led])
+        self._members = np.array([counts[ident] for ident in led])
 
     # --- many members, one collective -----------------------------------------------------------
 
@@ -170,23 +162,50 @@ class Collectives:
         """Add up the collectives of which all members here have told; now in monotonic seconds."""
         if not self._new:
             return
-        rows = np.concatenate([self._waiting, *self._new])
-        self._new.clear()
-        rows["since"] = np.minimum(rows["since"], now)
+        rows = np.concatenate([self._waiting, self._told(now)])
+        if not len(rows):
+            return
         rows = rows[np.lexsort((~rows["first"], rows["seq"], rows["group"]))]
         same = (rows["group"][1:] == rows["group"][:-1]) & (rows["seq"][1:] == rows["seq"][:-1])
         starts = np.flatnonzero(np.append(True, ~same))
         counts = np.diff(np.append(starts, len(rows)))
-        groups, places = np.unique(rows["group"][starts], return_inverse=True)
-        wanted = np.array([self._members.get(g, 0) for g in groups.tolist()])[places]
-        done = counts >= wanted
+        heads = rows[starts]
+        done = counts >= self._members_of(heads["group"])
         done |= np.minimum.reduceat(rows["since"], starts) < now - _WAIT_S
         if len(rows) - int(counts[done].sum()) > _MOST_WAITING:
             done[:] = True
         self._waiting = rows[np.repeat(~done, counts)]
-        heads = rows[starts]
         heads["seconds"] = np.fmin.reduceat(rows["seconds"], starts)
         self._add_up(heads[done & heads["first"]])
+
+    def _told(self, now: float) -> Array:
+        """Return what came since, of groups whose first member is here."""
+        # Bytes are put together, and not tables: numpy copies tables column by column.
+        calls = np.frombuffer(b"".join([c.tobytes() for _, c in self._new]), CALL)
+        places = np.repeat([row for row, _ in self._new], [len(c) for _, c in self._new])
+        self._new.clear()
+        if not len(self._led):
+            return np.zeros(0, _MEMBER)
+        at = np.minimum(np.searchsorted(self._led, calls["group"]), len(self._led) - 1)
+        led = self._led[at] == calls["group"]
+        if not led.all():
+            calls, places, at = calls[led], places[led], at[led]
+        rows = np.zeros(len(calls), _MEMBER)
+        for name in ("group", "seq", "op"):
+            rows[name] = calls[name]
+        rows["first"] = self._leaders[at] == places
+        rows["bytes"] = np.maximum(calls["bytes"], 0)
+        failed = calls["flags"] & int(CallFlag.FAILED) != 0
+        rows["seconds"] = np.where(failed, np.nan, np.maximum(calls["end"] - calls["start"], 0))
+        rows["since"] = now
+        return rows
+
+    def _members_of(self, groups: Array) -> Array:
+        """Return how many members of groups are on this node; none where the first has gone."""
+        if not len(self._led):
+            return np.zeros(len(groups), np.int64)
+        at = np.minimum(np.searchsorted(self._led, groups), len(self._led) - 1)
+        return np.where(self._led[at] == groups, self._members[at], 0)
 
     def _add_up(self, rows: Array) -> None:
         if not len(rows):
