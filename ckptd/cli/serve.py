@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -158,6 +159,10 @@ def _serve(
     stack.enter_context(place.held())
     if usual:
         setup = replace(setup, history=place.history)
+    saved: Path | None = None
+    if simulate is not None and not setup.events:
+        saved = Path(stack.enter_context(TemporaryDirectory(prefix="ckptd-simulated-")))
+        setup = replace(setup, events=(str(saved),))
     service = Service(setup)
     stack.callback(service.close)
     address = Address(
@@ -182,13 +187,16 @@ def _serve(
         idle=_idle(service, linger),
     )
     if simulate is not None:
-        _simulate(stack, service, simulate, fault)
+        _simulate(stack, service, simulate, fault, saved)
     serving.run()
     return 0
 
 
-def _simulate(stack: ExitStack, service: Service, ranks: int, fault: tuple[str, ...]) -> None:
+def _simulate(
+    stack: ExitStack, service: Service, ranks: int, fault: tuple[str, ...], saved: Path | None
+) -> None:
     from ckptd.daemon.simulated import Feeder, Simulation, mesh_for, parse_fault
+    from ckptd.daemon.simulatedsaves import SimulatedSaves
 
     mesh = mesh_for(ranks)
     simulation = Simulation(
@@ -197,7 +205,8 @@ def _simulate(stack: ExitStack, service: Service, ranks: int, fault: tuple[str, 
         [parse_fault(text) for text in fault],
         nodes_per_sheet=1 if mesh.nodes <= 64 else 32,
     )
-    feeder = Feeder(simulation, service.ingest.hand_in)
+    saves = SimulatedSaves(saved, ranks) if saved is not None else None
+    feeder = Feeder(simulation, service.ingest.hand_in, saves)
     stack.callback(feeder.close)
 
 

@@ -13,10 +13,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
 from ckptd.errors import CkptdError, UsageError
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
 from ckptd.monitor.job import Job
@@ -33,20 +34,28 @@ from ckptd.monitor.sheet import (
     Stack,
     pack,
 )
-from ckptd.monitor.simulator import Fault, Mesh, Planted, own_times, play
+from ckptd.monitor.simulator import TICK_S, Fault, Mesh, Planted, own_times, play
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import Phase
 
 __all__ = ["Feeder", "PlantedAt", "Simulation", "mesh_for", "parse_fault"]
 
-SLOW, SILENT, WIRE = "slow", "silent", "wire"
-_KINDS = (*(str(p) for p in Planted), SLOW, SILENT, WIRE)
+SLOW, SILENT, WIRE, RESTART = "slow", "silent", "wire", "restart"
+_KINDS = (*(str(p) for p in Planted), SLOW, SILENT, WIRE, RESTART)
 _SLOTS = ("tp", "dp", "replica", "p2p", "p2p", "p2p", "p2p")
 _OPS = ("all_reduce", "all_reduce", "barrier", "send", "send", "send", "send")
 _OF_KIND = {"mesh_tp": "all_reduce", "mesh_dp": "all_reduce", "p2p": "p2p"}
 _FIRST_STEP = 100
 _SEED = 20
 _USUAL_S = 1e-4
+_STEPS = 4
+"""Steps that the job makes in a second, and in a sheet."""
+_INSIDE_S, _WIRE_S = 0.05, 0.2
+"""Seconds of a step in calls beyond waiting for others; what slow links add."""
+_DOWN_S = 8.0
+"""From a crash until the job runs again."""
+_NODE, _SMALL_NODE, _SMALL = 8, 4, 32
+"""Ranks of a node; of a job of so few ranks, so that there are links to compare."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ class PlantedAt:
     ----------
     kind
         One of the simulator's, or ``slow`` (own time), ``silent`` (the node's agent), ``wire``
-        (all links of the node).
+        (all links of the node), ``restart`` (a crash, after which the job begins anew from its
+        last save).
     rank
         Whose.
     after_s
@@ -105,10 +115,11 @@ def mesh_for(ranks: int) -> Mesh:
             wanted="1 to 65536 ranks",
             found=ranks,
         )
+    node = _SMALL_NODE if ranks <= _SMALL else _NODE
     for pp, tp in ((8, 8), (4, 8), (2, 4), (2, 2), (1, 2)):
         if ranks % (pp * tp) == 0 and ranks // (pp * tp) >= 2:
-            return Mesh(ranks // (pp * tp), pp, tp)
-    return Mesh(ranks)
+            return Mesh(ranks // (pp * tp), pp, tp, per_node=node)
+    return Mesh(ranks, per_node=node)
 
 
 class Simulation:
@@ -133,8 +144,13 @@ class Simulation:
         self._job = job
         self._faults = faults
         self._rng = np.random.default_rng(_SEED)
-        self._step = _FIRST_STEP
+        self.step = _FIRST_STEP
+        """The step that the job is in."""
+        self.generation = 0
+        """Restarts so far."""
         self._number = 0
+        self._told_s = 0.0
+        self._left: Array | None = None
         self._per_sheet = nodes_per_sheet
         names = [f"n{k}" for k in range(mesh.nodes)]
         self._parts = [
@@ -148,12 +164,13 @@ class Simulation:
     def sheets(self, elapsed_s: float) -> Iterator[tuple[str, bytes]]:
         """Yield source and packed sheet of each source, `elapsed_s` after the start."""
         begun = [f for f in self._faults if f.after_s <= elapsed_s]
-        stops = [f for f in begun if f.kind in set(Planted)]
-        job = self._play(stops, elapsed_s)
-        steps = self._own(begun) if not stops else None
+        self._restart(begun, elapsed_s)
+        stops = [f for f in begun if f.kind in set(Planted) or _is_down(f, elapsed_s)]
+        job = self._with_ends(self._play(stops, elapsed_s), elapsed_s)
+        steps = self._steps(begun) if not stops else None
         silent = {f.rank // self.mesh.per_node for f in begun if f.kind == SILENT}
         self._number += 1
-        ranks = _ranks(job, elapsed_s)
+        ranks = _ranks(job, elapsed_s, self.generation)
         for part, source in enumerate(self.sources):
             first = part * self._per_sheet * self.mesh.per_node
             nodes = range(part * self._per_sheet, part * self._per_sheet + len(self._parts[part]))
@@ -162,23 +179,51 @@ class Simulation:
             last = min(first + len(nodes) * self.mesh.per_node, self.mesh.ranks)
             yield source, pack(self._sheet(part, source, job, ranks, steps, first, last))
 
+    def _restart(self, begun: Sequence[PlantedAt], elapsed_s: float) -> None:
+        over = [f for f in begun if f.kind == RESTART and not _is_down(f, elapsed_s)]
+        if len(over) > self.generation:
+            self.generation = len(over)
+            self.step = self.step // EVERY_STEPS * EVERY_STEPS
+            self._left = None
+            self._to_tell.update(self.sources)
+
+    def _with_ends(self, job: Job, elapsed_s: float) -> Job:
+        """Return `job` with the ends of calls that the second before had left open."""
+        left, since = self._left, elapsed_s - self._told_s
+        open_ = job.calls[np.isnan(job.calls["end"])]
+        self._left, self._told_s = open_.copy(), elapsed_s
+        if left is None or not len(left):
+            return job
+        if len(open_) and open_["step"].max() <= left["step"].max():
+            self._left = left  # it stands still: these do not end
+            return job
+        left["start"] -= since
+        left["end"] = np.minimum(left["start"] + TICK_S * (1 + len(_SLOTS)), 0.0)
+        return replace(job, calls=np.concatenate([left, job.calls]))
+
     def _play(self, stops: Sequence[PlantedAt], elapsed_s: float) -> Job:
         if not stops:
-            self._step += 1
+            self.step += _STEPS
             rounds = int(self._rng.integers(20, 60))
-            return play(self.mesh, (), self._rng, rounds=rounds, step=self._step, age=0.0)
-        faults = [Fault(Planted(f.kind), f.rank % self.mesh.ranks, 2) for f in stops]
+            return play(self.mesh, (), self._rng, rounds=rounds, step=self.step, age=0.0)
+        faults = [Fault(_planted(f), f.rank % self.mesh.ranks, 2) for f in stops]
         # The same draw each second: what stands still shows the same place each time.
         rng = np.random.default_rng(_SEED)
         age = elapsed_s - min(f.after_s for f in stops)
-        return play(self.mesh, faults, rng, step=self._step + 1, age=age)
+        return play(self.mesh, faults, rng, step=self.step + 1, age=age)
+
+    def _steps(self, begun: Sequence[PlantedAt]) -> tuple[Array, Array]:
+        """Return own seconds, and seconds in calls, of the last steps."""
+        own = self._own(begun)
+        wire = any(f.kind == WIRE for f in begun)
+        # Whoever is done waits for the last: calls end together.
+        return own, own.max(1, keepdims=True) - own + _INSIDE_S + wire * _WIRE_S
 
     def _own(self, begun: Sequence[PlantedAt]) -> Array:
         slow = [(f.rank % self.mesh.ranks, 1.6) for f in begun if f.kind == SLOW]
         # Stages are drawn first: one seed keeps them from second to second.
-        rng = np.random.default_rng([_SEED, self._step])
-        out: Array = own_times(self.mesh, rng, 1, slow, uneven=0.02)[0]
-        return out
+        rng = np.random.default_rng([_SEED, self.step])
+        return own_times(self.mesh, rng, _STEPS, slow, uneven=0.02)
 
     def _sheet(
         self,
@@ -186,7 +231,7 @@ class Simulation:
         source: str,
         job: Job,
         ranks: Array,
-        steps: Array | None,
+        steps: tuple[Array, Array] | None,
         first: int,
         last: int,
     ) -> Sheet:
@@ -207,7 +252,7 @@ class Simulation:
             ranks=mine.tobytes(),
             groups=_slice(job.groups, first, last).tobytes(),
             calls=_slice(job.calls, first, last).tobytes(),
-            steps=b"" if steps is None else _steps(steps[first:last], self._step).tobytes(),
+            steps=b"" if steps is None else _steps(*steps, first, last, self.step).tobytes(),
             collectives=b"" if steps is None else self._collectives(first, last).tobytes(),
             after=after,
             members=self._told_by(first, last) if told else {},
@@ -245,11 +290,11 @@ class Simulation:
         """Return the packed findings that answer `orders`; None if nothing was ordered."""
         if not orders.stacks and not orders.probes:
             return None
-        slow = {
-            f"n{f.rank // self.mesh.per_node}"
-            for f in self._faults
-            if f.kind == WIRE and f.after_s <= elapsed_s
-        }
+        begun = [f for f in self._faults if f.after_s <= elapsed_s]
+        slow, lost = (
+            {f"n{f.rank // self.mesh.per_node}" for f in begun if f.kind == kind}
+            for kind in (WIRE, Planted.LINK)
+        )
         self._number += 1
         return pack(
             Found(
@@ -257,17 +302,32 @@ class Simulation:
                 source=source,
                 number=self._number,
                 stacks={r: Stack(text=_STACK.format(rank=r), how="py-spy") for r in orders.stacks},
-                probes=tuple(self._probed(p, slow) for p in orders.probes),
+                probes=tuple(self._probed(p, slow, lost) for p in orders.probes),
             )
         )
 
-    def _probed(self, probe: Probe, slow: set[str]) -> ProbeResult:
-        seconds = _USUAL_S * float(np.exp(0.05 * self._rng.standard_normal()))
-        if {probe.from_node, probe.to_node} & slow:
-            seconds *= 8
+    def _probed(self, probe: Probe, slow: set[str], lost: set[str]) -> ProbeResult:
+        ends = {probe.from_node, probe.to_node}
+        seconds = _USUAL_S * float(np.exp(0.1 * self._rng.standard_normal()))
+        if ends & lost:
+            seconds = float("inf")
+        elif ends & slow:
+            seconds *= 16
         return ProbeResult(
-            nonce=probe.nonce, src=probe.from_node, dst=probe.to_node, seconds=seconds
+            nonce=probe.nonce,
+            src=probe.from_node,
+            dst=probe.to_node,
+            seconds=seconds,
+            error="timed out" if ends & lost else "",
         )
+
+
+def _is_down(fault: PlantedAt, elapsed_s: float) -> bool:
+    return fault.kind == RESTART and elapsed_s < fault.after_s + _DOWN_S
+
+
+def _planted(fault: PlantedAt) -> Planted:
+    return Planted.CRASH if fault.kind == RESTART else Planted(fault.kind)
 
 
 _STACK = """Thread 1 (MainThread), of simulated rank {rank}:
@@ -312,11 +372,12 @@ def _stages(mesh: Mesh) -> dict[int, GroupInfo]:
     return out
 
 
-def _ranks(job: Job, elapsed_s: float) -> Array:
+def _ranks(job: Job, elapsed_s: float, generation: int) -> Array:
     out = np.zeros(len(job.ranks), SHEET_RANK)
     for name in job.ranks.dtype.names or ():
         out[name] = job.ranks[name]
-    out["world"], out["pid"] = job.world, 1000 + out["rank"]
+    out["world"], out["generation"] = job.world, generation
+    out["pid"] = 1000 + out["rank"] + generation * job.world
     out["lived"], out["recorder"], out["written"] = elapsed_s + 60.0, 1, 1000
     return out
 
@@ -330,10 +391,14 @@ def _slice(table: Array, first: int, last: int) -> Array:
     return out
 
 
-def _steps(seconds: Array, step: int) -> Array:
-    out = np.zeros(len(seconds), STEP)
-    out["row"], out["step"], out["phase"] = np.arange(len(seconds)), step, Phase.TRAIN
-    out["self_s"], out["inside_s"] = seconds, 0.5
+def _steps(own: Array, inside: Array, first: int, last: int, step: int) -> Array:
+    count, ranks = len(own), last - first
+    out = np.zeros(count * ranks, STEP)
+    out["row"] = np.tile(np.arange(ranks), count)
+    out["step"] = np.repeat(np.arange(step - count, step), ranks)
+    out["phase"] = Phase.TRAIN
+    out["self_s"] = own[:, first:last].ravel()
+    out["inside_s"] = inside[:, first:last].ravel()
     out["wall_s"] = out["self_s"] + out["inside_s"]
     return out
 
@@ -342,9 +407,13 @@ class Feeder:
     """Hands a simulation's messages to a daemon in this process, once a second. To be closed."""
 
     def __init__(
-        self, simulation: Simulation, hand_in: Callable[[str, bytes], Future[Orders]]
+        self,
+        simulation: Simulation,
+        hand_in: Callable[[str, bytes], Future[Orders]],
+        saves: SimulatedSaves | None = None,
     ) -> None:
         self._simulation = simulation
+        self._saves = saves
         self._hand_in = hand_in
         self._ended = threading.Event()
         self.failed: Counter[str] = Counter()
@@ -355,6 +424,8 @@ class Feeder:
         """End."""
         self._ended.set()
         self._thread.join(10.0)
+        if self._saves is not None:
+            self._saves.close()
 
     def _work(self) -> None:
         began = time.monotonic()
@@ -363,6 +434,8 @@ class Feeder:
             elapsed = time.monotonic() - began
             for source, body in self._simulation.sheets(elapsed):
                 self._exchange(source, body, elapsed)
+            if self._saves is not None:
+                self._saves.reach(self._simulation.step, self._simulation.generation)
             self._ended.wait(max(due - time.monotonic(), 0.05))
 
     def _exchange(self, source: str, body: bytes, elapsed: float) -> None:
