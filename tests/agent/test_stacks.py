@@ -50,6 +50,8 @@ def test_a_stopped_rank_shows_its_stack() -> None:
         stop(one.pid)
         found = take_stacks([(3, one.pid), (5, two.pid)], timeout_s=60)
         assert sorted(found) == [3, 5]
+        if any("forbids it" in stack.text for stack in found.values()):
+            pytest.skip("STACKS OF PYTHON ARE NOT TESTED: the kernel forbids py-spy here")
         for stack in found.values():
             assert stack.how == "py-spy"
             assert "deep_inside" in stack.text

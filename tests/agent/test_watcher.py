@@ -130,7 +130,10 @@ def test_stopped_held_sleeping_and_waiting_are_told_apart(tmp_path: Path) -> Non
 
 
 def stacks(there: Daemon) -> dict[int, str]:
-    return {rank: s.text for found in there.found for rank, s in found.stacks.items()}
+    texts = {rank: s.text for found in there.found for rank, s in found.stacks.items()}
+    if any("forbids it" in text for text in texts.values()):
+        pytest.skip("STACKS OF PYTHON ARE NOT TESTED: the kernel forbids py-spy here")
+    return texts
 
 
 def test_stacks_are_taken_when_asked(tmp_path: Path) -> None:
