@@ -139,6 +139,7 @@ def _check_told(sheet: Sheet) -> None:
 def _check_collectives(sheet: Sheet) -> None:
     rows = sheet.table("collectives")
     _need(0 <= sheet.after < max(sheet.number, 1), "the number of an earlier sheet", sheet.after)
+    _need(bool((rows["op"] != b"").all()), "an operation", "none")
     for text in {*rows["op"].tolist(), *rows["kind"].tolist()}:
         _need(WORD.fullmatch(text) is not None, "the word for a label", repr(text))
     _within(rows["size"], 0, len(SIZES), "size")

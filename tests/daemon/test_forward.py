@@ -67,6 +67,8 @@ def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> Non
             assert {a.node for a in board.agents} == {"n0", "n1", "n2", "n3"}
             assert len({a.source for a in board.agents}) == 1
             until(lambda: len(root.service.members) > 4)
+            made = forwarder._book.totals
+            until(lambda: len(made.keys) and root.service.collectives.totals.keys == made.keys)
             # Stacks are ordered of one node, by way of the forwarder, and come back by it.
             incident = until(
                 lambda: next((i for i in root.service.rounds.board.open if i.stacks), None)

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError
+from ckptd.monitor.collectives import COLLECTIVE
 from ckptd.monitor.gather import RankNote, from_views, job_of
 from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.sheet import (
@@ -74,6 +75,19 @@ def test_a_sheet_arrives_as_it_was_sent() -> None:
     row = came.table("ranks")[3]
     assert (row["generation"], row["recorder"], row["lost"]) == (2, RecorderState.ASIDE, 4)
     assert came.members[next(iter(infos(MESH)))].ranks()
+
+
+def collectives(**changes: Any) -> bytes:
+    row = np.zeros(1, COLLECTIVE)
+    row["op"], row["kind"] = b"all_reduce", b"dp"
+    for name, value in changes.items():
+        row[name] = value
+    return row.tobytes()
+
+
+def test_what_collectives_add_up_to_is_taken() -> None:
+    sent = Sheet(job="j", source="s", number=9, after=8, collectives=collectives(values=1.0))
+    assert unpack(pack(sent)) == sent
 
 
 def test_large_ones_are_packed_and_small_ones_not() -> None:
@@ -166,6 +180,15 @@ def test_a_row_that_cannot_be_is_refused(table: str, column: str, value: Any) ->
         {"members": {1: GroupInfo(size=3, listed=b"1234")}},
         {"members": {1: GroupInfo(name="x" * 1000)}},
         {"texts": {1: "x" * 1000}},
+        {"after": 9, "number": 9},
+        {"agents": (AgentState(), AgentState(recorder_s=float("inf")))},
+        {"collectives": collectives(op=b"")},
+        {"collectives": collectives(op=b'a"}')},
+        {"collectives": collectives(kind=b"a\0b")},
+        {"collectives": collectives(size=99)},
+        {"collectives": collectives(values=-1.0)},
+        {"collectives": collectives(values=np.nan)},
+        {"collectives": collectives() * 10000},
     ],
 )
 def test_a_head_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ def test_a_replica_that_differs_is_named_when_all_have_told() -> None:
     assert judged(book, 0.3) == []
     (verdict,) = judged(book, 5.0)
     assert verdict.names() == ("3",)
+    assert book.mismatches == 1
     assert judged(book, 6.0) == []
 
 
@@ -43,6 +44,7 @@ def test_replicas_that_agree_are_not_told() -> None:
     book = SumBook()
     book.add(sums([7, 7, 9, 9], sets=2), RANKS[:4], 0.0)
     assert judged(book, 9.0) == []
+    assert book.mismatches == 0
 
 
 def test_a_later_step_lets_an_earlier_one_be_judged() -> None:
