@@ -16,7 +16,7 @@ _NAMED = 16
 _TEXT_WIDTH = 300
 
 
-class FlightDocument(Document, frozen=True, kw_only=True, tag="flight-recorder"):
+class FlightDocument(Document, frozen=True, kw_only=True, tag="replay --flight-recorder"):
     """What ``ckptd replay --flight-recorder DIR --json`` prints.
 
     Attributes

@@ -66,7 +66,9 @@ def test_every_verb_has_a_document() -> None:
 def test_every_field_is_documented(verb: str) -> None:
     said = set(re.findall(r"`([a-z_]+)`", SECTIONS[verb]))
     assert documents()[verb]
-    assert len(documents()[verb]) == len(INNER.get(verb, ("",)))
+    # An option that makes another verb of it has a document of its own.
+    own = [cls for cls in documents()[verb] if " --" not in str(cls.__struct_config__.tag)]
+    assert len(own) == len(INNER.get(verb, ("",)))
     for cls in documents()[verb]:
         assert not fields(cls) - said - {"schema"}
 
