@@ -222,12 +222,12 @@ class Book:
         if len(self._sources) > self._most:
             self._sources.popitem(last=False)
         with self._lock:
+            self._mark(now)
             if before is None or after >= before.number:
                 self._add(rows, 1.0)
             elif after == before.after:  # its sender does not know that the last one arrived
                 self._add(before.rows, -1.0)
                 self._add(rows, 1.0)
-            self._mark(now)
 
     def _add(self, rows: Array, sign: float) -> None:
         if len(rows):

@@ -38,7 +38,7 @@ def test_figures_of_a_job_with_an_incident(tmp_path: Path) -> None:
     assert told["ckptd_detection_latency_seconds_bucket"][("+Inf",)] == 1
     assert told["ckptd_ranks"]["dead",] == 1
     assert sum(told["ckptd_ranks"].values()) == 8
-    assert told["ckptd_agent_up"] == {("n0",): 1}
+    assert set(told["ckptd_agent_up"].values()) == {1}
     assert told["ckptd_messages_total"]["sheet",] > 0
     made = told["ckptd_collectives_total"]
     assert {("tp", "all_reduce"), ("dp", "all_reduce")} <= made.keys()
