@@ -27,8 +27,8 @@ from tests.faults.zygote import Zygote
 
 __all__ = ["UPSETS", "Upset", "main", "upset"]
 
-STEPS = 600
-AT_STEP = 60
+STEPS = 300
+AT_STEP = 40
 ROOM = "size=300k"
 
 
