@@ -94,7 +94,8 @@ class Tally:
             place.step, place.ended = -1, np.nan
         fresh = written - place.seen
         # Most polls end here: a step is added up when it is done, or before its calls are lost.
-        if fresh <= 0 or (0 <= step <= place.step + 1 and fresh < slots // 2):
+        goes_on = ring.alive and 0 <= step <= place.step + 1
+        if fresh <= 0 or (goes_on and fresh < slots // 2):
             return
         numbers, calls = ring.reader.calls_since(place.number)
         if len(calls):

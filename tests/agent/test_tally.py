@@ -51,6 +51,7 @@ clock = Clock()
 def _our_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now = time.monotonic_ns() - 3600 * 10**9
     monkeypatch.setattr(ring_module.time, "monotonic_ns", lambda: clock.now)
+    monkeypatch.setattr(ring_module, "_now", lambda: clock.now)
 
 
 def opened(folder: Path) -> tuple[Rings, Ring]:
