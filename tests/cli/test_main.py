@@ -25,7 +25,11 @@ from tests.cli.running import COMMAND, TIMEOUT_S, Cli, process
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
 
 
-INNER = {"agent": ("run", "status", "stop"), "lay": ("check", "fmt", "show")}
+INNER = {
+    "agent": ("run", "status", "stop"),
+    "lay": ("check", "fmt", "show"),
+    "recorder": ("build",),
+}
 """Verbs that are a family of verbs."""
 
 
