@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 from ckptd.agent.metrics import parse_address
 from ckptd.agent.pairs import Answerer, probe_pair
+from ckptd.engine.hostinfo import BIND_VARIABLE, address_towards
 from ckptd.errors import CkptdError, StoreError
 from ckptd.monitor.sheet import Probe, ProbeResult
 
-__all__ = ["BIND_VARIABLE", "listen_for_probes", "measure", "shown_address"]
+__all__ = ["listen_for_probes", "measure", "shown_address"]
 
-BIND_VARIABLE = "CKPTD_BIND"
-"""Address by which other nodes reach this one."""
 _MOST_ERROR = 200
 
 
-def listen_for_probes(secret: bytes, host: str | None = None) -> Answerer:
-    """Answer the probes of other nodes at `host`, by default ``CKPTD_BIND`` or the loopback.
+def listen_for_probes(secret: bytes, towards: str = "localhost") -> Answerer:
+    """Answer the probes of other nodes, at the address by which `towards` reaches this one.
 
-    Whoever asks proves first that it knows the job's secret.
+    Beside a daemon on this machine that is the loopback; see `address_towards`. Whoever asks proves
+    first that it knows the job's secret.
 
     Raises
     ------
     StoreError
         kind ``listen``: the address cannot be had.
     """
-    host = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
+    host = address_towards(towards)
     try:
         return Answerer(host, secret)
     except OSError as error:
@@ -40,9 +39,9 @@ def listen_for_probes(secret: bytes, host: str | None = None) -> Answerer:
         ) from error
 
 
-def shown_address(answerer: Answerer, host: str | None = None) -> str:
+def shown_address(answerer: Answerer, towards: str = "localhost") -> str:
     """Return ``host:port`` as others are told it."""
-    host = host or os.environ.get(BIND_VARIABLE) or "127.0.0.1"
+    host = address_towards(towards)
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"[{host}]:{answerer.port}" if ":" in host else f"{host}:{answerer.port}"

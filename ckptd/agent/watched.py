@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ckptd.agent.probes import listen_for_probes, shown_address
 from ckptd.agent.rings import Rings
@@ -101,10 +102,10 @@ def watching(
     with ExitStack() as stack:
         uplink = Uplink(url, secret)
         stack.callback(uplink.close)
-        address = ""
+        address, daemon = "", urlsplit(url).hostname or "localhost"
         try:
-            answerer = stack.enter_context(listen_for_probes(secret))
-            address = shown_address(answerer)
+            answerer = stack.enter_context(listen_for_probes(secret, daemon))
+            address = shown_address(answerer, daemon)
         except StoreError as error:  # the rest of the watch matters more
             _log.warning("%s", error)
         name = node_name(node)

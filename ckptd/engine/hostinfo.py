@@ -15,7 +15,20 @@ from pathlib import Path
 from ckptd.engine.memory import available_bytes
 from ckptd.engine.pool import cores
 
-__all__ = ["Mount", "environment", "host_id", "mount_of", "node_name", "pid_space", "versions"]
+__all__ = [
+    "BIND_VARIABLE",
+    "Mount",
+    "address_towards",
+    "environment",
+    "host_id",
+    "mount_of",
+    "node_name",
+    "pid_space",
+    "versions",
+]
+
+BIND_VARIABLE = "CKPTD_BIND"
+"""Address by which other nodes reach this one."""
 
 PACKAGES = (
     "ckptd",
@@ -80,6 +93,24 @@ def host_id() -> str:
     except OSError:
         boot = ""
     return f"{socket.gethostname()}/{boot}"
+
+
+def address_towards(host: str) -> str:
+    """Return the address by which `host`, and so the job's other nodes, reach this one.
+
+    That of the interface through which `host` is reached; ``CKPTD_BIND`` overrides it. The loopback
+    address where `host` is this very machine, or is not known.
+    """
+    if given := os.environ.get(BIND_VARIABLE):
+        return given
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing: it only picks the interface
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return "127.0.0.1"
 
 
 def node_name(given: str | None = None) -> str:

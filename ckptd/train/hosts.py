@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import msgspec
 
-from ckptd.engine.hostinfo import host_id
+from ckptd.engine.hostinfo import address_towards, host_id
 from ckptd.train.agree import Agreement
 
 __all__ = ["bind_address", "host_count", "host_id", "host_members"]
@@ -37,20 +36,5 @@ def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
 
 
 def bind_address() -> str:
-    """Return the address by which other nodes of the job reach this one.
-
-    That of the interface through which this node reaches the job's master; ``CKPTD_BIND``
-    overrides it. The loopback address where the master is on this very machine.
-    """
-    if given := os.environ.get("CKPTD_BIND"):
-        return given
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[
-            0
-        ]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing: it only picks the interface
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
+    """Return the address by which other nodes of the job reach this one; see `address_towards`."""
+    return address_towards(os.environ.get("MASTER_ADDR", "localhost"))

@@ -62,9 +62,10 @@ def test_strangers_do_not_keep_others_out() -> None:
             stranger.close()
 
 
-def test_an_address_of_somebody_else() -> None:
+def test_an_address_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_BIND", "192.0.2.1")
     with pytest.raises(StoreError) as info:
-        listen_for_probes(SECRET, "192.0.2.1")
+        listen_for_probes(SECRET)
     assert info.value.kind == "listen"
 
 
@@ -73,4 +74,12 @@ def test_the_address_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with listen_for_probes(SECRET) as answerer:
         assert shown_address(answerer) == f"127.0.0.2:{answerer.port}"
         assert measure(probe(shown_address(answerer)), SECRET).error == ""
-        assert shown_address(answerer, "::1") == f"[::1]:{answerer.port}"
+        monkeypatch.setenv("CKPTD_BIND", "::1")
+        assert shown_address(answerer) == f"[::1]:{answerer.port}"
+
+
+def test_it_is_the_one_by_which_the_daemon_is_reached() -> None:
+    with listen_for_probes(SECRET, "127.0.0.3") as answerer:
+        assert shown_address(answerer, "127.0.0.3").startswith("127.0.0.")
+        assert measure(probe(shown_address(answerer, "127.0.0.3")), SECRET).error == ""
+    assert shown_address(answerer, "no.such.host.invalid").startswith("127.0.0.1:")
