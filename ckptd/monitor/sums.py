@@ -19,6 +19,8 @@ STEPS = 8
 """Steps that are waited for at a time, and steps of norms that are looked at together."""
 NORM_STEPS = 3
 """A rank must be out of line in so many steps in a row: one hard batch is not a fault."""
+NORMS_LATE = 64
+"""Norms come of every step. No rank is so many steps late: then steps are made anew."""
 LATE_S = 3.0
 """So long after the last word of a step, nobody else is waited for."""
 
@@ -62,8 +64,12 @@ class SumBook:
     def _went_back(self, rows: Array) -> bool:
         """Whether steps are made anew, or the last that was judged was a lie or a damage.
 
-        Then two checks come of steps before it that were not judged lately, only late.
+        Then two checks come of steps before it that were not judged lately, only late; or norms
+        come of steps long ago.
         """
+        norms = rows["step"][rows["what"] == NORM]
+        if len(norms) and int(norms.max()) < self._judged_norm - NORMS_LATE:
+            return True
         steps = set(rows["step"][rows["what"] == CHECKSUM].tolist())
         self._behind |= {s for s in steps if s <= self._judged} - set(self._lately)
         return len(self._behind) > 1

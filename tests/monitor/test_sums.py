@@ -85,6 +85,17 @@ def test_a_norm_that_is_no_number_is_out_of_line() -> None:
     assert verdict.names() == ("1",)
 
 
+def test_norms_of_steps_that_are_made_anew_are_judged_again() -> None:
+    book, now = SumBook(), 0.0
+    for first in (10_000_000, 10_000_000 - 10, 500):  # a lie perhaps, who is late, the job again
+        found = []
+        for step in range(first, first + 3):
+            book.add(norms([1.0, 1.0, 1.0, 90.0], step), np.arange(4), now)
+            found += judged(book, now + 5)
+            now += 10
+        assert bool(found) is (first != 10_000_000 - 10)
+
+
 def test_memory_is_bounded() -> None:
     book = SumBook()
     for step in range(1000):
