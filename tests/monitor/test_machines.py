@@ -22,9 +22,7 @@ NAMES = [f"n{k}" for k in range(8)]
 
 def with_(**changes: object) -> dict[int, Machine]:
     """Return eight machines of which the fourth differs, and no two are quite alike."""
-    machines = {
-        k: msgspec.structs.replace(GOOD, compute_s=1e-3 * (1 + k / 200)) for k in range(8)
-    }
+    machines = {k: msgspec.structs.replace(GOOD, compute_s=1e-3 * (1 + k / 200)) for k in range(8)}
     machines[3] = msgspec.structs.replace(machines[3], **changes)
     return machines
 
