@@ -165,7 +165,8 @@ class _Job:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.log = folder / "watch.log"
-        command = ["watch", "--floor", f"train={FLOOR_S:g}", "--", sys.executable]
+        command = ["watch", "--job", f"demo-{os.getpid()}", "--floor", f"train={FLOOR_S:g}"]
+        command += ["--", sys.executable]
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         command += ["--local-addr=127.0.0.1", "--max-restarts=0"]
