@@ -73,7 +73,7 @@ def test_once(cli: Cli, daemon: Running) -> None:
     assert "16 of 16 ranks" in out
     assert "non-communication hang" in out
     row = out.splitlines().index(next(x for x in out.splitlines() if x.startswith("RANK")))
-    assert out.splitlines()[row + 1].split()[:2] == ["5", "n0"]
+    assert out.splitlines()[row + 1].split()[:2] == ["5", "n1"]
     assert len(out.splitlines()[row + 1 :]) == 3
 
 

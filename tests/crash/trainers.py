@@ -69,7 +69,8 @@ def _is_zombie(pid: int) -> bool:
 
 def _wait_written(handle: SaveHandle) -> None:
     limit = time.monotonic() + WAIT_S
-    while handle.progress.phase != "committing":
+    # Between two looks the other worker may have committed it as well.
+    while handle.progress.phase not in ("committing", "durable"):
         if time.monotonic() > limit or handle.done:
             raise RuntimeError(f"never written: {handle.progress}, {handle.error}")
         time.sleep(0.005)

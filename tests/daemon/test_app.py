@@ -35,10 +35,10 @@ def get(daemon: Running, path: str) -> Any:
 def test_job(stuck: Running) -> None:
     job = get(stuck, "/job")
     assert job["job"] == JOB
-    assert (job["world"], job["ranks_reporting"], job["nodes"]) == (RANKS, RANKS, 2)
+    assert (job["world"], job["ranks_reporting"], job["nodes"]) == (RANKS, RANKS, 4)
     assert job["phases"] == {"TRAIN": RANKS}
     assert job["state"] == "incident"
-    assert job["agents"] == {"up": 2, "silent": 0}
+    assert job["agents"] == {"up": 4, "silent": 0}
     assert job["step"]["min"] <= job["step"]["max"]
     assert job["goodput"]["seconds"]["stuck"] >= 0
 
@@ -69,7 +69,7 @@ def test_ranks_that_did_not_change_are_left_out(stuck: Running) -> None:
 
 def test_one_rank(stuck: Running) -> None:
     rank = get(stuck, f"/ranks/{HUNG}")
-    assert (rank["rank"], rank["node"], rank["alive"]) == (HUNG, "n0", True)
+    assert (rank["rank"], rank["node"], rank["alive"]) == (HUNG, "n1", True)
     assert {g["kind"] for g in rank["groups"]} >= {"tp", "dp"}
     assert all(c["start_s"] <= c["end_s"] <= rank["now"] for c in rank["calls"])
     assert "simulated rank" in rank["stack"]["text"]

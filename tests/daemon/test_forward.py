@@ -64,7 +64,7 @@ def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> Non
         with feeding(forwarder, PlantedAt("hang", 5, 1.0)):
             until(lambda: reporting(root) == 32)
             board = root.service.rounds.board
-            assert {a.node for a in board.agents} == {"n0", "n1", "n2", "n3"}
+            assert {a.node for a in board.agents} == {f"n{k}" for k in range(8)}
             assert len({a.source for a in board.agents}) == 1
             until(lambda: len(root.service.members) > 4)
             made = forwarder._book.totals
@@ -82,7 +82,7 @@ def test_root_that_was_away_hears_how_things_are(tmp_path: Path) -> None:
         url = url_of(sock)
     with forwarding(url) as (forwarder, _), feeding(forwarder, ranks=16):
         until(lambda: forwarder.up.away)
-        until(lambda: len(forwarder._below) == 2)
+        until(lambda: len(forwarder._below) == 4)
         with running(tmp_path / "history", port=int(url.rpartition(":")[2])) as root:
             until(lambda: reporting(root) == 16)
         until(lambda: forwarder.up.away)
@@ -100,7 +100,7 @@ def test_agent_that_fell_silent_is_silent_above(
         with feeding(forwarder, PlantedAt("silent", 9, 2.0), ranks=16):
             until(lambda: reporting(root) == 16)
             # A busy machine may make the other agent late as well, for a while.
-            until(lambda: silent(root) == ["n1"] and reporting(root) == 8)
+            until(lambda: silent(root) == ["n2"] and reporting(root) == 12)
 
 
 def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> Sheet:

@@ -19,6 +19,7 @@ from ckptd.errors import UsageError
 from ckptd.events import LoadDone, SaveDurable, SaveFailed, SaveSkipped, Span
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
+PAGE = PAGE.partition("## Of a daemon")[0]  # tests/daemon/test_exposition.py has the rest
 ROWS = {
     name: (kind, set(re.findall(r"`(\w+)`", labels)))
     for name, kind, labels in re.findall(
