@@ -165,8 +165,14 @@ def robust_hook(state: RobustState, bucket: dist.GradBucket) -> Reduced:
     def combined(_: Any) -> torch.Tensor:
         return tensor.copy_(state.rule(rows))
 
-    reduced: Reduced = work.get_future().then(combined)
-    return reduced
+    if tensor.is_cuda:
+        reduced: Reduced = work.get_future().then(combined)
+        return reduced
+    # Not in gloo's thread: if that lets go of the group last, it waits for itself and aborts.
+    work.wait()
+    done: Reduced = torch.futures.Future()
+    done.set_result(combined(None))
+    return done
 
 
 def register(model: nn.parallel.DistributedDataParallel, rule: str | Rule = "flag") -> None:
