@@ -1,25 +1,21 @@
 """Reads a rank's ring, while the rank writes it or long after: files nobody vouches for.
 
-The file is read with ``pread`` and never mapped, since a mapped file that shrinks kills its reader.
 What a file claims is checked before anything is allocated, a slot that was being written is left
 out, and whatever else is wrong is an error with a name.
 """
 
 from __future__ import annotations
 
-import os
-import stat
 import time
 import zlib
 from pathlib import Path
 from struct import Struct
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from ckptd.errors import CorruptError, NotFoundError, StoreError
+from ckptd.monitor.rankfile import RankFile
 from ckptd.monitor.ringlayout import (
     COUNTER,
     GROUP_ROW,
@@ -84,7 +80,7 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape
 
 
-class RingReader:
+class RingReader(RankFile):
     """An open ring. Closing it is all it ever owes; use it in a ``with`` block.
 
     Parameters
@@ -103,38 +99,12 @@ class RingReader:
         kind ``store``: it cannot be opened or read.
     """
 
+    WHAT = "ring of a rank"
+
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._members: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._members_left = LIMITS.members
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise NotFoundError("there is no such ring", kind="no-ring", where=str(path)) from error
-        except OSError as error:
-            raise self._unreadable(error) from error
-        try:
-            self._identity = self._read_identity()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the file; harmless when closed."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        super().__init__(path)
 
     # --- what others ask ------------------------------------------------------------------------
 
@@ -220,10 +190,8 @@ class RingReader:
 
     # --- the bytes ------------------------------------------------------------------------------
 
-    def _read_identity(self) -> np.void:
-        info = os.fstat(self._fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_size < HEADER_BYTES:
-            raise self._corrupt("a regular file with a header", f"{info.st_size} bytes")
+    def _read_identity(self) -> None:
+        length = self._length(HEADER_BYTES)
         raw = self._pread(IDENTITY.itemsize, 0)
         row: np.void = np.frombuffer(raw, IDENTITY)[0]
         if row["magic"] != MAGIC or row["version"] != VERSION:
@@ -231,11 +199,11 @@ class RingReader:
         if row["checksum"] != zlib.crc32(raw[: -IDENTITY["checksum"].itemsize]):
             raise self._corrupt("the checksum of the header", f"{int(row['checksum']):#x}")
         shape = Shape(*(int(row[name]) for name in Shape._fields))
-        if not shape.fits() or info.st_size != shape.total:
-            raise self._corrupt("the size that its header says", f"{info.st_size} bytes, {shape}")
+        if not shape.fits() or length != shape.total:
+            raise self._corrupt("the size that its header says", f"{length} bytes, {shape}")
         if not 0 <= int(row["rank"]) < int(row["world"]) <= LIMITS.world:
             raise self._corrupt("a rank of a world", f"{int(row['rank'])} of {int(row['world'])}")
-        return row
+        self._identity = row
 
     def _shape(self) -> Shape:
         return Shape(*(int(self._identity[name]) for name in Shape._fields))
@@ -312,27 +280,6 @@ class RingReader:
 
     def _rows(self, dtype: np.dtype[Any], at: int, number: int) -> Rows:
         return np.frombuffer(self._pread(dtype.itemsize * number, at), dtype)
-
-    def _pread(self, size: int, at: int) -> bytes:
-        try:
-            raw = os.pread(self._fd, size, at) if size else b""
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if len(raw) != size:
-            raise self._corrupt(f"{size} bytes at {at}", f"{len(raw)}: the file has shrunk")
-        return raw
-
-    def _corrupt(self, wanted: str, found: str) -> CorruptError:
-        return CorruptError(
-            "this is not the ring of a rank",
-            kind="bad-ring",
-            where=str(self.path),
-            wanted=wanted,
-            found=found,
-        )
-
-    def _unreadable(self, error: OSError) -> StoreError:
-        return StoreError("a ring cannot be read", where=str(self.path), found=error.strerror)
 
 
 def read(path: Path, calls: int | None = None) -> RankView:

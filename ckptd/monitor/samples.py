@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import enum
 import os
-import stat
 import struct
 import zlib
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
-from ckptd.errors import CorruptError, NotFoundError, StoreError, UsageError
+from ckptd.errors import UsageError
+from ckptd.monitor.rankfile import RankFile
 from ckptd.monitor.ring import RingIdentity, process_birth, reserve
 
 __all__ = ["SAMPLE", "SampleKind", "SampleReader", "SampleWriter", "samples_path"]
@@ -138,7 +137,7 @@ def _head(identity: RingIdentity, slots: int) -> bytes:
     return row.tobytes()
 
 
-class SampleReader:
+class SampleReader(RankFile):
     """Reads the samples of a rank while it writes them, or long after. Trusts nothing in the file.
 
     Parameters
@@ -161,39 +160,11 @@ class SampleReader:
         It cannot be opened or read.
     """
 
+    WHAT = "file of a rank's samples"
+
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._next = 1
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise NotFoundError("no samples here", kind="no-ring", where=str(path)) from error
-        except OSError as error:
-            raise self._unreadable(error) from error
-        try:
-            head = self._read_head()
-        except BaseException:
-            self.close()
-            raise
-        self._slots = int(head["slots"])
-        self.rank, self.pid, self.birth = int(head["rank"]), int(head["pid"]), int(head["birth"])
-
-    def close(self) -> None:
-        """Close the file; harmless when closed."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        super().__init__(path)
 
     def new(self) -> np.ndarray[Any, Any]:
         """Return the `SAMPLE` rows written since the last call, oldest first.
@@ -214,10 +185,8 @@ class SampleReader:
         kept: np.ndarray[Any, Any] = rows[at[whole]]
         return kept[np.isin(kept["what"], list(SampleKind))]
 
-    def _read_head(self) -> np.void:
-        info = os.fstat(self._fd)
-        if not stat.S_ISREG(info.st_mode) or info.st_size < _HEADER_BYTES:
-            raise self._corrupt("a regular file with a header", f"{info.st_size} bytes")
+    def _read_identity(self) -> None:
+        length = self._length(_HEADER_BYTES)
         raw = self._pread(_HEAD.itemsize, 0)
         row: np.void = np.frombuffer(raw, _HEAD)[0]
         if row["magic"] != _MAGIC or row["version"] != _VERSION:
@@ -226,27 +195,7 @@ class SampleReader:
             raise self._corrupt("the checksum of the header", f"{int(row['checksum']):#x}")
         slots = int(row["slots"])
         total = _HEADER_BYTES + slots * SAMPLE.itemsize
-        if not 0 < slots <= _MOST_SLOTS or info.st_size != total:
-            raise self._corrupt("the size that its header says", f"{info.st_size} bytes")
-        return row
-
-    def _pread(self, size: int, at: int) -> bytes:
-        try:
-            raw = os.pread(self._fd, size, at)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if len(raw) != size:
-            raise self._corrupt(f"{size} bytes at {at}", f"{len(raw)}: the file has shrunk")
-        return raw
-
-    def _corrupt(self, wanted: str, found: str) -> CorruptError:
-        return CorruptError(
-            "these are not the samples of a rank",
-            kind="bad-ring",
-            where=str(self.path),
-            wanted=wanted,
-            found=found,
-        )
-
-    def _unreadable(self, error: OSError) -> StoreError:
-        return StoreError("samples cannot be read", where=str(self.path), found=error.strerror)
+        if not 0 < slots <= _MOST_SLOTS or length != total:
+            raise self._corrupt("the size that its header says", f"{length} bytes")
+        self._slots = slots
+        self.rank, self.pid, self.birth = int(row["rank"]), int(row["pid"]), int(row["birth"])

@@ -22,12 +22,13 @@ from ckptd.train.recorder_sources import Broken
 
 __all__ = ["NativeSource"]
 
+_FIELDS: Mapping[str, Any] = SLOT.fields or {}
 _LAYOUT = {
     "header": HEADER_BYTES,
     "counters": COUNTER,
     "slot": SLOT.itemsize,
-    "slot_group": SLOT.fields["group"][1],  # type: ignore[index]
-    "slot_end": SLOT.fields["end"][1],  # type: ignore[index]
+    "slot_group": _FIELDS["group"][1],
+    "slot_end": _FIELDS["end"][1],
     "group": GROUP_ROW.itemsize,
 }
 _SMALL = Shape(slots=4, groups=2, members=2, texts=8)
