@@ -39,6 +39,8 @@ _CLEAN_S = 3600.0
 _LEAST_PERIOD_S = 0.05
 _MOST_PERIOD_S = 60.0
 _AFTER_FAULT_S = 1.0
+_END_S = 30.0
+"""So long a last look may take; it reads files and asks py-spy, both with deadlines of their own."""
 
 
 class Watcher:
@@ -104,7 +106,10 @@ class Watcher:
         self._ending.set()
         os.eventfd_write(self._wake, 1)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_END_S)
+        if self._thread.is_alive():  # it still uses what would be closed
+            _log.warning("the watch does not end within %.0f s, and is left", _END_S)
+            return
         self._evidence.close()
         self._sums.close()
         self._rings.close()
