@@ -40,7 +40,7 @@ _LEAST_PERIOD_S = 0.05
 _MOST_PERIOD_S = 60.0
 _AFTER_FAULT_S = 1.0
 _END_S = 30.0
-"""So long a last look may take; it reads files and asks py-spy, both with deadlines of their own."""
+"""So long a last look may take: it reads files and asks py-spy, each with its own deadline."""
 
 
 class Watcher:
