@@ -59,6 +59,7 @@ def six() -> Iterator[Network]:
         yield network
 
 
+@pytest.mark.long  # a shaped link stands out of the scheduler's noise on a quiet machine only
 def test_a_slow_link_a_slow_node_and_one_that_is_cut_off(six: Network, tmp_path: Path) -> None:
     six.link(0, 2)
     six.shape(0, 40, to=2)
