@@ -43,9 +43,13 @@ class Channel(Protocol):
 
 
 class SocketChannel:
-    """A channel over a connected Unix stream socket; `kind` is the union of what may arrive."""
+    """A channel over a connected Unix stream socket; `kind` is the union of what may arrive.
 
-    def __init__(self, sock: socket.socket, kind: Any) -> None:
+    Nothing larger than `most_bytes` is taken.
+    """
+
+    def __init__(self, sock: socket.socket, kind: Any, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._most_bytes = most_bytes
         # Two objects, because a timeout belongs to the object and two threads use it at once.
         self._sock = sock
         self._out = sock.dup()
@@ -91,7 +95,7 @@ class SocketChannel:
         if len(self._buffer) < _HEAD.size:
             return None
         length, with_fd = _HEAD.unpack_from(self._buffer)
-        if length > MAX_MESSAGE_BYTES:
+        if length > self._most_bytes:
             raise EOFError("message too large")
         if len(self._buffer) < _HEAD.size + length:
             return None

@@ -1,0 +1,274 @@
+"""A worker's end of the connection to the launcher of its node.
+
+The launcher's own end is in `ckptd.elastic.workerend`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import msgspec
+
+from ckptd.elastic.lease import Lease
+from ckptd.elastic.workerwire import (
+    LAUNCHER_VARIABLE,
+    LEASE_VARIABLE,
+    MOST_BYTES,
+    Attach,
+    BrokenNow,
+    Committed,
+    Done,
+    FromWorker,
+    Mark,
+    Out,
+    SavedNow,
+    SaveSoon,
+    StateLoaded,
+    ToWorker,
+    Welcome,
+)
+from ckptd.engine.channel import SocketChannel
+from ckptd.errors import WorkerError
+
+__all__ = ["WorkerLink"]
+
+_log = logging.getLogger("ckptd.elastic")
+_POLL_S = 1.0
+_LAST_WORDS_S = 2.0
+
+
+class WorkerLink:
+    """One process's connection; made by `current`, thread-safe.
+
+    What is told is sent by a thread of its own: a launcher that is stopped holds no rank up.
+
+    Attributes
+    ----------
+    rank, generation
+        Of this worker, now: both change where a session goes on in another generation.
+    lease
+        Until when this worker may step; None where nobody said.
+    welcome
+        What the launcher said last of this job; None until it has answered.
+    """
+
+    _current: ClassVar[WorkerLink | None] = None
+    _tried: ClassVar[int] = 0
+    """Process that has looked for a launcher: one that was forked from it is no worker."""
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self, sock: socket.socket, rank: int, generation: int, lease: Lease | None
+    ) -> None:
+        self.rank = rank
+        self.generation = generation
+        self.lease = lease
+        self.welcome: Welcome | None = None
+        self._session = False
+        self._told: set[str] = set()
+        self._loaded = -1
+        self._committed = -1
+        self._asked = False
+        self._serving: int | None = None
+        self._hooks: list[Callable[[ToWorker | None], None]] = []
+        self._changed = threading.Condition()
+        self._gone = False
+        self._channel = SocketChannel(sock, ToWorker, MOST_BYTES)
+        self._outbox: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
+        self.tell(self._attach())
+        self._writer = threading.Thread(target=self._write, name="ckptd-to-launcher", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="ckptd-launcher", daemon=True)
+        self._writer.start()
+        self._reader.start()
+
+    @classmethod
+    def current(cls) -> WorkerLink | None:
+        """Return the connection of this process, made at the first call.
+
+        None where no launcher of ours started it, or the launcher cannot be reached: the rank then
+        trains as it would anywhere, until its lease is over.
+        """
+        if cls._tried == os.getpid():
+            return cls._current
+        with cls._making:
+            if cls._tried != os.getpid():
+                cls._current = None if cls._tried else cls._connect()
+                cls._tried = os.getpid()
+        return cls._current
+
+    @classmethod
+    def _connect(cls) -> WorkerLink | None:
+        path = os.environ.get(LAUNCHER_VARIABLE)
+        if not path:
+            return None
+        leased = os.environ.get(LEASE_VARIABLE)
+        lease = Lease(leased) if leased else None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(path)
+            return cls(sock, _number("RANK"), _number("CKPTD_GENERATION"), lease)
+        except OSError as error:
+            sock.close()
+            _log.warning("the launcher at %s cannot be reached: %s", path, error)
+            return None
+
+    # -- what is told ----------------------------------------------------------------------------
+
+    def tell(self, message: FromWorker) -> None:
+        """Have `message` sent, after what was told before; nothing once the launcher is gone."""
+        self._outbox.put(message)
+
+    def _attach(self) -> Attach:
+        return Attach(os.getpid(), self.rank, self.generation, self._session)
+
+    def hold_session(self) -> None:
+        """Say that this worker can go on in another generation."""
+        self._session = True
+        self.tell(self._attach())
+
+    def mark(self, name: Literal["imported", "initialised", "loaded", "stepped"]) -> None:
+        """Say how far the start of this generation is; only the first time counts."""
+        with self._changed:
+            if name in self._told:
+                return
+            self._told.add(name)
+        self.tell(Mark(self.generation, name))
+
+    def loaded(self, generation: int, step: int) -> None:
+        """Say that this rank has its state of `step`; only the first time counts.
+
+        What is told of another generation than the one that this process is in now is left out.
+        """
+        with self._changed:
+            if self._loaded >= 0 or generation != self.generation:
+                return
+            self._loaded = step
+        self.mark("loaded")
+        self.tell(StateLoaded(generation, step))
+
+    def committed(self, generation: int, step: int) -> None:
+        """Say that `step` is where a restart would find it, for every rank; see `loaded`."""
+        with self._changed:
+            if step <= self._committed or generation != self.generation:
+                return
+            self._committed = step
+            answered = self._serving is not None and step >= self._serving
+            if answered:
+                self._serving = None
+        self.mark("stepped")
+        self.tell(Committed(generation, step))
+        if answered:
+            self.tell(SavedNow(generation, step))
+
+    @property
+    def save_asked(self) -> bool:
+        """Whether a save is asked for, and none has begun since."""
+        return self._asked
+
+    def serves(self, step: int) -> None:
+        """The save of `step` begins, and answers what was asked for, if anything was."""
+        with self._changed:
+            if self._asked:
+                self._asked, self._serving = False, step
+
+    def out(self, generation: int) -> None:
+        """Say that `generation` is left."""
+        self.tell(Out(generation))
+
+    def broken(self, reason: str) -> None:
+        """Say that a call failed though nobody had interrupted it."""
+        self.tell(BrokenNow(self.generation, reason[:2000]))
+
+    def done(self) -> None:
+        """Say that the session has returned."""
+        self.tell(Done(self.generation))
+
+    def goes_on(self, generation: int, rank: int) -> None:
+        """Be another rank, of another generation, from now on."""
+        with self._changed:
+            self.generation, self.rank = generation, rank
+            self._told.clear()
+            self._loaded = self._committed = -1
+            self._asked, self._serving = False, None
+        self.tell(self._attach())
+
+    # -- what is heard ---------------------------------------------------------------------------
+
+    def listen(self, hook: Callable[[ToWorker | None], None]) -> None:
+        """Call `hook` with each message from now on, and with None when the launcher is gone.
+
+        It is called by the thread that reads: it must not wait.
+        """
+        with self._changed:
+            self._hooks.append(hook)
+            gone = self._gone
+        if gone:
+            hook(None)
+
+    def unlisten(self, hook: Callable[[ToWorker | None], None]) -> None:
+        """Undo `listen`."""
+        with self._changed:
+            self._hooks.remove(hook)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the launcher has ended, or let go of this worker."""
+        return self._gone
+
+    def wait_welcome(self, timeout_s: float) -> Welcome | None:
+        """Return what the launcher says of this job; None if it does not within `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.welcome is not None or self._gone, timeout_s)
+            return self.welcome
+
+    def close(self) -> None:
+        """Send what was told, and let go. Idempotent; waits for a launcher for two seconds."""
+        self._outbox.put(None)
+        self._writer.join(_LAST_WORDS_S)
+        self._gone = True
+        self._channel.close()
+        if WorkerLink._current is self:
+            WorkerLink._current, WorkerLink._tried = None, 0
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._channel.send(message)
+            except WorkerError:
+                return  # the thread that reads tells of it
+
+    def _read(self) -> None:
+        while not self._gone:
+            try:
+                item = self._channel.receive(_POLL_S)
+            except (EOFError, msgspec.MsgspecError, ValueError):
+                self._hear(None)
+                return
+            if item is not None:
+                self._hear(item[0])
+
+    def _hear(self, message: ToWorker | None) -> None:
+        with self._changed:
+            if message is None:
+                self._gone = True
+            elif isinstance(message, Welcome):
+                self.welcome = message
+            elif isinstance(message, SaveSoon) and message.generation == self.generation:
+                self._asked = True
+            hooks = tuple(self._hooks)
+            self._changed.notify_all()
+        for hook in hooks:
+            hook(message)
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        raise WorkerError("a launcher's variable is no number", where=name, found=text)
+    return int(text)

@@ -1,0 +1,172 @@
+"""A launcher's end of the connections to the workers of its node."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ckptd.elastic.workerwire import MOST_BYTES, Attach, FromWorker, ToWorker
+from ckptd.engine.agentlink import peer_of
+from ckptd.engine.channel import SocketChannel
+from ckptd.errors import WorkerError
+
+__all__ = ["LauncherEnd", "WorkerEnd"]
+
+_log = logging.getLogger("ckptd.elastic")
+_BACKLOG = 256
+_HELLO_S = 30.0
+_POLL_S = 1.0
+
+
+class WorkerEnd:
+    """One worker, as its launcher sees it.
+
+    Attributes
+    ----------
+    pid
+        Its process, as the kernel says; as it says itself where the kernel does not know.
+    attach
+        What it said of itself last.
+    """
+
+    def __init__(self, channel: SocketChannel, pid: int, attach: Attach) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+        self.pid = pid
+        self.attach = attach
+
+    def __repr__(self) -> str:
+        return f"<WorkerEnd rank {self.attach.rank}, process {self.pid}>"
+
+    def send(self, message: ToWorker) -> bool:
+        """Send, and tell whether it could be: who cannot be told has ended, or is to be ended."""
+        try:
+            with self._sending:
+                self._channel.send(message)
+        except WorkerError:
+            return False
+        return True
+
+
+class LauncherEnd:
+    """Listens for workers, with a thread for each.
+
+    Parameters
+    ----------
+    path
+        Of the socket, of at most 107 bytes; made anew, mode 0600, in a folder of this user alone.
+    heard
+        Called with a worker and what it said, `Attach` first, and once with None when it is gone.
+        Never by two threads for the same worker; by several for different ones.
+    known
+        Whether a process may be a worker: one that this launcher started, or a child of one.
+
+    Raises
+    ------
+    WorkerError
+        It cannot listen there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        heard: Callable[[WorkerEnd, FromWorker | None], None],
+        known: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        self.path = path
+        self._heard = heard
+        self._known = known
+        self._closing = False
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            path.unlink(missing_ok=True)
+            self._listener.bind(str(path))
+            path.chmod(0o600)
+            self._listener.listen(_BACKLOG)
+        except OSError as error:
+            self._listener.close()
+            raise WorkerError(
+                "the launcher has no place to listen",
+                where=str(path),
+                found=str(error),
+                hint="set CKPTD_RUN_DIR to a folder with a short path",
+            ) from error
+        threading.Thread(target=self._accept, name="ckptd-workers", daemon=True).start()
+
+    def close(self) -> None:
+        """Let go of all workers, and of the socket. Idempotent."""
+        self._closing = True
+        with self._lock:
+            for sock in (self._listener, *self._open):
+                with contextlib.suppress(OSError):  # who is gone already has no connection
+                    sock.shutdown(socket.SHUT_RDWR)
+        self.path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._closing:
+                try:
+                    sock, _ = self._listener.accept()
+                except OSError:
+                    return
+                pid, uid = peer_of(sock)
+                if uid not in (-1, os.geteuid()) or (pid > 0 and not self._known(pid)):
+                    _log.warning("process %d of user %d is no worker of this node", pid, uid)
+                    sock.close()
+                    continue
+                threading.Thread(
+                    target=self._serve, args=(sock, pid), name=f"ckptd-worker-{pid}", daemon=True
+                ).start()
+
+    def _serve(self, sock: socket.socket, pid: int) -> None:
+        with self._lock:
+            self._open.add(sock)
+        channel = SocketChannel(sock, FromWorker, MOST_BYTES)
+        try:
+            self._follow(channel, pid)
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            channel.close()
+
+    def _follow(self, channel: SocketChannel, pid: int) -> None:
+        item = _receive(channel, _HELLO_S)
+        if item is None or not isinstance(item, Attach):
+            _log.warning("process %d does not say which worker it is", pid)
+            return
+        worker = WorkerEnd(channel, pid if pid > 0 else item.pid, item)
+        message: FromWorker | None = item
+        while message is not None:
+            if isinstance(message, Attach):
+                worker.attach = message
+            self._heard(worker, message)
+            message = None if self._closing else self._next(channel)
+        self._heard(worker, None)
+
+    def _next(self, channel: SocketChannel) -> FromWorker | None:
+        while not self._closing:
+            try:
+                item = channel.receive(_POLL_S)
+            except (EOFError, msgspec.MsgspecError):
+                return None
+            if item is not None:
+                message: FromWorker = item[0]
+                return message
+        return None
+
+
+def _receive(channel: SocketChannel, timeout_s: float) -> FromWorker | None:
+    try:
+        item = channel.receive(timeout_s)
+    except (EOFError, msgspec.MsgspecError):
+        return None
+    return None if item is None else item[0]
