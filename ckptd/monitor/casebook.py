@@ -269,6 +269,26 @@ class Casebook:
             self._forget()
         return tuple(closed)
 
+    def fence(self, below: int, reason: str, moment: Moment) -> tuple[Incident, ...]:
+        """Close what is open of generations before `below`, which are ended on purpose.
+
+        What a link or a node's arithmetic shows does not end with the ranks.
+        """
+        self._take_up(moment)
+        closed = []
+        for case in [c for c in self._open if c.generation < below]:
+            if case.verdict.kind not in (Kind.SLOW_LINK, Kind.CORRUPTION):
+                self._open.remove(case)
+                known = self._incidents[case.ident].consequences
+                words = _more(known, [f"the generation was fenced: {reason}".rstrip(": ")])
+                changed = self.change(
+                    case.ident, state="closed", closed_at=moment.unix, consequences=words
+                )
+                closed.append(changed)
+        self._maybe = []
+        self._forget()
+        return tuple(closed)
+
     def _forget(self) -> None:
         done = [i for i, incident in self._incidents.items() if incident.state == "closed"]
         for ident in done[: max(len(done) - self._settings.kept, 0)]:

@@ -17,7 +17,10 @@ __all__ = ["diagnose"]
 
 
 def diagnose(
-    job: Job, limits: Limits | None = None, learned: Learned | None = None
+    job: Job,
+    limits: Limits | None = None,
+    learned: Learned | None = None,
+    stopped: Array | None = None,
 ) -> tuple[Verdict, ...]:
     """Return what is wrong with `job`, causes before consequences; empty if nothing is.
 
@@ -33,6 +36,8 @@ def diagnose(
         Settings; the defaults if left out.
     learned
         What was usual so far, by `ckptd.monitor.limits.learn`.
+    stopped
+        Ranks that are known to be stopped for long, by `ckptd.monitor.stopped`.
     """
     limits = limits or Limits()
     job = with_newcomers(job)
@@ -40,7 +45,7 @@ def diagnose(
     differing = tuple(mismatches(job, limits))
     crashed = tuple(crashes(job, limits))
     explained = gone | _in_groups(job, differing)
-    stuck = tuple(hangs(job, limits, learned or Learned(), explained))
+    stuck = tuple(hangs(job, limits, learned or Learned(), explained, stopped))
     return (*differing, *crashed, *stuck)
 
 

@@ -30,9 +30,12 @@ class Endings:
     ----------
     wait_s
         A process that ended in good order is missed when another waits for so long.
+    held_s
+        No end is told before this: whoever ends ranks on purpose says so within the time.
     """
 
     wait_s: float = 2.0
+    held_s: float = 0.0
     _seen: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def settle(self, job: Job, rows: Array, now: float) -> Job:
@@ -68,6 +71,7 @@ class Endings:
             ranks["alive"][asked & (age < FOLLOWED_S)] = True
         if failed.any() and not (ended & ~well & ~asked & ~failed).any():
             ranks["alive"][failed & (age < FOLLOWED_S)] = True
+        ranks["alive"][ended & ~well & (age < self.held_s)] = True
         return replace(job, ranks=ranks)
 
     def _ages(self, rows: Array, ended: Array, now: float) -> Array:

@@ -15,7 +15,7 @@ from ckptd.monitor.sheetcheck import STATES
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import RankView
 
-__all__ = ["RankNote", "from_views", "gathered", "job_of", "merge", "selected"]
+__all__ = ["RankNote", "ended_on_purpose", "from_views", "gathered", "job_of", "merge", "selected"]
 
 _LONGEST_S = 9e8
 _COUNT = 1 << 62
@@ -241,6 +241,7 @@ def gathered(
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
     silent: Collection[str] = (),
+    fenced: int = 0,
 ) -> tuple[Job, Array]:
     """Return the columns of the job that `sheets` show, one row a rank, and its `SHEET_RANK` rows.
 
@@ -260,11 +261,13 @@ def gathered(
         Agents of which something is to be said.
     silent
         Nodes whose rows do not count: their forwarder has not heard of them for long.
+    fenced
+        Ranks of a generation from 1 to before this one do not count: they end on purpose.
     """
     nodes = tuple(dict.fromkeys(node for s in sheets for node in s.nodes))
     ranks = _stacked(sheets, "ranks", nodes)
     groups, calls = _stacked(sheets, "groups", nodes), _stacked(sheets, "calls", nodes)
-    kept = _living(ranks)
+    kept = _living(ranks) & ~ended_on_purpose(ranks, fenced)
     if silent:
         kept &= ~np.isin(ranks["node"], [i for i, node in enumerate(nodes) if node in silent])
     if not kept.all():
@@ -274,6 +277,13 @@ def gathered(
         columns[name] = ranks[name]
     world = int(ranks["world"].max()) if len(ranks) else 0
     return Job(world, nodes, columns, groups, calls, members, tuple(agents)), ranks
+
+
+def ended_on_purpose(ranks: Array, fenced: int) -> Array:
+    """Return which rows are of a life that a controller ends; one without a number is none."""
+    generation = ranks["generation"]
+    out: Array = (generation > 0) & (generation < fenced)
+    return out
 
 
 def selected(job: Job, kept: Array) -> Job:

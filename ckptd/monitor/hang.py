@@ -12,7 +12,7 @@ from ckptd.monitor.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
 from ckptd.monitor.view import CallFlag
-from ckptd.monitor.waits import Waits, waits
+from ckptd.monitor.waits import Waits, held_up, waits
 
 __all__ = ["hangs"]
 
@@ -23,7 +23,9 @@ MOST_NAMED = 64
 """Most suspects of one verdict that are named."""
 
 
-def hangs(job: Job, limits: Limits, learned: Learned, gone: Array) -> Iterator[Verdict]:
+def hangs(
+    job: Job, limits: Limits, learned: Learned, gone: Array, stopped: Array | None = None
+) -> Iterator[Verdict]:
     """Yield what is to be said of ranks that stand still.
 
     Parameters
@@ -34,12 +36,19 @@ def hangs(job: Job, limits: Limits, learned: Learned, gone: Array) -> Iterator[V
         How long is too long.
     gone
         Ranks that another verdict explains; whoever waits for them is explained too.
+    stopped
+        Ranks that the kernel has shown as stopped for long: that is no pause of the program.
     """
     if not len(job.ranks) or not len(job.groups):
         return
     wait = waits(job, gone)
     outside = learned.limit(job, limits, in_call=False)
     within = learned.limit(job, limits, in_call=True)
+    if stopped is not None and stopped.any():
+        missed = stopped & held_up(job, wait, limits.stopped_s)
+        outside = np.where(missed, np.minimum(outside, limits.stopped_s), outside)
+        halted = _beside(job, wait, stopped)
+        within = np.where(halted, np.minimum(within, limits.stopped_s), within)
     found = [
         *_roots(job, wait, gone, outside),
         *_circles(job, wait, within),
@@ -106,6 +115,14 @@ def _subtype(job: Job, row: int) -> str:
 def _frozen(job: Job) -> Array:
     """Return ranks whose process cannot take part in a call that it has entered."""
     out: Array = np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
+    return out
+
+
+def _beside(job: Job, wait: Waits, stopped: Array) -> Array:
+    """Return ranks in a call that all have entered, one of `stopped` and one that runs as well."""
+    runs = wait.complete & ~_frozen(job)
+    codes = np.intersect1d(wait.code[wait.complete & stopped], wait.code[runs])
+    out: Array = wait.complete & np.isin(wait.code, codes)
     return out
 
 

@@ -50,6 +50,9 @@ class Limits:
         How long a mismatch may wait for a strict majority before it is told without a culprit.
     missed_beats
         Beats that an agent misses before its node is taken for silent.
+    stopped_s
+        A rank that the kernel shows as stopped for so long, and for which one that runs waits as
+        long, hangs: that needs no comparison with what was usual.
     """
 
     floors: dict[Phase, float] = field(default_factory=_floors)
@@ -57,6 +60,7 @@ class Limits:
     warm_steps: int = 5
     majority_wait: float = 0.5
     missed_beats: int = 3
+    stopped_s: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ __all__ = [
     "TABLES",
     "VERSION",
     "AgentState",
+    "Fencing",
     "Found",
     "GroupInfo",
     "Orders",
@@ -300,6 +301,21 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     dst: str
     seconds: float
     error: str = ""
+
+
+class Fencing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller does to the ranks: it ends those of all generations before one.
+
+    Attributes
+    ----------
+    below
+        Ranks of a generation from 1 to before this one end on purpose.
+    reason
+        Why, in a few words.
+    """
+
+    below: int
+    reason: str = ""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,11 +19,12 @@ import msgspec
 
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
 from ckptd.monitor.incident import Changes, Incident
-from ckptd.monitor.sheet import SheetLimits, unpack, unpack_found
+from ckptd.monitor.sheet import SheetLimits, unpack, unpack_fencing, unpack_found
 from ckptd.monitor.watch import Watch
 from ckptd.monitor.watchsettings import WatchSettings
 
 __all__ = [
+    "FENCING",
     "FOUND",
     "ROUND",
     "SHEET",
@@ -35,8 +36,8 @@ __all__ = [
     "replay",
 ]
 
-SHEET, FOUND, ROUND = "sheet", "found", "round"
-_KINDS = (SHEET, FOUND, ROUND)
+SHEET, FOUND, ROUND, FENCING = "sheet", "found", "round", "fencing"
+_KINDS = (SHEET, FOUND, ROUND, FENCING)
 _MAGIC = b"CKPTREC\x01"
 _FRAME = struct.Struct("<BdII")  # kind, moment, bytes, CRC-32 of these three and the bytes
 _HEADER_BYTES = 4096
@@ -52,7 +53,7 @@ class Frame(msgspec.Struct, frozen=True):
     at
         When it came, monotonic seconds of the daemon.
     kind
-        ``sheet``, ``found``, or ``round`` where the daemon judged.
+        ``sheet``, ``found``, ``fencing``, or ``round`` where the daemon judged.
     body
         Packed message; empty for a round.
     """
@@ -403,6 +404,8 @@ class _Again:
                 self.sheets += 1
                 # Asked for as the daemon does it: what was ordered is told apart from what was not.
                 self.watch.orders(sheet.source, self.now)
+            elif frame.kind == FENCING:
+                self.watch.fence(unpack_fencing(frame.body, self._settings.sheets), self.now)
             else:
                 found = unpack_found(frame.body, self._settings.sheets)
                 self.watch.take_found(found, self.now)

@@ -20,6 +20,7 @@ from ckptd.monitor.messages import (
     TABLES,
     VERSION,
     AgentState,
+    Fencing,
     Found,
     GroupInfo,
     Orders,
@@ -39,6 +40,7 @@ __all__ = [
     "TABLES",
     "VERSION",
     "AgentState",
+    "Fencing",
     "Found",
     "GroupInfo",
     "Orders",
@@ -49,11 +51,12 @@ __all__ = [
     "Stack",
     "pack",
     "unpack",
+    "unpack_fencing",
     "unpack_found",
     "unpack_orders",
 ]
 
-Message = TypeVar("Message", Sheet, Orders, Found)
+Message = TypeVar("Message", Sheet, Orders, Found, Fencing)
 
 _PLAIN, _PACKED = b"\x00", b"\x01"
 _PACK_ABOVE = 4096
@@ -62,9 +65,12 @@ _encoder = msgspec.msgpack.Encoder()
 _sheets = msgspec.msgpack.Decoder(Sheet)
 _orders = msgspec.msgpack.Decoder(Orders)
 _found = msgspec.msgpack.Decoder(Found)
+_fencing = msgspec.msgpack.Decoder(Fencing)
+_MOST_GENERATION = 1 << 62
+_MOST_REASON = 2000
 
 
-def pack(message: Sheet | Orders | Found) -> bytes:
+def pack(message: Sheet | Orders | Found | Fencing) -> bytes:
     """Return the bytes of a message: msgpack, with zstd where that is worth it."""
     raw = _encoder.encode(message)
     if len(raw) <= _PACK_ABOVE:
@@ -100,6 +106,14 @@ def unpack_orders(data: bytes, limits: SheetLimits | None = None) -> Orders:
     orders = _decoded(data, _orders, limits)
     check_orders(orders, limits)
     return orders
+
+
+def unpack_fencing(data: bytes, limits: SheetLimits | None = None) -> Fencing:
+    """Return the fencing that `data` holds; errors as of `unpack`."""
+    fencing = _decoded(data, _fencing, limits or SheetLimits())
+    if not 0 <= fencing.below < _MOST_GENERATION or len(fencing.reason) > _MOST_REASON:
+        raise bad("a generation, and a reason in a few words", f"generation {fencing.below}")
+    return fencing
 
 
 def _decoded(

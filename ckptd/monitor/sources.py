@@ -189,15 +189,19 @@ class Sources:
         """
         return self._outside or self._addresses
 
-    def running(self, nodes: Collection[str]) -> set[str]:
-        """Return those of `nodes` on which ranks ran when they were last heard of."""
+    def running(self, nodes: Collection[str], fenced: int = 0) -> set[str]:
+        """Return those of `nodes` on which ranks ran when they were last heard of.
+
+        Ranks of a generation from 1 to before `fenced` do not count.
+        """
         out: set[str] = set()
         for source in self.by_name.values():
             here = source.sheet.nodes
             if not nodes or out.issuperset(here):
                 continue
             rows = source.sheet.table("ranks")
-            alive = np.unique(rows["node"][rows["alive"] != 0])
+            here_on = (rows["generation"] == 0) | (rows["generation"] >= fenced)
+            alive = np.unique(rows["node"][(rows["alive"] != 0) & here_on])
             out |= {here[i] for i in alive.tolist()} & set(nodes)
         return out
 

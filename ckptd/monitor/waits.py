@@ -15,7 +15,7 @@ import numpy as np
 from ckptd.monitor.job import Job
 from ckptd.monitor.stats import Array
 
-__all__ = ["Waits", "absent", "waits"]
+__all__ = ["Waits", "absent", "held_up", "waits"]
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -84,6 +84,18 @@ def waits(job: Job, gone: Array) -> Waits:
     lost = _reach(job, unheard, behind & ~explained, code)
     circle = _core(job, behind & ~explained & ~lost, code)
     return Waits(inside, complete, awaited, awaited & ~inside, lost, circle, code, missing)
+
+
+def held_up(job: Job, wait: Waits, seconds: float) -> Array:
+    """Return for whom a rank that runs has waited for longer than `seconds`."""
+    ranks, rows = job.ranks, job.groups
+    runs = ~np.isin(ranks["state"], np.array([b"T", b"t", b"Z"]))
+    long = wait.inside & runs & (ranks["pending_age"] > seconds)
+    wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
+    np.maximum.at(wanted, wait.code[long], ranks["pending_seq"][long])
+    out = np.zeros(len(ranks), bool)
+    out[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
+    return out
 
 
 def _least(job: Job, some: Array) -> Array:

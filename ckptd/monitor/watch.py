@@ -21,10 +21,11 @@ from ckptd.monitor.limits import Learned, learn
 from ckptd.monitor.linking import Linking, LinkMatrix
 from ckptd.monitor.pace import Pace
 from ckptd.monitor.ringlayout import RecorderState
-from ckptd.monitor.sheet import GAP, Found, Orders, Sheet
+from ckptd.monitor.sheet import GAP, Fencing, Found, Orders, Sheet
 from ckptd.monitor.slow import Roles
 from ckptd.monitor.sources import AgentStatus, Sources, old
 from ckptd.monitor.stats import Array
+from ckptd.monitor.stopped import Stopped
 from ckptd.monitor.sums import SumBook
 from ckptd.monitor.verdict import Kind, Suspect, Verdict
 from ckptd.monitor.watchsettings import WatchSettings
@@ -34,6 +35,8 @@ __all__ = ["Watch"]
 STUCK = "communication stands still"
 SLOWER = "steps take longer, and no rank's own time does"
 RECHECK = "to see whether it is still so"
+HELD_S = 1.0
+"""Where a controller acts, an end is not told for so long: it says whether it meant it."""
 
 
 class Watch:
@@ -76,6 +79,9 @@ class Watch:
         self._links = Linking(links, every_s=self.settings.probe_s, peers=self.settings.probe_peers)
         self._cases = Casebook(job, self.settings, incidents)
         self._endings = Endings(self.settings.wait_s)
+        self._stopped = Stopped()
+        self._fenced = 0
+        self._over: tuple[Incident, ...] = ()
         self._evidence = Evidence()
         self._pace = Pace(self.settings.slow)
         self._sums = SumBook()
@@ -121,6 +127,22 @@ class Watch:
         for result in found.probes:
             self._links.take(result)
 
+    def fence(self, fencing: Fencing, now: float) -> None:
+        """Take that a controller ends ranks on purpose; the first word of one, with 0, ends none.
+
+        Whatever such ranks show from now on is not judged, and what was open on their account is
+        over with the next round. Ranks of the generation that follows are another life.
+        """
+        self._endings.held_s = HELD_S
+        if fencing.below > self._fenced:
+            self._fenced = fencing.below
+            self._over += self._cases.fence(
+                fencing.below, fencing.reason, Moment(now, now + self.epoch)
+            )
+            self._pace.forget()
+            self._sums.forget()
+            self._fresh = True
+
     def _check_job(self, job: str) -> None:
         if job != self.name:
             raise RefusedError(
@@ -142,14 +164,18 @@ class Watch:
         self._fresh = False
         start = time.thread_time()
         changes = self._judge(now)
+        over, self._over = self._over, ()
         self.round_cpu_s = time.thread_time() - start
-        return changes
+        return msgspec.structs.replace(changes, closed=(*over, *changes.closed))
 
     def _judge(self, now: float) -> Changes:
         job, rows = self._gather(now)
         self._learn(job, rows)
-        settled = selected(self._endings.settle(job, rows, now), _recorded(rows))
-        standing = diagnose(settled, self.settings.limits, self.learned)
+        recorded = _recorded(rows)
+        settled = selected(self._endings.settle(job, rows, now), recorded)
+        limits = self.settings.limits
+        stopped = self._stopped.longer(rows, limits.stopped_s)[recorded]
+        standing = diagnose(settled, limits, self.learned, stopped)
         if settled.ranks["alive"].any():
             self._pace.judge(settled, self.sources.names)
         else:
@@ -165,7 +191,7 @@ class Watch:
     def _gather(self, now: float) -> tuple[Job, Array]:
         agents = self._agents
         silent = {a.node: a for a in agents if a.silent}
-        missing = self.sources.running(silent)
+        missing = self.sources.running(silent, self._fenced)
         addresses = self.sources.addresses()
         heard = {node: a for node, a in addresses.items() if node not in silent}
         if silent and 2 * len(silent) <= len(agents):
@@ -176,7 +202,8 @@ class Watch:
             AgentView(node, max(silent[node].missed, 1), self._links.reachable.get(node))
             for node in sorted(missing)
         ]
-        job, rows = gathered(self.sources.heard(now), self.sources.members, views, silent.keys())
+        heard_of = self.sources.heard(now)
+        job, rows = gathered(heard_of, self.sources.members, views, silent.keys(), self._fenced)
         told = self.sources.names
         if len(self._names) != len(told):
             self._names = {g: f"{info.kind} {info.name}".strip() for g, info in told.items()}
