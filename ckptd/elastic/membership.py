@@ -55,6 +55,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since 1970, for people.
     by
         Which life of which controller decided: no two write the same bytes.
+    level
+        How deep the restart went: 0 regrouped living workers, 1 started workers, 2 launchers, 3 the
+        job.
+    failures
+        Faults of the job so far; planned restarts are none.
+    fruitless
+        Generations in a row before this one that failed without a new committed step.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -64,6 +71,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     reason: Annotated[str, msgspec.Meta(max_length=2000)]
     at: float
     by: _Word
+    level: Annotated[int, msgspec.Meta(ge=0, le=3)] = 1
+    failures: _Count = 0
+    fruitless: _Count = 0
 
     @property
     def nodes(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ __all__ = [
     "Abort",
     "Action",
     "Append",
+    "Broken",
     "Ended",
     "Event",
     "Fence",
@@ -19,10 +20,14 @@ __all__ = [
     "Finish",
     "Left",
     "Loaded",
+    "Lost",
     "NodeUp",
+    "Notice",
     "Order",
     "OrderKind",
     "Progress",
+    "Refuse",
+    "Relaunch",
     "Save",
     "Saved",
     "Start",
@@ -51,6 +56,11 @@ class NodeUp(Event, frozen=True, kw_only=True, tag=True):
         No worker of this or an earlier generation runs on it.
     running
         The generation whose workers run on it; 0 if none do.
+    sessions
+        All its workers hold a session: they can leave a generation and enter the next one without
+        ending.
+    host
+        Where its workers are reached: a name or an address.
     """
 
     node: str
@@ -58,12 +68,57 @@ class NodeUp(Event, frozen=True, kw_only=True, tag=True):
     slots: int
     fenced: int = 0
     running: int = 0
+    sessions: bool = False
+    host: str = ""
 
 
 class Left(Event, frozen=True, kw_only=True, tag=True):
     """A node says goodbye, or its launcher knows that it is gone; its workers are dead."""
 
     node: str
+
+
+class Lost(Event, frozen=True, kw_only=True, tag=True):
+    """The connection to a node broke and did not come back at once: silence, known at once.
+
+    Its workers may run on.
+    """
+
+    node: str
+
+
+class Notice(Event, frozen=True, kw_only=True, tag=True):
+    """A node will be taken away: pre-emption, or a scheduler's drain.
+
+    Attributes
+    ----------
+    node
+        Which one. It is not used any more, unless it comes back as another process.
+    seconds
+        From now until it is gone.
+    reason
+        In a few words.
+    """
+
+    node: str
+    seconds: float
+    reason: str = ""
+
+
+class Broken(Event, frozen=True, kw_only=True, tag=True):
+    """A collective of a session failed. That alone does not say whose fault it is.
+
+    Attributes
+    ----------
+    node, generation
+        Where, and in which generation.
+    reason
+        What the collective said.
+    """
+
+    node: str
+    generation: int
+    reason: str = ""
 
 
 class Ended(Event, frozen=True, kw_only=True, tag=True):
@@ -119,10 +174,13 @@ class Suspected(Event, frozen=True, kw_only=True, tag=True):
         Who is to be left out; empty if the ranks are only to be started again.
     reason
         In a few words.
+    since_s
+        How long it had lasted when it was told, in seconds.
     """
 
     nodes: tuple[str, ...]
     reason: str
+    since_s: float = 0.0
 
 
 class OrderKind(enum.StrEnum):
@@ -160,17 +218,51 @@ class Append(Action, frozen=True, kw_only=True, tag=True):
 
 
 class Fence(Action, frozen=True, kw_only=True, tag=True):
-    """Kill every worker of a generation before `generation` on these nodes, and say `Fenced`."""
+    """End every generation before `generation` on these nodes, and say `Fenced`.
+
+    Attributes
+    ----------
+    nodes, generation
+        Where, and which.
+    level
+        0: workers with a session leave their generation and stay; who has none, or does not come
+        out, is killed. From 1 on every worker is killed.
+    """
 
     nodes: tuple[str, ...]
     generation: int
+    level: int = 1
 
 
 class Start(Action, frozen=True, kw_only=True, tag=True):
-    """Start the workers of a generation; they resume from its step, and say `Progress`."""
+    """Start the workers of a generation; they resume from its step, and say `Progress`.
+
+    Attributes
+    ----------
+    record
+        The generation.
+    level
+        0: idle sessions take seats, and workers are started where there are too few of them. From 1
+        on all workers are new processes.
+    """
 
     record: Record
     level: int
+
+
+class Relaunch(Action, frozen=True, kw_only=True, tag=True):
+    """Have launchers of these nodes started anew, there or on other machines.
+
+    Attributes
+    ----------
+    nodes
+        Those that are gone, or that did not help when their workers were started anew.
+    level
+        2.
+    """
+
+    nodes: tuple[str, ...]
+    level: int = 2
 
 
 class Save(Action, frozen=True, kw_only=True, tag=True):
@@ -195,9 +287,28 @@ class Abort(Action, frozen=True, kw_only=True, tag=True):
     Attributes
     ----------
     kind
-        ``no-progress``, ``no-nodes`` or ``stopped``.
+        ``no-progress``, ``max-restarts``, ``no-nodes``, ``stopped``, or ``requeue``: the job is to
+        be submitted again, and goes on from its log.
     text
         What happened, what was lost, what to do.
+    code
+        With which a worker ended last; 0 if none failed.
+    """
+
+    kind: str
+    text: str
+    code: int = 0
+
+
+class Refuse(Action, frozen=True, kw_only=True, tag=True):
+    """End this controller without deciding anything, and leave the nodes alone.
+
+    Attributes
+    ----------
+    kind
+        ``lost-log``: nodes know of generations, and the log is empty.
+    text
+        What was found, what to do.
     """
 
     kind: str

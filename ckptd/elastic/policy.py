@@ -77,6 +77,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         Tensor-parallel sizes that it allows, besides the planned: they change rounding.
     memory
         Where known; without it every shape fits.
+    least
+        Ranks below which the job waits rather than trains.
     worth
         How many times faster steps must become before the pipeline is cut anew where replicas could
         be dropped instead.
@@ -87,17 +89,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     pp: tuple[int, ...] = ()
     tp: tuple[int, ...] = ()
     memory: Memory | None = None
+    least: int = 1
     worth: float = 1.1
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        sizes = [self.microbatches, *msgspec.structs.astuple(self.planned), *self.pp, *self.tp]
-        if min(sizes) < 1 or self.planned.dp > self.microbatches:
+        shapes = msgspec.structs.astuple(self.planned)
+        good = min(self.microbatches, self.least, *shapes, *self.pp, *self.tp) >= 1
+        if not good or self.planned.dp > self.microbatches or self.least > self.planned.world:
             raise UsageError(
                 "this is no job",
                 kind="bad-argument",
-                wanted="sizes of at least 1, and not more replicas than micro-batches",
-                found=f"{self.planned}, {self.microbatches} micro-batches",
+                wanted="sizes of at least 1, no more replicas than micro-batches, and "
+                "at least as many ranks planned as asked for",
+                found=f"{self.planned}, {self.microbatches} micro-batches, at least {self.least} "
+                "ranks",
             )
 
     def step_cost(self, shape: Shape) -> float:
@@ -234,6 +240,10 @@ def _judged(
             cost=cost,
             refused=f"needs {shape.world} slots, in groups of {shape.tp} on one node",
         )
+    if shape.world < job.least:
+        return Candidate(
+            shape=shape, cost=cost, refused=f"has fewer than the {job.least} ranks asked for"
+        )
     if job.memory is not None and (needed := job.memory.needed(shape)) > job.memory.limit:
         return Candidate(
             shape=shape, cost=cost, refused=f"needs {needed:,} bytes a rank of {job.memory.limit:,}"
@@ -257,7 +267,7 @@ def _rank(job: Job, c: Candidate, current: Shape) -> tuple[object, ...]:
 
 
 def _least(job: Job) -> int:
-    return min((job.planned.pp, *job.pp)) * min((job.planned.tp, *job.tp))
+    return max(job.least, min((job.planned.pp, *job.pp)) * min((job.planned.tp, *job.tp)))
 
 
 def _why(

@@ -7,10 +7,8 @@ fault needs no rule of its own.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ckptd.elastic.membership import Record, check_log, members_of
@@ -38,69 +36,10 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.policy import Choice, Job, choose
 from ckptd.elastic.roster import Node, Roster
+from ckptd.elastic.states import ControllerSettings, State
 from ckptd.errors import RefusedError
 
 __all__ = ["ControllerSettings", "State", "StateMachine"]
-
-
-class State(enum.StrEnum):
-    """Where a job is."""
-
-    RUNNING = "running"
-    SUSPECT = "suspect"
-    FENCE = "fence"
-    PLAN = "plan"
-    RESHARD = "reshard"
-    RESUME = "resume"
-    PARKED = "parked"
-    DONE = "done"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True)
-class ControllerSettings:
-    """Deadlines and limits; seconds.
-
-    Attributes
-    ----------
-    silent_s
-        A node of which nothing is heard for so long is gone.
-    lease_s
-        Workers that can reach neither controller nor log kill themselves within this time. Only if
-        no node of the last generation answers is a new one made to wait for it.
-    save_s
-        How long a planned restart waits for the save before it.
-    patience_s
-        How long a smaller layout is put off, for nodes that may be back at once.
-    nodes_s
-        How long nothing may fit before the job is given up.
-    resume_s
-        From the start of a generation to its first committed step.
-    settle_s
-        How long a controller that was restarted waits to hear of running workers.
-    grow_s
-        How long a newcomer must be there before the job is restarted to take it in.
-    cycles
-        Generations in a row without a new committed step before the job is given up.
-    levels
-        Levels that the launcher knows: each failed cycle goes one deeper.
-    flaps, flap_window_s, out_s
-        A node that is at fault so often within the window is left out for `out_s`.
-    """
-
-    silent_s: float = 5.0
-    lease_s: float = 120.0
-    save_s: float = 30.0
-    patience_s: float = 0.0
-    nodes_s: float = 1800.0
-    resume_s: float = 900.0
-    settle_s: float = 5.0
-    grow_s: float = 10.0
-    cycles: int = 3
-    levels: int = 1
-    flaps: int = 2
-    flap_window_s: float = 600.0
-    out_s: float = 3600.0
 
 
 _ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)

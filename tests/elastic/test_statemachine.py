@@ -102,7 +102,7 @@ def none(actions: Sequence[Action], kind: type[Action]) -> bool:
 @pytest.fixture
 def driver() -> Driver:
     """Return three nodes in a job that runs; patience keeps it from beginning with one node."""
-    d = Driver(patience_s=1.0)
+    d = Driver(gather_s=1.0, patience_s=1.0)
     d.up("a", "b", "c")
     assert d.machine.record is not None
     assert d.machine.record.shape == Shape(dp=3)
@@ -112,7 +112,7 @@ def driver() -> Driver:
 
 
 def test_a_generation_is_logged_before_it_is_started() -> None:
-    d = Driver(patience_s=1.0)
+    d = Driver(gather_s=1.0, patience_s=1.0)
     d.up("a", "b", "c")
     assert [type(a) for a in d.actions[:2]] == [Append, Start]
     states = [d.machine.state]
@@ -202,7 +202,7 @@ def test_a_job_that_commits_a_step_a_generation_goes_on_for_ever(driver: Driver)
 
 
 def test_a_node_that_is_often_at_fault_is_left_out_while_others_suffice() -> None:
-    d = Driver("abcd", patience_s=1.0, flaps=2)
+    d = Driver("abcd", gather_s=1.0, patience_s=1.0, flaps=2)
     d.up("d", "a", "b", "c")
     for _ in range(2):
         record = d.machine.record

@@ -1,0 +1,127 @@
+"""The states of a job, what its controller waits for, and one line for each change."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import msgspec
+
+__all__ = ["ControllerSettings", "Move", "State"]
+
+
+class State(enum.StrEnum):
+    """Where a job is."""
+
+    RUNNING = "running"
+    SUSPECT = "suspect"
+    FENCE = "fence"
+    PLAN = "plan"
+    RESHARD = "reshard"
+    RESUME = "resume"
+    PARKED = "parked"
+    DONE = "done"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True)
+class ControllerSettings:
+    """Deadlines and limits; seconds.
+
+    Attributes
+    ----------
+    silent_s
+        A node of which nothing is heard for so long is gone.
+    lease_s
+        Workers that can reach neither controller nor log kill themselves within this time. Only if
+        no node of the last generation answers is a new one made to wait for it.
+    save_s
+        How long a planned restart waits for the save before it.
+    fence_s
+        How long sessions may take to leave a generation before they are killed, and how long a node
+        may take to kill before it is taken for gone.
+    broken_s
+        How long a collective that failed waits for a cause before it counts as a fault by itself.
+    gather_s
+        How long the first start waits for the planned world.
+    patience_s
+        How long a smaller layout is put off in a restart, for nodes that may be back at once.
+    relaunch_s
+        How long launchers that are started anew are waited for.
+    nodes_s
+        How long nothing may fit before the job is given up.
+    resume_s
+        From the start of a generation until all its ranks have loaded.
+    steady_s
+        A generation whose ranks have loaded, or of a job that never tells of loading or steps,
+        counts as running after so long; in the latter job also as progress.
+    settle_s
+        How long a controller that was restarted waits to hear of running workers.
+    grow_s
+        How long a newcomer must be there before the job is restarted to take it in.
+    levels
+        The deepest level that there is a plug-in for: 1 starts workers anew, 2 launchers, 3 ends
+        the job to be submitted again. A restart goes one deeper for each generation before it that
+        committed nothing new.
+    cycles
+        Generations in a row that committed nothing new at the deepest level before the job is given
+        up.
+    max_restarts
+        Faults before the job is given up, whatever it commits between them; None for any number.
+    flaps, flap_window_s, out_s
+        A node that is at fault so often within the window is left out for `out_s`.
+    """
+
+    silent_s: float = 5.0
+    lease_s: float = 120.0
+    save_s: float = 30.0
+    fence_s: float = 10.0
+    broken_s: float = 2.0
+    gather_s: float = 30.0
+    patience_s: float = 0.0
+    relaunch_s: float = 60.0
+    nodes_s: float = 1800.0
+    resume_s: float = 900.0
+    steady_s: float = 30.0
+    settle_s: float = 5.0
+    grow_s: float = 10.0
+    levels: int = 1
+    cycles: int = 3
+    max_restarts: int | None = None
+    flaps: int = 2
+    flap_window_s: float = 600.0
+    out_s: float = 3600.0
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of state.
+
+    Attributes
+    ----------
+    at
+        The moment, in seconds of the machine's clock.
+    before, state
+        From where to where; the same state again if a fault began the way anew.
+    generation
+        The newest one.
+    level
+        Of the restart under way, or of the last.
+    step
+        The last committed step.
+    reason
+        Why.
+    planned
+        Whether the restart under way is one that somebody wanted.
+    detect_s
+        At a fault: from the last sign that all was well until it was known; 0 if nothing tells.
+    """
+
+    at: float
+    before: State
+    state: State
+    generation: int
+    level: int
+    step: int
+    reason: str
+    planned: bool = False
+    detect_s: float = 0.0
