@@ -1,0 +1,301 @@
+"""A node's connection to the controller: it comes back by itself, and what was said is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ckptd.elastic.dial import Connection, dial
+from ckptd.elastic.messages import NodeUp
+from ckptd.elastic.operator import OperatorLink
+from ckptd.elastic.wire import (
+    Beat,
+    Begin,
+    Bye,
+    Echo,
+    FenceNow,
+    Hosting,
+    Said,
+    SaidEvent,
+    Timed,
+    ToNode,
+)
+from ckptd.errors import CkptdError
+
+__all__ = ["NodeLink", "OperatorLink"]
+
+_DIAL_S = 2.0
+_SEND_S = 2.0
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+
+
+class NodeLink:
+    """A node's connection to the controller, in a thread of its own.
+
+    It beats, and reconnects when the connection breaks or beats are not echoed; the controller may
+    have moved meanwhile. What was told and belongs to the newest generation is told again on each
+    new connection, before the first beat: a controller that was restarted knows it then as well.
+
+    Parameters
+    ----------
+    addresses
+        Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
+        before each attempt to connect.
+    job, secret
+        Name of the job and its secret, see `ckptd.monitor.signing.job_secret`.
+    up
+        Returns what the node is now; called before each beat.
+    orders
+        Is given what the controller wants, except echoes, in this order; it must return soon. An
+        order may come twice. After `Bye` nothing follows and the link ends.
+    beat_s
+        Between two beats.
+    lease_s
+        How long after a beat that was echoed workers may go on.
+    leased
+        Is given each new `lease_until`, at once.
+    """
+
+    def __init__(
+        self,
+        addresses: Callable[[], str],
+        job: str,
+        secret: bytes,
+        up: Callable[[], NodeUp],
+        orders: Callable[[ToNode], None],
+        *,
+        beat_s: float = 0.5,
+        lease_s: float = 120.0,
+        leased: Callable[[float], None] | None = None,
+    ) -> None:
+        self._addresses, self._job, self._secret = addresses, job, secret
+        self._up, self._orders, self._leased = up, orders, leased
+        self._beat_s, self._lease_s = beat_s, lease_s
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, int], Said | Hosting | Timed] = {}
+        """What is told again, by type and generation, in the order in which it was told."""
+        self._unsent: list[Said | Hosting | Timed] = []
+        self._numbers = self._heard = self._beats = 0
+        self._sent_at: dict[int, float] = {}
+        self._lease_until = 0.0
+        self._echoed_at = time.monotonic()
+        self._connection: Connection | None = None
+        self._closing = False
+        self._ended = False
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="ckptd-node-link", daemon=True)
+
+    # --- of other threads -------------------------------------------------------------------------
+
+    def start(self) -> NodeLink:
+        """Begin to connect; return this link."""
+        self._thread.start()
+        return self
+
+    def tell(self, event: SaidEvent | Hosting | Timed) -> None:
+        """Tell the controller; returns at once.
+
+        It is repeated after each reconnect until a later generation is fenced or begun. Of one type
+        and generation only the newest counts.
+        """
+        with self._lock:
+            said: Said | Hosting | Timed
+            if isinstance(event, Hosting | Timed):
+                said = event
+            else:
+                self._numbers += 1
+                said = Said(event=event, number=self._numbers)
+            key = (type(event).__name__, getattr(event, "generation", -1))
+            self._kept.pop(key, None)
+            self._kept[key] = said
+            self._unsent.append(said)
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Beat at once: what `up` returns has changed."""
+        with contextlib.suppress(OSError):  # as full as it can be, or the link has ended
+            self._wake_out.send(b"x")
+
+    @property
+    def lease_until(self) -> float:
+        """Seconds of ``CLOCK_MONOTONIC`` until which workers may go on; 0.0 before any echo."""
+        return self._lease_until
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since a controller was last heard of, or since the link was made."""
+        return time.monotonic() - self._echoed_at
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection at this moment."""
+        return self._connection is not None
+
+    @property
+    def here(self) -> str:
+        """Address of this machine towards the controller's; empty while there is no connection."""
+        connection = self._connection
+        return connection.here if connection is not None else ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still does its work: false after `Bye`, `close`, or a failure of a callback.
+
+        A callback's exception ends the link and is reported through `threading.excepthook`.
+        """
+        return self._thread.is_alive()
+
+    def close(self, wait_s: float = 1.0) -> None:
+        """Stop; what was told is given `wait_s` to be heard. Idempotent."""
+        end = time.monotonic() + wait_s
+        while self._thread.is_alive() and time.monotonic() < end and not self._all_heard():
+            time.sleep(0.01)
+        self._closing = True
+        self.hurry()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_DIAL_S + _SEND_S + 1.0)
+
+    def _all_heard(self) -> bool:
+        with self._lock:
+            return not self._unsent and self._heard >= self._numbers
+
+    # --- of its own thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE_S
+        try:
+            while not self._over():
+                began = time.monotonic()
+                with contextlib.suppress(OSError, CkptdError):
+                    # Whatever is wrong with this connection, another attempt is the answer: the
+                    # lease ends what no controller can be reached for.
+                    self._once()
+                if time.monotonic() - began > _LAST_PAUSE_S:
+                    pause = _FIRST_PAUSE_S
+                if not self._over():
+                    self._sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, _LAST_PAUSE_S)
+        finally:
+            self._disconnect()
+            self._wake_out.close()
+            self._wake_in.close()
+
+    def _over(self) -> bool:
+        return self._closing or self._ended
+
+    def _once(self) -> None:
+        """Connect, and serve the connection until it breaks."""
+        address = self._addresses()
+        if not address:
+            return
+        connection = dial(
+            address,
+            job=self._job,
+            role="node",
+            name=self._up().node,
+            secret=self._secret,
+            kind=ToNode,
+            timeout_s=_DIAL_S,
+        )
+        self._connection = connection
+        try:
+            self._serve(connection)
+        finally:
+            self._disconnect()
+
+    def _serve(self, connection: Connection) -> None:
+        opened = time.monotonic()
+        with self._lock:
+            self._unsent = list(self._kept.values())
+        self._sent_at.clear()
+        beat_at = 0.0
+        silence = max(4 * self._beat_s, 2.0)
+        while not self._over():
+            self._send_told(connection)
+            now = time.monotonic()
+            if now >= beat_at:
+                self._beat(connection, now)
+                beat_at = now + self._beat_s
+            if now - max(opened, self._echoed_at) > silence:
+                raise TimeoutError("the controller does not echo")
+            woken = self._wait(connection, beat_at - now)
+            if woken:
+                beat_at = 0.0
+
+    def _wait(self, connection: Connection, timeout_s: float) -> bool:
+        """Take in what comes within `timeout_s`; return whether somebody is in a hurry."""
+        ready, _, _ = select.select(
+            [connection.fileno(), self._wake_in.fileno()], [], [], max(timeout_s, 0.0)
+        )
+        if connection.fileno() in ready:
+            for message in connection.take(0.0):
+                self._take(message)
+        if self._wake_in.fileno() in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+            return True
+        return False
+
+    def _take(self, message: ToNode) -> None:
+        if self._ended:
+            return
+        if isinstance(message, Echo):
+            self._echo(message)
+            return
+        if isinstance(message, FenceNow | Begin):
+            self._pass(message.generation)
+        self._ended = isinstance(message, Bye)
+        self._orders(message)
+
+    def _echo(self, echo: Echo) -> None:
+        with self._lock:
+            self._heard = max(self._heard, echo.heard)
+        sent = self._sent_at.pop(echo.number, None)
+        if sent is None:
+            return
+        self._echoed_at = time.monotonic()
+        # From the sending: a node that was stopped in between must not think itself alive.
+        until = sent + self._lease_s
+        if until > self._lease_until:
+            self._lease_until = until
+            if self._leased is not None:
+                self._leased(until)
+
+    def _pass(self, generation: int) -> None:
+        """Forget what belongs to generations before this one."""
+        with self._lock:
+            self._kept = {
+                key: said for key, said in self._kept.items() if not 0 <= key[1] < generation
+            }
+
+    def _send_told(self, connection: Connection) -> None:
+        with self._lock:
+            unsent, self._unsent = self._unsent, []
+        for said in unsent:
+            connection.send(said, _SEND_S)
+
+    def _beat(self, connection: Connection, now: float) -> None:
+        self._beats += 1
+        self._sent_at[self._beats] = now
+        # Beats that an older one's echo has overtaken are not waited for any more.
+        self._sent_at = {n: at for n, at in self._sent_at.items() if now - at < self._lease_s}
+        connection.send(Beat(number=self._beats, up=self._up()), _SEND_S)
+
+    def _sleep(self, seconds: float) -> None:
+        ready, _, _ = select.select([self._wake_in], [], [], seconds)
+        if ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,202 @@
+"""An operator's connection to the controller: a person's, or the daemon's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckptd.elastic.dial import Connection, dial
+from ckptd.elastic.messages import Notice, Order, Suspected
+from ckptd.elastic.wire import Answer, Ask, Do, DoneEvent, Status, Subscribe, ToOperator
+from ckptd.errors import CkptdError, NotFoundError
+
+__all__ = ["OperatorLink"]
+
+_DIAL_S = 2.0
+_SEND_S = 2.0
+_PAUSE_S = 0.2
+_SILENCE_S = 10.0
+
+
+class OperatorLink:
+    """Asks and orders; each call connects anew where the connection broke. Any thread may call it.
+
+    Parameters
+    ----------
+    addresses
+        Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
+        before each attempt to connect.
+    job, secret
+        Name of the job and its secret, see `ckptd.monitor.signing.job_secret`.
+    name
+        Who the operator is, for the controller's records.
+    timeout_s
+        For one call; within it attempts are repeated, since a controller may be on its way back.
+    """
+
+    def __init__(
+        self,
+        addresses: Callable[[], str],
+        job: str,
+        secret: bytes,
+        *,
+        name: str = "operator",
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._addresses, self._job, self._secret = addresses, job, secret
+        self._name, self._timeout_s = name, timeout_s
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._number = 0
+
+    def status(self) -> Status:
+        """Return what the controller knows now.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: none answers in time.
+        """
+        answer = self._call(lambda number: Ask(number=number))
+        if not isinstance(answer, Status):
+            raise self._nobody(answer)
+        return answer
+
+    def order(self, order: Order) -> Answer:
+        """Hand over an order; return what became of it.
+
+        On return with ``ok`` the controller has taken it in; what follows from it shows in the
+        status. If the connection breaks after the order was sent, it is not sent again.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: none answers in time; the order may have been heard.
+        """
+        return self._do(order)
+
+    def suspect(self, suspected: Suspected) -> Answer:
+        """Hand over whom the monitor has named; see `order`."""
+        return self._do(suspected)
+
+    def notice(self, notice: Notice) -> Answer:
+        """Hand over that a node will be taken away; see `order`."""
+        return self._do(notice)
+
+    def statuses(self) -> Iterator[Status]:
+        """Yield the status, and again after changes, on a connection of its own.
+
+        It outlives restarts of the controller.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: none answered for `timeout_s`. The iterator has ended then.
+        """
+        heard = time.monotonic()
+        while True:
+            problem: Exception | None = None
+            try:
+                for status in self._subscribed():
+                    heard = time.monotonic()
+                    yield status
+                    heard = time.monotonic()
+            except (OSError, CkptdError) as error:
+                problem = error
+            if time.monotonic() - heard > self._timeout_s:
+                raise self._nobody(problem) from problem
+            time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent; a later call connects anew."""
+        with self._lock:
+            self._disconnect()
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _subscribed(self) -> Iterator[Status]:
+        connection = self._dial(_DIAL_S)
+        try:
+            connection.send(Subscribe(number=1), _SEND_S)
+            last = time.monotonic()
+            while time.monotonic() - last < _SILENCE_S:
+                for message in connection.take(1.0):
+                    last = time.monotonic()
+                    if isinstance(message, Status):
+                        yield message
+        finally:
+            connection.close()
+
+    def _do(self, event: DoneEvent) -> Answer:
+        answer = self._call(lambda number: Do(number=number, event=event), once=True)
+        if not isinstance(answer, Answer):
+            raise self._nobody(answer)
+        return answer
+
+    def _call(self, request: Callable[[int], Ask | Do], *, once: bool = False) -> Any:
+        end = time.monotonic() + self._timeout_s
+        with self._lock:
+            while True:
+                sent = False
+                try:
+                    connection = self._connected(end)
+                    self._number += 1
+                    message = request(self._number)
+                    sent = True
+                    connection.send(message, _SEND_S)
+                    return self._answer(connection, self._number, end)
+                except (OSError, CkptdError) as error:
+                    self._disconnect()
+                    gone = time.monotonic() + _PAUSE_S >= end
+                    if gone or (sent and once):
+                        raise self._nobody(error) from error
+                time.sleep(_PAUSE_S)
+
+    def _connected(self, end: float) -> Connection:
+        if self._connection is None:
+            self._connection = self._dial(min(_DIAL_S, max(end - time.monotonic(), 0.1)))
+        else:
+            # What the controller has closed meanwhile must be noticed before an order is sent.
+            self._connection.take(0.0)
+        return self._connection
+
+    def _dial(self, timeout_s: float) -> Connection:
+        address = self._addresses()
+        if not address:
+            raise ConnectionRefusedError("nobody knows where the controller is")
+        return dial(
+            address,
+            job=self._job,
+            role="operator",
+            name=self._name,
+            secret=self._secret,
+            kind=ToOperator,
+            timeout_s=timeout_s,
+        )
+
+    def _answer(self, connection: Connection, number: int, end: float) -> Status | Answer:
+        while (left := end - time.monotonic()) > 0:
+            for message in connection.take(left):
+                if isinstance(message, Status | Answer) and message.number == number:
+                    return message
+        raise TimeoutError("the controller does not answer")
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _nobody(self, found: object) -> NotFoundError:
+        address = ""
+        with contextlib.suppress(OSError, CkptdError):
+            address = self._addresses()
+        return NotFoundError(
+            "no controller answers",
+            kind="no-controller",
+            where=address or f"job {self._job}",
+            found=str(found)[:300],
+            hint="does it run? ckptd controller starts one; --controller HOST:PORT names one",
+        )

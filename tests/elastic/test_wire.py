@@ -1,0 +1,149 @@
+"""Every message of the controller's protocol survives the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptd.elastic.messages import (
+    Broken,
+    Ended,
+    Fenced,
+    Left,
+    Loaded,
+    NodeUp,
+    Notice,
+    Order,
+    OrderKind,
+    Progress,
+    Saved,
+    Suspected,
+)
+from ckptd.elastic.policy import Shape
+from ckptd.elastic.wire import (
+    Answer,
+    Ask,
+    Beat,
+    Begin,
+    Bye,
+    Do,
+    Echo,
+    FenceNow,
+    FromNode,
+    FromOperator,
+    Hosting,
+    NodeRow,
+    Said,
+    SaidEvent,
+    SaveNow,
+    Seat,
+    Status,
+    StoreAt,
+    Subscribe,
+    Timed,
+    ToNode,
+    ToOperator,
+    exit_code,
+)
+
+EVENTS: list[SaidEvent] = [
+    Left(node="a"),
+    Ended(node="a", generation=1, code=-9),
+    Fenced(node="a", generation=1),
+    Loaded(node="a", generation=1),
+    Progress(generation=1, step=2),
+    Saved(generation=1, step=2),
+    Broken(node="a", generation=1, reason="reset"),
+    Notice(node="a", seconds=30.0),
+]
+FROM_NODE = [
+    Beat(number=1, up=NodeUp(node="a", life="l", slots=8, running=1, sessions=True, host="h")),
+    *[Said(event=event, number=k) for k, event in enumerate(EVENTS)],
+    Hosting(generation=1, host="h", port=1),
+    Timed(generation=1, node="a", marks={"spawned": 0.1}),
+]
+TO_NODE = [
+    Echo(number=1, heard=2),
+    FenceNow(generation=2, level=0),
+    Begin(
+        generation=2,
+        level=0,
+        shape=Shape(1, 2, 1),
+        step=3,
+        reason="r",
+        nodes=2,
+        node_rank=1,
+        seats=(Seat(0, 1, 0, 1, 0),),
+        world=2,
+    ),
+    StoreAt(generation=2, host="h", port=65535),
+    SaveNow(generation=2),
+    Bye(kind="done", text="", code=0),
+]
+FROM_OPERATOR = [
+    Ask(number=1),
+    Subscribe(number=2),
+    Do(number=3, event=Order(kind=OrderKind.EXCLUDE, nodes=("a",))),
+    Do(number=4, event=Suspected(nodes=(), reason="slow")),
+    Do(number=5, event=Notice(node="a", seconds=1.0)),
+]
+TO_OPERATOR = [
+    Answer(number=1, ok=False, kind="k", text="t"),
+    Status(
+        job="j",
+        state="running",
+        reason="",
+        since=1.0,
+        at=2.0,
+        generation=1,
+        step=0,
+        shape=None,
+        world=0,
+        planned=Shape(),
+        nodes=(NodeRow(name="a", up=True, slots=1, out_until_s=None),),
+        recoveries=({"cause": "x", "total": 1.5},),
+        goodput={"useful": 1.0},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        *[(m, FromNode) for m in FROM_NODE],
+        *[(m, ToNode) for m in TO_NODE],
+        *[(m, FromOperator) for m in FROM_OPERATOR],
+        *[(m, ToOperator) for m in TO_OPERATOR],
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else "",
+)
+def test_a_message_survives(message: Any, kind: Any) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (Hosting(generation=1, host="h", port=0), FromNode),
+        (Hosting(generation=1, host="", port=1), FromNode),
+        (Beat(number=-1, up=NodeUp(node="a", life="l", slots=1)), FromNode),
+        (Echo(number=1), FromNode),
+        (Said(event=Left(node="a")), FromOperator),
+    ],
+)
+def test_impossible_values_and_wrong_directions_do_not_decode(message: Any, kind: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def test_exit_codes() -> None:
+    assert [exit_code(kind) for kind in ("done", "requeue", "no-nodes", "no-progress")] == [
+        0,
+        75,
+        76,
+        77,
+    ]
+    assert exit_code("max-restarts", 3) == 3
+    assert exit_code("max-restarts") == 1
