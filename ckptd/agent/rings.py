@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptd.agent.processes import Process
 from ckptd.errors import CkptdError
 from ckptd.monitor.ringlayout import Counter, RecorderState
-from ckptd.monitor.ringreader import RingReader
+from ckptd.monitor.ringreader import RingHeader, RingReader
 
 __all__ = ["Ring", "Rings"]
 
@@ -256,6 +256,7 @@ class Rings:
             self._tell(f"a ring cannot be read: {error.message}", name)
             return None
         if self._is_wanted(ring):
+            self._drop_earlier(ring.header)
             before = self.ranks.get(ring.rank)
             if before is not None:
                 before.close()
@@ -274,6 +275,14 @@ class Rings:
             return False
         before = self.ranks.get(ring.rank)
         return before is None or before.header.started_ns <= header.started_ns
+
+    def _drop_earlier(self, new: RingHeader) -> None:
+        """Let go of what the same process was in an earlier generation."""
+        for rank, ring in list(self.ranks.items()):
+            old = ring.header
+            same = (old.pid, old.birth, old.node) == (new.pid, new.birth, new.node)
+            if same and old.generation < new.generation:
+                self.drop(rank)
 
     def _drop_over(self, now: float) -> None:
         """Let go of dead ranks of lives that are over: another has begun since."""

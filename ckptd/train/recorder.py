@@ -13,7 +13,8 @@ import os
 import re
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,16 @@ from ckptd.train.recorder_pulse import Pulse
 from ckptd.train.recorder_python import PythonSource
 from ckptd.train.recorder_sources import MakeSource, Source, wanted
 
-__all__ = ["Recorder", "attach", "attach_when_known", "detach", "phase", "recorder", "step"]
+__all__ = [
+    "Recorder",
+    "attach",
+    "attach_when_known",
+    "detach",
+    "phase",
+    "recorder",
+    "regroup",
+    "step",
+]
 
 _log = logging.getLogger("ckptd.monitor")
 
@@ -163,6 +173,10 @@ class Recorder:
             self._optimizer_hook.remove()
             self._optimizer_hook = None
 
+    def goes_on(self, before: Recorder) -> None:
+        """Take over from the recorder of an earlier generation how steps are told."""
+        self._by_hand = before._by_hand
+
     # --- steps and phases -----------------------------------------------------------------------
 
     def step(self, number: int) -> None:
@@ -206,6 +220,7 @@ class Recorder:
 
 
 _current: Recorder | None = None
+_told_of_forks = False
 
 
 def recorder() -> Recorder | None:
@@ -236,17 +251,66 @@ def attach(folder: str | os.PathLike[str] | None = None, *, job: str | None = No
     StoreError
         kind ``no-space``: no room for the ring.
     """
-    global _current
-    if _current is None:
-        sources = wanted()
-        identity = _identity(os.environ.get("CKPTD_JOB", "") if job is None else job)
-        name = f"{text_hash(identity.job):08x}-{identity.rank}-{os.getpid()}.ring"
-        _current = Recorder(RingWriter(_folder(folder) / name, identity))
-        if sources:
-            _current.start(sources)
-        atexit.register(detach)
-        os.register_at_fork(after_in_child=_current.leave_alone)
-    return _current
+    if _current is not None:
+        return _current
+    sources = wanted()
+    identity = _identity(os.environ.get("CKPTD_JOB", "") if job is None else job)
+    return _begin(_folder(folder), identity, sources)
+
+
+def _begin(folder: Path, identity: RingIdentity, sources: Sequence[str]) -> Recorder:
+    global _current, _told_of_forks
+    name = f"{text_hash(identity.job):08x}-{identity.rank}-{os.getpid()}.ring"
+    _current = new = Recorder(RingWriter(folder / name, identity))
+    if sources:
+        new.start(sources)
+    atexit.register(detach)
+    if not _told_of_forks:
+        _told_of_forks = True
+        os.register_at_fork(after_in_child=_leave_alone)
+    return new
+
+
+def _leave_alone() -> None:
+    if _current is not None:
+        _current.leave_alone()
+
+
+def regroup(generation: int, rank: int, world: int) -> Recorder | None:
+    """Begin a new ring, as this process goes on as a rank of another generation.
+
+    To be called between the generations, when the process groups of the old one are destroyed and
+    those of the new one are not made. The old ring is removed: its calls are over, and whoever
+    reads it sees another life of the job in the new one. What fails in the recorder makes it step
+    aside, as everywhere.
+
+    Parameters
+    ----------
+    generation, rank, world
+        What this process is from now on; a rank below `world`.
+
+    Returns
+    -------
+    Recorder or None
+        The new recorder; None, and nothing done, where this process records nothing.
+
+    Raises
+    ------
+    StoreError
+        kind ``no-space``: no room for the ring. Nothing is recorded then.
+    """
+    before = _current
+    if before is None:
+        return None
+    detach()
+    old = before.ring.path
+    # A reader must never find both: one process is one rank.
+    with suppress(OSError):
+        old.unlink()
+    identity = replace(before.ring.identity, generation=generation, rank=rank, world=world)
+    new = _begin(old.parent, identity, wanted())
+    new.goes_on(before)
+    return new
 
 
 def attach_when_known() -> None:
@@ -325,7 +389,7 @@ def _identity(job: str) -> RingIdentity:
                 hint="call attach() after init_process_group(), or start it with torchrun",
             )
         rank, world = int(said[0]), int(said[1])
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    life = os.environ.get("CKPTD_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return RingIdentity(
         rank=rank,
         world=world,
