@@ -353,6 +353,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         Of the controller: ``HOST:PORT``, and which life of it this is.
     ended
         How the job ended: the kind of `Bye`; empty while it goes on.
+    relaunch, relaunch_generation
+        Nodes whose launchers were last wanted to be started anew (level 2), and the generation that
+        waits for them; 0 if that never was.
     """
 
     number: int = 0
@@ -374,6 +377,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     address: str = ""
     life: str = ""
     ended: str = ""
+    relaunch: tuple[str, ...] = ()
+    relaunch_generation: int = 0
 
 
 FromNode = Beat | Said | Hosting | Timed
