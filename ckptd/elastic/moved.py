@@ -1,0 +1,209 @@
+"""How many bytes a new layout moves, and from where: counted by the planner, nothing is read.
+
+What a survivor held in memory stays with it, or comes from the nearest survivor that held the same;
+what nobody left held comes from the root, or from a partner's memory where there are near tiers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ckptd.elastic.placement import Coordinate, Slot
+from ckptd.elastic.policy import Shape
+from ckptd.errors import UsageError
+from ckptd.layout.lay.copies import compose
+from ckptd.layout.lay.cut import Ints
+from ckptd.layout.lay.equation import Bound, MeshShape
+from ckptd.layout.lay.holders import Holders
+from ckptd.layout.lay.live import LivePlan, Transfers
+from ckptd.layout.lay.local import LocalTensor
+from ckptd.layout.lay.ruleform import RuleForm
+
+__all__ = ["SOURCES", "Moved", "moved", "moved_whole"]
+
+SOURCES = ("own", "node", "peer", "root")
+"""Nearest first: a rank's own memory, another rank's of its node, another node's, the root."""
+_AXES = ("pp", "dp", "tp")
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of state that ranks need in the new layout.
+
+    Attributes
+    ----------
+    sources
+        By where they come from, see `SOURCES`.
+    received
+        The same by the node that gets them.
+    sent
+        By the node that gives them to another one.
+    """
+
+    sources: dict[str, int]
+    received: dict[str, dict[str, int]]
+    sent: dict[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Nearest(Transfers):
+    """Transfers in which a rank takes a cell from the nearest rank that is left."""
+
+    givers: Mapping[int, Slot] = field(default_factory=dict)
+    takers: Sequence[Slot] = ()
+
+    def _choose(
+        self,
+        holders: Holders,
+        ranks: Ints,
+        rule: RuleForm,
+        indexes: tuple[int, ...],
+        state: str,
+        cell: tuple[int, ...],
+    ) -> Ints:
+        held = np.sort(holders.all()).tolist()
+        return np.array([self._near(held, rank) for rank in ranks.tolist()], dtype=np.int64)
+
+    def _near(self, held: Sequence[int], rank: int) -> int:
+        # Those that are equally near take turns, so that no single one gives to everybody.
+        turn = rank % len(held)
+        turned = itertools.chain(held[turn:], held[:turn])
+        return min(turned, key=lambda giver: SOURCES.index(self.origin(giver, rank)))
+
+    def origin(self, giver: int, rank: int) -> str:
+        """Return where what `giver` held comes from, for the taker `rank`."""
+        return _origin(self.givers.get(giver), self.takers[rank])
+
+
+def _origin(giver: Slot | None, taker: Slot) -> str:
+    if giver is None:
+        return "root"
+    if (giver.node, giver.number) == (taker.node, taker.number):
+        return "own"
+    return "node" if giver.node == taker.node else "peer"
+
+
+def moved(
+    before: Bound,
+    after: Bound,
+    *,
+    shape: Shape,
+    seats: Sequence[Slot],
+    left: Sequence[Slot],
+    itemsize: Callable[[str], int],
+) -> Moved:
+    """Count what moves between two layouts of one program.
+
+    Parameters
+    ----------
+    before, after
+        The layout on the mesh until now, and on the new one.
+    shape
+        The new sizes.
+    seats
+        Who is which rank now, in the order of pipeline, data and tensor coordinates.
+    left
+        Slots that are left, with the places that they had.
+    itemsize
+        Returns the bytes of an element by a stored tensor's name.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: the program's mesh has other axes than the sizes need.
+    MismatchError
+        The layouts do not fit each other.
+    """
+    composition = compose(before, after)
+    old, new = composition.source.mesh, composition.target.mesh
+    places = {slot.held: slot for slot in left if slot.held is not None}
+    by_rank = {r: places[c] for r in range(old.world) if (c := _place(old, r)) in places}
+    number = {
+        Coordinate(p, d, t): (p * shape.dp + d) * shape.tp + t
+        for p in range(shape.pp)
+        for d in range(shape.dp)
+        for t in range(shape.tp)
+    }
+    takers = [seats[number[_place(new, rank)]] for rank in range(new.world)]
+    transfers = _Nearest(composition, givers=by_rank, takers=takers)
+    count = _Count()
+    for rank, taker in enumerate(takers):
+        for tensor, plan in transfers.local(rank):
+            size = itemsize(_stored_name(transfers, tensor)) if tensor.pieces else 0
+            _add(count, transfers, plan, size, rank, taker)
+    return count.moved()
+
+
+def _add(
+    count: _Count, transfers: _Nearest, plan: LivePlan, size: int, rank: int, taker: Slot
+) -> None:
+    for copy in plan.copies:
+        numel = sum(block.numel for block in copy.blocks)
+        count.add(transfers.givers.get(copy.rank), taker, numel * size)
+
+
+def _stored_name(transfers: Transfers, tensor: LocalTensor) -> str:
+    form, first = transfers.composition.target, tensor.pieces[0]
+    return form.tensor(first.rule, first.indexes, tensor.state).name
+
+
+def _place(mesh: MeshShape, rank: int) -> Coordinate:
+    at = mesh.coordinates(rank)
+    strange = [a for a in at if a not in _AXES and mesh.extents[a] > 1]
+    if strange:
+        raise UsageError(
+            "the mesh of this program has axes that the layout policy does not know",
+            kind="bad-argument",
+            wanted="axes pp, dp and tp",
+            found=", ".join(strange),
+        )
+    return Coordinate(*(at.get(a, 0) for a in _AXES))
+
+
+def moved_whole(total: int, seats: Sequence[Slot], left: Sequence[Slot]) -> Moved:
+    """Count for a job whose ranks all hold everything: who has nothing takes all of it.
+
+    Parameters
+    ----------
+    total
+        Bytes of the whole state.
+    seats
+        Who is a rank now.
+    left
+        Slots that are left; those that had a place hold the state.
+    """
+    holders = [s for s in left if s.held is not None]
+    count = _Count()
+    for number, taker in enumerate(seats):
+        turned = holders[number % max(len(holders), 1) :] + holders
+        origins = [(SOURCES.index(_origin(h, taker)), n) for n, h in enumerate(turned)]
+        giver = turned[min(origins)[1]] if turned else None
+        count.add(giver, taker, total)
+    return count.moved()
+
+
+class _Count:
+    """Adds up."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, Counter[str]] = {}
+        self._sent: Counter[str] = Counter()
+
+    def add(self, giver: Slot | None, taker: Slot, nbytes: int) -> None:
+        origin = _origin(giver, taker)
+        self._received.setdefault(taker.node, Counter())[origin] += nbytes
+        if origin == "peer" and giver is not None:
+            self._sent[giver.node] += nbytes
+
+    def moved(self) -> Moved:
+        every = {n: {s: c[s] for s in SOURCES} for n, c in self._received.items()}
+        return Moved(
+            sources={s: sum(c[s] for c in every.values()) for s in SOURCES},
+            received=every,
+            sent=dict(self._sent),
+        )
