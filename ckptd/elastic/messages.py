@@ -176,11 +176,15 @@ class Suspected(Event, frozen=True, kw_only=True, tag=True):
         In a few words.
     since_s
         How long it had lasted when it was told, in seconds.
+    generation
+        In which generation that was; 0 if it is not known. Of an earlier one than the present it
+        only says whom to leave out.
     """
 
     nodes: tuple[str, ...]
     reason: str
     since_s: float = 0.0
+    generation: int = 0
 
 
 class OrderKind(enum.StrEnum):
@@ -244,10 +248,13 @@ class Start(Action, frozen=True, kw_only=True, tag=True):
     level
         0: idle sessions take seats, and workers are started where there are too few of them. From 1
         on all workers are new processes.
+    nodes
+        Who is to be told; empty for all nodes of the record.
     """
 
     record: Record
     level: int
+    nodes: tuple[str, ...] = ()
 
 
 class Relaunch(Action, frozen=True, kw_only=True, tag=True):

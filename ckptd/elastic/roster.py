@@ -19,10 +19,12 @@ class Node:
 
     Attributes
     ----------
-    name, life, slots
-        As it said; see `ckptd.elastic.messages.NodeUp`.
+    name, life, slots, sessions, host
+        As it said; see `ckptd.elastic.messages.NodeUp`. Sessions as when workers last ran on it.
     seen
         When it was last heard of.
+    came
+        Since when it is there.
     up
         Whether it has not said goodbye, nor been given up.
     fenced
@@ -33,17 +35,42 @@ class Node:
         Not used before this moment; infinite until somebody orders otherwise.
     faults
         When it was at fault.
+    leaving
+        The life that will be taken away: not used any more.
+    dismissed
+        The life that is being replaced by another one.
+    asked
+        The life for which another one was asked for.
+    stuck_at
+        Since when it is taken for gone because it does not fence; its lease is not renewed.
     """
 
     name: str
     life: str = ""
     slots: int = 0
+    sessions: bool = False
+    host: str = ""
     seen: float = -math.inf
+    came: float = -math.inf
     up: bool = False
     fenced: int = 0
     running: int = 0
     out_until: float = -math.inf
     faults: list[float] = field(default_factory=list)
+    leaving: str | None = None
+    dismissed: str | None = None
+    asked: str | None = None
+    stuck_at: float | None = None
+
+    def usable(self, now: float, *, all_up: bool = False) -> bool:
+        """Return whether it may run ranks at this moment; see `Roster.slots`."""
+        if not self.up or self.stuck_at is not None or self.leaving == self.life:
+            return False
+        return self.out_until <= now or (all_up and self.out_until < math.inf)
+
+    def leased(self, born: float) -> float:
+        """Return when its workers' lease was renewed last, by a controller born then, or before."""
+        return max(self.seen if self.stuck_at is None else self.stuck_at, born)
 
 
 class Roster:
@@ -58,18 +85,32 @@ class Roster:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._nodes
+
     def hear(self, said: NodeUp, now: float) -> bool:
         """Note that a node is there; return whether it is another process than before."""
         node = self[said.node]
         other = node.life not in ("", said.life)
-        node.life, node.slots, node.seen, node.up = said.life, said.slots, now, True
+        node.life, node.slots, node.host, node.seen = said.life, said.slots, said.host, now
+        if other or not node.up:
+            node.came = now
+        node.up = node.dismissed != said.life
         node.fenced = said.fenced if other else max(node.fenced, said.fenced)
         node.running = said.running
+        if other:
+            node.sessions, node.stuck_at, node.dismissed = False, None, None
+        if said.running:
+            node.sessions = said.sessions
         return other
 
     def up(self) -> tuple[str, ...]:
         """Return the names of nodes that are there, sorted."""
         return tuple(sorted(n.name for n in self if n.up))
+
+    def usable_slots(self, now: float) -> int:
+        """Return how many ranks the usable nodes can run."""
+        return sum(n.slots for n in self if n.usable(now))
 
     def blame(self, name: str, now: float, *, window_s: float, most: int, out_s: float) -> bool:
         """Count a fault; return whether the node is left out from now on because of it."""
@@ -92,7 +133,7 @@ class Roster:
         held = {(m.node, m.slot): Coordinate(m.pp, m.dp, m.tp) for m in members}
         out: list[Slot] = []
         for node in sorted(self, key=lambda n: n.name):
-            if node.up and (node.out_until <= now or (all_up and node.out_until < math.inf)):
+            if node.usable(now, all_up=all_up):
                 out += [
                     Slot(node.name, number, held.get((node.name, number)))
                     for number in range(node.slots)

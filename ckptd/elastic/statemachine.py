@@ -7,50 +7,44 @@ fault needs no rule of its own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from ckptd.elastic.membership import Record, check_log, members_of
+from ckptd.elastic.decisions import ACTIVE
+from ckptd.elastic.growth import grown
+from ckptd.elastic.hearing import Hearing
 from ckptd.elastic.messages import (
-    Abort,
     Action,
-    Append,
+    Broken,
     Ended,
     Event,
     Fence,
     Fenced,
-    Finish,
     Left,
     Loaded,
+    Lost,
     NodeUp,
+    Notice,
     Order,
-    OrderKind,
     Progress,
-    Save,
     Saved,
-    Start,
     Suspected,
-    Tell,
     Tick,
 )
-from ckptd.elastic.policy import Choice, Job, choose
-from ckptd.elastic.roster import Node, Roster
-from ckptd.elastic.states import ControllerSettings, State
-from ckptd.errors import RefusedError
+from ckptd.elastic.states import ControllerSettings, Move, State
 
-__all__ = ["ControllerSettings", "State", "StateMachine"]
+__all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
 
 
-_ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
-
-
-class StateMachine:
+class StateMachine(Hearing):
     """The decisions for one job.
 
     Whoever drives it hands over events in the order in which it hears of them, with the moment
     (seconds of a clock that never goes back), and carries out the actions in their order. It is
     deterministic: the same events at the same moments give the same actions.
+
+    Deadlines are looked at on `Tick`, which costs time in proportion to the nodes; any other event
+    of a job that trains costs the same whatever its size.
 
     Parameters
     ----------
@@ -73,49 +67,22 @@ class StateMachine:
         Where the job is, and since when.
     generation
         The newest that was ever heard of.
-    record
-        What the newest generation that was started is.
+    record, members
+        What the newest generation that was started is, and its nodes.
     step
         The last committed step.
     reason
         Why the state is not RUNNING.
+    level
+        Of the restart under way, or of the last.
+    nodes
+        What is known of each node.
 
     Raises
     ------
     CorruptError
         kind ``bad-log``: the log goes backwards.
     """
-
-    def __init__(
-        self,
-        job: Job,
-        settings: ControllerSettings | None = None,
-        records: Sequence[Record] = (),
-        now: float = 0.0,
-        *,
-        by: str = "controller",
-        epoch: float = 0.0,
-    ) -> None:
-        check_log(records, "the membership log")
-        self.job = job
-        self.settings = settings or ControllerSettings()
-        self.nodes = Roster()
-        self.record = records[-1] if records else None
-        self.generation = self.record.generation if self.record else 0
-        self.step = self.record.step if self.record else 0
-        self.state = State.SUSPECT if self.record else State.PLAN
-        self.since = now
-        self.reason = "the controller was restarted" if self.record else "waiting for nodes"
-        self._by, self._epoch, self._born = by, epoch, now
-        self._settling = self.record is not None
-        self._cycles = 0
-        self._stepped = self.step
-        """Last committed step when the last fault was counted."""
-        self._then = State.PLAN
-        """What follows the fence."""
-        self._done: set[str] = set()
-        self._loaded: set[str] = set()
-        self._out: list[Action] = []
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event; return what is to be done about it, in this order."""
@@ -125,288 +92,140 @@ class StateMachine:
             self._advance(now)
         return self._out
 
-    # --- what is heard ----------------------------------------------------------------------------
+    def moves(self) -> list[Move]:
+        """Return the changes of state since the last call, the oldest first."""
+        moves, self._moves = self._moves, []
+        return moves
 
-    def _node_up(self, said: NodeUp, now: float) -> None:
-        other = self.nodes.hear(said, now)
-        if max(said.fenced, said.running) > self.generation:
-            # A controller before this one had begun a generation that the log does not know.
-            self.generation = max(said.fenced, said.running)
-            if self.state in _ACTIVE:
-                self._fence("a generation was begun and not written down", now)
-        self._repeat(self.nodes[said.node])
-        if self.state not in _ACTIVE or not self._is_member(said.node) or self.record is None:
-            return
-        if other or (self._settling and said.running != self.record.generation):
-            self._fault(said.node, f"{said.node} came back without its workers", now)
-        elif not said.running and not self._settling:
-            # Perhaps it never heard of this generation. Who has started it already does nothing.
-            self._out.append(Start(record=self.record, level=self._level()))
+    def may_renew(self, node: str) -> bool:
+        """Return whether a beat of this node is to be echoed, which renews its workers' lease.
 
-    def _repeat(self, node: Node) -> None:
-        """Fence again whoever has not heard of it, or came too late to."""
-        unheard = self.state is State.FENCE and node.fenced < self.generation
-        if unheard or 0 < node.running < self.generation:
-            self._out.append(Fence(nodes=(node.name,), generation=self.generation))
-
-    def _left(self, event: Left, now: float) -> None:
-        node = self.nodes[event.node]
-        node.up, node.running = False, 0
-        node.fenced = max(node.fenced, self.generation)
-        if self.state in _ACTIVE and self._is_member(event.node):
-            self._fault(event.node, f"{event.node} is gone", now)
-
-    def _ended(self, event: Ended, now: float) -> None:
-        if not self._is_current(event.generation) or not self._is_member(event.node):
-            return
-        self.nodes[event.node].running = 0
-        if event.code:
-            self._fault(event.node, f"a worker on {event.node} ended with {event.code}", now)
-            return
-        self._done.add(event.node)
-        if self.record is not None and self._done >= self.record.nodes:
-            self._become(State.DONE, "all workers have ended in good order", now)
-            self._out.append(Finish())
-
-    def _fenced(self, event: Fenced, now: float) -> None:
-        node = self.nodes[event.node]
-        node.seen = max(node.seen, now)
-        node.fenced = max(node.fenced, event.generation)
-        if node.running <= event.generation and node.fenced >= self.generation:
-            node.running = 0
-
-    def _loaded_(self, event: Loaded, now: float) -> None:
-        if self._is_current(event.generation) and self.state is State.RESHARD:
-            self._loaded.add(event.node)
-            if self.record is not None and self._loaded >= self.record.nodes:
-                self._become(State.RESUME, self.reason, now, keep_since=True)
-
-    def _progress(self, event: Progress, now: float) -> None:
-        if self.record is None or event.generation != self.record.generation:
-            return
-        # Also while it is fenced: the step is committed, and nothing takes it back.
-        self.step = max(self.step, event.step)
-        if self.state in (State.RESHARD, State.RESUME) and self._is_current(event.generation):
-            self._become(State.RUNNING, "", now)
-
-    def _saved(self, event: Saved, now: float) -> None:
-        if self.record is not None and event.generation == self.record.generation:
-            self.step = max(self.step, event.step)
-        if self.state is State.SUSPECT and not self._settling:
-            self._fence(self.reason, now)
-
-    def _suspected(self, event: Suspected, now: float) -> None:
-        if self.state not in _ACTIVE:
-            return
-        for name in event.nodes:
-            self.nodes[name].out_until = now + self.settings.out_s
-        self._fault("", event.reason, now)
-
-    def _order(self, event: Order, now: float) -> None:
-        text = event.reason or f"ordered: {event.kind} {' '.join(event.nodes)}".strip()
-        kind = event.kind
-        if kind is OrderKind.ADD:
-            for name in event.nodes:
-                self.nodes[name].out_until, self.nodes[name].faults = -math.inf, []
-            return
-        if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
-            for name in event.nodes:
-                self.nodes[name].out_until = math.inf
-            if not any(self._is_member(name) for name in event.nodes):
-                return
-        if kind is OrderKind.RESUME:
-            if self.state is State.PARKED or self._then is State.PARKED:
-                self._then = State.PLAN
-                if self.state is State.PARKED:
-                    self._become(State.PLAN, text, now)
-            return
-        if kind is OrderKind.PAUSE:
-            self._then = State.PARKED
-        if kind is OrderKind.STOP:
-            self._then = State.ABORTED
-        self._planned(text, now)
-
-    def _tick(self, _: Tick, now: float) -> None:
-        """Time alone is looked at after every event."""
+        Not if it does not fence: its workers are to end by their lease.
+        """
+        return node not in self.nodes or self.nodes[node].stuck_at is None
 
     # --- what follows -----------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
-        self._give_up_silent(now)
-        before = None
-        while before is not self.state:
-            before = self.state
-            waiting = _WAITING.get(self.state)
-            if waiting is not None:
-                waiting(self, now)
-
-    def _give_up_silent(self, now: float) -> None:
+    def _tick(self, _: Tick, now: float) -> None:
+        """Look for silence, and for what has lasted too long."""
         for node in list(self.nodes):
             # Nothing is known of how long a node was silent before this controller began.
-            if node.up and now - max(node.seen, self._born) >= self.settings.silent_s:
-                node.up = False
-                if self.state in _ACTIVE and self._is_member(node.name):
-                    self._fault(node.name, f"nothing is heard of {node.name}", now)
+            if node.up and self._silence(node, now) >= self.settings.silent_s:
+                self._gone(node, f"nothing is heard of {node.name}", now)
+        self._changed = True
+        if self.state in ACTIVE and self._broken is not None:
+            self._wait_for_cause(*self._broken, now)
+        if self.state is State.FENCE:
+            self._hurry(now)
+        waiting = _WAITING.get(self.state)
+        if waiting is not None:
+            waiting(self, now)
+
+    def _advance(self, now: float) -> None:
+        if self.state is State.FENCE:
+            self._wait_for_fence(now)
+        if self.state is State.PLAN and self._changed:
+            self._plan(now)
+
+    def _wait_for_cause(self, since: float, reason: str, now: float) -> None:
+        if now - since >= self.settings.broken_s:
+            self._fault("", reason, now, now - since)
 
     def _suspect(self, now: float) -> None:
         if self._settling:
-            members = self.record.nodes if self.record else frozenset()
-            here = [self.nodes[name] for name in sorted(members)]
-            if all(n.up and n.running == self.generation for n in here):
-                self._settling = False
-                self._become(State.RESUME, self.reason, now)
-            elif now - self.since >= self.settings.settle_s:
-                missing = sorted(n.name for n in here if n.running != self.generation)
-                self._fault("", f"after its restart the controller misses {missing[:5]}", now)
-        elif now - self.since >= self.settings.save_s:
-            self._fence(self.reason, now)
+            self._settle(now)
+        elif now >= self._save_until:
+            self._fence(self.reason, now, planned=True)
+
+    def _settle(self, now: float) -> None:
+        """Find out whether the generation of the log's last record still runs."""
+        here = [self.nodes[name] for name in sorted(self.members)]
+        missing = [n for n in here if n.running != self.generation and n.name not in self._done]
+        all_heard = all(n.up for n in here)
+        if all_heard and not missing:
+            self._settling, self._loaded_at = False, now
+            self._become(State.RESUME, self.reason, now)
+            return
+        # Who has fenced it may still be about to say how its workers ended.
+        hopeless = any(n.up and n.fenced < self.generation for n in missing)
+        if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
+            return
+        text = f"after its restart the controller misses {[n.name for n in missing[:5]]}"
+        if any(n.running == self.generation for n in here):
+            self._fault("", text, now, known=False)
+        else:
+            self._gathering = True
+            self.ladder.submitted()
+            self._fence(text, now)
+            self.level = 1  # the launchers are new already
+
+    def _hurry(self, now: float) -> None:
+        """Have killed who does not come out; take for gone who does not kill."""
+        late = now - self._fenced_at - self.settings.fence_s
+        if late < 0:
+            return
+        waited = [self.nodes[name] for name in self._pending]
+        waited = [n for n in waited if n.up and n.fenced < self.generation]
+        if self._fence_level() == 0:
+            self._hurried = True
+            names = tuple(sorted({n.name for n in waited}))
+            self._out.append(Fence(nodes=names, generation=self.generation, level=1))
+        elif late >= self.settings.fence_s or self.level > 0:
+            for node in waited:
+                node.stuck_at = node.stuck_at or now
 
     def _wait_for_fence(self, now: float) -> None:
-        members = self.record.nodes if self.record else frozenset()
+        while self._pending:
+            node = self.nodes[self._pending[-1]]
+            if node.up and node.stuck_at is None and node.fenced < self.generation:
+                break  # silence ends this wait as well
+            self._pending.pop()
+        if self._pending:
+            return
         # A controller that was restarted may never have heard of a member, which trains on.
-        names = members | {n.name for n in self.nodes if n.running}
-        running = [self.nodes[name] for name in sorted(names)]
-        if any(n.up and n.fenced < self.generation for n in running):
-            return  # silence ends this wait as well
+        names = self.members | {n.name for n in self.nodes if n.running}
+        running = [self.nodes[name] for name in names]
         # One dead rank keeps its whole generation from another step. If no death is sure, all
         # that helps is the lease, which workers give up by themselves.
         sure = not running or any(n.fenced >= self.generation for n in running)
-        last = max((max(n.seen, self._born) for n in running), default=now)
+        last = max((n.leased(self._born) for n in running), default=now)
         if sure or now - last >= self.settings.lease_s:
             self._after_fence(now)
 
-    def _after_fence(self, now: float) -> None:
-        if self._then is State.ABORTED:
-            self._abort("stopped", now)
-        else:
-            self._become(self._then, self.reason, now)
-
-    def _plan(self, now: float) -> None:
-        choice = self._choice(now)
-        if choice is None:
-            if now - self.since >= self.settings.nodes_s:
-                self._abort("no-nodes", now)
-            return
-        smaller = choice.shape.world < self.job.planned.world
-        if smaller and now - self.since < self.settings.patience_s:
-            return
-        self.generation += 1
-        self.record = Record(
-            generation=self.generation,
-            shape=choice.shape,
-            members=members_of(choice.places),
-            step=self.step,
-            reason=self.reason,
-            at=self._epoch + now,
-            by=self._by,
-        )
-        self._done, self._loaded = set(), set()
-        for name in sorted(self.record.nodes):
-            self.nodes[name].running = self.generation
-        self._out += [Append(record=self.record), Start(record=self.record, level=self._level())]
-        self._out += [Tell(text=line) for line in choice.why[:1]]
-        self._become(State.RESHARD, self.reason, now)
-
-    def _level(self) -> int:
-        return min(1 + self._cycles // 2, self.settings.levels)
-
-    def _choice(self, now: float) -> Choice | None:
-        current = self.record.shape if self.record else None
-        for all_up in (False, True):  # a node that is often at fault is better than none
-            slots = self.nodes.slots(now, self.record, all_up=all_up)
-            try:
-                return choose(self.job, slots, current)
-            except RefusedError:
-                continue
-        return None
+    def _wait_for_load(self, now: float) -> None:
+        waited = now - self.since
+        if not self._tells and waited >= self.settings.steady_s:
+            self._steady(now)
+        elif waited >= self.settings.resume_s:
+            self._fault("", "not all ranks have loaded in time", now, waited)
 
     def _wait_for_step(self, now: float) -> None:
-        if now - self.since >= self.settings.resume_s:
-            self._fault("", "no step was committed in time", now)
+        if now - self._loaded_at >= self.settings.steady_s:
+            self._steady(now)
+
+    def _steady(self, now: float) -> None:
+        if not self._tells:
+            self.ladder.credit()
+        self._become(State.RUNNING, "", now)
 
     def _run(self, now: float) -> None:
         """Take newcomers in, if that makes steps shorter."""
-        if self.record is None:
+        there = self.settings.grow_s
+        if self.record is None or now - max(self.since, self._looked) < there:
             return
-        new = [n for n in self.nodes if n.up and n.name not in self.record.nodes]
-        settled = [n for n in new if self._has_settled(n, now)]
-        if not settled:
-            return
-        current = self.record.shape
-        known = {n.name for n in settled} | self.record.nodes
-        slots = [s for s in self.nodes.slots(now, self.record) if s.node in known]
-        try:
-            better = choose(self.job, slots, current).shape
-        except RefusedError:
-            return
-        if self.job.step_cost(better) < self.job.step_cost(current):
-            self._planned(f"growing from {current} to {better}", now)
-
-    def _has_settled(self, node: Node, now: float) -> bool:
-        return node.out_until <= now and now - max(self.since, self._born) >= self.settings.grow_s
-
-    # --- changes ----------------------------------------------------------------------------------
-
-    def _planned(self, reason: str, now: float) -> None:
-        """Restart, but let the ranks save first where they train."""
-        if self.state is State.RUNNING and self.record is not None:
-            self._become(State.SUSPECT, reason, now)
-            self._out.append(Save(generation=self.record.generation))
-        elif self.state in _ACTIVE:
-            self._fence(reason, now)
-        elif self.state is not State.FENCE:
-            self._after_fence(now)
-
-    def _fault(self, node: str, reason: str, now: float) -> None:
-        s = self.settings
-        if node and self.nodes.blame(
-            node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s
-        ):
-            self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
-        self._cycles = self._cycles + 1 if self.step <= self._stepped else 1
-        self._stepped = self.step
-        self._fence(reason, now)
-        if self._cycles > s.cycles:
-            self._abort("no-progress", now)
-
-    def _fence(self, reason: str, now: float) -> None:
-        self.generation += 1
-        self._settling = False
-        self._become(State.FENCE, reason, now)
-        self._out.append(Fence(nodes=self.nodes.up(), generation=self.generation))
-
-    def _abort(self, kind: str, now: float) -> None:
-        texts = {
-            "stopped": f"stopped: {self.reason}",
-            "no-nodes": f"no layout fits the nodes that are left; last: {self.reason}",
-            "no-progress": f"{self._cycles} generations in a row have committed no step; "
-            f"last: {self.reason}",
-        }
-        text = f"{texts[kind]}. The last committed step is {self.step}."
-        self._become(State.ABORTED, text, now)
-        self._out.append(Abort(kind=kind, text=text))
-
-    def _become(self, state: State, reason: str, now: float, *, keep_since: bool = False) -> None:
-        self.state, self.reason = state, reason
-        self.since = self.since if keep_since else now
-        if state is State.PLAN:
-            self._then = State.PLAN
-
-    def _is_member(self, node: str) -> bool:
-        return self.record is not None and node in self.record.nodes
-
-    def _is_current(self, generation: int) -> bool:
-        return (
-            self.state in _ACTIVE
-            and self.record is not None
-            and generation == self.record.generation == self.generation
-        )
+        self._looked = now
+        better = grown(self.job, self.nodes, self.record, self.members, now, there)
+        if better is not None:
+            self._planned(f"growing from {self.record.shape} to {better}", now)
 
 
 _HANDLERS: dict[type[Event], Callable[[Any, Any, float], None]] = {
     NodeUp: StateMachine._node_up,
     Left: StateMachine._left,
+    Lost: StateMachine._lost,
+    Notice: StateMachine._notice,
     Ended: StateMachine._ended,
+    Broken: StateMachine._broken_,
     Fenced: StateMachine._fenced,
     Loaded: StateMachine._loaded_,
     Progress: StateMachine._progress,
@@ -418,9 +237,7 @@ _HANDLERS: dict[type[Event], Callable[[Any, Any, float], None]] = {
 
 _WAITING: dict[State, Callable[[StateMachine, float], None]] = {
     State.SUSPECT: StateMachine._suspect,
-    State.FENCE: StateMachine._wait_for_fence,
-    State.PLAN: StateMachine._plan,
-    State.RESHARD: StateMachine._wait_for_step,
+    State.RESHARD: StateMachine._wait_for_load,
     State.RESUME: StateMachine._wait_for_step,
     State.RUNNING: StateMachine._run,
 }

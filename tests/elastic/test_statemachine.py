@@ -21,6 +21,7 @@ from ckptd.elastic.messages import (
     Order,
     OrderKind,
     Progress,
+    Refuse,
     Save,
     Saved,
     Start,
@@ -156,7 +157,7 @@ def test_silence_is_a_fault_once_it_is_long(driver: Driver) -> None:
 
 
 def test_without_a_sure_death_the_lease_is_waited_for() -> None:
-    d = Driver("ad", lease_s=30.0, silent_s=2.0)
+    d = Driver("ad", gather_s=0.0, lease_s=30.0, silent_s=2.0)
     d.up("a")
     d.hear(Progress(generation=1, step=1))
     d.pass_time(3, "d")
@@ -276,6 +277,8 @@ def test_a_controller_that_comes_back_lets_training_go_on(driver: Driver) -> Non
     again.up("a", "b")
     assert again.machine.state is State.SUSPECT
     again.up("c")
+    again.hear(Tick())
+    assert again.machine.state is State.RESUME
     again.hear(Progress(generation=1, step=30))
     assert (again.machine.state, again.machine.step) == (State.RUNNING, 30)
 
@@ -289,11 +292,25 @@ def test_a_controller_that_comes_back_fences_if_somebody_is_missing(driver: Driv
     assert "c" in again.machine.reason
 
 
-def test_what_a_lost_controller_had_begun_is_not_begun_again_under_its_number() -> None:
+def test_what_a_lost_controller_had_begun_is_not_begun_again_under_its_number(
+    driver: Driver,
+) -> None:
+    record = driver.machine.record
+    assert record is not None
+    again = Driver(records=[record])
+    again.fenced = dict.fromkeys("abc", 41)
+    again.up("a", "b", "c")
+    again.all_fenced("a", "b")
+    assert one(again.all_fenced("c"), Start).record.generation == 43
+
+
+@pytest.mark.parametrize("known", [{"running": 7}, {"fenced": 7}])
+def test_an_empty_log_is_refused_over_a_job_that_has_begun(known: dict[str, int]) -> None:
     d = Driver()
-    d.fenced["a"] = 41
-    d.up("a")
-    assert one(d.actions, Start).record.generation == 42
+    refused = one(d.hear(NodeUp(node="a", life="1", slots=1, **known)), Refuse)
+    assert refused.kind == "lost-log"
+    assert "generation 7" in refused.text
+    assert d.hear(Tick()) == []
 
 
 @pytest.mark.parametrize("seed", range(30))

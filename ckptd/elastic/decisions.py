@@ -1,0 +1,274 @@
+"""What a controller does when it has to: fence, plan, start, give up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ckptd.elastic.ladder import DEEPEST, RELAUNCH, Ladder
+from ckptd.elastic.membership import Record, check_log, members_of
+from ckptd.elastic.messages import Abort, Action, Append, Fence, Relaunch, Save, Start, Tell
+from ckptd.elastic.policy import Choice, Job, choose
+from ckptd.elastic.roster import Node, Roster
+from ckptd.elastic.states import ControllerSettings, Move, State
+from ckptd.errors import RefusedError
+
+__all__ = ["ACTIVE", "Decisions"]
+
+ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
+
+
+class Decisions:
+    """The half of a `StateMachine` that changes its state; see there."""
+
+    def __init__(
+        self,
+        job: Job,
+        settings: ControllerSettings | None = None,
+        records: Sequence[Record] = (),
+        now: float = 0.0,
+        *,
+        by: str = "controller",
+        epoch: float = 0.0,
+    ) -> None:
+        check_log(records, "the membership log")
+        self.job = job
+        self.settings = settings or ControllerSettings()
+        self.nodes = Roster()
+        self.record = records[-1] if records else None
+        self.members = self.record.nodes if self.record else frozenset[str]()
+        self.generation = self.record.generation if self.record else 0
+        self.step = self.record.step if self.record else 0
+        self.state = State.SUSPECT if self.record else State.PLAN
+        self.since = now
+        self.reason = "the controller was restarted" if self.record else "waiting for nodes"
+        self.level = self.record.level if self.record else 1
+        self.ladder = Ladder.after(self.record, self.settings)
+        self._by, self._epoch, self._born = by, epoch, now
+        self._settling = self.record is not None
+        self._gathering = self.record is None
+        self._planned_restart = False
+        self._tells = self.step > 0
+        """Whether this job ever told of loading or steps."""
+        self._each_step = False
+        """Whether each step of the generation was committed, as far as it has told."""
+        self._then = State.PLAN
+        """What follows the fence."""
+        self._save_until = self._relaunch_until = -math.inf
+        self._fenced_at = self._loaded_at = now
+        self._looked = now
+        """When newcomers were looked at."""
+        self._hurried = False
+        """Whether those that did not come out are being killed."""
+        self._code = 0
+        self._refused = ""
+        self._changed = True
+        """Whether a plan that was refused may succeed now: looking costs time."""
+        self._broken: tuple[float, str] | None = None
+        self._pending: list[str] = []
+        """Nodes whose fence is waited for."""
+        self._done: set[str] = set()
+        self._loaded: set[str] = set()
+        self._out: list[Action] = []
+        self._moves: list[Move] = []
+
+    # --- restarts ---------------------------------------------------------------------------------
+
+    def _planned(self, reason: str, now: float, *, within_s: float = math.inf) -> None:
+        """Restart because somebody wants it, but let the ranks save first where they train."""
+        if self.state is State.RUNNING and self.record is not None:
+            if self._cheapest() == 0 and self._each_step:
+                self._fence(reason, now, planned=True)  # each step is kept already
+                return
+            self._become(State.SUSPECT, reason, now)
+            self._save_until = now + min(self.settings.save_s, within_s)
+            self._out.append(Save(generation=self.record.generation))
+        elif self.state in ACTIVE:
+            self._fence(reason, now, planned=True)
+        elif self.state is not State.FENCE:
+            self._after_fence(now)
+
+    def _fault(
+        self, node: str, reason: str, now: float, detect_s: float = 0.0, *, known: bool = True
+    ) -> None:
+        """Restart because something failed; `known` as for `Ladder.failed`."""
+        s = self.settings
+        if node and self.nodes.blame(
+            node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s
+        ):
+            self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
+        self.ladder.failed(self.step, known=known)
+        verdict = self.ladder.verdict(self._cheapest())
+        self._fence(reason, now, detect_s=detect_s)
+        if verdict:
+            self._abort(verdict, now)
+
+    def _cheapest(self) -> int:
+        """Return 0 if all survivors can go on as they are, 1 if workers must be started."""
+        if self._then is not State.PLAN:
+            return 1  # who is parked or stopped gives its devices back
+        here = [node for node in map(self.nodes.__getitem__, self.members) if node.up]
+        return 0 if here and all(node.sessions for node in here) else 1
+
+    def _fence(
+        self, reason: str, now: float, *, planned: bool = False, detect_s: float = 0.0
+    ) -> None:
+        self.generation += 1
+        self._settling, self._broken, self._planned_restart = False, None, planned
+        self.level = self.ladder.level(self._cheapest())
+        self._fenced_at, self._hurried = now, False
+        waited = self.members | {n.name for n in self.nodes if n.running}
+        self._pending = sorted(waited, reverse=True)
+        self._become(State.FENCE, reason, now, detect_s=detect_s)
+        self._out.append(
+            Fence(nodes=self.nodes.up(), generation=self.generation, level=self._fence_level())
+        )
+
+    def _fence_level(self) -> int:
+        return 0 if self.level == 0 and self._then is State.PLAN and not self._hurried else 1
+
+    def _after_fence(self, now: float) -> None:
+        if self._then is State.ABORTED:
+            self._abort("stopped", now)
+        elif self._then is State.PARKED:
+            self._become(State.PARKED, self.reason, now)
+        elif self.level >= DEEPEST:
+            self._abort("requeue", now)
+        else:
+            self._become(State.PLAN, self.reason, now)
+            self._relaunch(now)
+
+    def _relaunch(self, now: float) -> None:
+        """Have launchers started anew: those that are gone, and at level 2 all."""
+        if self.settings.levels < RELAUNCH:
+            return
+        known = [self.nodes[name] for name in sorted(self.members)]
+        wanted = [n for n in known if not n.up and n.asked != n.life]
+        if self.level == RELAUNCH:
+            wanted = known
+            self._relaunch_until = now + self.settings.relaunch_s
+            for node in wanted:
+                node.dismissed, node.up, node.running = node.life, False, 0
+        for node in wanted:
+            node.asked = node.life
+        if wanted:
+            self._out.append(Relaunch(nodes=tuple(n.name for n in wanted), level=RELAUNCH))
+
+    # --- plans ------------------------------------------------------------------------------------
+
+    def _plan(self, now: float) -> None:
+        self._changed = False
+        if self._awaits_launchers(now):
+            return
+        waited = now - self.since
+        patience = self.settings.gather_s if self._gathering else self.settings.patience_s
+        whole = self.job.planned.world
+        few = self.nodes.usable_slots(now) < whole and waited < patience
+        choice = None if few else self._choice(now)
+        if choice is not None and (choice.shape.world >= whole or waited >= patience):
+            self._begin(choice, now)
+        elif waited >= max(self.settings.nodes_s, patience):
+            self._abort("no-nodes", now)
+
+    def _awaits_launchers(self, now: float) -> bool:
+        if now >= self._relaunch_until:
+            for node in self.nodes:
+                node.dismissed = None  # what is there will have to do
+            return False
+        if self.nodes.usable_slots(now) >= self.job.planned.world:
+            return False  # somebody else came
+        return any(n.dismissed is not None and not n.up for n in self.nodes)
+
+    def _begin(self, choice: Choice, now: float) -> None:
+        self.generation += 1
+        self.record = Record(
+            generation=self.generation,
+            shape=choice.shape,
+            members=members_of(choice.places),
+            step=self.step,
+            reason=self.reason[:2000],
+            at=self._epoch + now,
+            by=self._by,
+            level=self.level,
+            failures=self.ladder.failures,
+            fruitless=self.ladder.fruitless,
+        )
+        self.members = self.record.nodes
+        self._done, self._loaded, self._each_step = set(), set(), False
+        self._gathering, self._relaunch_until = False, -math.inf
+        for name in sorted(self.members):
+            self.nodes[name].running = self.generation
+        self._out += [Append(record=self.record), Start(record=self.record, level=self.level)]
+        self._out += [Tell(text=line) for line in choice.why[:1]]
+        self._become(State.RESHARD, self.reason, now)
+
+    def _choice(self, now: float) -> Choice | None:
+        current = self.record.shape if self.record else None
+        for all_up in (False, True):  # a node that is often at fault is better than none
+            slots = self.nodes.slots(now, self.record, all_up=all_up)
+            try:
+                return choose(self.job, slots, current)
+            except RefusedError as error:
+                self._refused = f"there were {error.found}; wanted were {error.wanted}"
+        return None
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _abort(self, kind: str, now: float) -> None:
+        last = f"last: {self.reason}"
+        fruitless = f"{self.ladder.fruitless} generations in a row have committed no step; {last}"
+        texts = {
+            "stopped": f"stopped: {self.reason}",
+            "no-nodes": f"no layout fits the nodes that are left; {self._refused}; {last}. Bring "
+            "nodes back and start the job again: it goes on from its log",
+            "no-progress": f"{fruitless}. Mend the cause and start the job again",
+            "max-restarts": f"{self.ladder.failures} faults, and {self.settings.max_restarts} "
+            f"restarts are allowed; {last}",
+            "requeue": f"{fruitless}. The job is to be submitted again",
+        }
+        text = f"{texts[kind]}. The last committed step is {self.step}."
+        self._become(State.ABORTED, text, now)
+        self._out.append(Abort(kind=kind, text=text, code=self._code))
+
+    # --- small things -----------------------------------------------------------------------------
+
+    def _become(
+        self,
+        state: State,
+        reason: str,
+        now: float,
+        *,
+        keep_since: bool = False,
+        detect_s: float = 0.0,
+    ) -> None:
+        self._moves.append(
+            Move(
+                at=now,
+                before=self.state,
+                state=state,
+                generation=self.generation,
+                level=self.level,
+                step=self.step,
+                reason=reason,
+                planned=self._planned_restart,
+                detect_s=detect_s,
+            )
+        )
+        self.state, self.reason = state, reason
+        self.since = self.since if keep_since else now
+        if state is State.PLAN:
+            self._then, self._changed = State.PLAN, True
+
+    def _is_member(self, node: str) -> bool:
+        return node in self.members
+
+    def _is_current(self, generation: int) -> bool:
+        return (
+            self.state in ACTIVE
+            and self.record is not None
+            and generation == self.record.generation == self.generation
+        )
+
+    def _silence(self, node: Node, now: float) -> float:
+        """Return for how long nothing is known of a node, in seconds."""
+        return now - max(node.seen, self._born)

@@ -1,0 +1,214 @@
+"""What a controller makes of what it hears: a method for each kind of event."""
+
+from __future__ import annotations
+
+import math
+
+from ckptd.elastic.decisions import ACTIVE, Decisions
+from ckptd.elastic.messages import (
+    Broken,
+    Ended,
+    Fence,
+    Fenced,
+    Finish,
+    Left,
+    Loaded,
+    Lost,
+    NodeUp,
+    Notice,
+    Order,
+    OrderKind,
+    Progress,
+    Refuse,
+    Save,
+    Saved,
+    Start,
+    Suspected,
+    Tell,
+)
+from ckptd.elastic.policy import choose
+from ckptd.elastic.roster import Node
+from ckptd.elastic.states import State
+from ckptd.errors import RefusedError
+
+__all__ = ["Hearing"]
+
+
+class Hearing(Decisions):
+    """The half of a `StateMachine` that hears; see there."""
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _node_up(self, said: NodeUp, now: float) -> None:
+        known = max(said.fenced, said.running)
+        if self.record is None and known > 0:
+            self._refuse(said, now)
+            return
+        silent = self._silence(self.nodes[said.node], now)
+        had = self.nodes[said.node].up, self.nodes[said.node].slots
+        other = self.nodes.hear(said, now)
+        node = self.nodes[said.node]
+        self._changed |= other or had != (node.up, node.slots)
+        if known > self.generation:
+            # A controller before this one had begun a generation that the log does not know.
+            self.generation = known
+            if self.state in ACTIVE:
+                self._fence("a generation was begun and not written down", now)
+        self._repeat(node, came=other or not had[0])
+        if self.state not in ACTIVE or self._settling or self.record is None:
+            return
+        if other and self._is_member(node.name):
+            self._fault(node.name, f"{node.name} came back without its workers", now, silent)
+        elif self._is_member(node.name) and not node.running and node.name not in self._done:
+            # Perhaps it never heard of this generation. Who has started it already does nothing.
+            self._out.append(Start(record=self.record, level=self.level, nodes=(node.name,)))
+
+    def _repeat(self, node: Node, *, came: bool) -> None:
+        """Fence again whoever has not heard of it, or came too late to."""
+        unheard = self.state is State.FENCE and node.fenced < self.generation
+        if unheard or 0 < node.running < self.generation:
+            level = self._fence_level() if self.state is State.FENCE else 1
+            self._out.append(Fence(nodes=(node.name,), generation=self.generation, level=level))
+        if unheard and came and (node.running or self._is_member(node.name)):
+            self._pending.append(node.name)
+
+    def _refuse(self, said: NodeUp, now: float) -> None:
+        text = (
+            f"{said.node} knows of generation {max(said.fenced, said.running)}, and the membership "
+            "log is empty: it was lost, or this is another one. Nothing was begun and nobody was "
+            "stopped. Start the controller with the job's log; or stop all of the job's launchers, "
+            "and start it as a new one: its checkpoints are not touched"
+        )
+        self._become(State.ABORTED, text, now)
+        self._out.append(Refuse(kind="lost-log", text=text))
+
+    def _left(self, event: Left, now: float) -> None:
+        node = self.nodes[event.node]
+        node.up, node.running, self._changed = False, 0, True
+        node.fenced = max(node.fenced, self.generation)
+        if self.state in ACTIVE and self._is_member(event.node):
+            self._fault(event.node, f"{event.node} is gone", now)
+
+    def _lost(self, event: Lost, now: float) -> None:
+        if event.node in self.nodes and self.nodes[event.node].up:
+            text = f"the connection to {event.node} broke"
+            self._gone(self.nodes[event.node], text, now)
+
+    def _gone(self, node: Node, reason: str, now: float) -> None:
+        """Give a node up, whose workers may run on."""
+        node.up, self._changed = False, True
+        if self.state in ACTIVE and self._is_member(node.name):
+            self._fault(node.name, reason, now, self._silence(node, now))
+
+    def _notice(self, event: Notice, now: float) -> None:
+        node = self.nodes[event.node]
+        node.leaving, self._changed = node.life, True
+        if not self._is_member(event.node) or self.state not in ACTIVE:
+            return
+        text = f"{event.node} will be gone in {event.seconds:.0f} s: {event.reason or 'notice'}"
+        try:
+            choose(self.job, self.nodes.slots(now, self.record, all_up=True))
+        except RefusedError:
+            # Without it the job only waits: it trains on as long as it can.
+            self._out.append(Tell(text=f"{text}. Nothing fits without it"))
+            if self.record is not None and self.state is State.RUNNING:
+                self._out.append(Save(generation=self.record.generation))
+            return
+        self._planned(text, now, within_s=max(event.seconds, 0.0))
+
+    def _fenced(self, event: Fenced, now: float) -> None:
+        node = self.nodes[event.node]
+        node.seen = max(node.seen, now)
+        node.fenced = max(node.fenced, event.generation)
+        if node.running <= event.generation and node.fenced >= self.generation:
+            self._changed |= node.stuck_at is not None
+            node.running, node.stuck_at = 0, None
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def _ended(self, event: Ended, now: float) -> None:
+        if not self._is_current(event.generation) or not self._is_member(event.node):
+            return
+        self.nodes[event.node].running = 0
+        if event.code:
+            self._code = event.code
+            self._fault(event.node, f"a worker on {event.node} ended with {event.code}", now)
+            return
+        self._done.add(event.node)
+        if len(self._done) == len(self.members):
+            self._become(State.DONE, "all workers have ended in good order", now)
+            self._out.append(Finish())
+
+    def _broken_(self, event: Broken, now: float) -> None:
+        if self._is_current(event.generation) and self._is_member(event.node):
+            reason = event.reason or "a collective failed"
+            self._broken = self._broken or (now, f"{event.node}: {reason}")
+
+    def _loaded_(self, event: Loaded, now: float) -> None:
+        if not self._is_current(event.generation) or not self._is_member(event.node):
+            return
+        self._tells = True
+        self._loaded.add(event.node)
+        if self.state is State.RESHARD and len(self._loaded) == len(self.members):
+            self._loaded_at = now
+            self._become(State.RESUME, self.reason, now, keep_since=True)
+
+    def _progress(self, event: Progress, now: float) -> None:
+        if self.record is None or event.generation != self.record.generation:
+            return
+        self._tells = True
+        if event.step > self.step:
+            self._each_step = event.step == self.step + 1
+        # Also while it is fenced: the step is committed, and nothing takes it back.
+        self.step = max(self.step, event.step)
+        if self.state in (State.RESHARD, State.RESUME) and self._is_current(event.generation):
+            self._become(State.RUNNING, "", now)
+
+    def _saved(self, event: Saved, now: float) -> None:
+        if self.record is None or event.generation != self.record.generation:
+            return
+        self._tells = True
+        self.step = max(self.step, event.step)
+        if self.state is State.SUSPECT and not self._settling:
+            self._fence(self.reason, now, planned=True)
+
+    # --- people and monitors ----------------------------------------------------------------------
+
+    def _suspected(self, event: Suspected, now: float) -> None:
+        for name in event.nodes:
+            self.nodes[name].out_until = max(self.nodes[name].out_until, now + self.settings.out_s)
+        self._changed = True
+        stale = self.record is None or event.generation not in (0, self.record.generation)
+        meant = not event.nodes or any(self._is_member(name) for name in event.nodes)
+        if self.state in ACTIVE and meant and not stale:
+            self._fault("", event.reason, now, event.since_s)
+
+    def _order(self, event: Order, now: float) -> None:
+        text = event.reason or f"ordered: {event.kind} {' '.join(event.nodes)}".strip()
+        kind = event.kind
+        self._changed = True
+        if kind is OrderKind.ADD:
+            for name in event.nodes:
+                node = self.nodes[name]
+                node.out_until, node.faults, node.leaving = -math.inf, [], None
+            return
+        if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
+            for name in event.nodes:
+                self.nodes[name].out_until = math.inf
+            if not any(self._is_member(name) for name in event.nodes):
+                return
+        if kind is OrderKind.RESUME:
+            self._resume(text, now)
+            return
+        if kind is OrderKind.PAUSE:
+            self._then = State.PARKED
+        if kind is OrderKind.STOP:
+            self._then = State.ABORTED
+            self.reason = text
+        self._planned(text, now)
+
+    def _resume(self, text: str, now: float) -> None:
+        if self._then is State.PARKED:
+            self._then = State.PLAN
+        if self.state is State.PARKED:
+            self._become(State.PLAN, text, now)
