@@ -98,6 +98,18 @@ def serve(
     linger: Annotated[
         float | None, Parameter(help="End when no agent was heard of for so many seconds.")
     ] = None,
+    controller: Annotated[
+        str | None,
+        Parameter(
+            help="HOST:PORT of the job's controller: its daemon shows it, orders, and acts on"
+            " incidents as the policy of each class says.",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        tuple[str, ...],
+        Parameter(help="KIND=ACTION, such as slow-rank=act: short for --set policy.KIND=ACTION."),
+    ] = (),
     simulate: Annotated[
         int | None, Parameter(help="Show a job of so many ranks that does not exist.")
     ] = None,
@@ -129,11 +141,12 @@ def serve(
             job=job,
             secret=secret,
             history=history or run_folder() / "none",
-            settings=_settings(floor, setting),
+            settings=_settings(floor, policy, setting, controller is not None),
             events=events,
             recording=record,
             webhook=webhook,
             webhook_key=os.environ.get(HOOK_VARIABLE, "").encode() or secret,
+            controller=_controller(controller),
         )
         access = _access(job, secret, bind, name, metrics_open)
         return _serve(stack, sock, setup, access, history is None, linger, simulate, fault, json)
@@ -314,10 +327,27 @@ def _access(
     )
 
 
-def _settings(floors: tuple[str, ...], assignments: tuple[str, ...]) -> WatchSettings:
+def _controller(address: str | None) -> Callable[[], str] | None:
+    """Return what says where the controller is; UsageError, kind ``bad-url``, if that is none."""
+    from ckptd.elastic.dial import split_address
+
+    if address is None:
+        return None
+    split_address(address)
+    return lambda: address
+
+
+def _settings(
+    floors: tuple[str, ...],
+    policies: tuple[str, ...],
+    assignments: tuple[str, ...],
+    controlled: bool,
+) -> WatchSettings:
+    from ckptd.daemon.elasticpolicy import RUN_POLICY
     from ckptd.monitor.watchsettings import WatchSettings, changed
 
-    settings = WatchSettings()
-    for assignment in (*(f"floor.{text}" for text in floors), *assignments):
+    settings = WatchSettings(policy=dict(RUN_POLICY) if controlled else {})
+    short = [f"floor.{text}" for text in floors] + [f"policy.{text}" for text in policies]
+    for assignment in (*short, *assignments):
         settings = changed(settings, assignment)
     return settings

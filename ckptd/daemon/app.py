@@ -22,11 +22,12 @@ from starlette.types import ASGIApp
 from ckptd.daemon.access import LOGIN_PATH, Access, Guard
 from ckptd.daemon.bodies import document, read_body, refusal
 from ckptd.daemon.columns import phase_name
+from ckptd.daemon.elastic import order_of
+from ckptd.daemon.elasticpart import answer_document
 from ckptd.daemon.exposition import exposition
 from ckptd.daemon.history import SERIES
 from ckptd.daemon.live import Streaming
 from ckptd.daemon.service import Service, page_folder
-from ckptd.daemon.shown import shown
 from ckptd.daemon.trace import (
     call_document,
     chrome_trace,
@@ -86,6 +87,8 @@ class Api:
         }
         posts: Mapping[str, Endpoint] = {
             f"{V1}/incidents/{{ident}}/ack": self._acknowledge,
+            f"{V1}/incidents/{{ident}}/enforce": self._enforce,
+            f"{V1}/elastic/orders": self._order,
             LOGIN_PATH: self._login,
             SHEETS_PATH: s.ingest.sheets,
             FOUND_PATH: s.ingest.found,
@@ -157,7 +160,13 @@ class Api:
         return document(s.links_document(s.rounds.board))
 
     async def _elastic(self, request: Request) -> Response:
-        return document(self._service.generations.document())
+        s = self._service
+        return document({**s.generations.document(), **s.elastic_document()})
+
+    async def _order(self, request: Request) -> Response:
+        order = order_of(await _json_body(request))
+        answer = await run_in_threadpool(self._service.order, order)
+        return document(answer_document(answer), 200 if answer.ok else 409)
 
     async def _checkpoints(self, request: Request) -> Response:
         return document(await run_in_threadpool(self._service.checkpoints.document))
@@ -227,12 +236,12 @@ class Api:
         before = _number(request, "before", None, 0, 1e12)
         s = self._service
         found = await run_in_threadpool(s.incidents, state, before, limit)
-        return document({"incidents": [shown(i, s.names) for i in found]})
+        return document({"incidents": [s.shown(i) for i in found]})
 
     async def _incident(self, request: Request) -> Response:
         s = self._service
         found = await run_in_threadpool(s.incident, request.path_params["ident"])
-        return document(shown(found, s.names, evidence=True))
+        return document(s.shown(found, evidence=True))
 
     async def _acknowledge(self, request: Request) -> Response:
         body = await _json_body(request)
@@ -242,7 +251,12 @@ class Api:
         future = self._service.acknowledge(request.path_params["ident"], note)
         async with asyncio.timeout(_ANSWER_S):
             incident = await asyncio.wrap_future(future)
-        return document(shown(incident, self._service.names))
+        return document(self._service.shown(incident))
+
+    async def _enforce(self, request: Request) -> Response:
+        ident = request.path_params["ident"]
+        answer = await run_in_threadpool(self._service.enforce, ident)
+        return document(answer_document(answer), 200 if answer.ok else 409)
 
     # -- the rest ---------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptd.daemon.collectives import COLLECTIVES, collective_families
+from ckptd.daemon.elasticmeter import ELASTIC, elastic_families
 from ckptd.daemon.rounds import Board
 from ckptd.daemon.service import Service
 from ckptd.errors import UsageError
@@ -51,6 +52,7 @@ NAMES = {
     "ckptd_history_errors_total": "Changes that the history file could not take",
     "ckptd_webhook_total": "Incidents sent to the webhook, by outcome",
     "ckptd_stream_clients": "Pages that follow live",
+    **ELASTIC,
 }
 """Every metric, with its help text."""
 
@@ -90,6 +92,9 @@ class _Collector:
         yield from collective_families(self._service.collectives, self._service.names.kind_word)
         yield from self._incidents(board)
         yield from self._agents(board)
+        elastic = self._service.elastic
+        if elastic is not None:
+            yield from elastic_families(elastic.meter, elastic.controller.connected)
         yield from self._self()
 
     def _ranks(self) -> Iterator[Metric]:

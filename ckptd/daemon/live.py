@@ -38,7 +38,7 @@ class Event:
     revision
         Of the round that made it.
     name
-        ``job``, ``ranks``, ``incident`` or ``links``.
+        ``job``, ``ranks``, ``incident``, ``links`` or ``elastic``.
     data
         JSON in one line.
     """

@@ -17,6 +17,7 @@ from ckptd import __version__
 from ckptd.daemon.bodies import json_bytes
 from ckptd.daemon.checkpoints import Checkpoints
 from ckptd.daemon.columns import Ranks
+from ckptd.daemon.elasticpart import ElasticPart
 from ckptd.daemon.generations import Generations
 from ckptd.daemon.history import History
 from ckptd.daemon.ingest import Ingest, take_into
@@ -28,6 +29,8 @@ from ckptd.daemon.shown import essence, from_stored, shown, to_stored
 from ckptd.daemon.summary import Goodput, summary
 from ckptd.daemon.tape import Tape
 from ckptd.daemon.webhook import Webhook
+from ckptd.elastic.messages import Order
+from ckptd.elastic.wire import Answer
 from ckptd.errors import NotFoundError
 from ckptd.monitor.collectives import Book
 from ckptd.monitor.incident import Changes, Incident
@@ -64,6 +67,9 @@ class Setup:
         What the last messages may take in memory.
     history_bytes
         What the history may take on the disk.
+    controller
+        Returns where the job's controller is, ``HOST:PORT``, empty if that is not known; None for
+        a job that has none.
     """
 
     job: str
@@ -76,6 +82,7 @@ class Setup:
     recording: Path | None = None
     tape_bytes: int = 64 << 20
     history_bytes: int = 256 << 20
+    controller: Callable[[], str] | None = None
 
 
 class Service:
@@ -111,6 +118,7 @@ class Service:
         self.members = watch.sources.members
         self.rounds = Rounds(watch, self._on_round)
         self.ingest = Ingest(setup.job, setup.secret, self._call, self._take(watch), self.tape)
+        self.elastic = self._elastic()
         self.verdicts: Counter[tuple[str, str, str]] = Counter()
         self.latencies: list[float] = []
         self._told: dict[str, tuple[object, ...]] = {}
@@ -125,6 +133,21 @@ class Service:
         path = self.setup.recording
         return None if path is None else RecordingWriter(path, self.setup.job, self._epoch)
 
+    def _elastic(self) -> ElasticPart | None:
+        setup = self.setup
+        if setup.controller is None:
+            return None
+        return ElasticPart(
+            setup.controller,
+            setup.job,
+            setup.secret,
+            setup.settings,
+            rounds=self.rounds,
+            tape=self.tape,
+            changed=self._publish_elastic,
+            answered=self._answered,
+        )
+
     def _remembered(self) -> list[Incident]:
         found = [from_stored(data) for data in self.history.incidents(limit=1000)]
         return sorted((i for i in found if i is not None), key=lambda i: i.opened_at)
@@ -133,10 +156,14 @@ class Service:
         """Begin rounds; events are published in `loop`."""
         self._loop = loop
         self.rounds.start()
+        if self.elastic is not None:
+            self.elastic.start()
 
     def close(self) -> None:
         """End in good order: the round at hand, then webhook and history."""
         self._loop = None
+        if self.elastic is not None:
+            self.elastic.close()
         self.rounds.close()
         if self.webhook is not None:
             self.webhook.close()
@@ -165,13 +192,63 @@ class Service:
 
         def work(watch: Watch, now: float) -> Incident:
             incident = watch.acknowledge(ident, note, now)
-            self._keep(incident)
-            # Whoever noted it looks at once whether it is there.
-            self.rounds.board = replace(self.rounds.board, incidents=watch.incidents)
-            self._publish_incident(self.rounds.board, incident)
+            self._noted(watch, incident)
             return incident
 
         return self.rounds.call(work)
+
+    def _noted(self, watch: Watch, incident: Incident) -> None:
+        self._keep(incident)
+        # Whoever noted it looks at once whether it is there.
+        self.rounds.board = replace(self.rounds.board, incidents=watch.incidents)
+        self._publish_incident(self.rounds.board, incident)
+
+    # -- the controller ---------------------------------------------------------------------------
+
+    def _answered(self, watch: Watch, incident: Incident) -> None:
+        if incident.enforced:
+            self.verdicts[str(incident.kind), incident.action, "true"] += 1
+        self._noted(watch, incident)
+
+    def order(self, order: Order) -> Answer:
+        """Hand an order to the controller; NotFoundError, kind ``no-controller``."""
+        return self._controlled().order(order)
+
+    def enforce(self, ident: str) -> Answer:
+        """Carry out the response of an incident.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-incident`` or ``no-controller``.
+        ConflictError
+            kind ``no-response``: nothing is to be done about it now.
+        """
+        elastic = self._controlled()
+        return elastic.enforce(self.incident(ident), self.rounds.board.incidents)
+
+    def _controlled(self) -> ElasticPart:
+        if self.elastic is None:
+            raise NotFoundError(
+                "this daemon knows of no controller",
+                kind="no-controller",
+                where=f"job {self.setup.job}",
+                hint="ckptd serve --controller HOST:PORT",
+            )
+        return self.elastic
+
+    def elastic_document(self) -> dict[str, Any]:
+        """Return what GET /elastic tells beside the generations, and the event ``elastic``."""
+        if self.elastic is None:
+            return {"controller": None, "status": None}
+        return self.elastic.document()
+
+    def shown(self, incident: Incident, evidence: bool = False) -> dict[str, Any]:
+        """Return an incident as the API tells it, with what a person may have done about it."""
+        body = shown(incident, self.names, evidence)
+        board, elastic = self.rounds.board, self.elastic
+        body["proposal"] = elastic and elastic.proposal(incident, board.incidents)
+        return body
 
     # -- after a round ----------------------------------------------------------------------------
 
@@ -184,6 +261,8 @@ class Service:
         for name, incidents in (("opened", changes.opened), ("closed", changes.closed)):
             for incident in incidents:
                 self._send(name, incident)
+        if self.elastic is not None and board.open:
+            self.elastic.judge(board.open, board.incidents)
         if board.now >= self._tell_at or changes.opened or changes.closed:
             self._tell_at = board.now + _TELL_S
             self._keep_round(board)
@@ -235,7 +314,7 @@ class Service:
                     {
                         "event": name,
                         "job": self.setup.job,
-                        "incident": shown(incident, self.names, evidence=True),
+                        "incident": self.shown(incident, evidence=True),
                     }
                 )
             )
@@ -325,6 +404,9 @@ class Service:
                 texts=dict(self.names.texts.copy()),
             )
             frames.insert(0, Frame(frames[0].at, SHEET, pack(told)))
+            fence = self.elastic.last_fence if self.elastic is not None else None
+            if fence is not None and fence.at < frames[0].at:
+                frames.insert(1, Frame(frames[0].at, fence.kind, fence.body))
         return encode(self.setup.job, self._epoch, frames)
 
     def first_events(self, since: int | None) -> list[Event]:
@@ -337,11 +419,12 @@ class Service:
             ("job", self.summary(board)),
             ("ranks", self.ranks_document(since)),
             ("links", self.links_document(board)),
+            ("elastic", self.elastic_document()),
         )
         return [*events, *(Event(board.revision, n, json_bytes(body)) for n, body in parts)]
 
     def _incident_event(self, board: Board, incident: Incident) -> Event:
-        return Event(board.revision, "incident", json_bytes(shown(incident, self.names)))
+        return Event(board.revision, "incident", json_bytes(self.shown(incident)))
 
     def _publish_incident(self, board: Board, incident: Incident) -> None:
         self._emit(self._incident_event(board, incident), kept=True)
@@ -359,6 +442,10 @@ class Service:
         if board.links_at is not None and board.at - board.links_at < 3 * _TELL_S:
             self._emit(Event(board.revision, "links", json_bytes(self.links_document(board))))
         self._told_revision = board.revision
+
+    def _publish_elastic(self) -> None:
+        revision = self.rounds.board.revision
+        self._emit(Event(revision, "elastic", json_bytes(self.elastic_document())))
 
     def _emit(self, event: Event, kept: bool = False) -> None:
         loop = self._loop

@@ -82,4 +82,6 @@ def essence(incident: Incident) -> tuple[object, ...]:
         incident.acknowledged_at,
         incident.note,
         incident.action,
+        incident.enforced,
+        incident.response,
     )

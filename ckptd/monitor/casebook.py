@@ -243,7 +243,10 @@ class Casebook:
         if verdict.kind is Kind.CANNOT_SAY:
             verdict = known.verdict  # what was known is not less so
         if _other(known.verdict, verdict):
-            fields |= {"kind": str(verdict.kind), "nodes": _nodes(verdict, moment)}
+            nodes = _nodes(verdict, moment)
+            fields |= {"kind": str(verdict.kind), "nodes": nodes}
+            if known.verdict.kind is not verdict.kind:
+                fields["action"] = self._action(verdict, nodes, moment)
         case.verdict = verdict
         changed = self.change(case.ident, verdict=verdict, **fields)
         if _other(known.verdict, verdict) or changed.consequences != known.consequences:

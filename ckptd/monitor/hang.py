@@ -86,11 +86,16 @@ def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict
         action="take stacks, flush the snapshot, restart; isolate a stopped or unkillable process",
         numbers={
             "hung": len(rows),
+            "cannot run": sum(not d.startswith(_RUNS) for d in details),
             "waiting": waiting,
             "idle s": float(idle[rows[0]]),
             "limit s": float(limit[rows[0]]),
         },
     )
+
+
+_RUNS = ("Python runs", "the GIL is held", "nothing is known")
+"""Of these it is the program that stands still, as far as anybody knows, and not the process."""
 
 
 def _subtype(job: Job, row: int) -> str:
@@ -251,7 +256,7 @@ def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
         rules_out=("a deadlock: all members are in the same call",),
         refuted_by="the named processes run",
         action="take stacks, flush the snapshot, restart; isolate a stopped process",
-        numbers={"hung": len(rows), "since last arrival s": last},
+        numbers={"hung": len(rows), "cannot run": len(rows), "since last arrival s": last},
     )
 
 

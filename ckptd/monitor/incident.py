@@ -31,6 +31,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         Newest generation, and largest step of any rank, when it opened; step -1 if unknown.
     enforced
         Whether something was done on account of it, and not only told.
+    response
+        What was done, or why it was not, in words; empty where nothing was tried.
     action
         What the policy of its class asks for: ``log``, ``ask`` or ``act``.
     latency_s
@@ -62,6 +64,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     step: int = -1
     enforced: bool = False
+    response: str = ""
     action: str = "log"
     latency_s: float = 0.0
     nodes: tuple[str, ...] = ()

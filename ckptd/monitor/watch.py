@@ -319,6 +319,11 @@ class Watch:
         """Note that a person has seen an incident; NotFoundError, kind ``no-incident``."""
         return self._cases.change(ident, acknowledged_at=now + self.epoch, note=note)
 
+    def answered(self, ident: str, done: bool, words: str) -> Incident:
+        """Note what was done about an incident; NotFoundError, kind ``no-incident``."""
+        enforced = done or self._cases.get(ident).enforced
+        return self._cases.change(ident, enforced=enforced, response=words)
+
     # --- what is known --------------------------------------------------------------------------
 
     def job(self, now: float) -> Job:

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd.daemon import exposition as module
+from ckptd.daemon.elasticmeter import ELASTIC
 from ckptd.daemon.exposition import NAMES, exposition
 from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import UsageError
@@ -74,7 +75,7 @@ def test_names_are_on_the_page() -> None:
 def test_every_name_is_told(daemon: Running) -> None:
     text = exposition(daemon.service)[0].decode()
     told = set(re.findall(r"^# HELP (\w+)", text, re.MULTILINE))
-    assert told | {"ckptd_webhook_total"} == set(NAMES)
+    assert told | {"ckptd_webhook_total"} | set(ELASTIC) == set(NAMES)
 
 
 def test_without_the_package(daemon: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,200 @@
+"""The daemon as operator of the job's controller: what it knows, and what it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ckptd.elastic.dial import Connection, dial
+from ckptd.elastic.messages import Order, OrderKind, Suspected
+from ckptd.elastic.operator import OperatorLink
+from ckptd.elastic.wire import Answer, Status, Subscribe, ToOperator
+from ckptd.errors import CkptdError, UsageError
+
+__all__ = ["ControllerLink", "OrderBody", "order_of", "status_document"]
+
+_DIAL_S = 2.0
+_TURN_S = 0.25
+_SILENCE_S = 10.0
+_PAUSE_S = 0.3
+_ANSWER_S = 10.0
+_END_S = 5.0
+_MOST_NODES = 4096
+
+
+class ControllerLink:
+    """Follows the job's controller in a thread of its own; it reconnects for as long as it lives.
+
+    Parameters
+    ----------
+    addresses
+        Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
+        before each attempt to connect.
+    job, secret
+        Whose controller it is.
+    told
+        Called in the link's thread with each status that comes, and with None when the connection
+        has broken.
+
+    Attributes
+    ----------
+    status
+        The newest that came; None before the first.
+    connected
+        Whether a controller is there now.
+    """
+
+    def __init__(
+        self,
+        addresses: Callable[[], str],
+        job: str,
+        secret: bytes,
+        told: Callable[[Status | None], None],
+    ) -> None:
+        self._addresses, self._job, self._secret, self._told = addresses, job, secret, told
+        self._calls = OperatorLink(addresses, job, secret, name="daemon", timeout_s=_ANSWER_S)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self.status: Status | None = None
+        self.connected = False
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; a connection at hand is closed."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+        self._calls.close()
+
+    # --- what it is asked for ---------------------------------------------------------------------
+
+    def order(self, order: Order) -> Answer:
+        """Hand over an order; return what became of it. Any thread may call it, and waits.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: none answers in time; the order may have been heard.
+        """
+        return self._calls.order(order)
+
+    def suspect(self, suspected: Suspected) -> Answer:
+        """Hand over whom the monitor has named; see `order`."""
+        return self._calls.suspect(suspected)
+
+    # --- what it tells ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(OSError, CkptdError):
+                # Whatever is wrong with this connection, the next attempt is the answer.
+                self._follow()
+            if self.connected:
+                self.connected = False
+                self._told(None)
+            self._ended.wait(_PAUSE_S)
+
+    def _follow(self) -> None:
+        address = self._addresses()
+        if not address:
+            return
+        connection = dial(
+            address,
+            job=self._job,
+            role="operator",
+            name="daemon",
+            secret=self._secret,
+            kind=ToOperator,
+            timeout_s=_DIAL_S,
+        )
+        try:
+            self._read(connection)
+        finally:
+            connection.close()
+
+    def _read(self, connection: Connection) -> None:
+        connection.send(Subscribe(number=1), _DIAL_S)
+        last = time.monotonic()
+        while not self._ended.is_set():
+            for message in connection.take(_TURN_S):
+                last = time.monotonic()
+                if isinstance(message, Status) and message.job == self._job:
+                    self.status, self.connected = message, True
+                    self._told(message)
+            if time.monotonic() - last > _SILENCE_S:
+                return
+
+
+# --- as documents ---------------------------------------------------------------------------------
+
+
+def status_document(controller: ControllerLink | None) -> dict[str, Any]:
+    """Return what the API tells of the controller; `status` is null before the first."""
+    if controller is None:
+        return {"controller": None, "status": None}
+    status = controller.status
+    return {
+        "controller": {
+            "connected": controller.connected,
+            "address": status.address if status is not None else "",
+        },
+        "status": None if status is None else msgspec.to_builtins(status),
+    }
+
+
+class OrderBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /elastic/orders.
+
+    Attributes
+    ----------
+    kind
+        ``restart``, ``exclude``, ``add``, ``drain``, ``pause``, ``resume`` or ``stop``.
+    nodes
+        Names; of ``exclude``, ``add`` and ``drain`` one at least.
+    reason
+        For the membership log, in a few words.
+    """
+
+    kind: str
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+_OF_NODES = frozenset({OrderKind.EXCLUDE, OrderKind.ADD, OrderKind.DRAIN})
+
+
+def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
+    """Return the order that the body of a request holds.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-request``: it holds none.
+    """
+    try:
+        asked = msgspec.convert(body, OrderBody)
+        kind = OrderKind(asked.kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise _bad("kind, nodes and reason of an order", str(error)) from error
+    if len(asked.nodes) > _MOST_NODES or not all(0 < len(n) <= 256 for n in asked.nodes):
+        raise _bad(f"names of at most {_MOST_NODES} nodes", f"{len(asked.nodes)} of them")
+    if (kind in _OF_NODES) != bool(asked.nodes):
+        found = ", ".join(asked.nodes) or "no node"
+        raise _bad(f"{kind} {'with' if kind in _OF_NODES else 'without'} nodes", found)
+    if len(asked.reason) > most_reason:
+        raise _bad(f"a reason of at most {most_reason} characters", str(len(asked.reason)))
+    return Order(kind=kind, nodes=asked.nodes, reason=asked.reason)
+
+
+def _bad(wanted: str, found: str) -> UsageError:
+    return UsageError(
+        "this is no order", kind="bad-request", where="the body", wanted=wanted, found=found[:200]
+    )
