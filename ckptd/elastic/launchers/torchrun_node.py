@@ -1,0 +1,400 @@
+"""A node whose workers are torchrun's: what its agent waits for, and what the controller hears.
+
+Two threads meet here. The agent's own comes to `join` for each generation, leaves it to start
+workers, and looks at `changed` while they run; only between the two can workers come into being.
+The other one, of this module, sees to it at once that a fence holds and that the lease is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ckptd.elastic.launchers.torchrun_reports import Reports
+from ckptd.elastic.launchers.torchrun_workers import UNKNOWN_CODE, Workers
+from ckptd.elastic.messages import Ended, Fenced, Left, NodeUp
+from ckptd.elastic.wire import (
+    Begin,
+    Bye,
+    FenceNow,
+    Hosting,
+    SaidEvent,
+    SaveNow,
+    StoreAt,
+    Timed,
+    ToNode,
+)
+from ckptd.errors import CkptdError, DeadlineError
+
+__all__ = ["JobOver", "Joined", "Link", "TorchrunNode"]
+
+_LOG = logging.getLogger(__name__)
+_MIND_S = 0.1
+_GRACE_S = 1.0
+"""For which frozen workers wait for the agent to look: it then does not count their death."""
+_KILL_S = 5.0
+_WAIT_S = 0.5
+
+
+class Link(Protocol):
+    """What a node needs of its link to the controller."""
+
+    @property
+    def lease_until(self) -> float:
+        """Until when workers may step: a moment of `time.monotonic`."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the controller was last heard of."""
+
+    def tell(self, event: SaidEvent | Hosting | Timed) -> None:
+        """Say it, also if there is no connection now."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A node's part of a generation, and where the store is."""
+
+    begin: Begin
+    host: str
+    port: int
+
+
+class JobOver(Exception):
+    """The job has ended, or goes on without this node.
+
+    Attributes
+    ----------
+    kind, text, code
+        See `ckptd.elastic.wire.Bye`.
+    """
+
+    def __init__(self, bye: Bye) -> None:
+        super().__init__(bye.text)
+        self.kind, self.text, self.code = bye.kind, bye.text, bye.code
+
+
+class TorchrunNode:
+    """One node, its agent and its workers.
+
+    Parameters
+    ----------
+    name, life, host
+        See `ckptd.elastic.messages.NodeUp`.
+    socket
+        Where workers speak to their launcher.
+
+    Attributes
+    ----------
+    workers, reports
+        See `Workers` and `Reports`.
+    """
+
+    def __init__(self, name: str, life: str, host: str, socket: Path) -> None:
+        self.name, self.life, self.host = name, life, host
+        self.workers = Workers(self.ended)
+        self.reports = Reports(name, socket, self._tell)
+        self._link: Link | None = None
+        self._news = threading.Condition()
+        self._inside = True
+        """The agent's thread is here: nothing can be started, and nothing runs."""
+        self._complete = False
+        """All workers of the joined generation have been started."""
+        self._joined = 0
+        """The generation that the agent believes to run."""
+        self._last = 0
+        """The last one that was begun here."""
+        self._running = 0
+        self._fence = 0
+        self._fence_at = 0.0
+        self._fenced = 0
+        self._lapsed = False
+        self._code: int | None = None
+        """How the workers of the joined generation have ended, as was said."""
+        self._begin: Begin | None = None
+        self._begin_at = 0.0
+        self._store: StoreAt | None = None
+        self._bye: Bye | None = None
+        self._save: SaveNow | None = None
+        self._closed = False
+        self._minder = threading.Thread(target=self._mind, name="ckptd-node", daemon=True)
+
+    def start(self, link: Link) -> None:
+        """Begin to mind workers and lease."""
+        self._link = link
+        self._minder.start()
+
+    @property
+    def code(self) -> int | None:
+        """How the workers of the last generation ended; None while they run."""
+        return self._code
+
+    # --- the controller -------------------------------------------------------------------------
+
+    def up(self) -> NodeUp:
+        """Return what the controller is told with every beat."""
+        with self._news:
+            return NodeUp(
+                node=self.name,
+                life=self.life,
+                slots=1,
+                fenced=self._fenced,
+                running=self._running,
+                host=self.host,
+            )
+
+    def take(self, order: ToNode) -> None:
+        """Take in what the controller says; called by the link's thread."""
+        with self._news:
+            match order:
+                case FenceNow() if order.generation > self._fence:
+                    self._fence, self._fence_at = order.generation, time.monotonic()
+                case Begin() if self._begin is None or order.generation > self._begin.generation:
+                    self._begin, self._begin_at = order, time.monotonic()
+                case StoreAt():
+                    self._store = order
+                case SaveNow():
+                    self._save = order
+                case Bye():
+                    self._bye, self._fence_at = order, time.monotonic()
+            if self._inside:
+                self._say_fenced()
+            self._news.notify_all()
+
+    # --- the agent ------------------------------------------------------------------------------
+
+    def join(
+        self,
+        host_store: Callable[[int], tuple[str, int]],
+        connect: Callable[[str, int], None],
+        within_s: float,
+    ) -> Joined:
+        """Wait until this node takes part in a generation, and return its part.
+
+        Parameters
+        ----------
+        host_store
+            Opens the store of a generation in this process; returns its address.
+        connect
+            Connects to it.
+        within_s
+            For how long no controller may answer.
+
+        Raises
+        ------
+        JobOver
+            There is nothing to do any more.
+        DeadlineError
+            kind ``no-controller``.
+        """
+        self._come_in()
+        while True:
+            begin = self._next_begin(within_s)
+            address = self._store_of(begin, host_store, within_s)
+            if address is None:
+                continue
+            try:
+                connect(*address)
+            except CkptdError as error:
+                _LOG.warning("%s", error)
+                self._tell(Ended(node=self.name, generation=begin.generation, code=1))
+                continue
+            if self._go_out(begin):
+                return Joined(begin, *address)
+
+    def changed(self) -> bool:
+        """Return whether the agent has to come to `join`; its workers are dead then."""
+        if not self._complete:
+            self._all_started()
+        if not self._is_over():
+            return False
+        self._kill()
+        return True
+
+    def over(self) -> bool:
+        """Return whether the generation that the agent believes to run is over."""
+        with self._news:
+            return self._is_over()
+
+    def succeeded(self) -> None:
+        """All workers of this node have ended in good order."""
+        with self._news:
+            if not self._is_over():
+                self._tell_ended(0)
+
+    def leave(self, within_s: float) -> None:
+        """Say goodbye; if the workers have ended in good order, wait for the job's end before."""
+        dead = self.workers.kill(_KILL_S)
+        end = time.monotonic() + within_s
+        with self._news:
+            if self._joined and not self._is_over():
+                self._tell_ended(1)
+            while self._waits_for_end() and time.monotonic() < end:
+                self._news.wait(_WAIT_S)
+            if self._bye is None and dead:
+                self._tell(Left(node=self.name))
+            self._closed = True
+            self._news.notify_all()
+        if self._minder.is_alive():
+            self._minder.join()
+        self.workers.close()
+        self.reports.close()
+
+    def _waits_for_end(self) -> bool:
+        return self._code == 0 and self._bye is None and not self._is_over()
+
+    # --- coming and going -----------------------------------------------------------------------
+
+    def _come_in(self) -> None:
+        """Note that the agent is here, once its workers are gone for good."""
+        while not self.workers.kill(_KILL_S):
+            _LOG.warning("workers %s do not die", sorted(self.workers.look()))
+        with self._news:
+            if self._joined and not self._is_over():
+                self._tell_ended(1)
+            self._inside, self._joined, self._running, self._lapsed = True, 0, 0, False
+            self._say_fenced()
+
+    def _next_begin(self, within_s: float) -> Begin:
+        since = time.monotonic()
+        with self._news:
+            while True:
+                if self._bye is not None:
+                    raise JobOver(self._bye)
+                begin = self._begin
+                if begin is not None and begin.generation > max(self._last, self._fence - 1):
+                    self._last = self._running = begin.generation
+                    return begin
+                self._check_contact(since, within_s)
+                self._news.wait(_WAIT_S)
+
+    def _check_contact(self, since: float, within_s: float) -> None:
+        silent_s = self._link.silent_s if self._link is not None else math.inf
+        if min(time.monotonic() - since, silent_s) > within_s:
+            raise DeadlineError(
+                "no controller answers",
+                kind="no-controller",
+                wanted=f"within {within_s:.0f} s",
+                hint="is --rdzv-endpoint the machine on which an agent or `ckptd controller` runs?",
+            )
+
+    def _store_of(
+        self, begin: Begin, host_store: Callable[[int], tuple[str, int]], within_s: float
+    ) -> tuple[str, int] | None:
+        """Return where the store of a generation is; None when the generation is over."""
+        if begin.hosts_store:
+            host, port = host_store(begin.generation)
+            self._tell(Hosting(generation=begin.generation, host=host, port=port))
+            return host, port
+        since = time.monotonic()
+        with self._news:
+            while True:
+                if self._fence > begin.generation or self._bye is not None:
+                    return None
+                at = self._store
+                if at is not None and at.generation == begin.generation:
+                    return at.host, at.port
+                self._check_contact(since, within_s)
+                self._news.wait(_WAIT_S)
+
+    def _go_out(self, begin: Begin) -> bool:
+        """Let the agent start workers, unless the generation is over already."""
+        with self._news:
+            if self._fence > begin.generation or self._bye is not None:
+                return False
+            self._joined, self._inside, self._complete = begin.generation, False, False
+            self._code = None
+            self.reports.begin(begin, self._begin_at)
+            self.workers.expect()
+            return True
+
+    def _all_started(self) -> None:
+        started = self.workers.complete()
+        with self._news:
+            self._complete = True
+        self.reports.spawned(max(started, 1))
+        self._perhaps_done()
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def ended(self, code: int) -> None:
+        """A worker has ended; called by a thread of `Workers`."""
+        if code == 0:
+            self._perhaps_done()
+            return
+        with self._news:
+            if code == UNKNOWN_CODE or self._inside or self._is_over():
+                return
+            self._tell_ended(code)
+        # The agent will end the others, but with a patience of 30 s.
+        self.workers.kill(0.0)
+
+    def _perhaps_done(self) -> None:
+        if not self._complete or self.workers.look() or self.workers.failed:
+            return
+        with self._news:
+            if not self._inside and not self._is_over():
+                self._tell_ended(0)
+
+    def _tell_ended(self, code: int) -> None:
+        """Say how the workers of the joined generation have ended, unless that was said."""
+        if self._code is None:
+            self._code = code
+            self._tell(Ended(node=self.name, generation=self._joined, code=code))
+
+    def _is_over(self) -> bool:
+        stopped = self._bye is not None and self._bye.kind != "done"
+        return self._lapsed or stopped or self._fence > self._joined
+
+    def _kill(self) -> None:
+        if self.workers.kill(_KILL_S):
+            with self._news:
+                self._say_fenced()
+
+    def _say_fenced(self) -> None:
+        """No worker of a generation before the fence runs here, nor can one be started."""
+        fence = max(self._fence, self._last) if self._lapsed else self._fence
+        if self._running < fence or self._lapsed:
+            self._running = 0
+        if self._fenced < fence:
+            self._fenced = fence
+            self._tell(Fenced(node=self.name, generation=fence))
+
+    def _tell(self, event: SaidEvent | Hosting | Timed) -> None:
+        if self._link is not None:
+            self._link.tell(event)
+
+    # --- fence and lease ------------------------------------------------------------------------
+
+    def _mind(self) -> None:
+        while not self._closed:
+            with self._news:
+                self._news.wait(_MIND_S)
+                self._keep_lease()
+                outside = not self._inside and self._is_over()
+                save, self._save = self._save, None
+            if save is not None:
+                self.reports.save_soon(save.generation)
+            if outside:
+                self._enforce()
+
+    def _keep_lease(self) -> None:
+        until = self._link.lease_until if self._link is not None else 0.0
+        if not self._inside and not self._lapsed and 0.0 < until <= time.monotonic():
+            _LOG.warning("the lease is over: no controller was heard of")
+            self._lapsed, self._fence_at = True, time.monotonic()
+
+    def _enforce(self) -> None:
+        """See to it that the workers of a generation that is over do nothing any more."""
+        self.workers.freeze()
+        if not self._complete:
+            return  # the agent may be about to start more
+        if time.monotonic() - self._fence_at < _GRACE_S and self.workers.look():
+            return
+        self._kill()

@@ -1,0 +1,263 @@
+"""What an agent of torchrun has beside it: a link, a guard, a lease, and perhaps the controller."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptd.elastic.launchers import torchrun_guard
+from ckptd.elastic.launchers.torchrun_controller import Controller, is_here
+from ckptd.elastic.launchers.torchrun_guard import TOKEN_VARIABLE
+from ckptd.elastic.launchers.torchrun_node import Joined, TorchrunNode
+from ckptd.elastic.lease import LeaseFile
+from ckptd.elastic.link import NodeLink
+from ckptd.elastic.workerwire import LAUNCHER_VARIABLE, LEASE_VARIABLE
+from ckptd.engine.agentlink import run_folder
+from ckptd.errors import UsageError
+from ckptd.monitor.signing import job_secret
+
+__all__ = ["Side", "SideSettings"]
+
+_PORT = 29400
+_LOOK_S = 0.25
+_LEASE_S = 120.0
+_MOST_NAMES = 1000
+
+
+@dataclass(frozen=True)
+class SideSettings:
+    """What torchrun was told.
+
+    Attributes
+    ----------
+    job
+        ``--rdzv-id``.
+    host, port
+        ``--rdzv-endpoint``: where the controller is.
+    least, most
+        ``--nnodes``.
+    local_addr
+        Address of this machine for others; empty to find out.
+    here
+        Whether the controller is to be started by an agent of this machine.
+    join_s
+        For how long no controller may answer while this agent waits, in seconds.
+    conf
+        All of ``--rdzv-conf``.
+    """
+
+    job: str
+    host: str
+    port: int
+    least: int
+    most: int
+    local_addr: str
+    here: bool
+    join_s: float
+    conf: Mapping[str, str]
+
+    @classmethod
+    def read(
+        cls,
+        endpoint: str,
+        job: str,
+        least: int,
+        most: int,
+        local_addr: str | None,
+        conf: Mapping[str, Any],
+    ) -> SideSettings:
+        """Return the settings of ``torchrun``'s arguments.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-argument``.
+        """
+        host, port = _endpoint(endpoint)
+        told = str(conf.get("is_host", "")).lower()
+        here = told in ("1", "true", "yes") if told else is_here(host)
+        return cls(
+            job=job,
+            host=host,
+            port=port,
+            least=least,
+            most=most,
+            local_addr=local_addr or "",
+            here=here,
+            join_s=_seconds(conf, "timeout", 900.0),
+            conf={str(key): str(value) for key, value in conf.items()},
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """``HOST:PORT``, a host of IPv6 in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%]+)\]|([^:\s\[\]]+))(?::(\d{1,5}))?", text.strip())
+    port = int(match[3] or _PORT) if match else 0
+    if match is None or not 0 < port < 1 << 16:
+        raise UsageError(
+            "this is no rendezvous endpoint",
+            kind="bad-argument",
+            where="--rdzv-endpoint",
+            wanted="HOST or HOST:PORT of the machine that runs the controller",
+            found=text[:200],
+        )
+    return match[1] or match[2], port
+
+
+def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:
+    try:
+        value = float(conf.get(key, default))
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0.0 < value < 1e9:
+        raise UsageError(
+            "this is no number of seconds",
+            kind="bad-argument",
+            where=f"--rdzv-conf {key}",
+            found=str(conf.get(key))[:100],
+        )
+    return value
+
+
+class Side:
+    """Everything of an agent but torch.
+
+    Parameters
+    ----------
+    settings
+        See `SideSettings`.
+
+    Attributes
+    ----------
+    node
+        What the agent asks.
+    """
+
+    def __init__(self, settings: SideSettings) -> None:
+        self._settings = settings
+        folder = run_folder()
+        name, self._name_lock = _name(settings.job, folder)
+        token = secrets.token_hex(8)
+        mine = folder / f"t-{token[:8]}"
+        mine.mkdir(mode=0o700)
+        self._folder = mine
+        self._lease = LeaseFile(mine / "lease")
+        life = f"{os.getpid()}-{token}"
+        self.node = TorchrunNode(name, life, settings.local_addr, mine / "w")
+        self._environ = os.environ.copy()
+        self._guard = self._start_guard(token)
+        self._token = token
+        self._controller = Controller(settings, self.node.workers, self._environ, folder)
+        self._link = NodeLink(
+            lambda: settings.endpoint,
+            settings.job,
+            job_secret(settings.job, folder),
+            self.node.up,
+            self.node.take,
+            lease_s=_seconds(settings.conf, "lease", _LEASE_S),
+            leased=self._lease.extend,
+        )
+        self._mark_environment(token)
+        self._closed = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="ckptd-side", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look after the controller, and to speak to it."""
+        self._keeper.start()
+        self._link.start()
+        self.node.start(self._link)
+
+    @property
+    def address(self) -> str:
+        """Where others reach this machine."""
+        return self._settings.local_addr or self._link.here or socket.getfqdn()
+
+    def join(
+        self, host_store: Callable[[int], tuple[str, int]], connect: Callable[[str, int], None]
+    ) -> Joined:
+        """Wait until this node takes part in a generation; see `TorchrunNode.join`."""
+        joined = self.node.join(host_store, connect, self._settings.join_s)
+        os.environ["CKPTD_GENERATION"] = str(joined.begin.generation)
+        return joined
+
+    def leave(self, within_s: float) -> None:
+        """End all that is beside the agent; see `TorchrunNode.leave`."""
+        self.node.leave(within_s)
+        self._link.close()
+        self._closed.set()
+        self._keeper.join()
+        self._controller.leave(within_s)
+        self._guard.kill()
+        self._guard.wait()
+        os.close(self._name_lock)
+        self._lease.close()
+        for path in (*self._folder.iterdir(), self._folder):
+            with contextlib.suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+
+    def _mark_environment(self, token: str) -> None:
+        """What the workers of this agent will find in their environment."""
+        os.environ.setdefault("CKPTD_JOB", self._settings.job)
+        os.environ["CKPTD_NODE"] = self.node.name
+        os.environ[LEASE_VARIABLE] = str(self._lease.path)
+        os.environ[LAUNCHER_VARIABLE] = str(self.node.reports.path)
+        os.environ[TOKEN_VARIABLE] = token
+
+    def _start_guard(self, token: str) -> subprocess.Popen[bytes]:
+        # By its path and without site-packages: it must be there within milliseconds.
+        command = [sys.executable, "-I", "-S", str(torchrun_guard.__file__)]
+        return self.node.workers.start_other(
+            [*command, str(os.getpid()), token, str(self._lease.path)],
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _keep(self) -> None:
+        while not self._closed.is_set():
+            if self._guard.poll() is not None:
+                self._guard = self._start_guard(self._token)
+            if self._settings.here and not self._link.connected:
+                self._controller.keep()
+            self._closed.wait(_LOOK_S)
+
+
+def _name(job: str, folder: Path) -> tuple[str, int]:
+    """Return this node's name, and a lock that no other agent of this job here has the same.
+
+    ``CKPTD_NODE``, else the machine's, with a number from the second agent on: so it is the same
+    again when torchrun is started again.
+    """
+    given = os.environ.get("CKPTD_NODE") or socket.gethostname()
+    digest = hashlib.sha256(job.encode()).hexdigest()[:12]
+    for number in range(_MOST_NAMES):
+        name = f"{given}.{number}" if number else given
+        marked = hashlib.sha256(name.encode()).hexdigest()[:12]
+        path = folder / f"node-{digest}-{marked}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            continue
+        return name, fd
+    raise UsageError(
+        "too many agents of this job run on this machine", kind="bad-argument", where=given
+    )
