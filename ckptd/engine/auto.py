@@ -16,11 +16,13 @@ from ckptd.engine.policy import check_positive
 from ckptd.errors import UsageError
 
 __all__ = [
+    "BEYOND_NEAR",
     "NODE_MTBF_HOURS",
     "Auto",
     "Choice",
     "Cost",
     "Mtbf",
+    "beyond_near",
     "choose",
     "optimum_s",
     "typical",
@@ -33,6 +35,8 @@ NODE_MTBF_HOURS = 54 * 24 * (16_384 // 8) / 419
 Llama 3 405B (The Llama 3 Herd of Models, 2024, section 3.3.4): 419 unexpected interruptions in 54
 days on 16,384 GPUs, that is 6,335 hours a node.
 """
+BEYOND_NEAR = 0.15
+"""Share of failures that near tiers do not survive: see `Auto`."""
 _HUGE_EXPONENT = 700.0
 _LONGEST_S = 1e15
 
@@ -54,6 +58,10 @@ class Auto:
         Mean time between failures of one node. The default is published for nodes of 8 GPUs.
     max_minutes
         Never longer than this, unless a save takes longer to become durable.
+    beyond_near
+        With near tiers: share of the failures that they do not survive, so that the root is
+        needed, above 0 and at most 1. The default is published: on three clusters 85 % of failures
+        were mended from the memory of nodes (Moody et al., SC 2010, on SCR).
 
     Raises
     ------
@@ -66,6 +74,7 @@ class Auto:
     nodes: int | None = None
     node_mtbf_hours: float = NODE_MTBF_HOURS
     max_minutes: float = 60.0
+    beyond_near: float = BEYOND_NEAR
 
     def __post_init__(self) -> None:
         if self.mtbf_hours is not None:
@@ -81,6 +90,14 @@ class Auto:
             check_positive("nodes", self.nodes, (int,))
         check_positive("node_mtbf_hours", self.node_mtbf_hours, (int, float))
         check_positive("max_minutes", self.max_minutes, (int, float))
+        check_positive("beyond_near", self.beyond_near, (int, float))
+        if self.beyond_near > 1:
+            raise UsageError(
+                "beyond_near is a share",
+                kind="bad-policy",
+                wanted="above 0, and at most 1",
+                found=repr(self.beyond_near),
+            )
 
     @property
     def by_clock(self) -> bool:
@@ -137,7 +154,10 @@ class Choice:
     bound
         ``""``, ``"drain"`` or ``"max"``: what kept it from the optimum.
     waste
-        Expected share of the time that is lost to saving and to work done twice, 0 to 1.
+        Expected share of the time that is lost to saving, to work done twice and, where its
+        duration is known, to starting again, 0 to 1.
+    restart_s
+        How long a restart takes, from the failure to the first step; 0 if that is not known.
     """
 
     cost: Cost
@@ -146,9 +166,12 @@ class Choice:
     interval_s: float
     bound: str
     waste: float
+    restart_s: float = 0.0
 
     def __str__(self) -> str:
         cost = self.cost
+        again = f", {duration(self.restart_s)} to start again" if self.restart_s else ""
+        lost = "saves, to restarts and to work" if self.restart_s else "saves and to work"
         why = {
             "": "the optimum",
             "drain": f"as long as a save takes; the optimum would be {duration(self.optimum_s)}",
@@ -159,8 +182,8 @@ class Choice:
             f" {duration(cost.total_s)} ({duration(cost.blocked_s)} in the call,"
             f" {duration(cost.inflation_s)} in slower steps) and is durable after"
             f" {duration(cost.durable_s)}, a failure is expected every"
-            f" {duration(self.mtbf.seconds)} ({self.mtbf.source}), and"
-            f" {100 * self.waste:.3g} % of the time goes to saves and to work done twice"
+            f" {duration(self.mtbf.seconds)} ({self.mtbf.source}){again}, and"
+            f" {100 * self.waste:.3g} % of the time goes to {lost} done twice"
         )
 
 
@@ -186,7 +209,10 @@ def optimum_s(cost_s: float, mtbf_s: float) -> float:
     Notes
     -----
     With d the cost and M the mean time between failures: ``sqrt(2 d M) (1 + 1/3 sqrt(d / 2M) +
-    1/9 (d / 2M)) - d``, which holds for d < 2M; beyond it is M.
+    1/9 (d / 2M)) - d``, which holds for d < 2M; beyond it is M. How long a restart takes is not in
+    it: in the complete model (see `waste`) it is a factor that no interval changes. Only Daly's
+    first approximation, sqrt(2 d (M + R)) - d, has it, because that leaves out failures during
+    restarts; the two differ by less than the flat optimum can tell while R is well below M.
     """
     if cost_s <= 0.0:
         return 0.0
@@ -198,13 +224,16 @@ def optimum_s(cost_s: float, mtbf_s: float) -> float:
     return 2.0 * mtbf_s * root * (1.0 + root / 3.0 + x / 9.0) - cost_s
 
 
-def waste(interval_s: float, cost_s: float, durable_s: float, mtbf_s: float) -> float:
+def waste(
+    interval_s: float, cost_s: float, durable_s: float, mtbf_s: float, restart_s: float = 0.0
+) -> float:
     """Return the expected share of time that is lost, 0 to 1, by Daly's complete model.
 
-    Failures come at random. Each costs the work since the last save that was durable: the part of
-    an interval, and the time that the save needed to become durable. Restarting costs the same
-    whatever the interval and is not counted.
+    Failures come at random, during restarts as well. Each costs the work since the last save that
+    was durable: the part of an interval, and the time that the save needed to become durable; and
+    a restart, after which the job makes steps again.
     """
+    durable_s += restart_s
     exponent = (interval_s + cost_s) / mtbf_s
     if exponent + durable_s / mtbf_s > _HUGE_EXPONENT:
         return 1.0
@@ -214,7 +243,7 @@ def waste(interval_s: float, cost_s: float, durable_s: float, mtbf_s: float) -> 
     return max(0.0, 1.0 - kept * (interval_s / mtbf_s) / math.expm1(exponent))
 
 
-def choose(auto: Auto, cost: Cost, mtbf: Mtbf) -> Choice:
+def choose(auto: Auto, cost: Cost, mtbf: Mtbf, restart_s: float = 0.0) -> Choice:
     """Return the interval for saves of this cost.
 
     It is the optimum, but not above `Auto.max_minutes`, and whatever that says not below the time
@@ -226,8 +255,14 @@ def choose(auto: Auto, cost: Cost, mtbf: Mtbf) -> Choice:
         interval, bound = 60.0 * auto.max_minutes, "max"
     if interval < cost.durable_s:
         interval, bound = cost.durable_s, "drain"
-    lost = waste(interval, cost.total_s, cost.durable_s, mtbf.seconds)
-    return Choice(cost, mtbf, best, interval, bound, lost)
+    lost = waste(interval, cost.total_s, cost.durable_s, mtbf.seconds, restart_s)
+    return Choice(cost, mtbf, best, interval, bound, lost, restart_s)
+
+
+def beyond_near(auto: Auto, mtbf: Mtbf) -> Mtbf:
+    """Return how often the root is needed where near tiers mend the other failures."""
+    share = f"{100 * auto.beyond_near:.3g} % of failures are beyond near tiers"
+    return Mtbf(mtbf.seconds / auto.beyond_near, f"{share}; {mtbf.source}")
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from ckptd.engine.auto import Auto, Choice, Cost, Mtbf, choose, duration, typical
+from ckptd.elastic.worker import WorkerLink
+from ckptd.engine.auto import (
+    Auto,
+    Choice,
+    Cost,
+    Mtbf,
+    beyond_near,
+    choose,
+    duration,
+    typical,
+)
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.lives import lives_of, mtbf_s
 from ckptd.engine.policy import Every
@@ -46,6 +56,8 @@ class Cadence:
     history
         Returns the records of the root's last generations; called on rank 0 after the first save,
         when the rule wants a failure rate and has none.
+    near
+        Whether near tiers mend most failures, so that the root is needed for the others only.
 
     Attributes
     ----------
@@ -63,12 +75,15 @@ class Cadence:
         agreement: Agreement,
         watch: SignalWatch,
         history: Callable[[], Sequence[Generation]],
+        *,
+        near: bool = False,
     ) -> None:
         self._rule = rule
         self._agreement = agreement
         self._board = agreement.board
         self._watch = watch
         self._history = history
+        self._near = near
         self._announcements = Announcements(self._board)
         self._steps = StepTimes()
         self._since = time.monotonic()
@@ -127,9 +142,22 @@ class Cadence:
             self._fresh = False
         self._costs.append(Cost(blocked_s, self._steps.inflation_s(), durable_s))
         if isinstance(self._rule, Auto) and self._board.rank == 0:
-            self._mtbf = self._mtbf or self._find_mtbf(self._rule)
-            self.choice = choose(self._rule, typical(self._costs), self._mtbf)
+            self.choice = self._chosen(self._rule)
             self._tell(self.choice)
+
+    def _chosen(self, auto: Auto) -> Choice:
+        """Choose by what the controller says of this life of the job; it may learn meanwhile."""
+        link = WorkerLink.current()
+        said = None if link is None else link.welcome
+        mtbf = None
+        if auto.mtbf_hours is None and said is not None and said.mtbf_s > 0.0:
+            mtbf = Mtbf(said.mtbf_s, "measured by the controller")
+        if mtbf is None:
+            mtbf = self._mtbf = self._mtbf or self._find_mtbf(auto)
+        if self._near:
+            mtbf = beyond_near(auto, mtbf)
+        restart_s = 0.0 if said is None else said.mttr_s
+        return choose(auto, typical(self._costs), mtbf, restart_s)
 
     def _collect(self) -> None:
         """Take in the saves that have ended meanwhile."""
@@ -145,7 +173,7 @@ class Cadence:
 
     def _hear(self) -> bool:
         """Hear what rank 0 decided for this call and follow it; tell whether a save is due."""
-        if not self._watch.signals and (self._rule is None or not self._rule.by_clock):
+        if not self._watch.active and (self._rule is None or not self._rule.by_clock):
             return False
         self._post()
         word = self._announcements.hear(self._decide, self._steps.usual_s)
@@ -182,8 +210,8 @@ class Cadence:
     def _asked(self, kind: str) -> bool:
         if self._watch.pending(kind):
             return True
-        remote = self._watch.signals and self._board.world > 1
-        return bool(remote) and self._board.peek(self._key(kind)) is not None
+        remote = self._watch.active and self._board.world > 1
+        return remote and self._board.peek(self._key(kind)) is not None
 
     def _late(self) -> bool:
         elapsed = time.monotonic() - self._since

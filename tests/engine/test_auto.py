@@ -9,7 +9,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckptd.engine.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose, optimum_s, typical, waste
+from ckptd.engine.auto import (
+    NODE_MTBF_HOURS,
+    Auto,
+    Cost,
+    Mtbf,
+    beyond_near,
+    choose,
+    optimum_s,
+    typical,
+    waste,
+)
 from ckptd.errors import UsageError
 
 costs = st.floats(0.0, 1e5)
@@ -134,4 +144,55 @@ def test_a_typical_save_is_the_median() -> None:
 def test_auto_refuses_nonsense(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as info:
         Auto(**arguments)
+    assert info.value.kind == "bad-policy"
+
+
+# -- restarts, and near tiers ----------------------------------------------------------------------
+
+
+@given(
+    cost=st.floats(1e-3, 1e4),
+    mtbf=mtbfs,
+    factor=st.floats(0.01, 100.0),
+    restart=st.floats(0.0, 1e5),
+)
+def test_no_other_interval_loses_less_however_long_a_restart_takes(
+    cost: float, mtbf: float, factor: float, restart: float
+) -> None:
+    assume(cost < 0.5 * mtbf)
+    best = optimum_s(cost, mtbf)
+    here, there = (waste(t, cost, 0.0, mtbf, restart) for t in (best, factor * best))
+    assert here <= there + 1e-3
+    assert here >= waste(best, cost, 0.0, mtbf) - 1e-9
+
+
+@given(cost=st.floats(1e-2, 10.0), mtbf=st.floats(1e4, 1e7), share=st.floats(0.0, 0.1))
+def test_the_first_approximation_with_restarts_loses_no_less(
+    cost: float, mtbf: float, share: float
+) -> None:
+    restart = share * mtbf
+    first = math.sqrt(2.0 * cost * (mtbf + restart)) - cost
+    best = optimum_s(cost, mtbf)
+    kept, other = (waste(t, cost, 0.0, mtbf, restart) for t in (best, first))
+    assert kept <= other + 1e-5
+
+
+def test_a_restart_is_counted_and_told() -> None:
+    cost, mtbf = Cost(0.25, 0.75, 40.0), Mtbf(3600.0, "measured by the controller")
+    without, told = choose(Auto(), cost, mtbf), choose(Auto(), cost, mtbf, 60.0)
+    assert told.interval_s == without.interval_s
+    assert told.waste - without.waste == pytest.approx(60.0 / 3600.0, rel=0.1)
+    assert "every 60 min (measured by the controller), 60 s to start again, and" in str(told)
+    assert "goes to saves, to restarts and to work done twice" in str(told)
+
+
+def test_near_tiers_leave_the_root_the_failures_that_they_do_not_survive() -> None:
+    mtbf = beyond_near(Auto(beyond_near=0.25), Mtbf(3600.0, "as given"))
+    assert mtbf == Mtbf(14400.0, "25 % of failures are beyond near tiers; as given")
+
+
+@pytest.mark.parametrize("share", [0, 1.01, math.nan, -0.5])
+def test_what_is_no_share_is_refused(share: float) -> None:
+    with pytest.raises(UsageError) as info:
+        Auto(beyond_near=share)
     assert info.value.kind == "bad-policy"

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptd
+from ckptd.elastic.worker import WorkerLink
+from ckptd.elastic.workerwire import Welcome
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.lives import ENOUGH
@@ -73,6 +75,47 @@ def test_the_failure_rate_is_the_given_one_then_the_measured_then_the_published(
         assert rule.choice is not None
         assert rule.choice.mtbf.source == source
         assert rule.choice.mtbf.seconds / 3600.0 == pytest.approx(hours, rel=0.01)
+
+
+class Told:
+    """A launcher's word, as a worker has it."""
+
+    def __init__(self, mttr_s: float, mtbf_s: float) -> None:
+        self.welcome = Welcome(1, mttr_s, mtbf_s)
+
+
+@pytest.mark.parametrize(
+    ("auto", "source", "seconds"),
+    [
+        (ckptd.Auto(), "measured by the controller", 7200.0),
+        (ckptd.Auto(mtbf_hours=3.0), "as given", 10800.0),
+    ],
+)
+def test_the_controller_knows_restarts_and_failures(
+    monkeypatch: pytest.MonkeyPatch, auto: ckptd.Auto, source: str, seconds: float
+) -> None:
+    link = Told(12.0, 7200.0)
+    monkeypatch.setattr(WorkerLink, "current", lambda: link)
+    rule = cadence(auto)
+    rule.due(1, None)
+    rule.measured(1.0, 1.0)
+    assert rule.choice is not None
+    assert (rule.choice.mtbf.source, rule.choice.mtbf.seconds) == (source, seconds)
+    assert rule.choice.restart_s == 12.0
+    # What it learns later counts as well; what it does not know is found as ever.
+    link.welcome = Welcome(2, 0.0, 0.0)
+    rule.measured(1.0, 1.0)
+    assert rule.choice.restart_s == 0.0
+    assert rule.choice.mtbf.source != "measured by the controller"
+
+
+def test_with_near_tiers_the_root_is_needed_less_often() -> None:
+    auto = ckptd.Auto(mtbf_hours=1.0, beyond_near=0.1)
+    board = Agreement(LocalBoard(), 5.0)
+    rule = Cadence(auto, board, SignalWatch(()), list, near=True)
+    rule.measured(1.0, 1.0)
+    assert rule.choice is not None
+    assert rule.choice.mtbf.seconds == pytest.approx(36000.0)
 
 
 def test_auto_saves_at_once_and_then_by_what_it_measured(tmp_path: Path) -> None:
