@@ -23,8 +23,8 @@ from tests.layout.lay.brute_judge import Judge
 from tests.layout.lay.programs_random import Pair, pair, pairs
 from tests.layout.lay.programs_random_constructs import CONSTRUCTS
 
-SHORT = 2000
-PARTS = 4
+SHORT = 1000
+PARTS = 2
 LONG = 10_000
 
 
