@@ -101,8 +101,8 @@ def serve(
     controller: Annotated[
         str | None,
         Parameter(
-            help="HOST:PORT of the job's controller: its daemon shows it, orders, and acts on"
-            " incidents as the policy of each class says.",
+            help="The job's controller: HOST:PORT, the URL of its log, or auto for one of this"
+            " machine. The daemon shows it, gives orders, and acts on incidents.",
             show_default=False,
         ),
     ] = None,
@@ -146,7 +146,7 @@ def serve(
             recording=record,
             webhook=webhook,
             webhook_key=os.environ.get(HOOK_VARIABLE, "").encode() or secret,
-            controller=_controller(controller),
+            controller=_controller(job, controller),
         )
         access = _access(job, secret, bind, name, metrics_open)
         return _serve(stack, sock, setup, access, history is None, linger, simulate, fault, json)
@@ -327,14 +327,23 @@ def _access(
     )
 
 
-def _controller(address: str | None) -> Callable[[], str] | None:
+def _controller(job: str, said: str | None) -> Callable[[], str] | None:
     """Return what says where the controller is; UsageError, kind ``bad-url``, if that is none."""
     from ckptd.elastic.dial import split_address
+    from ckptd.elastic.places import open_places
 
-    if address is None:
+    if said is None:
         return None
-    split_address(address)
-    return lambda: address
+    if said != "auto" and "/" not in said:
+        split_address(said)
+        return lambda: said
+    seat = open_places(job, None if said == "auto" else said).seat
+
+    def newest() -> str:
+        found = seat.newest()
+        return found.address if found is not None else ""
+
+    return newest
 
 
 def _settings(

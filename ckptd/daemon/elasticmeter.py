@@ -31,7 +31,6 @@ ELASTIC = {
 
 PARTS = (
     "detect",
-    "agree",
     "fence",
     "plan",
     "spawn",
@@ -39,13 +38,19 @@ PARTS = (
     "init",
     "load",
     "first_step",
+    "again",
+    "parked",
     "total",
 )
 """Parts of a recovery, in their order, and all of it."""
 
 _BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_UNDECIDED = "training"
+"""Becomes useful or lost with the next commit or fault; no counter may go back."""
 _NODE_STATES = ("running", "spare", "out", "gone")
 _MOST_KNOWN = 1 << 12
+_SETTLED_S = 1.0
+"""Marks of the slowest node may still come so long after a recovery."""
 _CLASSES = (
     ("ended with", "crash"),
     ("is gone", "node"),
@@ -76,11 +81,8 @@ def cause_class(text: str) -> str:
 
 def part_of(recovery: Mapping[str, Any], part: str) -> float | None:
     """Return the seconds of a part of a recovery; None where they are not known."""
-    for name in (part, f"{part}_s", f"{part}_"):
-        value = recovery.get(name)
-        if isinstance(value, int | float):
-            return float(value)
-    return None
+    value = recovery.get(part)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def node_state(row: NodeRow) -> str:
@@ -97,7 +99,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[tuple[Any, ...], None] = {}
+        self._seen: dict[Any, None] = {}
         self.recoveries: Counter[tuple[str, str]] = Counter()
         self.parts: dict[str, list[float]] = {}
         """By part: how many took up to each bound, then how many more; last the sum."""
@@ -105,12 +107,13 @@ class Meter:
         self.status: Status | None = None
 
     def take(self, status: Status) -> None:
-        """Take a status; a recovery counts once, when it is over."""
+        """Take a status; a recovery counts once, when nothing is told of it any more."""
         with self._lock:
             self.status = status
             for recovery in status.recoveries:
-                key = (recovery.get("to"), recovery.get("to_"), recovery.get("at"))
-                if part_of(recovery, "total") is None or key in self._seen:
+                key = recovery.get("to")
+                young = status.at - (part_of(recovery, "at") or 0.0) < _SETTLED_S
+                if key in self._seen or (young and not status.ended):
                     continue
                 self._seen[key] = None
                 self._count(recovery)
@@ -167,7 +170,8 @@ def elastic_families(meter: Meter, connected: bool) -> Iterator[Metric]:
     yield nodes
     goodput = counter("ckptd_elastic_goodput_seconds_total", ["kind"])
     for kind, seconds in sorted(status.goodput.items()):
-        goodput.add_metric([kind], seconds)
+        if kind != _UNDECIDED:
+            goodput.add_metric([kind], seconds)
     yield goodput
     recoveries = counter("ckptd_elastic_recoveries_total", ["level", "cause"])
     for labels, count in sorted(meter.recoveries.copy().items()):

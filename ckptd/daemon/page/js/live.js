@@ -47,6 +47,7 @@ function follow() {
   on("ranks", (data) => store.setRanks(data));
   on("incident", (data) => store.setIncident(data));
   on("links", (data) => store.setLinks(data));
+  on("elastic", (data) => store.setElastic(data));
 }
 
 function on(name, take) {

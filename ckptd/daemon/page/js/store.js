@@ -117,6 +117,7 @@ export const store = {
   ranks: new Ranks(),
   incidents: new Map(),
   links: null,
+  elastic: null,
   connection: { state: "connecting", since: Date.now() },
 
   setJob(job) {
@@ -142,6 +143,10 @@ export const store = {
     this.links = links;
     tell("links");
   },
+  setElastic(elastic) {
+    this.elastic = elastic;
+    tell("elastic");
+  },
   setConnection(state) {
     if (this.connection.state === state) return;
     this.connection = { state, since: Date.now() };
@@ -155,6 +160,7 @@ export const store = {
     this.ranks.shape += 1;
     this.incidents = new Map();
     this.links = null;
+    this.elastic = null;
   },
 
   /** Incidents, open ones first, then the newest. */

@@ -5,6 +5,7 @@ import { legend, partsBar } from "../charts.js";
 import { h, nothing, panel, refill, setText, table } from "../dom.js";
 import { clock, count, percent, plural, seconds } from "../format.js";
 import { listen, store } from "../store.js";
+import { controller } from "./controller.js";
 
 const AGAIN_MS = 5000;
 /** What goodput counts, in the order of the bar. */
@@ -14,8 +15,9 @@ export function elastic(root) {
   const summary = h("p", { class: "summary" });
   const share = h("p", { class: "big" }), under = h("p", { class: "tile-under" });
   const split = h("div", {}), lives = h("div", {});
-  root.append(h("div", { class: "view-head" }, h("h1", {}, "Elastic and goodput"), summary),
-    panel("Goodput", {}, h("div", { class: "goodput" }, h("div", {}, share, under), split)),
+  root.append(h("div", { class: "view-head" }, h("h1", {}, "Elastic and goodput"), summary));
+  const controlled = controller(root);
+  root.append(panel("Goodput", {}, h("div", { class: "goodput" }, h("div", {}, share, under), split)),
     panel("Generations", {}, lives));
   const off = listen(["job"], drawGoodput);
   const timer = setInterval(load, AGAIN_MS);
@@ -61,5 +63,5 @@ export function elastic(root) {
   }
 
   drawGoodput(); load();
-  return { end: () => { off(); clearInterval(timer); } };
+  return { end: () => { off(); controlled.end(); clearInterval(timer); } };
 }

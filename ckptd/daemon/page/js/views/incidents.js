@@ -135,7 +135,7 @@ function page(i, acknowledged) {
     v.rules_out.length ? section("Rules out", h("ul", { class: "plain" }, v.rules_out.map((r) => h("li", {}, sentence(r))))) : null,
     h("div", { class: "pair" }, section("Would be refuted by", h("p", {}, sentence(v.refuted_by))), section("What to do", h("p", {}, sentence(v.action)))),
     Object.keys(v.numbers ?? {}).length ? section("Numbers", h("dl", { class: "numbers" }, Object.entries(v.numbers).map(([k, n]) => h("div", {}, h("dt", {}, k.replaceAll("_", " ")), h("dd", {}, figure(n)))))) : null,
-    consequences(i), probes(i.probes), texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
+    responseForm(i), consequences(i), probes(i.probes), texts("Stacks", i.stacks), texts("Last calls", i.calls), texts("Last output", i.logs), ackForm(i, acknowledged));
 }
 
 const section = (title, ...children) => h("section", {}, h("h3", {}, title), ...children);
@@ -162,6 +162,23 @@ function texts(title, all) {
 
 function consequences(i) {
   return i.consequences?.length ? section("Followed from it", h("ul", { class: "plain" }, i.consequences.map((c) => h("li", {}, sentence(c))))) : null;
+}
+
+/** What was done about it, and what a person may have done. */
+function responseForm(i) {
+  if (!i.response && !i.proposal) return null;
+  const said = h("p", { class: "form-error", role: "alert" });
+  const button = i.proposal && h("button", { type: "button", class: "primary", id: "enforce", onclick: async () => {
+    if (!confirm(`${sentence(i.proposal.text)}? The job goes on from its last committed step.`)) return;
+    button.disabled = true;
+    try {
+      await post(`incidents/${encodeURIComponent(i.id)}/enforce`, {});
+    } catch (error) {
+      button.disabled = false;
+      setText(said, `Not done: ${error.message}. ${error.hint}`);
+    }
+  } }, sentence(i.proposal.text));
+  return section("Response", i.response ? h("p", {}, sentence(i.response)) : null, button ? h("div", { class: "form-end" }, button, said) : null);
 }
 
 function ackForm(i, acknowledged) {
