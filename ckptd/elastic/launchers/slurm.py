@@ -1,0 +1,257 @@
+"""`SlurmLauncher`: launchers as steps of a Slurm allocation, one on each of its nodes.
+
+The allocation is kept: what is lost or stuck is started anew as another step, which takes tens of
+milliseconds, and nothing waits for Slurm to find out that a node is dead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
+from ckptd.elastic.launchers.slurmtools import NodeSaid, Slurm
+from ckptd.errors import DeadlineError, RefusedError, StoreError, UsageError
+
+__all__ = ["SRUN", "SlurmLauncher"]
+
+SRUN = (
+    "srun",
+    # A lost node or a failed task ends neither the step nor the others.
+    "--no-kill",
+    "--kill-on-bad-exit=0",
+    "--wait=0",
+    # Beside the step of a launcher that may not be quite gone, and with all that the job has.
+    "--overlap",
+    "--mem=0",
+    "--nodes=1",
+    "--ntasks=1",
+    "--ntasks-per-node=1",
+    "--input=none",
+    "--quiet",
+)
+"""How a launcher's step is started, but for its node and its name."""
+
+# Inherited from the batch step they would bind, shrink or contradict the step's own options.
+_NOT_INHERITED = (
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXACT",
+    "SLURM_EXCLUSIVE",
+    "SLURM_HINT",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+)
+_POLL_S = 0.05
+_ASK_S = 0.5
+_UNREACHABLE_S = 10.0
+_BEGIN_S = 10.0
+_FEW_S = 30.0
+
+
+class SlurmLauncher(Launcher):
+    """Starts launchers in the allocation that this process runs in.
+
+    Parameters
+    ----------
+    command
+        Makes a launcher's command line from a node's name.
+    environ
+        Of the batch step: ``SLURM_JOB_ID`` and ``SLURM_JOB_NODELIST`` name the allocation.
+    drain_s
+        Slurm does not say when a node that is drained will be taken: what hints say, in seconds.
+    timeout_s
+        For the first question to Slurm.
+
+    Raises
+    ------
+    UsageError
+        kind ``no-allocation``: this process runs in no allocation.
+    RefusedError
+        kind ``heterogeneous-job``: a job of several components.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        environ: Mapping[str, str] | None = None,
+        drain_s: float = 60.0,
+        timeout_s: float = 30.0,
+    ) -> None:
+        env = dict(os.environ if environ is None else environ)
+        self.job, nodelist = env.get("SLURM_JOB_ID", ""), env.get("SLURM_JOB_NODELIST", "")
+        if not self.job or not nodelist:
+            raise UsageError(
+                "not in a Slurm allocation",
+                kind="no-allocation",
+                where="SLURM_JOB_ID, SLURM_JOB_NODELIST",
+                hint="run this in a batch script (sbatch) or below salloc",
+            )
+        if env.get("SLURM_HET_SIZE"):
+            raise RefusedError(
+                "a job of several components has no one list of nodes",
+                kind="heterogeneous-job",
+                where="SLURM_HET_SIZE",
+                hint="submit a job of one component; its nodes may differ",
+            )
+        self._command, self._drain_s = command, drain_s
+        self._environ = {k: v for k, v in env.items() if not _is_dropped(k)}
+        self._slurm = Slurm(env)
+        if self._slurm.binds(timeout_s):
+            # A step of one task would be bound to one core, and its workers with it.
+            self._environ["SLURM_CPU_BIND"] = "quiet,none"
+        self._nodes = self._slurm.hostnames(nodelist, timeout_s)
+        self._steps: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
+        self._codes: dict[str, int] = {}
+        self._told: set[str] = set()
+        self._numbers = itertools.count(1)
+
+    def start(self, nodes: Sequence[str], timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        self._known(nodes)
+        for node in nodes:
+            if self._runs(node):
+                continue
+            if time.monotonic() >= end:
+                raise _late(f"start {node}", timeout_s)
+            self._steps[node] = self._spawn(node)
+
+    def stop(self, nodes: Sequence[str] | None, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        names = list(self._nodes) if nodes is None else list(nodes)
+        self._known(names)
+        left = {name for name in names if self._runs(name)}
+        for name in left:
+            # It may not have a step yet: then this ends it.
+            self._steps[name][1].terminate()
+        self._kill(left, end, timeout_s)
+        for name in names:
+            self._steps.pop(name, None)
+            self._codes.pop(name, None)
+
+    def machines(self, timeout_s: float) -> tuple[Machine, ...]:
+        end = time.monotonic() + timeout_s
+        allocated = set(self._slurm.allocated(self.job, timeout_s))
+        said = self._slurm.nodes(self._nodes, max(end - time.monotonic(), 0.0))
+        return tuple(self._machine(n, said.get(n), n in allocated) for n in sorted(self._nodes))
+
+    def hints(self, timeout_s: float) -> tuple[Hint, ...]:
+        draining = {
+            said.name: said
+            for said in self._slurm.nodes(self._nodes, timeout_s).values()
+            if said.state is MachineState.DRAINING
+        }
+        new = sorted(draining.keys() - self._told)
+        self._told = set(draining)
+        return tuple(
+            Hint(node=name, seconds=self._drain_s, reason=_reason(draining[name])) for name in new
+        )
+
+    def requeue(self, reason: str, timeout_s: float) -> bool:
+        """Have the job ended and submitted again. Slurm kills the batch step some seconds later.
+
+        Slurm puts the new start off by two minutes, for nodes to settle; that is taken back, where
+        it lets its users do so.
+        """
+        end = time.monotonic() + timeout_s
+        self._slurm.requeue(self.job, timeout_s)
+        stop = min(end, time.monotonic() + _BEGIN_S)
+        while time.monotonic() < stop:
+            with suppress(StoreError, DeadlineError):  # it is requeued, whatever comes of this
+                if self._slurm.begin_now(self.job, stop - time.monotonic()):
+                    break
+            time.sleep(_ASK_S)
+        return True
+
+    def close(self) -> None:
+        self.stop(None, _FEW_S)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _known(self, nodes: Sequence[str]) -> None:
+        for node in nodes:
+            if node not in self._nodes:
+                raise UsageError(
+                    "the job has no such node",
+                    kind="unknown-node",
+                    where=node,
+                    wanted=", ".join(self._nodes[:20]),
+                )
+
+    def _runs(self, node: str) -> bool:
+        step = self._steps.get(node)
+        if step is None:
+            return False
+        code = step[1].poll()
+        if code is not None:
+            self._codes[node] = code
+            del self._steps[node]
+        return code is None
+
+    def _spawn(self, node: str) -> tuple[str, subprocess.Popen[bytes]]:
+        name = f"ckptd-{node}-{next(self._numbers)}-{os.getpid()}"
+        argv = [*SRUN, f"--nodelist={node}", f"--job-name={name}", *self._command(node)]
+        try:
+            # Its own group: a Ctrl-C is for the batch step, which says goodbye in good order.
+            process = subprocess.Popen(argv, env=self._environ, start_new_session=True)
+        except OSError as error:
+            raise StoreError(
+                "srun could not be started", kind="scheduler", where=node, found=error
+            ) from error
+        self._codes.pop(node, None)
+        return name, process
+
+    def _kill(self, left: set[str], end: float, timeout_s: float) -> None:
+        given_up = min(end, time.monotonic() + _UNREACHABLE_S)
+        asked: dict[str, float] = {}
+        while left := {name for name in left if self._runs(name)}:
+            now = time.monotonic()
+            if now >= given_up:
+                break
+            if any(now - asked.get(name, 0.0) >= _ASK_S for name in left):
+                steps = self._slurm.steps(self.job, max(end - now, 0.0))
+                for name in left:
+                    asked[name] = now
+                    if (step := steps.get(self._steps[name][0])) is not None:
+                        self._slurm.kill_step(step, max(end - now, 0.0))
+            time.sleep(_POLL_S)
+        for name in left:
+            # A node that does not answer: Slurm kills the step there once it is heard of again.
+            with suppress(ProcessLookupError):
+                os.killpg(self._steps[name][1].pid, signal.SIGKILL)
+            self._steps[name][1].wait(max(end - time.monotonic(), 1.0))
+
+    def _machine(self, name: str, said: NodeSaid | None, allocated: bool) -> Machine:
+        running = self._runs(name)
+        state = said.state if said is not None and allocated else MachineState.DOWN
+        reason = _reason(said) if said is not None and state is not MachineState.UP else ""
+        if not allocated:
+            reason = f"the allocation has lost it: {reason}" if reason else "the allocation lost it"
+        return Machine(
+            name=name, state=state, running=running, reason=reason, code=self._codes.get(name)
+        )
+
+
+def _reason(said: NodeSaid) -> str:
+    return f"{said.words}: {said.reason}" if said.reason else said.words
+
+
+def _is_dropped(name: str) -> bool:
+    return name in _NOT_INHERITED or name.startswith(("SRUN_", "SLURM_CPU_BIND"))
+
+
+def _late(what: str, timeout_s: float) -> DeadlineError:
+    return DeadlineError(
+        "steps were not started or stopped in time",
+        kind="scheduler-time-out",
+        where=what,
+        wanted=f"within {timeout_s:g} s",
+    )
