@@ -15,27 +15,33 @@ if TYPE_CHECKING:
     from ckptd.train.canonical import CanonicalGradients
     from ckptd.train.keyed import keyed_generator, keyed_rng, keyed_seed
     from ckptd.train.sampler import ElasticSampler
+    from ckptd.train.session import session
     from ckptd.train.tokens import global_tokens, scale_gradients
+    from ckptd.train.world import World
 
 __all__ = [
     "CanonicalGradients",
     "ElasticSampler",
     "Schedule",
+    "World",
     "global_tokens",
     "keyed_generator",
     "keyed_rng",
     "keyed_seed",
     "scale_gradients",
+    "session",
 ]
 
 _MODULES = {
     "CanonicalGradients": "canonical",
     "ElasticSampler": "sampler",
+    "World": "world",
     "global_tokens": "tokens",
     "keyed_generator": "keyed",
     "keyed_rng": "keyed",
     "keyed_seed": "keyed",
     "scale_gradients": "tokens",
+    "session": "session",
 }
 
 

@@ -171,11 +171,16 @@ class WorkerLink:
         """Whether a save is asked for, and none has begun since."""
         return self._asked
 
-    def serves(self, step: int) -> None:
-        """The save of `step` begins, and answers what was asked for, if anything was."""
+    def take_save(self) -> bool:
+        """Tell whether a save is asked for; from now on it is so no more."""
         with self._changed:
-            if self._asked:
-                self._asked, self._serving = False, step
+            asked, self._asked = self._asked, False
+        return asked
+
+    def serves(self, step: int) -> None:
+        """The save of `step` begins, and is the answer to what `take_save` took."""
+        with self._changed:
+            self._serving = step
 
     def out(self, generation: int) -> None:
         """Say that `generation` is left."""

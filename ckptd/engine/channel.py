@@ -7,6 +7,7 @@ other process can see.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import struct
@@ -37,6 +38,9 @@ class Channel(Protocol):
         EOFError
             The peer is gone and everything it sent has been received.
         """
+
+    def shut(self) -> None:
+        """End what is sent and received, also by other threads; they then close it."""
 
     def close(self) -> None:
         """Close this end. Idempotent."""
@@ -103,6 +107,11 @@ class SocketChannel:
         del self._buffer[: _HEAD.size + length]
         return self._decoder.decode(body), (self._fds.pop(0) if with_fd else None)
 
+    def shut(self) -> None:
+        """See `Channel`."""
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """See `Channel`."""
         self._out.close()
@@ -129,6 +138,11 @@ class QueueChannel:
         if item is None:
             raise EOFError("peer closed the channel")
         return item
+
+    def shut(self) -> None:
+        """See `Channel`."""
+        self._inbox.put(None)
+        self._outbox.put(None)
 
     def close(self) -> None:
         """See `Channel`."""

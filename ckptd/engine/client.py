@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd import events
-from ckptd.engine.agentlink import AgentPlace, connect_agent
 from ckptd.engine.arena import Slot
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
@@ -48,42 +47,25 @@ from ckptd.engine.job import (
     Warned,
     Written,
 )
+from ckptd.engine.joining import START_S, AgentSpec, join_agent
 from ckptd.engine.slots import KEEPING, Slots
 from ckptd.engine.structure import SavePlan
-from ckptd.engine.tiers import LINGER_S, TierSpec
 from ckptd.engine.worker import Worker
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
-__all__ = ["AgentSpec", "WriterClient", "near_key"]
+__all__ = ["WriterClient", "near_key"]
 
 _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
 _IDLE_POLL_S = 0.25
 _COUNTED = 256
 """Counters of shares that stay on the board after their saves: other ranks may look late."""
-START_S = 60.0
+_LEAVE_S = 0.2
+"""For this client's thread, which may wait for a store that is gone."""
 GRACE_S = 30.0
 """The worker keeps deadlines and explains them; this is for one that no longer answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentSpec:
-    """The agent of this node, and what it is to keep.
-
-    Attributes
-    ----------
-    place
-        Where it is found, or started.
-    tiers, linger_s, bind
-        See `Hello`.
-    """
-
-    place: AgentPlace
-    tiers: tuple[TierSpec, ...] = ()
-    linger_s: float = LINGER_S
-    bind: str = ""
 
 
 @dataclass
@@ -143,6 +125,7 @@ class WriterClient:
         self._dead: WorkerError | None = None
         self._ails: dict[str, str] = {}
         self._closing = False
+        self._left = False
         self._plan = ""
         self._counter = 0
         self._heard = time.monotonic()
@@ -313,6 +296,23 @@ class WriterClient:
             self._channel.close()
         self._slots.close()
 
+    def leave(self) -> None:
+        """Let go of the worker as a process that dies does. Idempotent; never raises.
+
+        It finishes what is staged, as far as that can be without this rank. Handles of saves that
+        are under way are told nothing any more.
+        """
+        if self._closing:
+            return
+        self._closing = self._left = True
+        if self._connected.is_set():
+            self._channel.shut()
+        self._monitor.join(_LEAVE_S)
+        if self._process is not None:
+            # A child that has ended must be waited for, and this one may take its time.
+            threading.Thread(target=self._process.wait, name="ckptd-left", daemon=True).start()
+        self._slots.close()
+
     # -- the monitor thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -324,35 +324,16 @@ class WriterClient:
             self._end_worker(f"this process no longer listens to it: {error!r}")
 
     def _join_agent(self, agent: AgentSpec) -> bool:
-        """Connect to the node's agent and wait until it is ready.
-
-        One that was killed may still take a connection while its memory is given back: so what
-        does not answer is asked again.
-        """
-        hello = msgspec.structs.replace(
-            self._hello, tiers=agent.tiers, linger_s=agent.linger_s, bind=agent.bind
-        )
-        end = time.monotonic() + START_S
-        found = "no answer"
-        while time.monotonic() < end:
-            channel = None
-            try:
-                channel = SocketChannel(connect_agent(agent.place), Response)
-                channel.send(hello)
-                item = channel.receive(max(0.1, end - time.monotonic()))
-            except (CkptdError, EOFError, OSError, msgspec.MsgspecError) as error:
-                if channel is not None:
-                    channel.close()
-                found = str(error)
-                time.sleep(_IDLE_POLL_S)
-                continue
-            self._channel = channel
-            self._connected.set()
-            if item is not None:
-                self._hear(item[0])
-            return self._dead is None
-        self._worker_gone(found, WorkerError("no agent", where=str(agent.place.socket)))
-        return False
+        """Connect to the node's agent and wait until it is ready."""
+        try:
+            self._channel, first = join_agent(agent, self._hello, lambda: not self._closing)
+        except WorkerError as error:
+            self._worker_gone(error.found or "", error)
+            return False
+        self._connected.set()
+        if first is not None:
+            self._hear(first)
+        return self._dead is None
 
     def _listen(self) -> None:
         pause = _IDLE_POLL_S
@@ -362,14 +343,17 @@ class WriterClient:
             try:
                 item = self._channel.receive(pause)
             except (EOFError, msgspec.MsgspecError) as error:
-                self._worker_gone(str(error))
-                return
+                if not self._left:
+                    self._worker_gone(str(error))
+                break
             if item is not None:
                 self._hear(item[0])
             elif not self._ready.is_set() and time.monotonic() - start > START_S:
                 self._end_worker(f"it did not start within {START_S:.0f} s")
                 return
             pause = self._look_around(pause if item is None else _BUSY_POLL_S)
+        if self._left:
+            self._channel.close()
 
     def _hear(self, message: Response) -> None:
         self._heard = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,6 +79,7 @@ class SaveHandle:
         self._scope = events.current()
         self._began = time.monotonic()
         self._ended: float | None = None
+        self._safe: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         return f"<SaveHandle step {self.step} {self._phase}>"
@@ -263,6 +264,12 @@ class SaveHandle:
         message = error.message[: events.MOST_TEXT]
         self._emit(events.SaveFailed, tier=tier, kind=error.kind, message=message)
 
+    def _when_safe(self, call: Callable[[], None]) -> None:
+        """Call `call` when the checkpoint exists on any tier; it may be called more than once."""
+        self._safe = call
+        if self.progress.phase == "durable" or "complete" in self.tiers.values():
+            call()
+
     def _sealed(self) -> None:
         """Every byte is copied."""
         self._advance("writing")
@@ -274,6 +281,8 @@ class SaveHandle:
         **fields: Any,
     ) -> None:
         """Tell what happened, if the save was begun where somebody said whose it is."""
+        if what is events.SaveDurable and self._safe is not None:
+            self._safe()
         if self._scope.save is not None:
             events.emit(what(**self._scope.save.fields(), at_ns=events.now_ns(), **fields))
 

@@ -12,7 +12,7 @@ from ckptd.engine.board import Board, LocalBoard
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.format.digest import digest_hex
 
-__all__ = ["JobBoard", "board_of", "global_ranks"]
+__all__ = ["JobBoard", "board_of", "forget_boards", "global_ranks"]
 
 _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.05
@@ -108,6 +108,11 @@ def global_ranks(process_group: Any) -> tuple[int, ...]:
             )
         return (0,)
     return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
+def forget_boards() -> None:
+    """Count boards anew: this process joins another store, with ranks that have made none."""
+    _boards_made.clear()
 
 
 def board_of(process_group: Any, timeout_s: float) -> Board:

@@ -25,14 +25,17 @@ from ckptd.train.admission import Admission, WhenFailed, WhenFull, check_when_fa
 from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence, rule_of
+from ckptd.train.elastichooks import ElasticHooks, LauncherWatch
+from ckptd.train.ending import finish, leave
+from ckptd.train.interrupt import Interrupted
 from ckptd.train.laid import Laid
 from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
-from ckptd.train.nearby import Nearby
+from ckptd.train.nearby import near_tiers
 from ckptd.train.recorder import phase
 from ckptd.train.saver import Lazy, Saver
-from ckptd.train.signals import GRACE_S, SignalWatch, lost
+from ckptd.train.signals import GRACE_S, lost
 from ckptd.train.telling import Telling
 
 __all__ = ["Checkpointer"]
@@ -167,7 +170,7 @@ class Checkpointer:
         laid = None if layout is None else Laid(layout, agreement)
         self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)
         self._slots = slots
-        self._nearby = self._near_tiers(tiers, agreement, linger_s)
+        self._nearby = near_tiers(tiers, self._store, agreement, linger_s)
         near = None if self._nearby is None else self._nearby.sources
         self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near)
         self._client: WriterClient | None = None
@@ -178,8 +181,11 @@ class Checkpointer:
         self._closed = False
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = grace_s
-        self._watch = SignalWatch(save_on)
-        self._cadence = Cadence(rule, agreement, self._watch, lambda: recent(catalogue))
+        self._watch = LauncherWatch(save_on)
+        self._elastic = ElasticHooks(self, self._board, self._watch)
+        self._cadence = Cadence(
+            rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
+        )
         # Starting the writing process now hides its start-up behind the first training steps.
         self._start_client()
 
@@ -229,9 +235,7 @@ class Checkpointer:
         # First, so that ranks count alike also where an earlier failure is raised on one of them.
         root = self._cadence.due(step, self._last_on_root)
         forced = force or self._cadence.urgent
-        near: tuple[str, ...] = ()
-        if self._nearby is not None:
-            near = self._nearby.rules.due(step, root, forced=forced)
+        near = () if self._nearby is None else self._nearby.rules.due(step, root, forced=forced)
         self._raise_unseen()
         root = root or forced
         if not root and not near:
@@ -256,6 +260,7 @@ class Checkpointer:
                 goes_on=self._when_failed == "warn" or not root,
             )
         self._lineage.last_step = step
+        self._elastic.saving(handle)
         if self._nearby is not None:
             self._nearby.rules.saved(step, near)
         if root:
@@ -286,9 +291,12 @@ class Checkpointer:
         self._check_open()
         if self._nearby is not None:
             self._meet()
-            return self._loader.newest()
-        name = self._lineage.newest()
-        return None if name is None else name.step
+            step = self._loader.newest()
+        else:
+            step = getattr(self._lineage.newest(), "step", None)
+        if step is None:
+            self._elastic.loaded(0)
+        return step
 
     def load(
         self,
@@ -378,6 +386,7 @@ class Checkpointer:
             self._nearby.rules.loaded(report.step)
         self._last_on_root = report.step
         self._last_load = report
+        self._elastic.loaded(report.step)
 
     @property
     def last_load(self) -> LoadReport | None:
@@ -489,8 +498,8 @@ class Checkpointer:
         CkptdError
             The first save that failed, unless somebody has seen it already.
         """
-        if self._closed:
-            return
+        if self._closed or self._elastic.interrupted:
+            return self.abandon()
         end = time.monotonic() + self._timeout_s
         late = False
         try:
@@ -498,16 +507,24 @@ class Checkpointer:
             if late:
                 raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
             self.wait(max(0.0, end - time.monotonic()))
+        except Interrupted:
+            self.abandon()
+            raise
         finally:
+            if not self._closed:
+                self._closed = True
+                finish(self, None if late else max(_END_S, self._time_left(end)))
+                self._elastic.closed(self)
+
+    def abandon(self) -> None:
+        """Let go of everything without a wait for other ranks, as a process that dies does.
+
+        What near tiers have complete stays there; saves under way end as they may. Idempotent.
+        """
+        if not self._closed:
             self._closed = True
-            self._watch.close()
-            self._saver.close()
-            if self._nearby is not None:
-                self._nearby.close()
-            if self._client is not None and not late:
-                self._client.close(max(_END_S, self._time_left(end)))
-            self._store.close()
-            self._telling.close()
+            leave(self)
+            self._elastic.closed(self)
 
     def _settle(self, end: float) -> bool:
         """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""
@@ -531,8 +548,9 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         if error is None:
-            self.close()
-            return
+            return self.close()
+        if self._elastic.in_session:
+            return self.abandon()  # the saves may wait for ranks that have left
         try:
             self.close()
         except CkptdError as second:
@@ -550,21 +568,6 @@ class Checkpointer:
             agent = None if self._nearby is None else self._nearby.agent
             self._client = WriterClient(self._spec, board, in_process, self._slots, agent)
         return self._client
-
-    def _near_tiers(
-        self, tiers: Sequence[Tier], agreement: Agreement, linger_s: float
-    ) -> Nearby | None:
-        if not tiers:
-            return None
-        check_positive("linger_s", linger_s, (int, float))
-        if not self._store.capabilities.shared:
-            raise UsageError(
-                "a root in this process's memory has no near tiers",
-                kind="bad-tier",
-                where=self._store.url,
-                wanted="a root that another process can open",
-            )
-        return Nearby(tiers, self._store.url, agreement, linger_s)
 
     def _meet(self) -> WriterClient:
         """Return the client; its agent knows its peer."""

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -165,9 +165,19 @@ class Gate:
                 hint="make another checkpointer, or restart the job",
             )
 
+    def leave(self, timeout_s: float) -> None:
+        """Let go of the optimizers; what is being copied is waited for so long, in seconds."""
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            wait([copy], timeout_s)
+        self._let_go()
+
     def release(self) -> None:
         """Wait until everything is copied, and let go of the optimizers."""
         self.settle()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

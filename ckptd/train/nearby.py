@@ -5,23 +5,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ckptd.engine.agentlink import AgentPlace
-from ckptd.engine.client import AgentSpec, WriterClient
+from ckptd.engine.client import WriterClient
 from ckptd.engine.distant import Distant
 from ckptd.engine.job import Partner
+from ckptd.engine.joining import AgentSpec
 from ckptd.engine.opening import served_spec
 from ckptd.engine.partners import partners
+from ckptd.engine.policy import check_positive
 from ckptd.engine.tiers import Tier, tier_specs
 from ckptd.engine.union import Source
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, UsageError
 from ckptd.train.agree import Agreement
 from ckptd.train.hosts import bind_address, host_count, host_id
 from ckptd.train.tierrules import TierRules
 
-__all__ = ["Nearby"]
+if TYPE_CHECKING:
+    from ckptd.store.base import Store
+
+__all__ = ["Nearby", "near_tiers"]
 
 _log = logging.getLogger("ckptd")
 
@@ -157,6 +163,29 @@ class Nearby:
         for source in self._sources:
             source.store.close()
         self._sources.clear()
+
+
+def near_tiers(
+    tiers: Sequence[Tier], store: Store, agreement: Agreement, linger_s: float
+) -> Nearby | None:
+    """Return the near tiers of a checkpointer whose root is `store`; None without any.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-tier``: no other process can open the root.
+    """
+    if not tiers:
+        return None
+    check_positive("linger_s", linger_s, (int, float))
+    if not store.capabilities.shared:
+        raise UsageError(
+            "a root in this process's memory has no near tiers",
+            kind="bad-tier",
+            where=store.url,
+            wanted="a root that another process can open",
+        )
+    return Nearby(tiers, store.url, agreement, linger_s)
 
 
 def _tabulate(reports: list[bytes]) -> bytes:

@@ -107,6 +107,11 @@ class Saver:
         self._gate.release()
         self._copier.shutdown(wait=False)
 
+    def leave(self, timeout_s: float) -> None:
+        """Let go of the optimizers; what is being copied is waited for so long, in seconds."""
+        self._gate.leave(timeout_s)
+        self._copier.shutdown(wait=False, cancel_futures=True)
+
     def heed(self, error: CkptdError) -> None:
         """Plan afresh at the next save if ranks turned out to disagree; see `Planner.heed`."""
         self._planner.heed(error)

@@ -62,6 +62,11 @@ class SignalWatch:
             if self._before[number] is None:
                 _log.warning("%s had a handler that Python cannot call; it is replaced", _n(number))
 
+    @property
+    def active(self) -> bool:
+        """Whether anything may ask for a save."""
+        return bool(self.signals)
+
     def pending(self, kind: str) -> int:
         """Return the signal that asks for a ``save`` or a ``stop`` and was not served, else 0."""
         return self._pending.get(kind, 0)

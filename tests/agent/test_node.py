@@ -12,7 +12,8 @@ import pytest
 
 from ckptd.engine.agentlink import AgentPlace, listen, locked, reach
 from ckptd.engine.board import LocalBoard
-from ckptd.engine.client import AgentSpec, WriterClient
+from ckptd.engine.client import WriterClient
+from ckptd.engine.joining import AgentSpec
 from ckptd.engine.tiers import TierSpec
 from ckptd.errors import CkptdError, WorkerError
 from ckptd.store import StoreSpec

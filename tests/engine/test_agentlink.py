@@ -11,7 +11,8 @@ import pytest
 
 from ckptd.engine.agentlink import AgentPlace, connect_agent, listen, locked, peer_of, reach
 from ckptd.engine.board import LocalBoard
-from ckptd.engine.client import AgentSpec, WriterClient
+from ckptd.engine.client import WriterClient
+from ckptd.engine.joining import AgentSpec
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, WorkerError
 from ckptd.store import StoreSpec
 from tests.engine.nearjob import until

@@ -1,0 +1,134 @@
+"""What a checkpointer tells the launcher of its node, and hears of it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from ckptd.elastic.worker import WorkerLink
+from ckptd.engine.board import Board
+from ckptd.engine.handle import SaveHandle
+from ckptd.errors import CkptdError
+from ckptd.train.interrupt import Interrupter
+from ckptd.train.leaseguard import check_lease, guard_steps
+from ckptd.train.signals import SAVE, SignalWatch
+
+if TYPE_CHECKING:
+    from ckptd.elastic.workerwire import Welcome
+
+__all__ = ["ElasticHooks", "LauncherWatch", "abandon_all", "launcher_says"]
+
+_log = logging.getLogger("ckptd.elastic")
+
+
+class _Abandonable(Protocol):
+    def abandon(self) -> None: ...
+
+
+_open: weakref.WeakSet[_Abandonable] = weakref.WeakSet()
+
+
+class LauncherWatch(SignalWatch):
+    """Signals, and the launcher's wish for a save, which is answered as a signal to save is."""
+
+    def __init__(self, signals: Iterable[int] | int) -> None:
+        super().__init__(signals)
+        self._link = WorkerLink.current()
+        self._taken = False
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody may ask for a save: then ranks agree at each call whether one did."""
+        return self._link is not None or super().active
+
+    def pending(self, kind: str) -> int:
+        """See `SignalWatch.pending`; 1 for the launcher's wish."""
+        asked = kind == SAVE and self._link is not None and self._link.save_asked
+        return super().pending(kind) or int(asked)
+
+    def serve(self, kind: str) -> None:
+        """See `SignalWatch.serve`."""
+        super().serve(kind)
+        if self._link is not None:
+            self._taken = self._link.take_save() or self._taken
+
+    def began(self, step: int) -> None:
+        """The save of `step` begins; it answers what `serve` has served."""
+        if self._taken and self._link is not None:
+            self._taken = False
+            self._link.serves(step)
+
+
+class ElasticHooks:
+    """One checkpointer's part in a job that a launcher of ckptd has started.
+
+    Without a launcher nothing here does anything.
+
+    Parameters
+    ----------
+    board
+        Of the ranks that share the state: only of what all ranks of the job share is told.
+    """
+
+    def __init__(self, checkpointer: _Abandonable, board: Board, watch: LauncherWatch) -> None:
+        self._link = link = WorkerLink.current()
+        self._watch = watch
+        if link is None:
+            return
+        self._generation = link.generation
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        self._tells = board.world == world
+        guard_steps()
+        link.mark("imported")
+        link.mark("initialised")
+        _open.add(checkpointer)
+
+    def loaded(self, step: int) -> None:
+        """Tell that this rank has the state of `step`."""
+        if self._link is not None and self._tells:
+            self._link.loaded(self._generation, step)
+
+    def saving(self, handle: SaveHandle) -> None:
+        """Tell of a save when it is where a restart would find it."""
+        link, generation, step = self._link, self._generation if self._link else 0, handle.step
+        if link is None:
+            return
+        check_lease()
+        self._watch.began(step)
+        if self._tells:
+            link.loaded(generation, 0)  # a job that began from nothing has loaded nothing
+            handle._when_safe(lambda: link.committed(generation, step))
+
+    @property
+    def in_session(self) -> bool:
+        """Whether the program goes on in this process when its generation ends."""
+        return Interrupter.current is not None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the generation has ended: others wait for nothing of this rank any more."""
+        return Interrupter.current is not None and Interrupter.current.wanted
+
+    def closed(self, checkpointer: _Abandonable) -> None:
+        """The checkpointer is closed: there is nothing to abandon."""
+        _open.discard(checkpointer)
+
+
+def abandon_all() -> None:
+    """Abandon every open checkpointer of this process; never raises."""
+    for checkpointer in list(_open):
+        _open.discard(checkpointer)
+        try:
+            checkpointer.abandon()
+        except (CkptdError, OSError, RuntimeError) as error:
+            _log.warning("a checkpointer was left in disorder: %s", error)
+
+
+def launcher_says() -> Welcome | None:
+    """Return what the launcher has said of this job's failures; None where nobody did."""
+    link = WorkerLink.current()
+    return None if link is None else link.welcome

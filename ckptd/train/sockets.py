@@ -1,0 +1,123 @@
+"""The sockets of this process's groups, so that a wait on them can be ended.
+
+``gloo`` has no abort: a collective whose peers are stopped, or have left, waits for its time-out,
+half an hour by default. It fails at once when its connections are shut down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+__all__ = ["GroupSockets", "sockets_of_this_process"]
+
+_MAKERS = ("_new_process_group_helper", "init_process_group", "new_group", "split_group")
+"""What makes groups; the first, through which all others go, is private and may be gone one day."""
+
+
+def sockets_of_this_process() -> dict[str, int]:
+    """Return the descriptors of all sockets, by what tells them from earlier ones of the number."""
+    found: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found[link] = int(name)
+    return found
+
+
+class GroupSockets:
+    """Watches which sockets come to be while process groups are made.
+
+    Connections to a job's store are left out: by their port, and by being there before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: set[str] = set()
+        self._before: set[str] = set()
+        self._depth = 0
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self) -> None:
+        """Begin; until `close`."""
+        makers = _MAKERS[:1] if hasattr(distributed_c10d, _MAKERS[0]) else _MAKERS[1:]
+        for name in makers:
+            if (function := getattr(distributed_c10d, name, None)) is not None:
+                setattr(distributed_c10d, name, self._watched(function))
+                self._undo.append(partial(setattr, distributed_c10d, name, function))
+
+    def close(self) -> None:
+        """Watch no more. Idempotent."""
+        while self._undo:
+            self._undo.pop()()
+
+    def forget(self) -> None:
+        """Forget the groups that were made so far."""
+        with self._lock:
+            self._known.clear()
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def watched(*args: Any, **more: Any) -> Any:
+            self._begin()
+            try:
+                return function(*args, **more)
+            finally:
+                self._end()
+
+        return watched
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._before = set(sockets_of_this_process())
+
+    def _end(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            self._known |= sockets_of_this_process().keys() - self._before
+
+    def shut(self, *, store_ports: frozenset[int], stores: bool = False) -> int:
+        """Shut down what groups communicate through, and return how many sockets that were.
+
+        Parameters
+        ----------
+        store_ports
+            Ports of job stores.
+        stores
+            Shut down the connections to job stores as well: a rank may wait there for the others.
+        """
+        with self._lock:
+            now = sockets_of_this_process()
+            making = now.keys() - self._before if self._depth else set()
+            wanted = (self._known | making) & now.keys()
+        count = 0
+        for link, fd in now.items():
+            count += _shut(fd, link in wanted, store_ports, stores)
+        return count
+
+
+def _shut(fd: int, of_group: bool, store_ports: frozenset[int], stores: bool) -> bool:
+    """Shut down one socket if it is a connection of a group, or of a store; tell whether."""
+    try:
+        # A descriptor of its own: what is closed meanwhile must not be another one's number.
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            ours, theirs = sock.getsockname()[1], sock.getpeername()[1]
+            to_store = bool({ours, theirs} & store_ports)
+            if (stores and to_store) or (of_group and not to_store):
+                sock.shutdown(socket.SHUT_RDWR)
+                return True
+    except OSError:  # not connected, or closed meanwhile
+        return False
+    return False

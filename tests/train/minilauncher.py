@@ -1,0 +1,216 @@
+"""A launcher of several nodes on this machine, with a worker each, ordered by a test.
+
+What a controller and the launchers of nodes do for a job, without deciding anything: a test says
+who dies and who goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from ckptd.elastic.lease import LeaseFile
+from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
+from ckptd.elastic.workerwire import (
+    Attach,
+    BrokenNow,
+    Committed,
+    Done,
+    FromWorker,
+    Go,
+    Interrupt,
+    Out,
+    StateLoaded,
+    Welcome,
+)
+
+DEADLINE_S = 90.0
+
+
+class MiniNode:
+    """One node with one worker."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.heard: queue.Queue[tuple[float, FromWorker | None]] = queue.Queue()
+        self.log: list[tuple[float, FromWorker | None]] = []
+        self.end: WorkerEnd | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.output = folder / f"{name}.out"
+        self.lease = LeaseFile(folder / f"{name}.lease")
+        self.lease.extend(time.monotonic() + 3600.0)
+        self.launcher = LauncherEnd(folder / f"{name}.s", self._hear)
+
+    def _hear(self, worker: WorkerEnd, message: FromWorker | None) -> None:
+        if isinstance(message, Attach):
+            self.end = worker
+            worker.send(Welcome(message.generation, 2.0, 3600.0))
+        self.log.append((time.monotonic(), message))
+        self.heard.put((time.monotonic(), message))
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        with self.output.open("ab") as out:
+            self.process = subprocess.Popen(
+                command, env={**os.environ, **environ}, stdout=out, stderr=out
+            )
+
+    def until(self, kind: type[FromWorker], generation: int) -> tuple[float, Any]:
+        """Return the first message of a kind of a generation, also one that came already."""
+        end = time.monotonic() + DEADLINE_S
+        seen = 0
+        while time.monotonic() < end:
+            log = list(self.log)
+            for at, message in log[seen:]:
+                if isinstance(message, kind) and message.generation == generation:
+                    return at, message
+            seen = len(log)
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"{self.name} ended: {self.output.read_text()[-3000:]}")
+            time.sleep(0.002)
+        raise AssertionError(
+            f"{self.name} did not say {kind.__name__}: {self.log[-8:]}"
+            f" {self.output.read_text()[-3000:]}"
+        )
+
+    def committed(self, generation: int, step: int) -> float:
+        """Wait until a step, or a later one, is committed; return when that was."""
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            for at, message in list(self.log):
+                if (
+                    isinstance(message, Committed)
+                    and message.generation == generation
+                    and message.step >= step
+                ):
+                    return at
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"{self.name} ended: {self.output.read_text()[-3000:]}")
+            time.sleep(0.002)
+        raise AssertionError(f"no step {step}: {self.log[-8:]} {self.output.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+        if self.process is not None:
+            self.process.wait(DEADLINE_S)
+        self.launcher.close()
+        self.lease.close()
+
+
+class MiniJob:
+    """Nodes, and the store of the generation."""
+
+    def __init__(self, folder: Path, script: Path, args: Sequence[str], **environ: str) -> None:
+        self.folder = folder
+        self.command = [sys.executable, str(script), *args]
+        self.environ = environ
+        self.nodes: dict[str, MiniNode] = {}
+        self.generation = 0
+        self.members: list[str] = []
+        self._store: TCPStore | None = None
+
+    def begin(self, *members: str, shape: tuple[int, int, int] | None = None) -> None:
+        """Begin the next generation with these nodes, by rank; starts who does not run."""
+        self.generation += 1
+        self.members = list(members)
+        shape = shape or (1, len(members), 1)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank, name in enumerate(members):
+            node = self.nodes.get(name)
+            if node is None:
+                node = self.nodes[name] = MiniNode(name, self.folder)
+            environ = self._environ(name, rank, shape)
+            if node.process is not None and node.process.poll() is None:
+                assert node.end is not None
+                assert node.end.send(Go(self.generation, environ))
+            else:
+                node.start(self.command, {**self.environ, **environ})
+
+    def _environ(self, name: str, rank: int, shape: tuple[int, int, int]) -> dict[str, str]:
+        assert self._store is not None
+        _, dp, tp = shape
+        place = rank // (dp * tp), rank // tp % dp, rank % tp
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(len(self.members)),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "mini",
+            "OMP_NUM_THREADS": "1",
+            "CKPTD_NODE": name,
+            "CKPTD_GENERATION": str(self.generation),
+            "CKPTD_SHAPE": ",".join(map(str, shape)),
+            "CKPTD_PLACE": ",".join(map(str, place)),
+            "CKPTD_LAUNCHER": str(self.nodes[name].launcher.path),
+            "CKPTD_LEASE": str(self.nodes[name].lease.path),
+        }
+
+    def kill(self, name: str) -> float:
+        """Kill a worker, and what its node's memory holds with it; return when."""
+        node = self.nodes.pop(name)
+        assert node.process is not None
+        at = time.monotonic()
+        node.process.kill()
+        node.close()
+        self.members.remove(name)
+        return at
+
+    def interrupt(self) -> float:
+        """Have everybody leave, kill who does not within a second; return when all are out."""
+        for name in self.members:
+            end = self.nodes[name].end
+            assert end is not None
+            end.send(Interrupt(self.generation))
+        return max(self.nodes[n].until(Out, self.generation)[0] for n in self.members)
+
+    def loaded(self) -> dict[str, tuple[float, int]]:
+        """Wait until all have their state; return when, and of which step, by node."""
+        found = {n: self.nodes[n].until(StateLoaded, self.generation) for n in self.members}
+        return {n: (at, message.step) for n, (at, message) in found.items()}
+
+    def broken(self, name: str) -> bool:
+        """Whether a worker said of this generation that a call failed."""
+        return any(
+            isinstance(m, BrokenNow) and m.generation == self.generation
+            for _, m in list(self.nodes[name].log)
+        )
+
+    def done(self) -> list[str]:
+        """Wait until all have ended well; return what each printed."""
+        for name in self.members:
+            self.nodes[name].until(Done, self.generation)
+        found = []
+        for name in self.members:
+            process = self.nodes[name].process
+            assert process is not None
+            assert process.wait(DEADLINE_S) == 0, self.nodes[name].output.read_text()[-3000:]
+            found.append(self.nodes[name].output.read_text())
+        return found
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+
+
+def stop(pid: int) -> None:
+    """Stop a process where it is."""
+    os.kill(pid, signal.SIGSTOP)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
