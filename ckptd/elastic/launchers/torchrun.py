@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from ckptd.elastic.launchers.torchrun_node import JobOver, Joined
 from ckptd.elastic.launchers.torchrun_side import Side, SideSettings
 from ckptd.elastic.launchers.torchrun_store import GenerationStore, connect_store, host_store
-from ckptd.errors import DeadlineError
+from ckptd.errors import NotFoundError
 
 __all__ = ["BACKEND", "CkptdRendezvous", "create", "register"]
 
@@ -100,7 +100,7 @@ class CkptdRendezvous(RendezvousHandler):
             # Not a RendezvousGracefulExitError: torchrun fails on that, and the job has ended well.
             sys.stderr.write(f"ckptd: {over.text}\n")
             raise SystemExit(over.code) from None
-        except DeadlineError as error:
+        except NotFoundError as error:
             raise RendezvousConnectionError(str(error)) from error
         return self._info(joined)
 

@@ -30,7 +30,7 @@ from ckptd.elastic.wire import (
     Timed,
     ToNode,
 )
-from ckptd.errors import CkptdError, DeadlineError
+from ckptd.errors import CkptdError, NotFoundError
 
 __all__ = ["JobOver", "Joined", "Link", "TorchrunNode"]
 
@@ -40,6 +40,7 @@ _GRACE_S = 1.0
 """For which frozen workers wait for the agent to look: it then does not count their death."""
 _KILL_S = 5.0
 _WAIT_S = 0.5
+_NO_RANK = 1 << 30
 
 
 class Link(Protocol):
@@ -135,6 +136,17 @@ class TorchrunNode:
         """How the workers of the last generation ended; None while they run."""
         return self._code
 
+    @property
+    def job_over(self) -> bool:
+        """Whether the controller has said so."""
+        return self._bye is not None
+
+    @property
+    def node_rank(self) -> int:
+        """In the newest generation; a large one outside of it."""
+        begin = self._begin
+        return begin.node_rank if begin is not None else _NO_RANK
+
     # --- the controller -------------------------------------------------------------------------
 
     def up(self) -> NodeUp:
@@ -190,8 +202,8 @@ class TorchrunNode:
         ------
         JobOver
             There is nothing to do any more.
-        DeadlineError
-            kind ``no-controller``.
+        NotFoundError
+            kind ``no-controller``: none answers for `within_s`.
         """
         self._come_in()
         while True:
@@ -277,7 +289,7 @@ class TorchrunNode:
     def _check_contact(self, since: float, within_s: float) -> None:
         silent_s = self._link.silent_s if self._link is not None else math.inf
         if min(time.monotonic() - since, silent_s) > within_s:
-            raise DeadlineError(
+            raise NotFoundError(
                 "no controller answers",
                 kind="no-controller",
                 wanted=f"within {within_s:.0f} s",

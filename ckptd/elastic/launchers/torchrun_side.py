@@ -165,12 +165,12 @@ class Side:
         self._token = token
         self._controller = Controller(settings, self.node.workers, self._environ, folder)
         self._link = NodeLink(
-            lambda: settings.endpoint,
+            self._controller.address,
             settings.job,
             job_secret(settings.job, folder),
             self.node.up,
             self.node.take,
-            lease_s=_seconds(settings.conf, "lease", _LEASE_S),
+            lease_s=_seconds(settings.conf, "controller.lease_s", _LEASE_S),
             leased=self._lease.extend,
         )
         self._mark_environment(token)
@@ -200,9 +200,10 @@ class Side:
         """End all that is beside the agent; see `TorchrunNode.leave`."""
         self.node.leave(within_s)
         self._link.close()
+        # The controller is bound to the thread that has started it: that one ends last.
+        self._controller.leave(self.node.job_over, within_s)
         self._closed.set()
         self._keeper.join()
-        self._controller.leave(within_s)
         self._guard.kill()
         self._guard.wait()
         os.close(self._name_lock)
@@ -234,8 +235,7 @@ class Side:
         while not self._closed.is_set():
             if self._guard.poll() is not None:
                 self._guard = self._start_guard(self._token)
-            if self._settings.here and not self._link.connected:
-                self._controller.keep()
+            self._controller.keep(self._link.connected, self.node.node_rank)
             self._closed.wait(_LOOK_S)
 
 
