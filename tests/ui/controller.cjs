@@ -24,6 +24,8 @@ drive(async ({ open, found }) => {
   await state("Running");
   found.recoveries = await page.locator("#controller tbody svg.parts").count();
 
+  found.wide = await sideways(page);
+
   const narrow = await open("#/elastic", { width: 360, height: 740, colorScheme: "dark" });
   await narrow.locator("#controller tbody b").first().waitFor();
   await narrow.locator("[data-order=exclude]").click();

@@ -7,8 +7,9 @@ import { clock, count, percent, seconds, sentence } from "../format.js";
 import { listen, store } from "../store.js";
 import { shape } from "../words.js";
 
-/** Parts of a recovery in their order; the API's names, and words. */
-const PARTS = ["detect", "fence", "plan", "spawn", "import", "init", "load", "first_step", "again"];
+/** Parts of a recovery in their order: [word, names in the API]. */
+const PARTS = [["detect", ["detect"]], ["fence and plan", ["fence", "plan"]], ["spawn", ["spawn"]], ["import", ["import"]],
+  ["init", ["init"]], ["load", ["load"]], ["first step", ["first_step"]], ["failed attempts", ["again"]]];
 const KINDS = ["useful", "training", "saving", "lost", "restarting", "waiting", "parked"];
 const STATE_OF = { running: 0, done: 0, aborted: 3, parked: 4 };
 const LEVELS = ["in process", "respawn", "relaunch", "requeue"];
@@ -23,8 +24,7 @@ const ORDERS = [
   ["stop", "Stop", false, "The ranks save and the job ends. It does not come back by itself."],
 ];
 
-const took = (r, part) => r[part] ?? null;
-const word = (part) => part.replaceAll("_", " ");
+const took = (r, [, names]) => names.reduce((a, n) => a + (r[n] ?? 0), 0);
 
 /** Put the controller's panels into `root`; returns what ends them. */
 export function controller(root) {
@@ -92,17 +92,17 @@ function nodeTable(status) {
 
 function recoveryTable(some) {
   if (!some.length) return [h("p", { class: "quietly" }, "None yet.")];
-  const total = (r) => PARTS.reduce((a, p) => a + (took(r, p) ?? 0), 0);
+  const total = (r) => PARTS.reduce((a, p) => a + took(r, p), 0);
   const most = Math.max(1e-9, ...some.map(total));
   const rows = some.slice().reverse().map((r) => [
     clock(r.at), h("span", {}, sentence(r.cause), r.planned ? h("span", { class: "quietly" }, " (planned)") : null), `L${r.level} ${LEVELS[r.level] ?? ""}`, count(r.steps_lost), seconds(total(r)),
-    partsBar(PARTS.map((p, i) => [word(p), took(r, p) ?? 0, i]), { most, label: PARTS.filter((p) => took(r, p) !== null).map((p) => `${word(p)} ${seconds(took(r, p))}`).join(", "), words: (p, v) => [r.cause ?? "", `${p}: ${seconds(v)}`] }),
+    partsBar(PARTS.map((p, i) => [p[0], took(r, p), i]), { most, label: PARTS.map((p) => `${p[0]} ${seconds(took(r, p))}`).join(", "), words: (p, v) => [r.cause, `${p}: ${seconds(v)}`] }),
   ]);
-  return [legend(PARTS.map(word)), table(["When", "Cause", "Level", ">Steps lost", ">Took", "Split"], rows, "Recoveries, the newest first")];
+  return [legend(PARTS.map(([word]) => word)), table(["When", "Cause", "Level", ">Steps lost", ">Took", "Split"], rows, "Recoveries, the newest first")];
 }
 
 function goodput(kinds) {
-  const parts = KINDS.map((k, i) => [k, kinds[k] ?? 0, i]);
+  const parts = KINDS.map((k, i) => [k, Math.max(0, kinds[k] ?? 0), i]);
   const total = parts.reduce((a, [, v]) => a + v, 0);
   if (!total) return [h("p", { class: "quietly" }, "Not known yet.")];
   return [partsBar(parts, { most: total, width: 900, label: parts.map(([k, v]) => `${k} ${percent(v / total, 1)}`).join(", "), words: (k, v) => [k, seconds(v), percent(v / total, 1)] }),
