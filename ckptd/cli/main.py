@@ -61,6 +61,12 @@ VERBS = {
     "\n\nIt prints a URL with a token: whoever has it may read and act. TERM or INT ends it."
     " Agents are told of it by ckptd agent run --watch URL or CKPTD_DAEMON; ckptd watch does all of"
     " that for one node.",
+    "controller": "Control a job that restarts: what it trains on, since when, and why."
+    "\n\nIt prints its address. Killed at any instant and started again with the same log, it goes"
+    " on; training goes on meanwhile. ckptd run starts one by itself.",
+    "ctl": "See what a job that restarts is doing, and give orders to its controller.",
+    "run": "Train on this node: torchrun's command line, for jobs that survive lost ranks and nodes."
+    "\n\nckptd run train.py is all that one machine needs. See ckptd ctl for what it is doing.",
     "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
     " code is COMMAND's; what fails in the watch never stops it.",
@@ -116,6 +122,10 @@ def run(argv: Sequence[str]) -> int:
     0 fine, 1 failed, 2 usage, 3 corrupt, 4 not found, 5 refused; 130 interrupted, 141 nobody reads
     the output any more.
     """
+    if argv[:1] == ["run"]:
+        from ckptd.cli.run_flags import separated
+
+        argv = ["run", *separated(argv[1:])]
     as_json = "--json" in argv
     try:
         code = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")

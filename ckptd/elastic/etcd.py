@@ -10,29 +10,31 @@ import base64
 import binascii
 import http.client
 import json
+import time
 import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from ckptd.elastic.log import entry_key, entry_number
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
+from ckptd.elastic.seat import SeatRecord, decode_seat, seat_taken
 from ckptd.errors import ConflictError, CorruptError, TransientStoreError, UsageError
 
-__all__ = ["EtcdLog"]
+__all__ = ["Etcd", "EtcdLog", "EtcdSeat"]
 
 _MOST_ANSWER_BYTES = 64 << 20
 _PAGE = 64
 
 
-class EtcdLog:
-    """The log as keys below a prefix.
+class Etcd:
+    """A client of etcd that knows two requests: create a key, and read those below a prefix.
 
     Parameters
     ----------
     endpoints
         ``http://HOST:PORT`` of members; the next is asked when one does not answer.
-    prefix
-        Of the job.
     timeout_s
         For one request to one member.
 
@@ -42,71 +44,73 @@ class EtcdLog:
         kind ``bad-url``: an endpoint is none.
     """
 
-    def __init__(self, endpoints: Sequence[str], prefix: str, timeout_s: float = 5.0) -> None:
+    def __init__(self, endpoints: Sequence[str], timeout_s: float = 5.0) -> None:
         self._members = [_address(endpoint) for endpoint in endpoints]
         if not self._members:
             raise UsageError("no endpoint of etcd is given", kind="bad-url")
-        self._prefix = prefix.rstrip("/") + "/"
         self._timeout_s = timeout_s
-        self._where = f"{endpoints[0]}{'' if prefix.startswith('/') else '/'}{self._prefix}"
+        self.where = endpoints[0].rstrip("/")
 
-    def read(self) -> list[Record]:
-        """Return all records; see `ckptd.elastic.log.MembershipLog.read`."""
-        found: dict[int, bytes] = {}
-        begin, end = self._prefix.encode(), _after(self._prefix.encode())
+    def create(self, key: str, raw: bytes) -> bool:
+        """Create a key; return false if it is there with another value. Durable on return.
+
+        Raises
+        ------
+        TransientStoreError
+            No member answers; the key may be there or not.
+        """
+        name = _b64(key.encode())
+        answer = self._ask(
+            "txn",
+            {
+                "compare": [{"key": name, "target": "CREATE", "create_revision": "0"}],
+                "success": [{"request_put": {"key": name, "value": _b64(raw)}}],
+                "failure": [{"request_range": {"key": name}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return True
+        # A request that was sent again, because its answer was lost, meets its own record.
+        pairs = answer["responses"][0]["response_range"].get("kvs", [])
+        return [_unb64(pair.get("value", ""), self.where) for pair in pairs] == [raw]
+
+    def below(self, prefix: str, *, last: bool = False) -> dict[str, bytes]:
+        """Return the keys below a prefix, without it, and their values.
+
+        Parameters
+        ----------
+        prefix
+            Ends in a slash.
+        last
+            Only the last key in their order.
+
+        Raises
+        ------
+        CorruptError
+            kind ``bad-log``: etcd answers in no base64.
+        TransientStoreError
+            No member answers.
+        """
+        found: dict[str, bytes] = {}
+        begin, end = prefix.encode(), _after(prefix.encode())
         while True:
             answer = self._ask(
                 "range",
                 {
                     "key": _b64(begin),
                     "range_end": _b64(end),
-                    "limit": _PAGE,
-                    "sort_order": "ASCEND",
+                    "limit": 1 if last else _PAGE,
+                    "sort_order": "DESCEND" if last else "ASCEND",
                 },
             )
             pairs = answer.get("kvs", [])
             for pair in pairs:
-                key = _unb64(pair["key"], self._where)
-                number = entry_number(key.decode(errors="replace").removeprefix(self._prefix))
-                if number is not None:
-                    found[number] = _unb64(pair.get("value", ""), self._where)
-                begin = key + b"\0"
-            if not pairs or not answer.get("more"):
-                break
-        if sorted(found) != list(range(len(found))):
-            raise CorruptError(
-                "a record of the membership log is missing",
-                kind="bad-log",
-                where=self._where,
-                found=f"{len(found)} records",
-            )
-        records = [decode_record(found[n], self._where + entry_key(n)) for n in sorted(found)]
-        check_log(records, self._where)
-        return records
-
-    def append(self, record: Record, number: int) -> None:
-        """Write a record; see `ckptd.elastic.log.MembershipLog.append`."""
-        key = _b64((self._prefix + entry_key(number)).encode())
-        raw = encode_record(record)
-        answer = self._ask(
-            "txn",
-            {
-                "compare": [{"key": key, "target": "CREATE", "create_revision": "0"}],
-                "success": [{"request_put": {"key": key, "value": _b64(raw)}}],
-                "failure": [{"request_range": {"key": key}}],
-            },
-        )
-        if answer.get("succeeded"):
-            return
-        # A request that was sent again, because its answer was lost, meets its own record.
-        pairs = answer["responses"][0]["response_range"].get("kvs", [])
-        if [_unb64(pair.get("value", ""), self._where) for pair in pairs] != [raw]:
-            raise ConflictError(
-                "another controller has decided",
-                kind="log-taken",
-                where=self._where + entry_key(number),
-                hint="this controller ends; the other one goes on",
-            )
+                begin = _unb64(pair["key"], self.where)
+                name = begin.decode(errors="replace").removeprefix(prefix)
+                found[name] = _unb64(pair.get("value", ""), self.where)
+                begin += b"\0"
+            if last or not pairs or not answer.get("more"):
+                return found
 
     def _ask(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
         failures = []
@@ -121,7 +125,7 @@ class EtcdLog:
             self._members = [*self._members[turn:], *self._members[:turn]]
             return answer
         raise TransientStoreError(
-            "no member of etcd answers", where=self._where, found="; ".join(failures)[:500]
+            "no member of etcd answers", where=self.where, found="; ".join(failures)[:500]
         )
 
     def _post(
@@ -147,6 +151,91 @@ class EtcdLog:
         if len(raw) > _MOST_ANSWER_BYTES or not isinstance(answer, dict):
             raise ValueError(f"an answer of {len(raw)} bytes that is none")
         return answer
+
+
+class EtcdLog:
+    """The log as keys below a prefix.
+
+    Parameters
+    ----------
+    endpoints, timeout_s
+        See `Etcd`.
+    prefix
+        Of the job.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-url``: an endpoint is none.
+    """
+
+    def __init__(self, endpoints: Sequence[str], prefix: str, timeout_s: float = 5.0) -> None:
+        self._etcd = Etcd(endpoints, timeout_s)
+        self._prefix = prefix.rstrip("/") + "/"
+        self._where = f"{endpoints[0]}{'' if prefix.startswith('/') else '/'}{self._prefix}"
+
+    def read(self) -> list[Record]:
+        """Return all records; see `ckptd.elastic.log.MembershipLog.read`."""
+        found: dict[int, bytes] = {}
+        for name, raw in self._etcd.below(self._prefix).items():
+            number = entry_number(name)
+            if number is not None:
+                found[number] = raw
+        if sorted(found) != list(range(len(found))):
+            raise CorruptError(
+                "a record of the membership log is missing",
+                kind="bad-log",
+                where=self._where,
+                found=f"{len(found)} records",
+            )
+        records = [decode_record(found[n], self._where + entry_key(n)) for n in sorted(found)]
+        check_log(records, self._where)
+        return records
+
+    def append(self, record: Record, number: int) -> None:
+        """Write a record; see `ckptd.elastic.log.MembershipLog.append`."""
+        if not self._etcd.create(self._prefix + entry_key(number), encode_record(record)):
+            raise ConflictError(
+                "another controller has decided",
+                kind="log-taken",
+                where=self._where + entry_key(number),
+                hint="this controller ends; the other one goes on",
+            )
+
+
+class EtcdSeat:
+    """The controller's seat as keys below a prefix; see `ckptd.elastic.seat.SeatBook`.
+
+    Parameters
+    ----------
+    etcd
+        The client.
+    prefix
+        Of the job's seats; ends in a slash.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str) -> None:
+        self._etcd, self._prefix = etcd, prefix
+
+    def newest(self) -> SeatRecord | None:
+        """See `ckptd.elastic.seat.SeatBook.newest`."""
+        found = self._etcd.below(self._prefix, last=True)
+        for name, raw in found.items():
+            return decode_seat(raw, self._etcd.where + self._prefix + name)
+        return None
+
+    def take(self, number: int, address: str, by: str) -> SeatRecord:
+        """See `ckptd.elastic.seat.SeatBook.take`."""
+        record = SeatRecord(number=number, address=address, by=by, at=time.time())
+        key = self._prefix + entry_key(number)
+        if not self._etcd.create(key, msgspec.json.encode(record)):
+            raise seat_taken(self._etcd.where + key)
+        return record
+
+    def still(self, by: str) -> bool:
+        """See `ckptd.elastic.seat.SeatBook.still`."""
+        newest = self.newest()
+        return newest is not None and newest.by == by
 
 
 def _address(endpoint: str) -> tuple[str, str, int]:

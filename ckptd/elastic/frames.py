@@ -168,6 +168,11 @@ class Frames:
         """Whether the other side has shown that it knows the secret."""
         return self._taken > 0
 
+    @property
+    def half(self) -> bool:
+        """Whether a frame has begun to arrive and is not whole."""
+        return bool(self._buffer)
+
     def pack(self, message: msgspec.Struct) -> bytes:
         """Return the next frame to send; frames must be sent in the order of these calls.
 

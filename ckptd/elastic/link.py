@@ -57,9 +57,14 @@ class NodeLink:
     beat_s
         Between two beats.
     lease_s
-        How long after a beat that was echoed workers may go on.
+        How long workers may go on without a controller, until one says how long.
     leased
         Is given each new `lease_until`, at once.
+    seated
+        Returns whether the life of a controller, the last that was spoken to, is still the one that
+        was seated last; asked while there is no connection. Where it is, nobody else can have
+        begun a generation, and the lease is renewed without a controller: see
+        `ckptd.elastic.seat.SeatBook.still`.
     """
 
     def __init__(
@@ -73,9 +78,11 @@ class NodeLink:
         beat_s: float = 0.5,
         lease_s: float = 120.0,
         leased: Callable[[float], None] | None = None,
+        seated: Callable[[str], bool] | None = None,
     ) -> None:
         self._addresses, self._job, self._secret = addresses, job, secret
-        self._up, self._orders, self._leased = up, orders, leased
+        self._up, self._orders = up, orders
+        self._leased, self._seated, self._life = leased, seated, ""
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], Said | Hosting | Timed] = {}
@@ -193,6 +200,7 @@ class NodeLink:
 
     def _once(self) -> None:
         """Connect, and serve the connection until it breaks."""
+        self._renew_alone()
         address = self._addresses()
         if not address:
             return
@@ -210,6 +218,12 @@ class NodeLink:
             self._serve(connection)
         finally:
             self._disconnect()
+
+    def _renew_alone(self) -> None:
+        """Renew the lease while there is no controller, if no other one can have begun anything."""
+        asked = time.monotonic()
+        if self._life and self._seated is not None and self._seated(self._life):
+            self._renew(asked + self._lease_s)
 
     def _serve(self, connection: Connection) -> None:
         opened = time.monotonic()
@@ -262,8 +276,14 @@ class NodeLink:
         if sent is None:
             return
         self._echoed_at = time.monotonic()
+        if self._connection is not None:
+            self._life = self._connection.life
         # From the sending: a node that was stopped in between must not think itself alive.
-        until = sent + self._lease_s
+        if echo.lease_s > 0:
+            self._lease_s = echo.lease_s
+            self._renew(sent + self._lease_s)
+
+    def _renew(self, until: float) -> None:
         if until > self._lease_until:
             self._lease_until = until
             if self._leased is not None:

@@ -142,10 +142,14 @@ class Echo(msgspec.Struct, frozen=True, tag=True):
         Of the beat.
     heard
         All events up to this number were taken in.
+    lease_s
+        Workers may go on for so long after that beat was sent; 0: the lease is not renewed, as for
+        a node that does not fence.
     """
 
     number: _Count
     heard: _Count = 0
+    lease_s: float = 0.0
 
 
 class FenceNow(msgspec.Struct, frozen=True, tag=True):

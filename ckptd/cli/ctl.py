@@ -1,0 +1,302 @@
+"""``ckptd ctl``: what a job that restarts is doing, and orders to its controller."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from ckptd.cli.output import Document, Json, flag, print_document, print_table, time_text
+from ckptd.elastic.messages import Order, OrderKind
+from ckptd.elastic.operator import OperatorLink
+from ckptd.elastic.places import open_places
+from ckptd.elastic.wire import NodeRow, Status
+from ckptd.engine.agentlink import run_folder
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
+from ckptd.monitor.signing import job_secret
+
+__all__ = ["CtlOrderDocument", "CtlStatusDocument", "ctl"]
+
+ctl = App(
+    name="ctl",
+    help="See what a job that restarts is doing, and give orders to its controller.",
+    help_format="plaintext",
+    default_parameter=Parameter(negative=()),
+)
+
+Name = Annotated[str, Parameter(help="Names of nodes.", show_default=False)]
+
+_ANSWER_S = 10.0
+_MOST_SHOWN = 5
+_ENDED = ("done", "aborted")
+
+
+class CtlStatusDocument(Document, frozen=True, kw_only=True, tag="ctl status"):
+    """What ``ckptd ctl status --json`` prints: `ckptd.elastic.wire.Status`."""
+
+    status: Status
+
+
+class CtlOrderDocument(Document, frozen=True, kw_only=True, tag="ctl order"):
+    """What an order with ``--json`` prints.
+
+    Attributes
+    ----------
+    order, nodes
+        What was ordered, of whom.
+    state, generation, step
+        Of the job when this returned; of the moment after the order without ``--wait``.
+    """
+
+    order: str
+    nodes: tuple[str, ...]
+    state: str
+    generation: int
+    step: int
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Where:
+    """Which controller is meant."""
+
+    job: Annotated[
+        str | None, Parameter(help="Which job; CKPTD_JOB, or default.", show_default=False)
+    ] = None
+    controller: Annotated[
+        str | None, Parameter(help="HOST:PORT; found through the log by default.")
+    ] = None
+    log: Annotated[
+        str | None, Parameter(help="Where the membership log is, if said to the controller.")
+    ] = None
+
+    @property
+    def name(self) -> str:
+        """The job's."""
+        return self.job or os.environ.get("CKPTD_JOB") or "default"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class How(Where):
+    """Which controller is meant, and how an order is given."""
+
+    reason: Annotated[str, Parameter(help="Why, for the log and for people.")] = ""
+    wait: Annotated[bool, flag("Return when it has been carried out.")] = False
+    timeout: Annotated[float, Parameter(help="Seconds that --wait may take.")] = 600.0
+    json: Json = False
+
+
+@ctl.command
+def status(*, where: Where | None = None, json: Json = False) -> int:
+    """Show state, nodes and the last recoveries."""
+    link = _link(where or Where())
+    try:
+        found = link.status()
+    finally:
+        link.close()
+    if json:
+        print_document(CtlStatusDocument(status=found))
+    else:
+        _show(found)
+    return 0
+
+
+@ctl.command
+def restart(*, how: How | None = None) -> int:
+    """Save, and start a new generation."""
+    return _order(OrderKind.RESTART, (), how)
+
+
+@ctl.command
+def exclude(*nodes: Name, how: How | None = None) -> int:
+    """Leave nodes out from now on, and go on without them."""
+    return _order(OrderKind.EXCLUDE, nodes, how)
+
+
+@ctl.command
+def drain(*nodes: Name, how: How | None = None) -> int:
+    """Leave nodes out from now on, because they will be taken away."""
+    return _order(OrderKind.DRAIN, nodes, how)
+
+
+@ctl.command
+def add(*nodes: Name, how: How | None = None) -> int:
+    """Take nodes back that were left out."""
+    return _order(OrderKind.ADD, nodes, how)
+
+
+@ctl.command
+def pause(*, how: How | None = None) -> int:
+    """Save, end all workers, and wait for resume."""
+    return _order(OrderKind.PAUSE, (), how)
+
+
+@ctl.command
+def resume(*, how: How | None = None) -> int:
+    """Go on after pause."""
+    return _order(OrderKind.RESUME, (), how)
+
+
+@ctl.command
+def stop(*, how: How | None = None) -> int:
+    """Save, and end the job: launchers end with exit code 130."""
+    return _order(OrderKind.STOP, (), how)
+
+
+# --- the controller -------------------------------------------------------------------------------
+
+
+def _link(where: Where) -> OperatorLink:
+    def find() -> str:
+        if where.controller is not None:
+            return where.controller
+        newest = open_places(where.name, where.log).seat.newest()
+        if newest is None:
+            raise NotFoundError(
+                "no controller of this job was ever there",
+                kind="no-controller",
+                where=f"job {where.name}",
+                hint="--controller HOST:PORT or --log URL says where to look",
+            )
+        return newest.address
+
+    secret = job_secret(where.name, run_folder())
+    return OperatorLink(find, where.name, secret, name=_person(), timeout_s=_ANSWER_S)
+
+
+def _person() -> str:
+    try:
+        return getpass.getuser()[:200]
+    except (OSError, KeyError):
+        return f"user {os.getuid()}"
+
+
+def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> int:
+    how = how or How()
+    link = _link(how)
+    try:
+        before = link.status()
+        answer = link.order(Order(kind=kind, nodes=nodes, reason=how.reason))
+        if not answer.ok:
+            raise RefusedError(
+                answer.text.partition("\n")[0], kind=answer.kind, hint="see ckptd ctl status"
+            )
+        now = _awaited(link, kind, nodes, before, how.timeout) if how.wait else link.status()
+    finally:
+        link.close()
+    if how.json:
+        print_document(
+            CtlOrderDocument(
+                order=str(kind),
+                nodes=nodes,
+                state=now.state,
+                generation=now.generation,
+                step=now.step,
+            )
+        )
+    else:
+        print(f"{now.state}, generation {now.generation}, step {now.step}")
+    return 0
+
+
+def _awaited(
+    link: OperatorLink, kind: OrderKind, nodes: tuple[str, ...], before: Status, timeout: float
+) -> Status:
+    """Return the status in which an order has been carried out."""
+    end = time.monotonic() + timeout
+    last = before
+    while time.monotonic() < end:
+        try:
+            last = link.status()
+        except CkptdError:
+            if kind is OrderKind.STOP:
+                return last  # it has ended, and its controller with it
+            raise
+        if _carried_out(kind, nodes, before, last):
+            return last
+        time.sleep(0.1)
+    raise DeadlineError(
+        f"the order to {kind} is not carried out yet",
+        wanted=f"within {timeout:g} s",
+        found=f"{last.state}: {last.reason}",
+        hint="it still stands: ckptd ctl status",
+    )
+
+
+def _carried_out(kind: OrderKind, nodes: tuple[str, ...], before: Status, now: Status) -> bool:
+    if kind is OrderKind.ADD:
+        return True
+    if kind is OrderKind.STOP or now.state in _ENDED:
+        return now.state in _ENDED
+    if kind is OrderKind.PAUSE:
+        return now.state == "parked"
+    if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
+        used = {row.name for row in now.nodes if not row.spare and row.running}
+        return now.state == "running" and not used.intersection(nodes)
+    newer = now.generation > before.generation or kind is OrderKind.RESUME
+    return now.state == "running" and newer
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def _show(found: Status) -> None:
+    shape = f"{found.shape} on {found.world} ranks" if found.shape is not None else "not begun"
+    reason = f": {found.reason}" if found.reason else ""
+    print(f"job {found.job}: {found.state}{reason}")
+    print(f"since {time_text(found.since)}, generation {found.generation}, step {found.step}")
+    print(f"layout {shape}; planned {found.planned}")
+    print(f"controller {found.address}, log {found.log}")
+    print()
+    print_table(
+        ["node", "is", ">slots", ">generation", ">faults"],
+        [
+            [row.name, _is(row), str(row.slots), str(row.running or "-"), str(row.faults)]
+            for row in found.nodes
+        ],
+    )
+    if found.recoveries:
+        print()
+        _show_recoveries(found.recoveries[-_MOST_SHOWN:])
+    if found.goodput:
+        total = sum(found.goodput.values()) or 1.0
+        parts = [f"{name} {100 * s / total:.1f} %" for name, s in found.goodput.items() if s]
+        print("\ntime: " + ", ".join(parts))
+    for text in found.told[-_MOST_SHOWN:]:
+        print(f"- {text}")
+
+
+def _is(row: NodeRow) -> str:
+    if row.out_until_s is None:
+        return "left out"
+    if row.out_until_s > 0:
+        return f"left out for {row.out_until_s:.0f} s"
+    if not row.up:
+        return "gone"
+    return "spare" if row.spare else "in use"
+
+
+_SPLITS = ("detect", "fence", "plan", "spawn", "import", "init", "load", "first_step", "total")
+
+
+def _show_recoveries(rows: tuple[dict[str, Any], ...]) -> None:
+    def seconds(row: dict[str, Any], name: str) -> str:
+        value = row.get(name)
+        return f"{value:.2f}" if isinstance(value, int | float) else "-"
+
+    shown: list[Callable[[dict[str, Any]], str]] = [
+        lambda row: f"L{row.get('level', '?')}",
+        *[lambda row, name=name: seconds(row, name) for name in _SPLITS],
+        lambda row: str(row.get("steps_lost", "-")),
+        lambda row: str(row.get("cause", "")),
+    ]
+    print_table(
+        ["level", *[f">{name}" for name in _SPLITS], ">steps lost", "cause"],
+        [[cell(row) for cell in shown] for row in rows],
+    )

@@ -1,0 +1,435 @@
+"""The controller: events in, decisions out, in one order.
+
+It drives a `StateMachine`. Every event goes through one queue; the actions that follow from it are
+carried out before the next event is looked at, and a record is durable in the membership log before
+any node hears of its generation. So a controller that is killed at any instant and started again
+knows of everything that it may have let others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ckptd.elastic.appending import Appender
+from ckptd.elastic.chronicle import Chronicle
+from ckptd.elastic.controller_server import Peer
+from ckptd.elastic.messages import (
+    Abort,
+    Action,
+    Append,
+    Event,
+    Fence,
+    Finish,
+    Left,
+    Lost,
+    NodeUp,
+    Order,
+    OrderKind,
+    Refuse,
+    Relaunch,
+    Save,
+    Start,
+    Tell,
+    Tick,
+)
+from ckptd.elastic.parts import Parts
+from ckptd.elastic.statemachine import StateMachine
+from ckptd.elastic.wire import (
+    Answer,
+    Ask,
+    Beat,
+    Begin,
+    Bye,
+    Do,
+    Echo,
+    FenceNow,
+    Hosting,
+    Said,
+    SaveNow,
+    Status,
+    StoreAt,
+    Subscribe,
+    Timed,
+    exit_code,
+)
+from ckptd.errors import CkptdError, RefusedError
+
+__all__ = ["Controller", "Ending"]
+
+_TICK_S = 0.1
+_LEASE_PART = 0.9
+_BACK_S = 0.5
+"""A connection that broke and is not back after so long is lost."""
+_PUSH_S = 0.2
+_PUSH_AT_LEAST_S = 2.0
+
+
+class Ending(NamedTuple):
+    """How a controller ended.
+
+    Attributes
+    ----------
+    kind, text, code
+        Of the job, as in `ckptd.elastic.wire.Bye`.
+    """
+
+    kind: str
+    text: str
+    code: int
+
+
+class _Node:
+    """What was said to a node on its present connection, so that nothing is said twice."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.up: NodeUp | None = None
+        self.heard = 0
+        self.fenced: tuple[int, int] = (0, 0)
+        self.begun = 0
+
+
+class Controller:
+    """The decisions of one job, carried out; a `ckptd.elastic.controller_server.Listener`.
+
+    Parameters
+    ----------
+    machine
+        Decides; its moments are those of ``time.monotonic``.
+    appender
+        Writes records.
+    chronicle
+        Keeps what people want to know.
+    status
+        Returns the status; see `ckptd.elastic.status.status_of`.
+
+    Attributes
+    ----------
+    ending
+        How the job ended; None while it goes on.
+    relaunch
+        The newest wish to have launchers started anew, and the generation at which it came.
+    """
+
+    def __init__(
+        self,
+        machine: StateMachine,
+        appender: Appender,
+        chronicle: Chronicle,
+        status: Callable[[], Status],
+    ) -> None:
+        self.machine = machine
+        self.ending: Ending | None = None
+        self.relaunch: tuple[int, Relaunch] | None = None
+        self._appender, self._chronicle, self._status = appender, chronicle, status
+        # A controller that another one has followed renews leases for a moment more, and the other
+        # one counts from its own beginning.
+        self._lease_s = _LEASE_PART * machine.settings.lease_s
+        self._loop = asyncio.get_running_loop()
+        self._events: deque[tuple[Event, Callable[[], None] | None]] = deque()
+        self._awake = asyncio.Event()
+        self._nodes: dict[str, _Node] = {}
+        self._parts: Parts | None = None
+        self._store: StoreAt | None = None
+        self._subscribers: set[Peer] = set()
+        self._dirty = True
+
+    # --- what peers say ---------------------------------------------------------------------------
+
+    def joined(self, peer: Peer) -> None:
+        """See `Listener`."""
+        if peer.role != "node":
+            return
+        before = self._nodes.get(peer.name)
+        self._nodes[peer.name] = _Node(peer)
+        if before is not None:
+            before.peer.cut()
+        if self.ending is not None:
+            peer.send(_bye(self.ending))
+
+    def gone(self, peer: Peer) -> None:
+        """See `Listener`."""
+        self._subscribers.discard(peer)
+        node = self._nodes.get(peer.name)
+        if peer.role == "node" and node is not None and node.peer is peer:
+            del self._nodes[peer.name]
+            self._loop.call_later(_BACK_S, self._lost, peer.name)
+
+    def _lost(self, name: str) -> None:
+        if name not in self._nodes and name in self.machine.nodes and self.machine.nodes[name].up:
+            self.put(Lost(node=name))
+
+    def heard(self, peer: Peer, message: Any) -> None:
+        """See `Listener`."""
+        if peer.role == "node":
+            node = self._nodes.get(peer.name)
+            if node is not None and node.peer is peer:
+                self._of_node(node, message)
+        else:
+            self._of_operator(peer, message)
+
+    def _of_node(self, node: _Node, message: Beat | Said | Hosting | Timed) -> None:
+        name = node.peer.name
+        if isinstance(message, Beat):
+            if message.up.node != name:
+                raise _not_its_own(name, message.up.node)
+            self._beat(node, message)
+        elif isinstance(message, Said):
+            if getattr(message.event, "node", name) != name:
+                raise _not_its_own(name, getattr(message.event, "node", ""))
+            self.put(message.event, lambda: self._has_heard(node, message.number))
+        elif isinstance(message, Hosting):
+            self._hosting(StoreAt(message.generation, message.host, message.port))
+        else:
+            self._chronicle.timed(message)
+
+    def _beat(self, node: _Node, beat: Beat) -> None:
+        # Before it is looked at: a lease must not end because the log is slow.
+        name = node.peer.name
+        nodes = self.machine.nodes
+        known = nodes[name] if name in nodes else None  # noqa: SIM401 - a roster is no dict
+        lease_s = self._lease_s if self.machine.may_renew(name) else 0.0
+        node.peer.send(Echo(number=beat.number, heard=node.heard, lease_s=lease_s))
+        if known is not None and node.up == beat.up and known.up and known.life == beat.up.life:
+            # Nothing is new but the moment, and this is what a large job sends most of.
+            known.seen = max(known.seen, time.monotonic())
+            return
+        node.up = beat.up
+        self.put(beat.up)
+
+    @staticmethod
+    def _has_heard(node: _Node, number: int) -> None:
+        node.heard = max(node.heard, number)
+
+    def _hosting(self, store: StoreAt) -> None:
+        """Tell all members where the job store is; who begins later is told then."""
+        if self._store is not None and store.generation < self._store.generation:
+            return
+        self._store = store
+        if self._parts is not None and self._parts.generation == store.generation:
+            for name in self._parts.nodes:
+                node = self._nodes.get(name)
+                if node is not None and node.begun == store.generation:
+                    node.peer.send(store)
+
+    def _of_operator(self, peer: Peer, message: Ask | Subscribe | Do) -> None:
+        if isinstance(message, Do):
+            self._do(peer, message)
+            return
+        if isinstance(message, Subscribe):
+            self._subscribers.add(peer)
+        peer.send(msgspec.structs.replace(self._status(), number=message.number))
+
+    def _do(self, peer: Peer, do: Do) -> None:
+        number = do.number
+        try:
+            if self.ending is not None:
+                raise RefusedError("the job has ended", kind="ended", found=self.ending.text)
+            self._check(do.event)
+        except CkptdError as error:
+            peer.send(Answer(number=number, ok=False, kind=error.kind, text=str(error)[:4000]))
+            return
+        self._chronicle.tell(f"{peer.name}: {_words(do.event)}")
+        self.put(do.event, lambda: peer.send(Answer(number=number, ok=True)))
+
+    def _check(self, event: Event) -> None:
+        named: tuple[str, ...] = getattr(event, "nodes", None) or ()
+        kinds = (OrderKind.EXCLUDE, OrderKind.DRAIN, OrderKind.ADD)
+        if isinstance(event, Order) and event.kind in kinds and not named:
+            raise RefusedError(
+                f"which nodes to {event.kind} is not said", kind="no-node", wanted="names of nodes"
+            )
+        known = {node.name for node in self.machine.nodes if node.life}
+        record = self.machine.record
+        known |= record.nodes if record is not None else frozenset()
+        strangers = sorted({*named, *([event.node] if hasattr(event, "node") else [])} - known)
+        if strangers:
+            raise RefusedError(
+                f"no node of that name was heard of: {', '.join(strangers)}",
+                kind="no-node",
+                wanted=", ".join(sorted(known)[:20]) or "a node; none has come yet",
+                found=", ".join(strangers[:20]),
+            )
+
+    # --- the one order ----------------------------------------------------------------------------
+
+    def put(self, event: Event, after: Callable[[], None] | None = None) -> None:
+        """Queue an event; `after` is called once it was handled and all was carried out."""
+        self._events.append((event, after))
+        self._awake.set()
+
+    async def run(self) -> Ending:
+        """Handle events until the job, or the rule of this controller, has ended.
+
+        Raises
+        ------
+        ConflictError
+            kind ``log-taken``: another controller has decided; this one has said nothing since.
+        StoreError
+            The log could not be written for too long.
+        RefusedError
+            The machine refuses to decide anything; see `ckptd.elastic.messages.Refuse`.
+        """
+        pusher = self._loop.create_task(self._push())
+        ticked = -1.0
+        try:
+            while self.ending is None:
+                now = self._loop.time()
+                if now - ticked >= _TICK_S or not self._events:
+                    ticked = now
+                    await self._handle(Tick())
+                while self._events and self.ending is None:
+                    event, after = self._events.popleft()
+                    await self._handle(event)
+                    if after is not None:
+                        after()
+                    if self._loop.time() - ticked >= _TICK_S:
+                        break
+                await self._pause(_TICK_S)
+            return self.ending
+        finally:
+            pusher.cancel()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait for an event, and let peers be heard in any case."""
+        if self._events:
+            await asyncio.sleep(0)
+            return
+        self._awake.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._awake.wait()
+        except TimeoutError:
+            return
+
+    async def _handle(self, event: Event) -> None:
+        before = (self.machine.state, self.machine.generation, self.machine.step)
+        actions = self.machine.handle(event, time.monotonic())
+        if self.machine.step > before[2]:
+            self._chronicle.committed(self.machine.step, time.monotonic())
+        self._chronicle.moved(self.machine.moves())
+        if not isinstance(event, Tick) or actions:
+            self._dirty = True
+        for action in actions:
+            await self._carry(action)
+        if before != (self.machine.state, self.machine.generation, self.machine.step):
+            self._dirty = True
+        if isinstance(event, Left):
+            self._nodes.pop(event.node, None)
+
+    async def _carry(self, action: Action) -> None:
+        if isinstance(action, Append):
+            await self._appender.append(action.record)
+        elif isinstance(action, Fence):
+            self._fence(action)
+        elif isinstance(action, Start):
+            self._start(action)
+        elif isinstance(action, Save):
+            self._save(action)
+        elif isinstance(action, Relaunch):
+            # Operators that start launchers, a plug-in's supervisor, see it in the status.
+            self.relaunch = (self.machine.generation, action)
+            self._chronicle.tell(f"launchers to be started anew: {', '.join(action.nodes)}")
+            self._send_status()
+        elif isinstance(action, Tell):
+            self._chronicle.tell(action.text)
+        elif isinstance(action, Finish | Abort):
+            # A controller that another one has followed must not end the job.
+            await self._appender.check()
+            self._end(_ending(action))
+        elif isinstance(action, Refuse):
+            raise RefusedError(
+                "the membership log does not know what nodes know",
+                kind="lost-log",
+                found=action.text,
+                hint="start the controller with the job's log: --log",
+            )
+
+    # --- what nodes are told ----------------------------------------------------------------------
+
+    def _fence(self, fence: Fence) -> None:
+        for name in fence.nodes:
+            node = self._nodes.get(name)
+            if node is not None and node.fenced < (fence.generation, fence.level):
+                node.fenced = (fence.generation, fence.level)
+                node.peer.send(FenceNow(generation=fence.generation, level=fence.level))
+
+    def _start(self, start: Start) -> None:
+        if self._parts is None or self._parts.generation != start.record.generation:
+            self._parts = Parts(start.record)
+        mttr, mtbf = self._chronicle.mttr_s, self._chronicle.mtbf_s(time.monotonic())
+        for name in start.nodes or self._parts.nodes:
+            node = self._nodes.get(name)
+            if node is None or node.begun >= start.record.generation:
+                continue
+            begin = self._parts.begin(name, start.level, mttr, mtbf)
+            if begin is not None:
+                node.begun = begin.generation
+                self._tell_begin(node, begin)
+
+    def _tell_begin(self, node: _Node, begin: Begin) -> None:
+        node.peer.send(begin)
+        if self._store is not None and self._store.generation == begin.generation:
+            node.peer.send(self._store)
+
+    def _save(self, save: Save) -> None:
+        record = self.machine.record
+        for name in record.nodes if record is not None else ():
+            node = self._nodes.get(name)
+            if node is not None:
+                node.peer.send(SaveNow(generation=save.generation))
+
+    def _end(self, ending: Ending) -> None:
+        self.ending = ending
+        self._chronicle.tell(ending.text)
+        for node in self._nodes.values():
+            node.peer.send(_bye(ending))
+        self._send_status()
+
+    # --- what operators are told ------------------------------------------------------------------
+
+    async def _push(self) -> None:
+        """Tell subscribers of changes, and once in a while that nothing has changed."""
+        pushed = self._loop.time()
+        while True:
+            await asyncio.sleep(_PUSH_S)
+            now = self._loop.time()
+            if self._subscribers and (self._dirty or now - pushed >= _PUSH_AT_LEAST_S):
+                pushed, self._dirty = now, False
+                self._send_status()
+
+    def _send_status(self) -> None:
+        if not self._subscribers:
+            return
+        body = msgspec.msgpack.encode(self._status())
+        for peer in list(self._subscribers):
+            peer.send_body(body)
+
+
+def _ending(action: Finish | Abort) -> Ending:
+    if isinstance(action, Abort):
+        return Ending(action.kind, action.text, exit_code(action.kind, action.code))
+    return Ending("done", "all workers have ended in good order", 0)
+
+
+def _bye(ending: Ending) -> Bye:
+    return Bye(kind=ending.kind, text=ending.text, code=ending.code)
+
+
+def _not_its_own(name: str, said: str) -> RefusedError:
+    return RefusedError(
+        "a node speaks for another one", kind="not-its-own", wanted=name, found=said[:256]
+    )
+
+
+def _words(event: Event) -> str:
+    if isinstance(event, Order):
+        return " ".join([str(event.kind), *event.nodes, event.reason]).strip()
+    reason: str = getattr(event, "reason", "")
+    return f"{type(event).__name__}: {reason}"

@@ -1,0 +1,248 @@
+"""The controller's end of all connections: handshake, frames, deadlines, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from ckptd.elastic.frames import (
+    LINE_BYTES,
+    Frames,
+    Welcome,
+    decode_hello,
+    encode_line,
+    new_nonce,
+    server_frames,
+)
+from ckptd.elastic.wire import FromNode, FromOperator
+from ckptd.errors import CkptdError, CorruptError, RefusedError
+
+__all__ = ["Door", "Listener", "Peer"]
+
+_HANDSHAKE_S = 5.0
+_HALF_FRAME_S = 10.0
+_SILENCE_S = 60.0
+_MOST_STRANGERS = 2048
+_MOST_UNSENT_BYTES = 16 << 20
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+class Listener(Protocol):
+    """Who is told what peers say; called in the event loop, in the order of each connection."""
+
+    def joined(self, peer: Peer) -> None:
+        """Note that a peer has shown that it knows the secret."""
+
+    def heard(self, peer: Peer, message: Any) -> None:
+        """Take a message of a peer that has joined."""
+
+    def gone(self, peer: Peer) -> None:
+        """Note that the connection of a peer that had joined is closed."""
+
+
+class Peer(asyncio.Protocol):
+    """One connection.
+
+    Attributes
+    ----------
+    role, name
+        As it said in the handshake, signed.
+    where
+        The other end's address.
+    """
+
+    def __init__(self, door: Door) -> None:
+        self.role, self.name, self.where = "", "", ""
+        self._door = door
+        self._transport: asyncio.Transport | None = None
+        self._line = b""
+        self._frames: Frames | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at = 0.0
+
+    @property
+    def joined(self) -> bool:
+        """Whether it has shown that it knows the secret."""
+        return self._frames is not None and self._frames.trusted
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; a peer that takes nothing for long is cut off."""
+        self.send_body(msgspec.msgpack.encode(message))
+
+    def send_body(self, body: bytes) -> None:
+        """Send a message that is encoded already."""
+        transport = self._transport
+        if transport is None or self._frames is None or transport.is_closing():
+            return
+        transport.write(self._frames.pack_body(body))
+        if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+            self.cut()
+
+    def close(self) -> None:
+        """Close the connection when what was sent has gone out."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def cut(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self.where = _where(transport.get_extra_info("peername"))
+        self._transport = tcp = cast("asyncio.Transport", transport)
+        sock: socket.socket = tcp.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        if not self._door.enter(self):
+            tcp.abort()
+            return
+        self._timer = self._door.loop.call_later(_HANDSHAKE_S, self.cut)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        try:
+            if self._frames is None:
+                data = self._shake(data)
+            if self._frames is not None:
+                self._take(self._frames.feed(data))
+        except (CorruptError, RefusedError) as error:
+            self._door.refused(self, error)
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._door.leave(self)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _shake(self, data: bytes) -> bytes:
+        self._line += data
+        line, newline, rest = self._line.partition(b"\n")
+        if len(line) >= LINE_BYTES:
+            raise CorruptError("this is no line of the handshake", kind="bad-frame")
+        if not newline:
+            return b""
+        self._line = b""
+        hello = decode_hello(line)
+        if hello.job != self._door.job:
+            self._answer(Welcome(error=f"this is the controller of job {self._door.job!r}"))
+            raise RefusedError("another job's controller is wanted", kind="not-the-controller")
+        welcome = Welcome(nonce=new_nonce(), life=self._door.life)
+        self._answer(welcome)
+        kind: Any = FromNode if hello.role == "node" else FromOperator
+        self._frames = server_frames(self._door.secret, hello, welcome, kind)
+        self.role, self.name = hello.role, hello.name
+        return rest
+
+    def _answer(self, welcome: Welcome) -> None:
+        if self._transport is not None:
+            self._transport.write(encode_line(welcome))
+
+    def _take(self, messages: list[Any]) -> None:
+        if messages:
+            first = self._heard_at == 0.0
+            self._heard_at = self._door.loop.time()
+            if first:
+                self._door.join(self)
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)
+        for message in messages:
+            self._door.listener.heard(self, message)
+
+    def _look(self) -> None:
+        """Cut off whoever sends half a frame and no more, or as a node nothing at all."""
+        silent = self._door.loop.time() - self._heard_at
+        half = self._frames is not None and self._frames.half
+        if (half and silent > _HALF_FRAME_S) or (self.role == "node" and silent > _SILENCE_S):
+            self.cut()
+        else:
+            self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)
+
+
+class Door:
+    """Where connections come in.
+
+    Parameters
+    ----------
+    job, secret, life
+        Of the controller.
+    listener
+        Is told what peers say.
+    refused
+        Is told what was refused, for people.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        secret: bytes,
+        life: str,
+        listener: Listener,
+        refused: Callable[[Peer, CkptdError], None],
+    ) -> None:
+        self.job, self.secret, self.life, self.listener = job, secret, life, listener
+        self.refused = refused
+        self.loop = asyncio.get_running_loop()
+        self._strangers: set[Peer] = set()
+        self._peers: set[Peer] = set()
+        self._server: asyncio.Server | None = None
+
+    async def open(self, sock: socket.socket) -> None:
+        """Take connections of a bound socket from now on."""
+        self._server = await self.loop.create_server(
+            lambda: Peer(self), sock=sock, backlog=1024, start_serving=True
+        )
+
+    async def close(self, wait_s: float) -> None:
+        """Close all connections, once what was sent has gone out or `wait_s` are over."""
+        if self._server is not None:
+            self._server.close()
+        for peer in [*self._strangers, *self._peers]:
+            peer.close()
+        end = self.loop.time() + wait_s
+        while (self._strangers or self._peers) and self.loop.time() < end:
+            await asyncio.sleep(0.01)
+        for peer in [*self._strangers, *self._peers]:
+            peer.cut()
+        await asyncio.sleep(0)
+
+    @property
+    def peers(self) -> frozenset[Peer]:
+        """All that have joined."""
+        return frozenset(self._peers)
+
+    def enter(self, peer: Peer) -> bool:
+        """Note a new connection; return whether there is room for it."""
+        if len(self._strangers) >= _MOST_STRANGERS:
+            return False
+        self._strangers.add(peer)
+        return True
+
+    def join(self, peer: Peer) -> None:
+        """Note that a peer knows the secret."""
+        self._strangers.discard(peer)
+        self._peers.add(peer)
+        self.listener.joined(peer)
+
+    def leave(self, peer: Peer) -> None:
+        """Note that a connection is closed."""
+        self._strangers.discard(peer)
+        if peer in self._peers:
+            self._peers.discard(peer)
+            self.listener.gone(peer)
+
+
+def _where(name: object) -> str:
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else str(name)

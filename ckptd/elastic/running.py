@@ -1,0 +1,215 @@
+"""A whole controller: from its log and its seat to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptd.elastic.appending import Appender
+from ckptd.elastic.chronicle import Chronicle
+from ckptd.elastic.controller import Controller, Ending
+from ckptd.elastic.controller_server import Door, Peer
+from ckptd.elastic.membership import Record
+from ckptd.elastic.places import Places
+from ckptd.elastic.policy import Job
+from ckptd.elastic.seat import seat_taken
+from ckptd.elastic.statemachine import StateMachine
+from ckptd.elastic.states import ControllerSettings
+from ckptd.elastic.status import Setting, status_of
+from ckptd.elastic.wire import Status
+from ckptd.errors import CkptdError, StoreError
+
+__all__ = ["Setup", "run_controller"]
+
+_FIRST_S = 60.0
+_PAUSE_S = 0.5
+_SEAT_S = 1.0
+_LINGER_S = 5.0
+_FLUSH_S = 2.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a controller is started with.
+
+    Attributes
+    ----------
+    name, secret
+        Of the job.
+    job, settings
+        See `StateMachine`.
+    places
+        Of its log and its seat.
+    sock
+        Bound; closed at the end.
+    address
+        Under which nodes reach it, ``HOST:PORT``.
+    after
+        The number of the seat that it is to follow, -1 for the first one; None: the newest.
+    events
+        File for changes of state.
+    say
+        Is given sentences for people.
+    """
+
+    name: str
+    secret: bytes
+    job: Job
+    settings: ControllerSettings
+    places: Places
+    sock: socket.socket
+    address: str
+    after: int | None = None
+    events: Path | None = None
+    say: Callable[[str], None] | None = None
+    life: str = field(default_factory=lambda: f"c-{secrets.token_hex(6)}")
+
+
+def run_controller(setup: Setup, announce: Callable[[], None]) -> Ending | None:
+    """Control a job until it has ended, or TERM or INT comes; return how it ended, None if not.
+
+    Parameters
+    ----------
+    announce
+        Called once it has the seat and nodes may come.
+
+    Raises
+    ------
+    ConflictError
+        kind ``seat-taken``, ``log-taken``: another controller is there.
+    CorruptError
+        kind ``bad-log``, ``bad-seat``.
+    RefusedError
+        kind ``lost-log``: nodes know of generations that the log does not.
+    StoreError
+        The log can be neither read nor written.
+    """
+    return asyncio.run(_Run(setup, announce).run())
+
+
+class _Run:
+    def __init__(self, setup: Setup, announce: Callable[[], None]) -> None:
+        self._setup, self._announce = setup, announce
+        self._number = 0
+
+    async def run(self) -> Ending | None:
+        setup = self._setup
+        loop = asyncio.get_running_loop()
+        stopped = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _settle, stopped)
+        chronicle = Chronicle(setup.events, say=setup.say)
+        try:
+            # The seat first: whoever had it before appends nothing that is not read after.
+            await self._patiently(self._take_seat)
+            records = await self._patiently(setup.places.log.read)
+            return await self._control(chronicle, records, stopped)
+        finally:
+            chronicle.close()
+            setup.sock.close()
+
+    async def _control(
+        self, chronicle: Chronicle, records: list[Record], stopped: asyncio.Future[None]
+    ) -> Ending | None:
+        setup = self._setup
+        epoch = time.time() - time.monotonic()
+        machine = StateMachine(
+            setup.job, setup.settings, records, time.monotonic(), by=setup.life, epoch=epoch
+        )
+        setting = Setting(setup.name, setup.places.url, setup.address, setup.life)
+        appender = Appender(setup.places.log, len(records), chronicle.tell)
+
+        def status() -> Status:
+            ended = controller.ending.kind if controller.ending is not None else ""
+            return status_of(setting, machine, chronicle, controller.relaunch, ended)
+
+        controller = Controller(machine, appender, chronicle, status)
+
+        def refused(peer: Peer, error: CkptdError) -> None:
+            chronicle.refused(f"{peer.where}: {error.message}")
+
+        door = Door(setup.name, setup.secret, setup.life, controller, refused)
+        await door.open(setup.sock)
+        self._announce()
+        tasks: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(controller.run()),
+            asyncio.ensure_future(self._watch_seat(chronicle)),
+            stopped,
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and (error := task.exception()) is not None:
+                    raise error
+            if controller.ending is not None:
+                await self._see_off(door)
+            return controller.ending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await door.close(_FLUSH_S)
+            appender.close()
+
+    async def _see_off(self, door: Door) -> None:
+        """Let every node hear of the end, those that are just reconnecting as well."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _LINGER_S
+        quiet = loop.time() + 2 * _PAUSE_S
+        while loop.time() < end:
+            if any(peer.role == "node" for peer in door.peers):
+                quiet = loop.time() + 2 * _PAUSE_S
+            elif loop.time() > quiet:
+                return
+            await asyncio.sleep(0.05)
+
+    # --- the seat ---------------------------------------------------------------------------------
+
+    def _take_seat(self) -> None:
+        setup, seat = self._setup, self._setup.places.seat
+        newest = seat.newest()
+        if newest is not None and newest.by == setup.life:
+            return  # an attempt before this one had succeeded
+        number = newest.number if newest is not None else -1
+        if setup.after is not None and number != setup.after:
+            raise seat_taken(setup.places.url)
+        seat.take(number + 1, setup.address, setup.life)
+
+    async def _watch_seat(self, chronicle: Chronicle) -> None:
+        """End as soon as somebody else has the seat: this one's echoes must renew no lease then."""
+        setup = self._setup
+        failing = False
+        while True:
+            await asyncio.sleep(_SEAT_S)
+            try:
+                newest = await asyncio.to_thread(setup.places.seat.newest)
+            except StoreError as error:
+                if not failing:
+                    chronicle.tell(f"the controller's seat cannot be read: {error.message}")
+                failing = True
+                continue
+            failing = False
+            if newest is not None and newest.by != setup.life:
+                raise seat_taken(setup.places.url)
+
+    async def _patiently(self, call: Callable[[], Any]) -> Any:
+        end = time.monotonic() + _FIRST_S
+        while True:
+            try:
+                return await asyncio.to_thread(call)
+            except StoreError:
+                if time.monotonic() >= end:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
