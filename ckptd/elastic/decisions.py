@@ -198,6 +198,7 @@ class Decisions:
         self._gathering, self._relaunch_until = False, -math.inf
         for name in sorted(self.members):
             self.nodes[name].running = self.generation
+            self.nodes[name].idle_since = None
         self._out += [Append(record=self.record), Start(record=self.record, level=self.level)]
         self._out += [Tell(text=line) for line in choice.why[:1]]
         self._become(State.RESHARD, self.reason, now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ckptd.elastic.decisions import ACTIVE, Decisions
+from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import (
     Broken,
     Ended,
@@ -60,16 +61,28 @@ class Hearing(Decisions):
         if other and self._is_member(node.name):
             self._fault(node.name, f"{node.name} came back without its workers", now, silent)
         elif self._is_member(node.name) and not node.running and node.name not in self._done:
+            self._idle(node, self.record, now)
+        else:
+            node.idle_since = None
+
+    def _idle(self, node: Node, record: Record, now: float) -> None:
+        """Ask why a member runs nothing."""
+        if node.fenced < record.generation:
             # Perhaps it never heard of this generation. Who has started it already does nothing.
-            self._out.append(Start(record=self.record, level=self.level, nodes=(node.name,)))
+            self._out.append(Start(record=record, level=self.level, nodes=(node.name,)))
+            return
+        # How they ended is perhaps about to be told.
+        node.idle_since = now if node.idle_since is None else node.idle_since
 
     def _repeat(self, node: Node, *, came: bool) -> None:
         """Fence again whoever has not heard of it, or came too late to."""
-        unheard = self.state is State.FENCE and node.fenced < self.generation
+        fencing = self.state is State.FENCE
+        unheard = (fencing or node.stuck_at is not None) and node.fenced < self.generation
         if unheard or 0 < node.running < self.generation:
-            level = self._fence_level() if self.state is State.FENCE else 1
+            level = self._fence_level() if fencing else 1
             self._out.append(Fence(nodes=(node.name,), generation=self.generation, level=level))
-        if unheard and came and (node.running or self._is_member(node.name)):
+        waited_for = node.running or self._is_member(node.name)
+        if fencing and unheard and came and waited_for:
             self._pending.append(node.name)
 
     def _refuse(self, said: NodeUp, now: float) -> None:

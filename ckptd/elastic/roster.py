@@ -43,6 +43,8 @@ class Node:
         The life for which another one was asked for.
     stuck_at
         Since when it is taken for gone because it does not fence; its lease is not renewed.
+    idle_since
+        Since when it says that it runs nothing of a generation that it has run.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Node:
     dismissed: str | None = None
     asked: str | None = None
     stuck_at: float | None = None
+    idle_since: float | None = None
 
     def usable(self, now: float, *, all_up: bool = False) -> bool:
         """Return whether it may run ranks at this moment; see `Roster.slots`."""

@@ -31,6 +31,7 @@ from ckptd.elastic.messages import (
     Suspected,
     Tick,
 )
+from ckptd.elastic.roster import Node
 from ckptd.elastic.states import ControllerSettings, Move, State
 
 __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
@@ -112,6 +113,8 @@ class StateMachine(Hearing):
             # Nothing is known of how long a node was silent before this controller began.
             if node.up and self._silence(node, now) >= self.settings.silent_s:
                 self._gone(node, f"nothing is heard of {node.name}", now)
+            elif node.idle_since is not None:
+                self._look_at_idle(node, now - node.idle_since, now)
         self._changed = True
         if self.state in ACTIVE and self._broken is not None:
             self._wait_for_cause(*self._broken, now)
@@ -120,6 +123,14 @@ class StateMachine(Hearing):
         waiting = _WAITING.get(self.state)
         if waiting is not None:
             waiting(self, now)
+
+    def _look_at_idle(self, node: Node, waited: float, now: float) -> None:
+        running = self.state in ACTIVE and not self._settling
+        if not (running and self._is_member(node.name)) or node.name in self._done:
+            node.idle_since = None
+        elif waited >= self.settings.silent_s:
+            node.idle_since = None
+            self._fault(node.name, f"the workers of {node.name} are gone", now, waited)
 
     def _advance(self, now: float) -> None:
         if self.state is State.FENCE:
