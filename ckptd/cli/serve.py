@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -334,7 +335,7 @@ def _controller(job: str, said: str | None) -> Callable[[], str] | None:
 
     if said is None:
         return None
-    if said != "auto" and "/" not in said:
+    if re.fullmatch(r"[^/]+:\d+", said):
         split_address(said)
         return lambda: said
     seat = open_places(job, None if said == "auto" else said).seat
