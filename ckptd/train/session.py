@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import threading
@@ -82,9 +83,11 @@ class _Session:
         self._interrupted = 0
         self._training = False
         self._quit = False
+        self._settled = False
         self._interrupter = Interrupter.current = Interrupter()
 
     def run(self, train: Callable[[World], T]) -> T | None:
+        _stay_small()
         guard_steps()
         BEFORE_STEP.append(self._interrupter.check)
         self._link.listen(self._hear)
@@ -150,9 +153,11 @@ class _Session:
         forget_boards()
         self._interrupter.again()
         self._link.out(self._link.generation)
-        # Models and optimizers are full of cycles, and the next generation needs their memory. The
-        # others are awaited anyway.
+        # Models and optimizers are full of cycles, and the next generation needs their memory.
         gc.collect()
+        if not self._settled:
+            self._settled = True
+            gc.freeze()  # what was imported within the first generation
 
     def _wait_go(self) -> bool:
         """Wait for another generation and make it this process's own; False if none will be."""
@@ -194,6 +199,16 @@ class _Session:
             elif isinstance(message, Quit):
                 self._quit = True
             self._changed.notify_all()
+
+
+def _stay_small() -> None:
+    """Leave modules out of what is collected between generations, which is on the critical path.
+
+    Optimizers and wrappers import the first two on first use: hundreds of thousands of objects.
+    """
+    for name in ("torch._dynamo", "torch.distributed.tensor", "ckptd.train"):
+        importlib.import_module(name)
+    gc.freeze()
 
 
 def _record_anew(generation: int, world: World) -> None:
