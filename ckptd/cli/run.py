@@ -1,0 +1,512 @@
+"""``ckptd run``: torchrun's command line, for jobs that go on when ranks and nodes are lost."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.output import Document, Json, flag
+from ckptd.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptd.cli.run_parts import Steward, Watch
+    from ckptd.elastic.launchers.crew import Program
+    from ckptd.elastic.launchers.node import Ending, NodeLauncher
+
+__all__ = ["RunDocument", "run"]
+
+_PREFIX = "run-"
+_LAST_WORD_S = 5.0
+_CONTROLLER_S = 8.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
+    """What ``ckptd run --json`` prints to standard error at its end.
+
+    Attributes
+    ----------
+    job, node
+        Names.
+    kind
+        How it ended: ``done``, ``left``, or as in docs/reference/errors.md.
+    text
+        What happened.
+    exit_code
+        Of the launcher.
+    """
+
+    job: str
+    node: str
+    kind: str
+    text: str
+    exit_code: int
+
+
+class _Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says, as far as more than one place has to know."""
+
+    command: tuple[str, ...]
+    low: int
+    high: int
+    slots: int
+    job: str
+    named: bool
+    node: str
+    run_id: str
+    endpoint: str
+    log: str | None
+    local_addr: str
+    role: str
+    max_restarts: int | None
+    json: bool
+
+
+def run(
+    *command: Annotated[str, Parameter(help="The script and its arguments.")],
+    nnodes: Annotated[str, Parameter(help="Nodes: how many, or MIN:MAX.")] = "1",
+    nproc_per_node: Annotated[
+        str, Parameter(help="Ranks on this node: a number, auto, cpu or gpu.")
+    ] = "1",
+    rdzv_endpoint: Annotated[
+        str, Parameter(help="HOST:PORT of the controller, the same on all nodes.")
+    ] = "",
+    rdzv_id: Annotated[str, Parameter(help="Name of the job, if --job gives none.")] = "none",
+    rdzv_backend: Annotated[str, Parameter(help="Taken, and of no effect.")] = "ckptd",
+    rdzv_conf: Annotated[str, Parameter(help="Taken, and of no effect.")] = "",
+    node_rank: Annotated[int, Parameter(help="Taken; the controller numbers nodes.")] = 0,
+    master_addr: Annotated[str, Parameter(help="With --master-port: the endpoint.")] = "127.0.0.1",
+    master_port: Annotated[int | None, Parameter(help="See --master-addr.")] = None,
+    local_addr: Annotated[
+        str, Parameter(help="Address of this node for the others; found out by default.")
+    ] = "",
+    standalone: Annotated[bool, flag("One node, whatever else is said.")] = False,
+    max_restarts: Annotated[
+        int | None, Parameter(help="Faults after which the job fails; any number by default.")
+    ] = None,
+    monitor_interval: Annotated[float, Parameter(help="Taken, and of no effect.")] = 0.1,
+    start_method: Annotated[str, Parameter(help="Taken, and of no effect.")] = "spawn",
+    role: Annotated[str, Parameter(help="ROLE_NAME of workers.")] = "default",
+    module: Annotated[
+        bool, Parameter(name=("--module", "-m"), help="The script is the name of a module.")
+    ] = False,
+    no_python: Annotated[bool, flag("The script is a command.")] = False,
+    run_path: Annotated[bool, flag("Taken: scripts are always run like that.")] = False,
+    log_dir: Annotated[
+        Path | None, Parameter(help="Folder for files of workers.", show_default=False)
+    ] = None,
+    redirects: Annotated[
+        str,
+        Parameter(name=("--redirects", "-r"), help="1 out, 2 err, 3 both to files; RANK:BITS,..."),
+    ] = "0",
+    tee: Annotated[
+        str, Parameter(name=("--tee", "-t"), help="As --redirects, and to the console as well.")
+    ] = "0",
+    local_ranks_filter: Annotated[
+        str, Parameter(help="Local ranks that may write to the console, such as 0,1.")
+    ] = "",
+    signals_to_handle: Annotated[str, Parameter(help="Taken, and of no effect.")] = "",
+    shutdown_timeout: Annotated[
+        int, Parameter(help="Seconds that workers have when the launcher is told to end.")
+    ] = 30,
+    job: Annotated[
+        str | None,
+        Parameter(help="Name of the job, the same on all nodes; CKPTD_JOB.", show_default=False),
+    ] = None,
+    node: Annotated[
+        str | None,
+        Parameter(help="Name of this node, no other's; CKPTD_NODE, or its host name."),
+    ] = None,
+    layout: Annotated[
+        str | None, Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default.")
+    ] = None,
+    pp: Annotated[str, Parameter(help="Other pipeline sizes that the layers allow: 1,2.")] = "",
+    tp: Annotated[str, Parameter(help="Other tensor-parallel sizes that are allowed: 1,2.")] = "",
+    microbatches: Annotated[
+        int | None, Parameter(help="Micro-batches of a step on all ranks together.")
+    ] = None,
+    memory: Annotated[
+        str | None, Parameter(help="limit=B,replicated=B,sharded=B,activations=B in bytes.")
+    ] = None,
+    log: Annotated[
+        str | None,
+        Parameter(help="Membership log that all nodes reach: a path, s3://..., etcd://..."),
+    ] = None,
+    no_watch: Annotated[bool, flag("Without daemon and watcher.")] = False,
+    daemon: Annotated[
+        str | None, Parameter(help="Tell the daemon at this URL, instead of one of its own.")
+    ] = None,
+    port: Annotated[int, Parameter(help="Port of the daemon; 0 takes any that is free.")] = 0,
+    policy: Annotated[
+        tuple[str, ...],
+        Parameter(help="CLASS=ACTION: what is done about incidents of a class; see ckptd serve."),
+    ] = (),
+    level: Annotated[
+        int | None,
+        Parameter(help="From which level on recovery is tried: 0 regroups, 1 starts workers anew."),
+    ] = None,
+    setting: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),
+    ] = (),
+    json: Json = False,
+) -> int:
+    """Train on this node; torchrun's command line does what it says there.
+
+    On one machine a script is all that is needed. Ranks that are lost are started again, from a
+    process that has imported PyTorch already; with --nnodes MIN:MAX the job goes on with fewer
+    nodes, and takes them back. The exit code is 0 if the job has finished, 75 if it is to be
+    submitted again, 76 and 77 if it has no nodes or makes no progress, else that of the worker that
+    failed for good.
+    """
+    if not command:
+        raise UsageError(
+            "say what is to be run",
+            kind="bad-argument",
+            wanted="ckptd run [OPTION]... SCRIPT [ARGUMENT]...",
+        )
+    if module and no_python:
+        raise UsageError("a command is no module", kind="bad-argument", found="-m --no-python")
+    from ckptd.cli.run_flags import slots_of
+
+    endpoint = rdzv_endpoint or (f"{master_addr}:{master_port}" if master_port else "")
+    low, high = _range("1" if standalone else nnodes)
+    name = _job_name(job, rdzv_id, command, alone=high == 1 and (standalone or not endpoint))
+    given = node or os.environ.get("CKPTD_NODE")
+    options = _Options(
+        command=command,
+        low=low,
+        high=high,
+        slots=slots_of(nproc_per_node),
+        job=name,
+        named=bool(job or os.environ.get("CKPTD_JOB") or rdzv_id != "none" or endpoint),
+        node=given or _free_name(name, socket.gethostname()),
+        run_id=rdzv_id,
+        endpoint="" if standalone else endpoint,
+        log=log,
+        local_addr=local_addr,
+        role=role,
+        max_restarts=max_restarts,
+        json=json,
+    )
+    if high > 1 and not endpoint and log is None:
+        raise UsageError(
+            "nodes of one job have to find each other",
+            kind="bad-argument",
+            wanted="--rdzv-endpoint HOST:PORT, or --log URL",
+            found=f"--nnodes {nnodes}",
+        )
+    settings = _settings(setting, level, max_restarts)
+    controller = _controller_arguments(options, settings, layout, pp, tp, microbatches, memory)
+    watched = ["--policy=" + text for text in policy] + ["--port", str(port), "--linger", "30"]
+    one = _Run(options, controller, None if no_watch else watched, daemon)
+    mode = "exec" if no_python else "module" if module else "script"
+    files = (log_dir, redirects, tee, local_ranks_filter)
+    return one.run(mode, files, float(shutdown_timeout))
+
+
+# --- what the flags say ---------------------------------------------------------------------------
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    with suppress(ValueError):
+        least, most = int(low), int(high if colon else low)
+        if 1 <= least <= most:
+            return least, most
+    raise UsageError(
+        "there is no such number of nodes",
+        kind="bad-argument",
+        where="--nnodes",
+        wanted="N, or MIN:MAX",
+        found=text[:100],
+    )
+
+
+def _job_name(job: str | None, run_id: str, command: tuple[str, ...], *, alone: bool) -> str:
+    given = job or os.environ.get("CKPTD_JOB") or ("" if run_id == "none" else run_id)
+    if given:
+        return given
+    stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(command[0]).stem)[:64]
+    return f"{stem or 'job'}-{os.getpid()}" if alone else stem or "job"
+
+
+def _lock_of(job: str, node: str) -> Path:
+    from ckptd.engine.agentlink import run_folder
+
+    digest = hashlib.sha256(f"{job}\n{node}".encode()).hexdigest()[:20]
+    return run_folder() / f"node-{digest}.lock"
+
+
+def _free_name(job: str, given: str) -> str:
+    """Return a name for this node that no other launcher of the job on this machine has.
+
+    It is held until this process ends: its lock is never let go of.
+    """
+    number = 1
+    while True:
+        name = given if number == 1 else f"{given}-{number}"
+        fd = os.open(_lock_of(job, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            number += 1
+        else:
+            return name
+
+
+def _settings(
+    given: tuple[str, ...], level: int | None, max_restarts: int | None
+) -> tuple[str, ...]:
+    names = {text.partition("=")[0] for text in given}
+    more = {"level": level, "max_restarts": max_restarts}
+    return given + tuple(
+        f"{name}={value}" for name, value in more.items() if value is not None and name not in names
+    )
+
+
+def _controller_arguments(
+    options: _Options,
+    settings: tuple[str, ...],
+    layout: str | None,
+    pp: str,
+    tp: str,
+    microbatches: int | None,
+    memory: str | None,
+) -> list[str]:
+    out = ["--job", options.job, "--nodes", f"{options.low}:{options.high}"]
+    out += ["--slots", str(options.slots)]
+    given = {
+        "--layout": layout,
+        "--pp": pp,
+        "--tp": tp,
+        "--memory": memory,
+        "--log": options.log,
+        "--microbatches": microbatches,
+    }
+    for name, value in given.items():
+        out += [name, str(value)] if value else []
+    for text in settings:
+        out += ["--set", text]
+    return out
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+class _Run:
+    """One launcher and what runs beside it."""
+
+    def __init__(
+        self,
+        options: _Options,
+        controller: list[str],
+        watched: list[str] | None,
+        daemon: str | None,
+    ) -> None:
+        self._o, self._controller, self._watched, self._daemon = (
+            options,
+            controller,
+            watched,
+            daemon,
+        )
+        self._env = dict(os.environ)
+        self._launcher: NodeLauncher | None = None
+        self._steward: Steward | None = None
+        self._watch: Watch | None = None
+        self._pending: list[signal.Signals] = []
+
+    def say(self, text: str) -> None:
+        if not self._o.json:
+            print(f"ckptd: {text}", file=sys.stderr, flush=True)
+
+    def run(self, mode: str, files: tuple[Path | None, str, str, str], grace_s: float) -> int:
+        """Launch; return the exit code."""
+        from ckptd.cli.watch_parts import old_folders
+        from ckptd.engine.agentlink import run_folder
+
+        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        base = run_folder()
+        for old in old_folders(base, _PREFIX):
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        try:
+            ending = self._launch(folder, mode, files, grace_s)
+        finally:
+            self._end_parts(folder)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._last_words(ending)
+
+    def _launch(
+        self, folder: Path, mode: str, files: tuple[Path | None, str, str, str], grace_s: float
+    ) -> Ending:
+        from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
+        from ckptd.elastic.launchers.output import Output, parse_streams
+        from ckptd.engine.agentlink import run_folder
+        from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+
+        o = self._o
+        if not o.named:  # nobody will ask for it later: nothing of it is to stay
+            self._env.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+        given = self._env.get(SECRET_VARIABLE)
+        secret = given.encode() if given else job_secret(o.job, run_folder())
+        self._steward = self._make_steward(folder)
+        program = self._program(mode, folder)
+        from ckptd.cli.run_flags import ranks_filter
+
+        log_dir, redirects, tee, shown = files
+        output = Output(
+            log_dir,
+            folder,
+            o.run_id if o.run_id != "none" else o.job,
+            o.role,
+            parse_streams(redirects, "--redirects"),
+            parse_streams(tee, "--tee"),
+            ranks_filter(shown),
+        )
+        self._launcher = launcher = NodeLauncher(
+            NodeSettings(
+                job=o.job, node=o.node, slots=o.slots, address=o.local_addr, grace_s=grace_s
+            ),
+            program,
+            output,
+            folder,
+            self._steward.addresses,
+            secret,
+            self.say,
+            self._turn,
+            self._steward.still,
+        )
+        for number in self._pending:
+            launcher.leave(number)
+        return launcher.run()
+
+    def _make_steward(self, folder: Path) -> Steward:
+        from ckptd.cli.run_parts import Steward, Watch, is_here
+        from ckptd.elastic.dial import split_address
+        from ckptd.elastic.places import open_places
+        from ckptd.engine.hostinfo import address_towards
+
+        o = self._o
+        host = split_address(o.endpoint)[0] if o.endpoint else "127.0.0.1"
+        own = o.log is not None or is_here(host)
+        places = open_places(o.job, o.log) if own else None
+        address = o.local_addr or address_towards(host)
+        if self._watched is not None:
+            url = places.url if places is not None else o.endpoint
+            rings = ["--rings", str(folder / "rings")]
+            watched = [*self._watched, "--controller", url]
+            if not o.named:
+                watched += ["--history", str(folder / "history.sqlite")]
+            self._watch = Watch(o.job, self._daemon, watched, rings, self._env, folder, self.say)
+        return Steward(places, o.endpoint, address, self._controller, self._env, folder, self.say)
+
+    def _program(self, mode: str, folder: Path) -> Program:
+        from ckptd.elastic.launchers.crew import Program
+        from ckptd.elastic.launchers.environ import Told, common
+
+        o = self._o
+        told = Told(
+            job=o.job,
+            node=o.node,
+            run_id=o.run_id if o.run_id != "none" else o.job,
+            role=o.role,
+            max_restarts=o.max_restarts or 0,
+            launcher=folder / "launcher.sock",
+            lease=folder / "lease",
+        )
+        base: Mapping[str, str] = {**os.environ, **self._recording(folder)}
+        if "OMP_NUM_THREADS" not in base and o.slots > 1:
+            self.say("OMP_NUM_THREADS=1 for each rank, unless you set it")
+        python = os.environ.get("PYTHON_EXEC", sys.executable)
+        environ = common(base, told, o.slots)
+        argv = o.command
+        if mode != "exec" and python != sys.executable:
+            argv = (python, "-u", *(["-m"] if mode == "module" else []), *argv)
+            mode = "exec"
+        plain = mode == "exec" or os.environ.get("CKPTD_ZYGOTE") == "0"
+        return msgspec.convert(
+            {"mode": mode, "argv": argv, "environ": environ, "plain": plain}, Program
+        )
+
+    def _recording(self, folder: Path) -> dict[str, str]:
+        """Return the variables with which ranks record themselves."""
+        if self._watched is None:
+            return {}
+        from ckptd.monitor.injection import environment
+
+        (folder / "rings").mkdir(mode=0o700)
+        try:
+            more = environment(folder / "injection", os.environ)
+        except OSError as error:
+            self.say(f"ranks cannot be watched: {error}")
+            self._watch = None
+            return {}
+        return more | {"CKPTD_RINGS": str(folder / "rings")}
+
+    def _turn(self, silent_s: float, order: int) -> None:
+        if self._steward is not None:
+            self._steward.turn(silent_s, order)
+            if self._watch is not None:
+                self._watch.turn(self._steward.started)
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        if self._launcher is None:
+            self._pending.append(signal.Signals(number))
+        else:
+            self._launcher.leave(signal.Signals(number))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _end_parts(self, folder: Path) -> None:
+        if self._watch is not None:
+            self._watch.end(0.0)
+        if self._steward is not None:
+            self._steward.end(0.0)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not self._o.named:
+            self._remove_leavings()
+
+    def _remove_leavings(self) -> None:
+        """Remove what belongs to the name of a job that nobody will use again."""
+        from ckptd.daemon.place import DaemonPlace
+        from ckptd.elastic.places import own_log
+
+        if self._o.log is None:
+            shutil.rmtree(own_log(self._o.job), ignore_errors=True)
+        DaemonPlace(self._o.job).lock.unlink(missing_ok=True)
+        _lock_of(self._o.job, self._o.node).unlink(missing_ok=True)
+
+    def _last_words(self, ending: Ending) -> int:
+        from ckptd.cli.watch_parts import shell_code
+
+        code = shell_code(ending.code)
+        if ending.kind != "done" and ending.text:
+            self.say(ending.text)
+        if self._o.json:
+            document = RunDocument(
+                job=self._o.job,
+                node=self._o.node,
+                kind=ending.kind,
+                text=ending.text,
+                exit_code=code,
+            )
+            print(msgspec.json.encode(document).decode(), file=sys.stderr)
+        return code

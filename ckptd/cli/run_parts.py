@@ -1,0 +1,272 @@
+"""What runs beside a node's workers: the job's controller, the daemon, the watcher."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ckptd.cli.watch_parts import Part, Reader
+from ckptd.elastic.dial import split_address
+from ckptd.elastic.places import Places
+from ckptd.elastic.seat import stand_in_pause_s
+from ckptd.errors import CkptdError, ConflictError
+
+__all__ = ["Steward", "Watch", "is_here"]
+
+_CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
+_DIAL_S = 0.5
+_AGAIN_S = 0.5
+_MOST_AGAIN_S = 10.0
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as sock:
+            sock.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _answers(address: str) -> bool:
+    if not address:
+        return False
+    try:
+        with socket.create_connection(split_address(address), timeout=_DIAL_S):
+            return True
+    except OSError:
+        return False
+
+
+class Steward:
+    """Sees to it that the job has a controller, if it can have one here.
+
+    Parameters
+    ----------
+    places
+        Of the log and the seat; None where only others can reach them.
+    endpoint
+        Where the job's nodes meet, ``HOST:PORT``; empty on one machine: any free port.
+    address
+        Of this machine, for a controller that stands in for one that was elsewhere.
+    arguments
+        Of ``ckptd controller``.
+    env, folder
+        Of its process.
+    say
+        Tells people.
+    """
+
+    def __init__(
+        self,
+        places: Places | None,
+        endpoint: str,
+        address: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._places, self._endpoint, self._address = places, endpoint, address
+        self._arguments, self._env, self._folder, self._say = arguments, env, folder, say
+        self._part: Part | None = None
+        self._announced = ""
+        """Where the controller of this launcher listens."""
+        self._lives = 0
+        self._not_before = 0.0
+        self._again_s = _AGAIN_S
+        self._pause_s: float | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether this launcher has started a controller."""
+        return self._lives > 0
+
+    def addresses(self) -> str:
+        """Return where the controller is now; for `NodeLink`."""
+        if self._announced and self._part is not None:
+            return self._announced
+        return self._seated() or self._endpoint
+
+    def still(self, life: str) -> bool:
+        """Whether the controller of that life was seated last; for `NodeLink`."""
+        try:
+            return self._places is not None and self._places.seat.still(life)
+        except CkptdError:
+            return False
+
+    def _seated(self) -> str:
+        if self._places is None:
+            return ""
+        try:
+            newest = self._places.seat.newest()
+        except CkptdError:
+            return ""
+        return newest.address if newest is not None else ""
+
+    def turn(self, silent_s: float, order: int) -> None:
+        """Start a controller where it is time to.
+
+        Parameters
+        ----------
+        silent_s
+            For how long none was heard of.
+        order
+            Rank of this node in the last generation: nodes do not try all at once.
+        """
+        if self._part is not None:
+            self._look(self._part)
+            return
+        if self._places is None or time.monotonic() < self._not_before:
+            return
+        if self._pause_s is None:
+            self._pause_s = stand_in_pause_s(order)
+        first = not self.started and not self._seated()
+        mine = self.started or (first and (not self._endpoint or self._endpoint_here()))
+        if (mine or silent_s > self._pause_s) and not _answers(self.addresses()):
+            self._start()
+
+    def _endpoint_here(self) -> bool:
+        return is_here(split_address(self._endpoint)[0])
+
+    def _start(self) -> None:
+        host, port = "127.0.0.1", 0
+        if self._endpoint:
+            host, port = split_address(self._endpoint)
+            if not is_here(host):
+                host, port = self._address, 0
+        newest = self._places.seat.newest() if self._places is not None else None
+        after = newest.number if newest is not None else -1
+        name = f"controller-{self._lives}" if self._lives else "controller"
+        command = [*_CKPTD, "controller", "--json", *self._arguments]
+        command += ["--bind", host, "--host", host, "--port", str(port), "--after", str(after)]
+        self._lives += 1
+        self._announced = ""
+        self._part = Part(name, command, self._env, self._folder)
+
+    def _look(self, part: Part) -> None:
+        if not self._announced:
+            with suppress(msgspec.MsgspecError, KeyError, TypeError):
+                self._announced = str(msgspec.json.decode(part.out.read_bytes())["address"])
+                self._again_s = _AGAIN_S
+        code = part.process.poll()
+        if code is None:
+            return
+        self._part, self._announced, self._pause_s = None, "", None
+        # Launchers of one machine may each have started one: all but one end again.
+        late = code > 0 and _answers(self.addresses() or self._endpoint)
+        if code not in (0, ConflictError.exit_code) and not late:
+            self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")
+        self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
+        self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
+
+    def end(self, wait_s: float) -> None:
+        """End the controller of this launcher, after `wait_s` in which it may end by itself."""
+        part, self._part = self._part, None
+        if part is not None:
+            end = time.monotonic() + wait_s
+            while part.process.poll() is None and time.monotonic() < end:
+                time.sleep(0.02)
+            part.end()
+
+
+class Watch:
+    """The daemon of the job, where this launcher starts it, and the watcher of this node.
+
+    Parameters
+    ----------
+    job
+        Its name.
+    daemon
+        URL of a daemon that is there; None: one of this machine.
+    daemon_arguments, watcher_arguments
+        Besides the job and the daemon.
+    env, folder, say
+        As of `Steward`.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        daemon: str | None,
+        daemon_arguments: Sequence[str],
+        watcher_arguments: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._job, self._url, self._say = job, daemon, say
+        self._daemon_arguments, self._watcher_arguments = daemon_arguments, watcher_arguments
+        self._env, self._folder = env, folder
+        self._parts: list[Part] = []
+        self._daemon: Part | None = None
+        self._watching = self._lost = False
+        self._reader: Reader | None = None
+        self._since = time.time()
+
+    def turn(self, mine: bool) -> None:
+        """Start what can be started now; `mine`: the daemon is this launcher's to start."""
+        if self._lost:
+            return
+        try:
+            self._turn(mine)
+        except (CkptdError, OSError) as error:
+            self._lost = True
+            self._say(f"{error}\ntraining goes on unwatched")
+
+    def _turn(self, mine: bool) -> None:
+        if self._url is None and self._daemon is None and mine:
+            command = [*_CKPTD, "serve", "--json", "--job", self._job, *self._daemon_arguments]
+            self._daemon = Part("daemon", command, self._env, self._folder)
+            self._parts.append(self._daemon)
+        for part in self._parts:
+            if part.process.poll() is not None:
+                raise part.failed("has ended")
+        if not self._watching:
+            self._begin_watching(self._url or self._login())
+
+    def _login(self) -> str:
+        """Return the URL of a daemon on this machine, with its token; empty while there is none."""
+        if self._daemon is not None:
+            with suppress(msgspec.MsgspecError, KeyError, TypeError):
+                return str(msgspec.json.decode(self._daemon.out.read_bytes())["login"])
+            return ""
+        from ckptd.daemon.place import find_daemon
+
+        with suppress(CkptdError):
+            return find_daemon(self._job).login
+        return ""
+
+    def _begin_watching(self, login: str) -> None:
+        if not login:
+            return
+        from ckptd.daemon.client import DaemonClient
+
+        client = DaemonClient(login)
+        command = [sys.executable, "-m", "ckptd.agent.watched", "--job", self._job]
+        command += ["--daemon", client.url, *self._watcher_arguments]
+        env = {**self._env, "PYTHONUNBUFFERED": "1"}
+        self._parts.append(Part("agent", command, env, self._folder))
+        self._watching = True
+        if self._daemon is not None:
+            self._say(f"job {self._job} is watched: {login}")
+            self._reader = Reader(client, self._since, self._tell)
+
+    def _tell(self, line: str, incident: dict[str, object]) -> None:
+        self._say(f"incident {incident['id']}: {line}")
+
+    def end(self, last_word_s: float) -> None:
+        """End them, after what is still to be told of incidents."""
+        if self._reader is not None and not self._lost:
+            self._reader.finish(last_word_s)
+        for part in reversed(self._parts):
+            part.end()
+        self._parts.clear()

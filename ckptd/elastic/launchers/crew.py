@@ -1,0 +1,340 @@
+"""The processes of a node: the zygote, the workers that it forks, and the job store's host."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from ckptd.elastic.launchers.environ import of_seat, of_store
+from ckptd.elastic.launchers.output import Output
+from ckptd.elastic.launchers.spawn import Spawner
+from ckptd.elastic.launchers.workers import Worker, Workers
+from ckptd.elastic.launchers.zygotewire import (
+    Fork,
+    Forked,
+    FromZygote,
+    NotForked,
+    Ready,
+    Reap,
+)
+from ckptd.elastic.wire import Begin, Seat, StoreAt
+from ckptd.elastic.workerwire import Go
+
+__all__ = ["Crew", "Program"]
+
+_AGAIN_S = 1.0
+_FAILED = 1
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """What workers run.
+
+    Attributes
+    ----------
+    mode, argv
+        See `ckptd.elastic.launchers.zygotewire.Fork`.
+    environ
+        What is the same for all workers.
+    plain
+        Whether each is to be started as a command, and nothing imported before.
+    """
+
+    mode: Literal["script", "module", "exec"]
+    argv: tuple[str, ...]
+    environ: dict[str, str]
+    plain: bool = False
+
+
+@dataclass
+class _Host:
+    """The process that serves the job store of a generation."""
+
+    number: int
+    generation: int
+    address: str
+    pipe: int
+    pid: int = 0
+    told: bytes = b""
+
+
+class Crew:
+    """All of them; used by one thread, which waits with `selector` and calls what it finds there.
+
+    Parameters
+    ----------
+    program, output
+        What workers run, and where they write.
+    selector
+        Data of its keys are functions without arguments.
+    changed
+        Is called with each worker that was forked, has died, or has told its code.
+    hosting
+        Is called with generation, host and port when a job store listens, and with port 0 when it
+        has died.
+    say
+        Tells people.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        output: Output,
+        selector: selectors.BaseSelector,
+        changed: Callable[[Worker], None],
+        hosting: Callable[[int, str, int], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.workers = Workers()
+        self._program, self._output, self._selector = program, output, selector
+        self._changed, self._hosting, self._say = changed, hosting, say
+        self._numbers = 0
+        self._attempts = -1
+        self._begin: Begin | None = None
+        self._store: StoreAt | None = None
+        self._going: list[Worker] = []
+        """Workers that wait for nothing but the store."""
+        self._host: _Host | None = None
+        self._hosts: dict[int, _Host] = {}
+        self._spawner: Spawner | None = None
+        self._begin_spawner()
+
+    # --- a generation -----------------------------------------------------------------------------
+
+    def start(self, begin: Begin, address: str) -> None:
+        """Start a generation, as far as that goes without its job store.
+
+        Idle workers take seats first, each the one of its own slot if it is free.
+        """
+        self._attempts += 1
+        self._begin, self._store, self._going = begin, None, []
+        self._end_host()
+        if begin.hosts_store:
+            self._start_host(begin.generation, address)
+        idle = self.workers.live(lambda w: w.idle and begin.level == 0)
+        seats = sorted(begin.seats, key=lambda seat: seat.rank)
+        for local_rank, seat in enumerate(seats):
+            same = [w for w in idle if w.seat.slot == seat.slot]
+            others = [w for w in idle if w.seat.slot not in {s.slot for s in seats}]
+            worker = next(iter(same + others), None)
+            if worker is None:
+                self._fork(begin, seat, local_rank)
+            else:
+                idle.remove(worker)
+                self._reseat(worker, begin, seat, local_rank)
+
+    def store_at(self, store: StoreAt) -> None:
+        """Let the workers of the generation go on: their job store is there."""
+        if self._begin is not None and store.generation == self._begin.generation:
+            self._store = store
+            for worker in self._going:
+                self._let_go(worker)
+            self._going = []
+
+    def _environ(self, begin: Begin, seat: Seat, local_rank: int) -> dict[str, str]:
+        return of_seat(begin, seat, local_rank, self._attempts)
+
+    def _reseat(self, worker: Worker, begin: Begin, seat: Seat, local_rank: int) -> None:
+        worker.generation, worker.seat, worker.local_rank = begin.generation, seat, local_rank
+        worker.out, worker.loaded = False, -1
+        worker.marks.clear()
+        self._ready(worker)
+
+    def _fork(self, begin: Begin, seat: Seat, local_rank: int) -> None:
+        if self._spawner is None:
+            self._begin_spawner()
+        files = self._output.streams(self._attempts, local_rank)
+        environ = {**self._program.environ, **self._environ(begin, seat, local_rank)}
+        worker = Worker(self._number(), begin.generation, seat, local_rank)
+        worker.error_file = files.error_file
+        order = Fork(
+            number=worker.number,
+            mode=self._program.mode,
+            argv=self._program.argv,
+            environ={**environ, "TORCHELASTIC_ERROR_FILE": files.error_file},
+            stdout=files.stdout,
+            stderr=files.stderr,
+        )
+        self.workers.add(worker)
+        if self._spawner is not None:
+            worker.gate = self._spawner.fork(order)
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    def _ready(self, worker: Worker) -> None:
+        if self._store is None:
+            self._going.append(worker)
+        else:
+            self._let_go(worker)
+
+    def _let_go(self, worker: Worker) -> None:
+        begin, store = self._begin, self._store
+        if begin is None or store is None or worker.generation != begin.generation:
+            return
+        if worker.gate >= 0:
+            worker.open_gate(of_store(store.host, store.port))
+        elif worker.end is not None and not worker.killed:
+            environ = self._environ(begin, worker.seat, worker.local_rank)
+            environ |= of_store(store.host, store.port)
+            worker.end.send(Go(begin.generation, environ))
+
+    # --- the zygote -------------------------------------------------------------------------------
+
+    def _begin_spawner(self) -> None:
+        self._spawner = Spawner(self._program.environ, plain=self._program.plain)
+        self._selector.register(self._spawner, selectors.EVENT_READ, self._hear)
+
+    def _hear(self) -> None:
+        if self._spawner is None:
+            return
+        try:
+            messages = self._spawner.take()
+        except EOFError:
+            self._lose_spawner(self._spawner)
+            return
+        for message in messages:
+            self._heard(message)
+
+    def _heard(self, message: FromZygote) -> None:
+        if isinstance(message, Ready):
+            if message.unsafe and not self._program.plain:
+                self._say(f"{message.unsafe}: workers are started as commands, which takes longer")
+        elif isinstance(message, Forked):
+            self._forked(message)
+        elif isinstance(message, NotForked):
+            self._say(f"no process can be started: {message.reason}")
+            self._exited(message.number, _FAILED, reap=False)
+        else:
+            self._exited(message.number, message.code, reap=True)
+
+    def _forked(self, said: Forked) -> None:
+        host = self._hosts.get(said.number)
+        if host is not None:
+            host.pid = said.pid
+            if host is not self._host:
+                os.kill(said.pid, signal.SIGKILL)
+        worker = self.workers.get(said.number)
+        if worker is None:
+            return
+        worker.forked(said.pid)
+        if worker.pidfd >= 0:
+            self._selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._died, worker))
+        if not worker.killed:
+            self._ready(worker)
+        self._changed(worker)
+
+    def _died(self, worker: Worker) -> None:
+        self._unregister(worker.pidfd)
+        worker.dead = True
+        if worker.orphan:
+            self._gone(worker, -signal.SIGKILL)  # nobody is left who could tell
+        else:
+            self._changed(worker)
+
+    def _exited(self, number: int, code: int, *, reap: bool) -> None:
+        worker = self.workers.get(number)
+        if worker is not None and (code or worker.killed) and worker.pid:
+            worker.sweep()
+        if reap and self._spawner is not None:
+            self._spawner.order(Reap(number))
+        host = self._hosts.pop(number, None)
+        if host is not None:
+            self._drop_pipe(host)
+            if host is self._host:
+                self._host = None
+                self._hosting(host.generation, host.address, 0)
+        if worker is not None:
+            self._gone(worker, code)
+
+    def _gone(self, worker: Worker, code: int) -> None:
+        worker.dead, worker.code = True, code
+        if worker.pidfd >= 0:
+            self._unregister(worker.pidfd)
+        self.workers.remove(worker)
+        self._changed(worker)
+
+    def _lose_spawner(self, spawner: Spawner) -> None:
+        """Workers die with their mother; see to it, and to what they have started."""
+        self._unregister(spawner)
+        code = spawner.end()
+        self._spawner = None
+        self._say(f"the zygote has ended with {code}: its workers end with it")
+        hosts, self._hosts, self._host = self._hosts, {}, None
+        for host in hosts.values():
+            self._drop_pipe(host)
+        for worker in self.workers:
+            worker.signal(signal.SIGKILL)
+            worker.orphan = True
+            if worker.pidfd < 0:
+                self._gone(worker, -signal.SIGKILL)
+        if time.monotonic() - spawner.began > _AGAIN_S:  # else only when it is needed
+            self._begin_spawner()
+
+    def _unregister(self, what: Any) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(what)
+
+    # --- the job store ----------------------------------------------------------------------------
+
+    def _start_host(self, generation: int, address: str) -> None:
+        if self._spawner is None:
+            self._begin_spawner()
+        read, write = os.pipe()
+        host = _Host(self._number(), generation, address, read)
+        self._host = self._hosts[host.number] = host
+        self._selector.register(read, selectors.EVENT_READ, partial(self._told, host))
+        order = Fork(
+            number=host.number, mode="store", argv=(address,), environ=self._program.environ
+        )
+        if self._spawner is not None:
+            self._spawner.order(order, write)
+
+    def _told(self, host: _Host) -> None:
+        said = os.read(host.pipe, 64)
+        host.told += said
+        if host.told.endswith(b"\n"):
+            shown = "localhost" if host.address in _LOOPBACK else host.address
+            self._hosting(host.generation, shown, int(host.told))
+        if not said or host.told.endswith(b"\n"):
+            self._drop_pipe(host)
+
+    def _drop_pipe(self, host: _Host) -> None:
+        if host.pipe >= 0:
+            self._unregister(host.pipe)
+            os.close(host.pipe)
+            host.pipe = -1
+
+    def _end_host(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            self._drop_pipe(host)
+            if host.pid:
+                with suppress(ProcessLookupError):
+                    os.kill(host.pid, signal.SIGKILL)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kill what is left, with the zygote. Idempotent."""
+        for worker in self.workers:
+            worker.kill()
+        self._end_host()
+        spawner, self._spawner = self._spawner, None
+        if spawner is not None:
+            self._unregister(spawner)
+            spawner.end()
+        for worker in self.workers:
+            if worker.pidfd >= 0:
+                self._unregister(worker.pidfd)
+            self.workers.remove(worker)

@@ -1,0 +1,78 @@
+"""The environment of a worker: torchrun's, and what ckptd adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ckptd.elastic.wire import Begin, Seat
+from ckptd.elastic.workerwire import LAUNCHER_VARIABLE, LEASE_VARIABLE
+
+__all__ = ["SIGNALS_TO_HANDLE", "Told", "common", "of_seat", "of_store"]
+
+SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a launcher tells all workers of its node.
+
+    Attributes
+    ----------
+    job, node, run_id, role, max_restarts
+        Names and numbers as the command line says.
+    launcher, lease
+        Socket of the launcher, and file of the lease.
+    """
+
+    job: str
+    node: str
+    run_id: str
+    role: str
+    max_restarts: int
+    launcher: Path
+    lease: Path
+
+
+def common(base: Mapping[str, str], told: Told, slots: int) -> dict[str, str]:
+    """Return what is the same for all workers of a node, over `base`."""
+    more = {
+        "ROLE_NAME": told.role,
+        "TORCHELASTIC_RUN_ID": told.run_id,
+        "TORCHELASTIC_MAX_RESTARTS": str(told.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": SIGNALS_TO_HANDLE,
+        "CKPTD_JOB": told.job,
+        "CKPTD_NODE": told.node,
+        LAUNCHER_VARIABLE: str(told.launcher),
+        LEASE_VARIABLE: str(told.lease),
+    }
+    unless = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    if slots > 1:  # as torchrun does, lest every rank takes all cores
+        unless["OMP_NUM_THREADS"] = "1"
+    return {**unless, **base, **more}
+
+
+def of_seat(begin: Begin, seat: Seat, local_rank: int, restarts: int) -> dict[str, str]:
+    """Return what a rank of a generation is told besides, but for its job store."""
+    rank, world, shape = str(seat.rank), str(begin.world), begin.shape
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": str(len(begin.seats)),
+        "GROUP_RANK": str(begin.node_rank),
+        "GROUP_WORLD_SIZE": str(begin.nodes),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "CKPTD_GENERATION": str(begin.generation),
+        "CKPTD_SHAPE": f"{shape.pp},{shape.dp},{shape.tp}",
+        "CKPTD_PLACE": f"{seat.pp},{seat.dp},{seat.tp}",
+    }
+
+
+def of_store(host: str, port: int) -> dict[str, str]:
+    """Return where the job store of the generation is."""
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port)}

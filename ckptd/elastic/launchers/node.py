@@ -1,0 +1,510 @@
+"""A node's launcher: does what the controller orders, with the workers of one node.
+
+All state is of one thread. Others, which hear the controller and the workers, put what they hear
+into its inbox.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from ckptd.elastic.launchers.crew import Crew, Program
+from ckptd.elastic.launchers.output import Output, error_of
+from ckptd.elastic.launchers.workers import Worker, is_stopped
+from ckptd.elastic.lease import LeaseFile
+from ckptd.elastic.link import NodeLink
+from ckptd.elastic.messages import (
+    Broken,
+    Ended,
+    Fenced,
+    Left,
+    Loaded,
+    NodeUp,
+    Notice,
+    Progress,
+    Saved,
+)
+from ckptd.elastic.wire import Begin, Bye, FenceNow, Hosting, SaveNow, StoreAt, Timed, ToNode
+from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
+from ckptd.elastic.workerwire import (
+    LEASE_EXIT_CODE,
+    Attach,
+    BrokenNow,
+    Committed,
+    FromWorker,
+    Interrupt,
+    Mark,
+    Out,
+    SavedNow,
+    SaveSoon,
+    StateLoaded,
+    Welcome,
+)
+
+__all__ = ["Ending", "NodeLauncher", "NodeSettings"]
+
+_TURN_S = 0.1
+_SILENT_S = 3.0
+_DEAD_S = 5.0
+_FORGET_S = 2.0
+_LAST = 1 << 20
+_MARKS = ("imported", "initialised", "loaded", "stepped")
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node's launcher has to know.
+
+    Attributes
+    ----------
+    job, node
+        Names.
+    slots
+        Ranks that it can run.
+    address
+        Of this machine, for the job store; empty: the one by which the controller is reached.
+    lease_s, beat_s
+        See `NodeLink`.
+    interrupt_s
+        After which a session that does not leave its generation is killed.
+    grace_s
+        After which workers are killed that were told to end.
+    """
+
+    job: str
+    node: str
+    slots: int
+    address: str = ""
+    lease_s: float = 120.0
+    beat_s: float = 0.5
+    interrupt_s: float = 1.0
+    grace_s: float = 30.0
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a launcher ended: the kind of `Bye` or ``left``, words for people, its exit code."""
+
+    kind: str
+    text: str
+    code: int
+
+
+class NodeLauncher:
+    """The launcher of one node; made and run by the main thread.
+
+    Parameters
+    ----------
+    settings, program, output
+        What to do, and how.
+    folder
+        Its own, for its socket and the lease.
+    addresses, secret
+        See `NodeLink`.
+    say
+        Tells people a sentence.
+    turn
+        Is called about ten times a second, with the seconds for which no controller was heard of
+        and the rank of this node in the last generation.
+    seated
+        See `NodeLink`.
+
+    Raises
+    ------
+    WorkerError
+        The zygote cannot be started, or there is no place for the socket.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        program: Program,
+        output: Output,
+        folder: Path,
+        addresses: Callable[[], str],
+        secret: bytes,
+        say: Callable[[str], None],
+        turn: Callable[[float, int], None] = lambda _, __: None,
+        seated: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._s, self._say, self._turn_of_others, self._output = settings, say, turn, output
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self._life = secrets.token_hex(8)
+        self._running = self._fenced = self._begun = 0
+        self._fencing = 0
+        self._interrupted_until = 0.0
+        self._begin: Begin | None = None
+        self._began_at = 0.0
+        self._started = 0
+        self._ended_of = 0
+        """Generation of which the end was told."""
+        self._loaded_of = 0
+        self._marks: dict[str, float] = {}
+        self._lease_until = 0.0
+        self._silent = False
+        self._order = _LAST
+        self._ending: Ending | None = None
+        self._leaving: signal.Signals | None = None
+        self._leave_by = 0.0
+        self._lease = LeaseFile(folder / "lease")
+        self._crew = Crew(program, output, self._selector, self._worker_changed, self._hosting, say)
+        self._end_of_workers = LauncherEnd(folder / "launcher.sock", self._heard, self._known)
+        self._up = self._state()
+        self._link = NodeLink(
+            addresses,
+            settings.job,
+            secret,
+            lambda: self._up,
+            lambda order: self._post(partial(self._ordered, order)),
+            beat_s=settings.beat_s,
+            lease_s=settings.lease_s,
+            leased=lambda until: self._post(partial(self._leased, until)),
+            seated=seated,
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> Ending:
+        """Do what the controller orders until it says goodbye, or a signal says so; clean up."""
+        try:
+            self._link.start()
+            while self._ending is None:
+                self._once(_TURN_S)
+            return self._ending
+        finally:
+            self._close()
+
+    def leave(self, number: signal.Signals) -> None:
+        """Leave the job in good order; the second time, at once. Safe in a signal handler."""
+        self._post(partial(self._leave, number))
+
+    def _once(self, timeout_s: float) -> None:
+        ready = self._selector.select(timeout_s)
+        # Before all else: this process may have been stopped for a long time.
+        self._look_at_lease()
+        for key, _ in ready:
+            key.data()
+        self._look_at_time()
+        self._turn_of_others(self._link.silent_s, self._order)
+
+    def _post(self, what: Callable[[], None]) -> None:
+        self._inbox.put(what)
+        with suppress(BlockingIOError, OSError):  # it is awake, or it has ended
+            os.eventfd_write(self._wake, 1)
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while True:
+            try:
+                what = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            what()
+
+    def _state(self) -> NodeUp:
+        mine = self._crew.workers.live(lambda w: w.generation == self._running)
+        return NodeUp(
+            node=self._s.node,
+            life=self._life,
+            slots=self._s.slots,
+            fenced=self._fenced,
+            running=self._running,
+            sessions=bool(mine) and all(w.session for w in mine),
+            host=self._s.address,
+        )
+
+    def _refresh(self) -> None:
+        now = self._state()
+        if now != self._up:
+            self._up = now
+            self._link.hurry()
+
+    def _look_at_time(self) -> None:
+        now = time.monotonic()
+        if self._interrupted_until and now >= self._interrupted_until:
+            self._interrupted_until = 0.0
+            for worker in self._unfenced():
+                worker.kill()
+        if self._leaving and now >= self._leave_by:
+            self._left()
+        silent = self._link.silent_s > _SILENT_S
+        if silent != self._silent:
+            self._silent = silent
+            self._say_silence(silent, now)
+        if not self._link.alive and self._ending is None:
+            self._ending = Ending("defect", "the link to the controller has failed", 1)
+
+    def _say_silence(self, silent: bool, now: float) -> None:
+        if not silent:
+            self._say("the controller answers again")
+        elif self._running:
+            left = max(0.0, self._lease_until - now)
+            self._say(
+                f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
+            )
+        else:
+            self._say("the controller cannot be reached yet")
+
+    # --- the lease --------------------------------------------------------------------------------
+
+    def _leased(self, until: float) -> None:
+        self._lease_until = max(self._lease_until, until)
+        self._lease.extend(self._lease_until)
+
+    def _look_at_lease(self) -> None:
+        live = self._crew.workers.live(lambda w: not w.killed)
+        if not live or not 0.0 < self._lease_until <= time.monotonic():
+            return
+        for worker in live:
+            worker.kill()
+        self._say("the lease is over, nothing was heard of the controller: workers are killed")
+        if self._running and self._ended_of < self._running:
+            self._ended_of = self._running
+            self._link.tell(
+                Ended(node=self._s.node, generation=self._running, code=LEASE_EXIT_CODE)
+            )
+        self._settle()
+
+    # --- what the controller orders ---------------------------------------------------------------
+
+    def _ordered(self, order: ToNode) -> None:
+        if self._ending is not None:
+            return
+        if isinstance(order, FenceNow):
+            self._fence(order)
+        elif isinstance(order, Begin):
+            self._take_begin(order)
+        elif isinstance(order, StoreAt):
+            self._crew.store_at(order)
+        elif isinstance(order, SaveNow):
+            self._save(order)
+        elif isinstance(order, Bye):
+            self._ending = Ending(order.kind, order.text, order.code)
+
+    def _fence(self, order: FenceNow) -> None:
+        if order.generation <= self._fenced:
+            self._link.tell(Fenced(node=self._s.node, generation=self._fenced))
+            return
+        self._fencing = max(self._fencing, order.generation)
+        if self._begin is not None and self._begin.generation < self._fencing:
+            self._begin = None
+        for worker in self._unfenced():
+            leaves = order.level == 0 and worker.session and not is_stopped(worker.pid)
+            end = worker.end
+            if worker.killed or (
+                leaves and end is not None and end.send(Interrupt(worker.generation))
+            ):
+                continue
+            worker.kill()
+        if order.level == 0:
+            self._interrupted_until = time.monotonic() + self._s.interrupt_s
+        else:
+            for worker in self._crew.workers.live(lambda w: w.generation < self._fencing):
+                worker.kill()
+        self._settle()
+
+    def _unfenced(self) -> list[Worker]:
+        return self._crew.workers.live(lambda w: w.generation < self._fencing and not w.out)
+
+    def _take_begin(self, begin: Begin) -> None:
+        if begin.generation <= max(self._fenced, self._begun) or self._leaving:
+            return
+        self._begun, self._begin, self._began_at = begin.generation, begin, time.monotonic()
+        self._marks, self._order = {}, begin.node_rank
+        for worker in self._crew.workers.live(lambda w: begin.level > 0 or not w.out):
+            worker.kill()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Say what is so now that workers have changed; begin what waited for that."""
+        if self._fencing > self._fenced and not self._unfenced():
+            self._fenced, self._interrupted_until = self._fencing, 0.0
+            if self._running < self._fenced:
+                self._running = 0
+            self._up = self._state()
+            self._link.tell(Fenced(node=self._s.node, generation=self._fenced))
+            if self._leaving:
+                self._left()
+        begin = self._begin
+        if begin is not None and self._may_start(begin):
+            self._start(begin)
+        if self._running and not any(map(self._is_current, self._crew.workers)):
+            self._running = 0
+        self._refresh()
+
+    def _may_start(self, begin: Begin) -> bool:
+        old = self._crew.workers.live(lambda w: w.generation < begin.generation and not w.idle)
+        return self._started < begin.generation and not old and self._ending is None
+
+    def _start(self, begin: Begin) -> None:
+        self._started = self._running = begin.generation
+        where = f"{_count(begin.world, 'rank')} on {_count(begin.nodes, 'node')} ({begin.shape})"
+        step = f" from step {begin.step}" if begin.step else ""
+        self._say(f"generation {begin.generation}: {where}{step}; {begin.reason}")
+        self._crew.start(begin, self._s.address or self._link.here or "127.0.0.1")
+        self._settle_marks()
+
+    def _is_current(self, worker: Worker) -> bool:
+        return worker.generation == self._running
+
+    def _hosting(self, generation: int, host: str, port: int) -> None:
+        if port:
+            self._link.tell(Hosting(generation, host, port))
+        elif generation == self._running:
+            reason = "the process of its job store has died"
+            self._link.tell(Broken(node=self._s.node, generation=generation, reason=reason))
+
+    def _save(self, order: SaveNow) -> None:
+        for worker in self._crew.workers.live(lambda w: w.generation == order.generation):
+            if worker.end is not None:
+                worker.end.send(SaveSoon(order.generation))
+
+    # --- what workers do --------------------------------------------------------------------------
+
+    def _worker_changed(self, worker: Worker) -> None:
+        if worker.code is not None and not worker.killed and not worker.out:
+            self._ended(worker, worker.code)
+        self._settle_marks()
+        self._settle()
+
+    def _ended(self, worker: Worker, code: int) -> None:
+        """A worker has ended by itself."""
+        if worker.generation != self._running or self._ended_of >= self._running:
+            return
+        if code:
+            self._say(_death(worker, code))
+        elif self._crew.workers.live(self._is_current):
+            return
+        self._ended_of = self._running
+        self._link.tell(Ended(node=self._s.node, generation=self._running, code=code))
+
+    def _known(self, pid: int) -> bool:
+        return self._crew.workers.of_session(pid) is not None
+
+    def _heard(self, end: WorkerEnd, message: FromWorker | None) -> None:
+        self._post(partial(self._hear, end, message))
+
+    def _hear(self, end: WorkerEnd, message: FromWorker | None) -> None:
+        worker = self._crew.workers.of_session(end.pid)
+        if worker is None or worker.dead:
+            return
+        if message is None:
+            worker.end = None if worker.end is end else worker.end
+        elif isinstance(message, Attach):
+            self._attached(worker, end, message)
+        elif isinstance(message, Out):
+            worker.out = worker.out or message.generation >= worker.generation
+        elif message.generation == worker.generation == self._running:
+            self._hear_of_current(worker, message)
+        self._settle_marks()
+        self._settle()
+
+    def _attached(self, worker: Worker, end: WorkerEnd, message: Attach) -> None:
+        worker.end, worker.session = end, message.session
+        begin = self._begin
+        if begin is not None:
+            end.send(Welcome(worker.generation, begin.mttr_s, begin.mtbf_s))
+
+    def _hear_of_current(self, worker: Worker, message: FromWorker) -> None:
+        node, generation = self._s.node, self._running
+        if isinstance(message, Mark):
+            worker.marks.add(message.name)
+        elif isinstance(message, StateLoaded):
+            worker.loaded = max(worker.loaded, message.step)
+            live = self._crew.workers.live(self._is_current)
+            if self._loaded_of < generation and all(w.loaded >= 0 for w in live):
+                self._loaded_of = generation
+                self._link.tell(Loaded(node=node, generation=generation))
+        elif isinstance(message, Committed):
+            self._link.tell(Progress(generation=generation, step=message.step))
+        elif isinstance(message, SavedNow):
+            self._link.tell(Saved(generation=generation, step=message.step))
+        elif isinstance(message, BrokenNow):
+            self._link.tell(Broken(node=node, generation=generation, reason=message.reason))
+
+    def _settle_marks(self) -> None:
+        """Tell how far the slowest worker is."""
+        live = self._crew.workers.live(self._is_current)
+        if not self._running or not live or self._running != self._started:
+            return
+        reached = {"spawned"} if all(w.pid for w in live) else set()
+        reached |= {name for name in _MARKS if all(name in w.marks for w in live)}
+        new = reached - self._marks.keys()
+        if new:
+            passed = time.monotonic() - self._began_at
+            self._marks |= dict.fromkeys(new, passed)
+            self._link.tell(Timed(self._running, self._s.node, dict(self._marks)))
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _leave(self, number: signal.Signals) -> None:
+        live = self._crew.workers.live()
+        if self._leaving or not live:
+            self._leaving = self._leaving or number
+            self._left()
+            return
+        self._leaving = number
+        self._leave_by = time.monotonic() + self._s.grace_s
+        if any(w.end is not None for w in live) and not self._silent:
+            # They save first, and the others go on without this node.
+            self._say(f"{number.name}: this node leaves; once more ends it at once")
+            notice = Notice(node=self._s.node, seconds=self._s.grace_s, reason=number.name)
+            self._link.tell(notice)
+        else:
+            self._say(f"{number.name}: workers are told to end; once more ends them at once")
+            for worker in live:
+                worker.killed = True  # what it ends with is our doing
+                worker.signal(signal.SIGTERM)
+        if not self._running:
+            self._left()
+
+    def _left(self) -> None:
+        number = self._leaving or signal.SIGTERM
+        self._ending = Ending("left", f"this node has left the job: {number.name}", 128 + number)
+
+    def _close(self) -> None:
+        """End all that is left of the generation, and say goodbye."""
+        ending = self._ending
+        for worker in self._crew.workers:
+            worker.kill()
+        end = time.monotonic() + _DEAD_S
+        while self._crew.workers.live() and time.monotonic() < end:
+            for key, _ in self._selector.select(_TURN_S):
+                key.data()
+        if ending is None or ending.kind in ("left", "defect"):
+            self._link.tell(Left(node=self._s.node))
+        self._link.close(_FORGET_S if ending is not None else 0.0)
+        self._crew.close()
+        self._end_of_workers.close()
+        self._lease.close()
+        self._output.finish()
+        self._selector.close()
+        os.close(self._wake)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _death(worker: Worker, code: int) -> str:
+    how = f"exit code {code}"
+    if code < 0:
+        with suppress(ValueError):
+            how = signal.Signals(-code).name
+    said = error_of(worker.error_file)
+    return f"rank {worker.seat.rank} (process {worker.pid}) has ended: {how}" + (
+        f": {said}" if said else ""
+    )

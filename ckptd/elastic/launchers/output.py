@@ -1,0 +1,150 @@
+"""Where workers write: the console, or files that are shown on it, and torch's error files."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from ckptd.errors import UsageError
+
+__all__ = ["Output", "Streams", "error_of", "parse_streams"]
+
+_OUT, _ERR = 1, 2
+_LOOK_S = 0.1
+_MOST_BYTES = 1 << 20
+
+
+class Streams(msgspec.Struct, frozen=True):
+    """What a worker gets: files of its streams, empty for the console, and its error file."""
+
+    stdout: str
+    stderr: str
+    error_file: str
+
+
+def parse_streams(text: str, flag: str) -> dict[int, int] | int:
+    """Return what ``-r`` or ``-t`` says: bits, or bits by local rank (1 out, 2 err).
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``.
+    """
+    try:
+        if text.isdecimal() and int(text) <= _OUT | _ERR:
+            return int(text)
+        pairs = (part.split(":") for part in text.split(","))
+        ranks = {int(rank): int(bits) for rank, bits in pairs}
+        if all(0 <= bits <= _OUT | _ERR for bits in ranks.values()):
+            return ranks
+    except ValueError:
+        pass
+    raise UsageError(
+        "streams cannot be understood",
+        kind="bad-argument",
+        where=flag,
+        wanted="0 to 3, or RANK:BITS,... with 1 for standard output and 2 for standard error",
+        found=text[:200],
+    )
+
+
+class Output:
+    """Files of the workers of a node.
+
+    Parameters
+    ----------
+    folder
+        Where they are made, in one new folder; None: below `private`, and gone with it.
+    private
+        A folder of this launcher.
+    name, role
+        Of the folder, and before each line that is shown.
+    redirects, tee
+        As `parse_streams` returns them.
+    shown
+        Local ranks that may write to the console; empty: all.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        private: Path,
+        name: str,
+        role: str,
+        redirects: dict[int, int] | int = 0,
+        tee: dict[int, int] | int = 0,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        base = private / "logs" if folder is None else folder
+        base.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{name.replace('/', '-')}_", dir=base))
+        self._role, self._shown = role, shown
+        self._redirects, self._tee = redirects, tee
+        self._tails: list[_Tail] = []
+
+    def streams(self, attempt: int, local_rank: int) -> Streams:
+        """Make the folder of a worker, and return its files; what is to be shown is followed."""
+        folder = self.folder / f"attempt_{attempt}" / str(local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        teed = _bits(self._tee, local_rank)
+        to_file = _bits(self._redirects, local_rank) | teed
+        silent = bool(self._shown) and local_rank not in self._shown
+        files = []
+        for bit, name, console in ((_OUT, "stdout", sys.stdout), (_ERR, "stderr", sys.stderr)):
+            path = str(folder / f"{name}.log") if to_file & bit else ""
+            if teed & bit and not silent:
+                Path(path).touch()
+                self._tails.append(_Tail(Path(path), f"[{self._role}{local_rank}]:", console))
+            files.append(path or ("/dev/null" if silent else ""))
+        return Streams(files[0], files[1], str(folder / "error.json"))
+
+    def finish(self) -> None:
+        """Show what is still to be shown of workers that are dead. Idempotent."""
+        tails, self._tails = self._tails, []
+        for tail in tails:
+            tail.finish()
+
+
+def error_of(path: str) -> str:
+    """Return what a worker has left in its error file; empty if nothing can be read there."""
+    with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
+        with open(path, "rb") as file:
+            said: Mapping[str, Mapping[str, str]] = msgspec.json.decode(file.read(_MOST_BYTES))
+        return str(said["message"]["message"])
+    return ""
+
+
+def _bits(said: dict[int, int] | int, local_rank: int) -> int:
+    return said if isinstance(said, int) else said.get(local_rank, 0)
+
+
+class _Tail:
+    """Shows the lines of a file as they come, in a thread."""
+
+    def __init__(self, path: Path, prefix: str, console: TextIO) -> None:
+        self._path, self._prefix, self._console = path, prefix, console
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="ckptd-tail", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        self._ended.set()
+        self._thread.join(_LOOK_S * 50)
+
+    def _follow(self) -> None:
+        with open(self._path, errors="replace") as file:
+            while True:
+                ended = self._ended.is_set()
+                for line in file:
+                    self._console.write(f"{self._prefix}{line}")
+                self._console.flush()
+                if ended:
+                    return
+                self._ended.wait(_LOOK_S)

@@ -1,0 +1,119 @@
+"""A launcher's end of its zygote: starting it, ordering processes, hearing of their ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+import msgspec
+
+from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, ToZygote
+from ckptd.engine.channel import SocketChannel
+from ckptd.errors import WorkerError
+
+__all__ = ["Spawner"]
+
+_READ_S = 1e-4
+_END_S = 5.0
+# The current folder may hold anything: it is looked at last, and not by what is forked.
+_CODE = """\
+import sys
+if sys.path and not sys.path[0]:
+    sys.path.append(sys.path.pop(0))
+from ckptd.train.zygote import main
+rest = main(sys.argv[1:])
+if sys.path and not sys.path[-1]:
+    sys.path.pop()
+rest()
+"""
+_ONLY_THERE = {"OPENBLAS_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""No thread may be started in the zygote; device back-ends are loaded by its forks."""
+
+
+class Spawner:
+    """A zygote. It ends when this is closed, or this process dies, and takes its forks along.
+
+    Parameters
+    ----------
+    environ
+        Of a worker, as far as it is the same for all.
+    plain
+        Import nothing, and run commands.
+
+    Raises
+    ------
+    WorkerError
+        It cannot be started.
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, plain: bool) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-u", "-c", _CODE, str(theirs.fileno()), str(os.getpid())]
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [*command, *(["plain"] if plain else [])],
+                    env={**environ, **_ONLY_THERE},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            raise WorkerError("the zygote cannot be started", found=str(error)) from error
+        self.began = time.monotonic()
+        self._sock = ours
+        self._channel = SocketChannel(ours, FromZygote)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, to wait for."""
+        return self._sock.fileno()
+
+    def order(self, message: ToZygote, fd: int | None = None) -> None:
+        """Send an order, with a descriptor beside a `Fork`, which is closed here.
+
+        Nothing happens when the zygote is gone: `take` tells of that.
+        """
+        try:
+            with suppress(WorkerError):
+                self._channel.send(message, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def fork(self, order: Fork) -> int:
+        """Order a worker; return the gate through which it is told the rest of its environment."""
+        read, write = os.pipe()
+        self.order(order, read)
+        return write
+
+    def take(self) -> list[FromZygote]:
+        """Return what has arrived.
+
+        Raises
+        ------
+        EOFError
+            The zygote is gone.
+        """
+        out: list[FromZygote] = []
+        try:
+            while (item := self._channel.receive(_READ_S)) is not None:
+                out.append(item[0])
+        except (EOFError, msgspec.MsgspecError) as error:
+            if out:  # it is found again the next time
+                return out
+            raise EOFError(str(error)) from error
+        return out
+
+    def end(self) -> int:
+        """End it, and with it what it has forked; return its exit code."""
+        self._channel.close()
+        try:
+            return self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
