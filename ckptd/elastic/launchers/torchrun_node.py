@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ckptd.elastic.launchers.torchrun_reports import Reports
 from ckptd.elastic.launchers.torchrun_workers import UNKNOWN_CODE, Workers
-from ckptd.elastic.messages import Ended, Fenced, Left, NodeUp
+from ckptd.elastic.messages import Ended, Fenced, Left, NodeUp, Saved
 from ckptd.elastic.wire import (
     Begin,
     Bye,
@@ -391,8 +391,9 @@ class TorchrunNode:
                 self._keep_lease()
                 outside = not self._inside and self._is_over()
                 save, self._save = self._save, None
-            if save is not None:
-                self.reports.save_soon(save.generation)
+            if save is not None and not self.reports.save_soon(save.generation):
+                # Nobody to wait for: the script saves when it does.
+                self._tell(Saved(generation=save.generation, step=0))
             if outside:
                 self._enforce()
 

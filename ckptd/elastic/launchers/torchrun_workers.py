@@ -46,6 +46,8 @@ class Workers:
         self._fds: dict[int, int] = {}
         """By process, of those that have not ended."""
         self._others: set[int] = set()
+        self._before: set[int] = set()
+        """Children that were there before workers were expected."""
         self._over: set[int] = set()
         """Workers that have ended and that the agent has not waited for yet."""
         self._seen: set[int] = set()
@@ -67,9 +69,11 @@ class Workers:
 
     def expect(self) -> None:
         """Take every new child for a worker from now on."""
-        self.failed = False
-        self._seen.clear()
-        self._starting = True
+        with self._lock:
+            self._before = children_of(os.getpid())
+            self._seen.clear()
+            self.failed = False
+            self._starting = True
         os.eventfd_write(self._wake, 1)
 
     def complete(self) -> int:
@@ -87,7 +91,11 @@ class Workers:
 
     def _note(self, children: set[int]) -> None:
         self._over &= children
-        for pid in children - self._others - self._over - self._fds.keys():
+        self._before &= children
+        known = self._others | self._over | self._before | self._fds.keys()
+        for pid in children - known:
+            if _is_tracker(pid):
+                continue
             try:
                 self._fds[pid] = os.pidfd_open(pid)
                 self._seen.add(pid)
@@ -165,6 +173,15 @@ def _drain(fd: int) -> None:
         os.eventfd_read(fd)
     except BlockingIOError:
         return
+
+
+def _is_tracker(pid: int) -> bool:
+    """Return whether this is what `multiprocessing` starts beside functions that are workers."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read(4096)
+    except OSError:
+        return False
 
 
 def _is_over(fd: int) -> bool:

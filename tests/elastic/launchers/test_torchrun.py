@@ -67,7 +67,7 @@ def test_workers_die_with_their_agent(tmp_path: Path) -> None:
     with _job(tmp_path, 2) as job:
         generation = job.steps(2)
         worker = job.worker(1)
-        job.agents.pop(1).kill()
+        job.kill_agent(1)
         job.steps(1, generation, nodes={"node0"})
         job.until(lambda: not worker.is_running(), "the end of a worker without an agent")
         _ends_well(job)
@@ -138,11 +138,11 @@ def test_a_controller_that_is_killed_goes_on_from_its_log(tmp_path: Path) -> Non
     with _job(tmp_path, 2) as job:
         generation = job.steps(2)
         life = job.status().life
-        (controller,) = [p for p in job.processes("controller") if p.is_running()]
+        (controller,) = job.processes("controller")
         controller.kill()
         job.until(lambda: job.status().life not in ("", life), "another life of the controller")
-        job.until(lambda: job.status().generation == generation, "the old generation")
-        assert job.status().state == "running"
+        job.until(lambda: job.status().state == "running", "the end of its doubts")
+        assert job.status().generation == generation
         job.worker(0).kill()
         second = job.steps(2, generation)
         assert second > generation

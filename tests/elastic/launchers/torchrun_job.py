@@ -59,6 +59,8 @@ while True:
             file.write(str(step))
         os.rename(steps + ".new", steps)
     dist.barrier()
+    if link.save_asked:
+        link.serves(step)
     link.committed(generation, step)
     tell("step", step=step)
 # Who leaves first would break the others' last step.
@@ -192,12 +194,12 @@ class TorchrunJob:
                     found.append(process)
         return found
 
-    def processes(self, text: str) -> list[psutil.Process]:
-        """Return those whose command line has `text`."""
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Return those whose command line has `word`."""
         found = []
         for process in self.mine():
             with contextlib.suppress(psutil.Error):
-                if any(text in word for word in process.cmdline()):
+                if word in process.cmdline():
                     found.append(process)
         return found
 
@@ -215,6 +217,12 @@ class TorchrunJob:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in (agent, worker):
                 process.send_signal(number)
+        agent.wait(30)
+
+    def kill_agent(self, node: int) -> None:
+        """Kill an agent, and nothing else."""
+        agent = self.agents.pop(node)
+        agent.kill()
         agent.wait(30)
 
     def enough(self) -> None:
