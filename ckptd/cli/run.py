@@ -158,7 +158,9 @@ def run(
     ] = (),
     level: Annotated[
         int | None,
-        Parameter(help="From which level on recovery is tried: 0 regroups, 1 starts workers anew."),
+        Parameter(
+            help="How deep recovery may go: 1 workers are started anew, 2 launchers, 3 the job."
+        ),
     ] = None,
     setting: Annotated[
         tuple[str, ...],
@@ -275,7 +277,7 @@ def _settings(
     given: tuple[str, ...], level: int | None, max_restarts: int | None
 ) -> tuple[str, ...]:
     names = {text.partition("=")[0] for text in given}
-    more = {"level": level, "max_restarts": max_restarts}
+    more = {"levels": level, "max_restarts": max_restarts}
     return given + tuple(
         f"{name}={value}" for name, value in more.items() if value is not None and name not in names
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 import time
@@ -13,9 +14,10 @@ import msgspec
 
 from ckptd.cli.watch_parts import Part, Reader
 from ckptd.elastic.dial import split_address
+from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import Places
 from ckptd.elastic.seat import stand_in_pause_s
-from ckptd.errors import CkptdError, ConflictError
+from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
 
 __all__ = ["Steward", "Watch", "is_here"]
 
@@ -121,9 +123,14 @@ class Steward:
             For how long none was heard of.
         order
             Rank of this node in the last generation: nodes do not try all at once.
+
+        Raises
+        ------
+        CkptdError
+            None can be started, and no generation of the job has begun here.
         """
         if self._part is not None:
-            self._look(self._part)
+            self._look(self._part, order < NO_ORDER)
             return
         if self._places is None or time.monotonic() < self._not_before:
             return
@@ -152,7 +159,7 @@ class Steward:
         self._announced = ""
         self._part = Part(name, command, self._env, self._folder)
 
-    def _look(self, part: Part) -> None:
+    def _look(self, part: Part, begun: bool) -> None:
         if not self._announced:
             with suppress(msgspec.MsgspecError, KeyError, TypeError):
                 self._announced = str(msgspec.json.decode(part.out.read_bytes())["address"])
@@ -161,12 +168,25 @@ class Steward:
         if code is None:
             return
         self._part, self._announced, self._pause_s = None, "", None
-        # Launchers of one machine may each have started one: all but one end again.
-        late = code > 0 and _answers(self.addresses() or self._endpoint)
-        if code not in (0, ConflictError.exit_code) and not late:
-            self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
+        # Launchers of one machine may each have started one: all but one end again.
+        if code <= 0 or not _answers(self.addresses()):
+            self._judge(part, code, begun)
+
+    def _judge(self, part: Part, code: int, begun: bool) -> None:
+        """Say what has become of the controller; give up what another one could not do either."""
+        error = part.error()
+        if error is None or isinstance(error, ConflictError):
+            if code:
+                self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")
+        elif not isinstance(error, UsageError | CorruptError | RefusedError):
+            self._say(f"the controller has ended, and another one is started: {error}")
+        elif not begun:
+            raise error
+        else:
+            self._not_before = math.inf
+            self._say(f"no controller can be started; training goes on without: {error}")
 
     def end(self, wait_s: float) -> None:
         """End the controller of this launcher, after `wait_s` in which it may end by itself."""

@@ -102,6 +102,13 @@ class Part:
         log = self._log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
         return WorkerError(f"the {self.name} {found}", found=log or None)
 
+    def error(self) -> CkptdError | None:
+        """Return the error that it has printed last, as a verb does with ``--json``, if any."""
+        lines = self._log.read_bytes()[-_MOST_LOG:].splitlines()
+        with suppress(msgspec.MsgspecError, KeyError, TypeError, IndexError):
+            return CkptdError.from_dict(msgspec.json.decode(lines[-1])["error"])
+        return None
+
     def end(self) -> None:
         """End it, and wait until it has; harmless if it has ended."""
         if self.process.stdin is not None:

@@ -41,6 +41,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "ckptd.train.leaseguard",
 )
 _READ_S = 1e-4
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ckptd.elastic.launchers.zygotewire import Fork
+from ckptd.elastic.workerwire import LEASE_VARIABLE
 
 __all__ = ["THREADS_VARIABLE", "become", "die_with", "run_program"]
 
@@ -64,6 +65,7 @@ def become(order: Fork, given: int, commands: bool) -> Callable[[], None]:
         _run_command(_command(order), environ)
     _set_environment(environ)
     _as_new(environ)
+    _guard(environ.get(LEASE_VARIABLE))
     return partial(run_program, order.argv, module=order.mode == "module")
 
 
@@ -153,6 +155,18 @@ def _as_new(environ: Mapping[str, str]) -> None:
     if random is not None:
         random.seed()
     _set_blas_threads(environ)
+
+
+def _guard(lease: str | None) -> None:
+    """Have every optimizer look at the lease, also in programs that know nothing of ckptd."""
+    if lease:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        from ckptd.elastic.lease import Lease
+        from ckptd.train.leaseguard import end_if_over
+
+        mine = Lease(lease)
+        register_optimizer_step_pre_hook(lambda *_: end_if_over(mine))
 
 
 def _set_blas_threads(environ: Mapping[str, str]) -> None:

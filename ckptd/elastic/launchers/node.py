@@ -52,13 +52,14 @@ from ckptd.elastic.workerwire import (
     Welcome,
 )
 
-__all__ = ["Ending", "NodeLauncher", "NodeSettings"]
+__all__ = ["NO_ORDER", "Ending", "NodeLauncher", "NodeSettings"]
 
 _TURN_S = 0.1
 _SILENT_S = 3.0
 _DEAD_S = 5.0
 _FORGET_S = 2.0
-_LAST = 1 << 20
+NO_ORDER = 1 << 20
+"""Of a node that no generation has begun on."""
 _MARKS = ("imported", "initialised", "loaded", "stepped")
 
 
@@ -154,7 +155,7 @@ class NodeLauncher:
         self._marks: dict[str, float] = {}
         self._lease_until = 0.0
         self._silent = False
-        self._order = _LAST
+        self._order = NO_ORDER
         self._ending: Ending | None = None
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
