@@ -1,0 +1,249 @@
+"""From a fault to the first committed step, split by state; ours beside stock torchrun.
+
+One command a question: ``--case kill-worker --system ckptd-torchrun --reps 20``. Without
+``--system`` all systems that can have the fault take turns; without ``--case`` all faults. Every
+repetition is a job of its own. Raw runs and the load are kept in ``results/elastic.json``, one
+list for each case and system, and measuring one leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common import RESULTS, publish, table
+from elastic_systems import SYSTEMS, Run
+
+_START_S = 120.0
+_WITHIN_S = 75.0
+_RATE_S = 4.0
+OURS = tuple(name for name in SYSTEMS if name.startswith("ckptd"))
+STOCK = tuple(name for name in SYSTEMS if not name.startswith("ckptd"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault.
+
+    Attributes
+    ----------
+    nodes, after
+        Before, and how many ranks train after it.
+    strike
+        Does it; returns the moment from which time counts.
+    systems
+        That can have it.
+    environ
+        For the job.
+    most
+        Nodes at most, if not `nodes`.
+    """
+
+    nodes: int
+    after: int
+    strike: Callable[[Run], float]
+    systems: Sequence[str] = (*OURS, *STOCK)
+    environ: tuple[tuple[str, str], ...] = ()
+    most: int = 0
+
+
+def _kill_worker(run: Run) -> float:
+    pid = run.worker(1)
+    now = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return now
+
+
+def _lose(node: int) -> Callable[[Run], float]:
+    def strike(run: Run) -> float:
+        now = time.monotonic()
+        run.kill_node(node)
+        return now
+
+    return strike
+
+
+def _kill_agent(run: Run) -> float:
+    now = time.monotonic()
+    run.nodes.pop(1).kill()
+    return now
+
+
+def _stop_worker(run: Run) -> float:
+    now = time.monotonic()
+    os.kill(run.worker(1), signal.SIGSTOP)
+    return now
+
+
+def _stop_and_order(run: Run) -> float:
+    os.kill(run.worker(1), signal.SIGSTOP)
+    now = time.monotonic()
+    run.order("restart")
+    return now
+
+
+def _order(*words: str) -> Callable[[Run], float]:
+    def strike(run: Run) -> float:
+        now = time.monotonic()
+        run.order(*words)
+        return now
+
+    return strike
+
+
+def _grow(run: Run) -> float:
+    now = time.monotonic()
+    run.start(1)
+    return now
+
+
+_PG = (("BENCH_TIMEOUT_S", "10"),)
+CASES: dict[str, Case] = {
+    "kill-worker": Case(2, 2, _kill_worker),
+    "lose-node": Case(2, 1, _lose(1)),
+    "lose-store-host": Case(2, 1, _lose(0)),
+    "agent-dies": Case(2, 1, _kill_agent),
+    "stop-worker": Case(2, 2, _stop_worker, STOCK, _PG),
+    "stop-worker-ordered": Case(2, 2, _stop_and_order, OURS),
+    "restart": Case(2, 2, _order("restart"), OURS),
+    "shrink": Case(2, 1, _order("exclude", "node1"), OURS),
+    "grow": Case(1, 2, _grow, most=2),
+}
+
+
+def once(name: str, system: str) -> dict[str, Any]:
+    """Run one job through one fault, and return what it took."""
+    case = CASES[name]
+    run = Run(system, 1, case.most or case.nodes, dict(case.environ))
+    try:
+        for node in range(case.nodes):
+            run.start(node)
+        before = run.wait(
+            lambda e: e["what"] == "step" and e["world"] == case.nodes and e["step"] >= 12, _START_S
+        )
+        if before is None:
+            return {"failed": "the job did not start", "logs": run.logs()}
+        struck = case.strike(run)
+        return _measured(run, case, struck)
+    finally:
+        run.end()
+
+
+def _measured(run: Run, case: Case, struck: float) -> dict[str, Any]:
+    old = [e for e in run.events() if e["what"] == "step" and e["t"] <= struck]
+    pids, generation = {e["pid"] for e in old}, max(e["generation"] for e in old)
+
+    def first(event: dict[str, Any]) -> bool:
+        new = event["pid"] not in pids or event.get("generation", 0) > generation
+        return bool(event["what"] == "step" and event["world"] == case.after and new)
+
+    step = run.wait(first, _WITHIN_S)
+    load = os.getloadavg()[0]
+    if step is None:
+        return {"total": None, "load_avg": load, "logs": run.logs()[-1500:]}
+    rows = run.events()
+    reached = max((e["step"] for e in rows if e["what"] == "step" and e["t"] < struck), default=0)
+    out = {"total": step["t"] - struck, "load_avg": load, "steps_lost": reached - step["step"] + 1}
+    out |= _split(rows, step, struck)
+    time.sleep(_RATE_S)
+    if run.system in OURS:
+        recoveries = run.operator().status().recoveries
+        out["controller"] = recoveries[-1] if recoveries else None
+    after = [e["t"] for e in run.events() if e["what"] == "step" and e["pid"] == step["pid"]]
+    if len(after) > 2:
+        out["rate"] = (len(after) - 1) / (after[-1] - after[0])
+    return out
+
+
+def _split(rows: list[dict[str, Any]], step: dict[str, Any], struck: float) -> dict[str, float]:
+    """Return the seconds of each part, those of the rank that came last to the first step."""
+    last: dict[str, float] = {}
+    world = [e for e in rows if e["t"] <= step["t"] and e["world"] == step["world"]]
+    for what in ("born", "imported", "initialised", "loaded"):
+        newest = {e["rank"]: e for e in world if e["what"] == what and e["t"] > struck}
+        if newest:
+            last[what] = max(e.get("at", e["t"]) for e in newest.values())
+    moments = [struck, *last.values(), step["t"]]
+    names = {"born": "agree", "imported": "import", "initialised": "init", "loaded": "load"}
+    # A process that goes on is not born anew: what is first in any case is to agree.
+    parts = ["agree", *[names[what] for what in last][1:], "step"]
+    return {part: b - a for part, a, b in zip(parts, moments, moments[1:], strict=False)}
+
+
+# --- telling --------------------------------------------------------------------------------------
+
+
+def _kept() -> dict[str, Any]:
+    path = RESULTS / "elastic.json"
+    data = json.loads(path.read_text())["data"] if path.exists() else {}
+    return dict(data)
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def report(data: dict[str, Any]) -> None:
+    """Write what was measured so far."""
+    rows = []
+    for key in sorted(data):
+        name, _, system = key.partition(" ")
+        runs = [r for r in data[key] if "failed" not in r]
+        good = [r for r in runs if r["total"] is not None]
+        totals = [r["total"] for r in good]
+        row: list[Any] = [name, system, f"{len(good)}/{len(data[key])}"]
+        nan = float("nan")
+        row.append(statistics.median(totals) if totals else nan)
+        row.append(_percentile(totals, 0.95) if totals else nan)
+        for part in ("agree", "import", "init", "load", "step", "steps_lost", "rate"):
+            values = [r[part] for r in good if r.get(part) is not None]
+            row.append(statistics.median(values) if values else nan)
+        loads = [r["load_avg"] for r in runs]
+        rows.append([*row, statistics.median(loads) if loads else nan])
+    head = ["case", "system", "recovered", "median s", "p95 s", "agree", "import", "init", "load"]
+    head += ["first step", "steps lost", "steps/s after", "load average"]
+    text = (
+        "From the fault to the first step of all ranks after it; seconds, medians of the runs that "
+        f"recovered within {_WITHIN_S:.0f} s. A step takes 0.1 s, the state is 100 MiB, each rank "
+        "one core of a machine of 2 that others use as well; raw runs in results/elastic.json.\n\n"
+    )
+    publish("elastic", "python bench/elastic.py", text + table(head, rows), data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--system", choices=SYSTEMS, action="append")
+    parser.add_argument("--reps", type=int, default=0, help="default: 20 of ours, 5 of stock")
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    data = _kept()
+    pairs = [
+        (name, system)
+        for name in options.case or CASES
+        for system in options.system or SYSTEMS
+        if system in CASES[name].systems
+    ]
+    found: dict[str, list[Any]] = {}
+    for rep in range(options.reps or 20):
+        for name, system in pairs:
+            if not options.reps and rep >= 5 and system in STOCK:
+                continue
+            run = once(name, system)
+            found.setdefault(f"{name} {system}", []).append(run)
+            print(f"{rep + 1} {name} {system}: {run}", file=sys.stderr, flush=True)
+        if not options.dry:
+            report(data | found)
+
+
+if __name__ == "__main__":
+    main()
