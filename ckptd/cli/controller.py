@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import sys
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,34 +51,42 @@ class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
     life: str
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class JobOptions:
+    """What the layout policy has to know of a job, as said on the command line."""
+
+    nodes: Annotated[str, Parameter(help="MIN:MAX nodes, or how many.")] = "1"
+    slots: Annotated[int, Parameter(help="Ranks that a node runs.")] = 1
+    layout: Annotated[
+        str | None,
+        Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default."),
+    ] = None
+    pp: Annotated[
+        str, Parameter(help="Other pipeline sizes that the layers allow, such as 1,2.")
+    ] = ""
+    tp: Annotated[
+        str, Parameter(help="Other tensor-parallel sizes that are allowed, such as 1,2.")
+    ] = ""
+    microbatches: Annotated[
+        int | None, Parameter(help="Micro-batches of a step on all ranks together: a constant.")
+    ] = None
+    least: Annotated[
+        int | None, Parameter(help="Least number of ranks; those of MIN nodes by default.")
+    ] = None
+    memory: Annotated[
+        str | None,
+        Parameter(help="limit=B,replicated=B,sharded=B,activations=B in bytes."),
+    ] = None
+
+
 def controller(
     *,
     job: Annotated[
         str | None,
         Parameter(help="Whose controller it is; CKPTD_JOB, or default.", show_default=False),
     ] = None,
-    nodes: Annotated[str, Parameter(help="MIN:MAX nodes, or how many.")] = "1",
-    slots: Annotated[int, Parameter(help="Ranks that a node runs.")] = 1,
-    layout: Annotated[
-        str | None,
-        Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default."),
-    ] = None,
-    pp: Annotated[
-        str, Parameter(help="Other pipeline sizes that the layers allow, such as 1,2.")
-    ] = "",
-    tp: Annotated[
-        str, Parameter(help="Other tensor-parallel sizes that are allowed, such as 1,2.")
-    ] = "",
-    microbatches: Annotated[
-        int | None, Parameter(help="Micro-batches of a step on all ranks together: a constant.")
-    ] = None,
-    least: Annotated[
-        int | None, Parameter(help="Least number of ranks; those of MIN nodes by default.")
-    ] = None,
-    memory: Annotated[
-        str | None,
-        Parameter(help="limit=B,replicated=B,sharded=B,activations=B in bytes."),
-    ] = None,
+    what: JobOptions | None = None,
     log: Annotated[
         str | None,
         Parameter(
@@ -117,7 +125,7 @@ def controller(
     from ckptd.elastic.running import Setup, run_controller
 
     name = job or os.environ.get("CKPTD_JOB") or "default"
-    described = _job(nodes, slots, layout, pp, tp, microbatches, least, memory)
+    described = _job(what or JobOptions())
     settings = _settings(setting)
     secret = _secret(name, bind)
     places = open_places(name, log)
@@ -157,30 +165,21 @@ def _announce(setup: Setup, json: bool) -> None:
     print(end="", flush=True)  # whoever started it waits for this
 
 
-def _job(
-    nodes: str,
-    slots: int,
-    layout: str | None,
-    pp: str,
-    tp: str,
-    microbatches: int | None,
-    least: int | None,
-    memory: str | None,
-) -> Job:
+def _job(what: JobOptions) -> Job:
     from ckptd.elastic.policy import Job
 
-    low, high = _range(nodes)
-    if slots < 1:
-        raise _bad("--slots", str(slots), "1 or more")
-    planned = _shape(layout, high * slots)
+    low, high = _range(what.nodes)
+    if what.slots < 1:
+        raise _bad("--slots", str(what.slots), "1 or more")
+    planned = _shape(what.layout, high * what.slots)
     return Job(
         # With so many, every further replica makes steps shorter.
-        microbatches=microbatches or planned.dp * (planned.dp + 1),
+        microbatches=what.microbatches or planned.dp * (planned.dp + 1),
         planned=planned,
-        pp=_sizes("--pp", pp),
-        tp=_sizes("--tp", tp),
-        memory=_memory(memory),
-        least=least or min(low * slots, planned.world),
+        pp=_sizes("--pp", what.pp),
+        tp=_sizes("--tp", what.tp),
+        memory=_memory(what.memory),
+        least=what.least or min(low * what.slots, planned.world),
     )
 
 

@@ -27,6 +27,7 @@ HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
 
 INNER = {
     "agent": ("run", "status", "stop"),
+    "ctl": ("status", "restart", "exclude", "drain", "add", "pause", "resume", "stop"),
     "lay": ("check", "fmt", "show"),
     "recorder": ("build",),
 }
