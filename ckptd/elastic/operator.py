@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from ckptd.elastic.dial import Connection, dial
 from ckptd.elastic.messages import Notice, Order, Suspected
@@ -114,6 +114,12 @@ class OperatorLink:
         """Close the connection. Idempotent; a later call connects anew."""
         with self._lock:
             self._disconnect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
