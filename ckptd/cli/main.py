@@ -67,6 +67,9 @@ VERBS = {
     "ctl": "See what a job that restarts is doing, and give orders to its controller.",
     "run": "Train on this node: torchrun's command line, for jobs that survive lost ranks and nodes."
     "\n\nckptd run train.py is all that one machine needs. See ckptd ctl for what it is doing.",
+    "slurm": "Train on all nodes of a Slurm allocation: ckptd run as a step on each."
+    "\n\nFor batch scripts: exec ckptd slurm train.py, with the options of ckptd run before the"
+    " script. Lost nodes do not cost the allocation; USR1 saves and requeues.",
     "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
     " code is COMMAND's; what fails in the watch never stops it.",
@@ -126,6 +129,8 @@ def run(argv: Sequence[str]) -> int:
         from ckptd.cli.run_flags import separated
 
         argv = ["run", *separated(argv[1:])]
+    if argv[:1] == ["slurm"] and argv[1:2] not in (["--help"], ["-h"]):
+        argv = ["slurm", "--", *argv[1:]]  # all of it is read where it is handed on
     as_json = "--json" in argv
     try:
         code = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")

@@ -52,7 +52,6 @@ _NOT_INHERITED = (
 _POLL_S = 0.05
 _ASK_S = 0.5
 _UNREACHABLE_S = 10.0
-_BEGIN_S = 10.0
 _FEW_S = 30.0
 
 
@@ -69,6 +68,13 @@ class SlurmLauncher(Launcher):
         Slurm does not say when a node that is drained will be taken: what hints say, in seconds.
     timeout_s
         For the first question to Slurm.
+
+    Attributes
+    ----------
+    job, names
+        Number of the job, and the names of its nodes.
+    environ
+        Of the launchers.
 
     Raises
     ------
@@ -103,12 +109,12 @@ class SlurmLauncher(Launcher):
                 hint="submit a job of one component; its nodes may differ",
             )
         self._command, self._drain_s = command, drain_s
-        self._environ = {k: v for k, v in env.items() if not _is_dropped(k)}
+        self.environ = {k: v for k, v in env.items() if not _is_dropped(k)}
         self._slurm = Slurm(env)
         if self._slurm.binds(timeout_s):
             # A step of one task would be bound to one core, and its workers with it.
-            self._environ["SLURM_CPU_BIND"] = "quiet,none"
-        self._nodes = self._slurm.hostnames(nodelist, timeout_s)
+            self.environ["SLURM_CPU_BIND"] = "quiet,none"
+        self.names = self._slurm.hostnames(nodelist, timeout_s)
         self._steps: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
         self._codes: dict[str, int] = {}
         self._told: set[str] = set()
@@ -126,7 +132,7 @@ class SlurmLauncher(Launcher):
 
     def stop(self, nodes: Sequence[str] | None, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
-        names = list(self._nodes) if nodes is None else list(nodes)
+        names = list(self.names) if nodes is None else list(nodes)
         self._known(names)
         left = {name for name in names if self._runs(name)}
         for name in left:
@@ -137,16 +143,32 @@ class SlurmLauncher(Launcher):
             self._steps.pop(name, None)
             self._codes.pop(name, None)
 
+    def address(self, node: str, timeout_s: float) -> str:
+        """Return the name or the address by which others reach a node of the cluster."""
+        return self._slurm.nodes([node], timeout_s)[node].address
+
+    def may_requeue(self, timeout_s: float) -> bool:
+        """Return whether the job was submitted so that it may start again."""
+        return self._slurm.may_requeue(self.job, timeout_s)
+
+    def running(self) -> list[str]:
+        """Return the nodes on which launchers run, without a question to Slurm."""
+        return [name for name in self.names if self._runs(name)]
+
+    def codes(self) -> dict[str, int]:
+        """Return with what launchers have ended, by node."""
+        return {name: self._codes[name] for name in self.names if name in self._codes}
+
     def machines(self, timeout_s: float) -> tuple[Machine, ...]:
         end = time.monotonic() + timeout_s
         allocated = set(self._slurm.allocated(self.job, timeout_s))
-        said = self._slurm.nodes(self._nodes, max(end - time.monotonic(), 0.0))
-        return tuple(self._machine(n, said.get(n), n in allocated) for n in sorted(self._nodes))
+        said = self._slurm.nodes(self.names, max(end - time.monotonic(), 0.0))
+        return tuple(self._machine(n, said.get(n), n in allocated) for n in sorted(self.names))
 
     def hints(self, timeout_s: float) -> tuple[Hint, ...]:
         draining = {
             said.name: said
-            for said in self._slurm.nodes(self._nodes, timeout_s).values()
+            for said in self._slurm.nodes(self.names, timeout_s).values()
             if said.state is MachineState.DRAINING
         }
         new = sorted(draining.keys() - self._told)
@@ -158,17 +180,10 @@ class SlurmLauncher(Launcher):
     def requeue(self, reason: str, timeout_s: float) -> bool:
         """Have the job ended and submitted again. Slurm kills the batch step some seconds later.
 
-        Slurm puts the new start off by two minutes, for nodes to settle; that is taken back, where
-        it lets its users do so.
+        It starts again after two minutes at the earliest: Slurm lets nodes settle. That is set when
+        the last process is gone, so only somebody outside of the job can take it back.
         """
-        end = time.monotonic() + timeout_s
         self._slurm.requeue(self.job, timeout_s)
-        stop = min(end, time.monotonic() + _BEGIN_S)
-        while time.monotonic() < stop:
-            with suppress(StoreError, DeadlineError):  # it is requeued, whatever comes of this
-                if self._slurm.begin_now(self.job, stop - time.monotonic()):
-                    break
-            time.sleep(_ASK_S)
         return True
 
     def close(self) -> None:
@@ -178,12 +193,12 @@ class SlurmLauncher(Launcher):
 
     def _known(self, nodes: Sequence[str]) -> None:
         for node in nodes:
-            if node not in self._nodes:
+            if node not in self.names:
                 raise UsageError(
                     "the job has no such node",
                     kind="unknown-node",
                     where=node,
-                    wanted=", ".join(self._nodes[:20]),
+                    wanted=", ".join(self.names[:20]),
                 )
 
     def _runs(self, node: str) -> bool:
@@ -201,7 +216,7 @@ class SlurmLauncher(Launcher):
         argv = [*SRUN, f"--nodelist={node}", f"--job-name={name}", *self._command(node)]
         try:
             # Its own group: a Ctrl-C is for the batch step, which says goodbye in good order.
-            process = subprocess.Popen(argv, env=self._environ, start_new_session=True)
+            process = subprocess.Popen(argv, env=self.environ, start_new_session=True)
         except OSError as error:
             raise StoreError(
                 "srun could not be started", kind="scheduler", where=node, found=error

@@ -17,6 +17,7 @@ __all__ = ["NodeSaid", "Slurm", "parse_nodes"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _STATE = re.compile(r"(?:^|\s)State=(\S+)")
+_ADDRESS = re.compile(r"\sNodeAddr=([A-Za-z0-9._:-]+)")
 _REASON = re.compile(r"\sReason=(.*?)(?:\s\[[^\s\[\]]+@[^\[\]]+\])?\s*$")
 _JOB = re.compile(r"[1-9][0-9]{0,18}")
 
@@ -54,12 +55,23 @@ _DRAINING = frozenset(
 
 @dataclass(frozen=True)
 class NodeSaid:
-    """What the scheduler says of a node: its state in our words and in its own, and why."""
+    """What the scheduler says of a node.
+
+    Attributes
+    ----------
+    name, state
+        In our words.
+    words, reason
+        The state in the scheduler's words, and why it is in it.
+    address
+        A name or an address by which other nodes reach it.
+    """
 
     name: str
     state: MachineState
     words: str
     reason: str
+    address: str
 
 
 def parse_nodes(text: str) -> dict[str, NodeSaid]:
@@ -77,8 +89,14 @@ def parse_nodes(text: str) -> dict[str, NodeSaid]:
         if not _NAME.fullmatch(name) or state is None:
             raise _refused("scontrol show node", line[:200])
         reason = _REASON.search(line)
-        said = reason.group(1).strip() if reason else ""
-        found[name] = NodeSaid(name, _state(state.group(1)), state.group(1), said)
+        address = _ADDRESS.search(line)
+        found[name] = NodeSaid(
+            name=name,
+            state=_state(state.group(1)),
+            words=state.group(1),
+            reason=reason.group(1).strip() if reason else "",
+            address=address.group(1) if address else name,
+        )
     return found
 
 
@@ -147,12 +165,10 @@ class Slurm:
         """Have a running job ended and submitted again."""
         self._run(["scontrol", "requeue", _job(job)], timeout_s)
 
-    def begin_now(self, job: str, timeout_s: float) -> bool:
-        """Take the delay off a job that was requeued; False if that is not allowed or too early."""
-        done = self._finished(
-            ["scontrol", "update", f"JobId={_job(job)}", "StartTime=now"], timeout_s
-        )
-        return done.returncode == 0
+    def may_requeue(self, job: str, timeout_s: float) -> bool:
+        """Return whether a job was submitted so that it may be submitted again."""
+        text = self._run(["scontrol", "--oneliner", "show", "job", _job(job)], timeout_s)
+        return re.search(r"\sRequeue=1\s", text) is not None
 
     def _run(self, argv: Sequence[str], timeout_s: float, *, may_fail: bool = False) -> str:
         done = self._finished(argv, timeout_s)

@@ -11,7 +11,7 @@ from ckptd.elastic.launchers.slurmtools import Slurm, parse_nodes
 from ckptd.errors import CkptdError, DeadlineError, StoreError
 
 LINE = (
-    "NodeName={name} Arch=x86_64 CPUAlloc=1 Gres=(null) OS=Linux 6.1 #1 SMP @0  RealMemory=1000 "
+    "NodeName={name} Arch=x86_64 CPUAlloc=1 Gres=(null) NodeAddr=10.0.0.7 OS=Linux 6.1 #1 SMP @0  RealMemory=1000 "
     "Sockets=2 Boards=1 State={state} ThreadsPerCore=1 Partitions=all  "
     "BootTime=2026-11-22T15:17:56 ExtSensorsTemp=n/s"
 )
@@ -41,6 +41,7 @@ def test_states(words: str, state: MachineState) -> None:
     said = parse_nodes(LINE.format(name="n1", state=words))
     assert {name: node.state for name, node in said.items()} == {"n1": state}
     assert said["n1"].words == words
+    assert said["n1"].address == "10.0.0.7"
 
 
 def test_a_reason_is_the_last_word() -> None:
@@ -77,7 +78,7 @@ def tools(tmp_path: Path) -> Slurm:
 
 @pytest.mark.parametrize("job", ["", "-1", "1;true", "1 2", "--all"])
 def test_only_numbers_are_jobs(tools: Slurm, job: str) -> None:
-    for call in (tools.allocated, tools.steps, tools.requeue, tools.begin_now):
+    for call in (tools.allocated, tools.steps, tools.requeue, tools.may_requeue):
         with pytest.raises(StoreError):
             call(job, 10.0)
 

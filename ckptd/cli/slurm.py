@@ -1,0 +1,352 @@
+"""``ckptd slurm``: ``ckptd run`` on every node of a Slurm allocation, and what keeps it there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from ckptd.cli.output import Document, Json
+from ckptd.elastic.wire import EXIT_CODES, exit_code
+from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.monitor.signing import SECRET_VARIABLE
+
+if TYPE_CHECKING:
+    from ckptd.cli.run_parts import Steward
+    from ckptd.elastic.launchers.slurm import SlurmLauncher
+    from ckptd.elastic.operator import OperatorLink
+    from ckptd.elastic.supervisor import Outcome, Supervisor
+
+__all__ = ["Plan", "SlurmDocument", "plan_of", "slurm"]
+
+_CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
+_CALL_S = 30.0
+_CONTROLLER_S = 60.0
+_ENDING_S = 20.0
+_LOOK_S = 0.5
+_ALWAYS_S = 1e9
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+_OURS = {"--node", "--standalone", "--rdzv-endpoint", "--master-addr", "--master-port"}
+_OURS |= {"--local-addr", "--help", "-h"}
+
+
+class SlurmDocument(Document, frozen=True, kw_only=True, tag="slurm"):
+    """What ``ckptd slurm --json`` prints to standard error at its end.
+
+    Attributes
+    ----------
+    job
+        Name of the job.
+    kind
+        How it ended: ``done``, ``lost`` if it did not stop in time, or as in
+        docs/reference/errors.md.
+    text
+        What happened.
+    requeued
+        Whether Slurm starts it again.
+    exit_code
+        Of the batch step.
+    """
+
+    job: str
+    kind: str
+    text: str
+    requeued: bool
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started where.
+
+    Attributes
+    ----------
+    job, log, endpoint
+        Name of the job, URL of its membership log, ``HOST:PORT`` of its controller.
+    words
+        The command line of ``ckptd run``, the same on all nodes but for ``--node``.
+    controller
+        That of ``ckptd controller``.
+    folder
+        Of the job; None where everything else is given.
+    """
+
+    job: str
+    log: str
+    endpoint: str
+    words: tuple[str, ...]
+    controller: tuple[str, ...]
+    folder: Path | None
+
+    def command(self, node: str) -> list[str]:
+        """Return the command line of a node's launcher."""
+        return [*_CKPTD, "run", "--node", node, *self.words]
+
+
+def slurm(
+    *command: Annotated[
+        str,
+        Parameter(help="Options of ckptd run, the script, and its arguments."),
+    ],
+    json: Json = False,
+) -> int:
+    """Train on all nodes of the Slurm allocation that this is called in.
+
+    For batch scripts: exec ckptd slurm --nproc-per-node 8 train.py. The controller runs here, and a
+    launcher as a step on each node. What is lost is started anew inside the allocation; only when
+    that does not help, or when Slurm says with USR1 that the time is over, the job is requeued. The
+    exit codes are those of ckptd run.
+    """
+    from ckptd.elastic.launchers.slurm import SlurmLauncher
+
+    environ = dict(os.environ)
+    plan: Plan | None = None
+
+    def launch(node: str) -> list[str]:
+        return plan.command(node) if plan is not None else []
+
+    launcher = SlurmLauncher(launch, environ=environ, timeout_s=_CALL_S)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    words, json = _without_json(command)
+    endpoint = _endpoint(launcher.address(environ.get("SLURMD_NODENAME", ""), _CALL_S))
+    plan = plan_of(words, environ, launcher.names, endpoint, launcher.may_requeue(_CALL_S))
+    environ[SECRET_VARIABLE] = launcher.environ[SECRET_VARIABLE] = _secret(plan, environ)
+    with tempfile.TemporaryDirectory(prefix="ckptd-slurm-") as parts:
+        try:
+            document = _Batch(plan, launcher, environ).run(Path(parts))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if json:
+        print(msgspec.json.encode(document).decode(), file=sys.stderr)
+    return document.exit_code
+
+
+def _without_json(command: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the words without a ``--json`` among the options: it is not for the nodes."""
+    from ckptd.cli.run_flags import separated
+
+    words = separated(command)
+    first = words.index("--")
+    own = [word for word in words[:first] if word != "--json"]
+    return own + words[first:], len(own) < first
+
+
+def _endpoint(host: str) -> str:
+    """Return an address of this machine with a port that is free."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        port = sock.getsockname()[1]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def plan_of(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    nodes: Sequence[str],
+    endpoint: str,
+    requeue: bool,
+) -> Plan:
+    """Return what is started where.
+
+    Parameters
+    ----------
+    command
+        Options of ``ckptd run``, the script, and its arguments.
+    environ
+        Of the batch step.
+    nodes, endpoint
+        Names of the allocation's nodes; where the controller is to listen.
+    requeue
+        Whether Slurm may start the job again.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: an option belongs to each node, or is given here.
+    """
+    from ckptd.cli.run_flags import separated
+
+    words = separated(command)
+    given = {word.partition("=")[0] for word in words[: words.index("--")]}
+    if wrong := sorted(given & _OURS):
+        raise UsageError(
+            "this option is for one node, and is filled in here",
+            kind="bad-argument",
+            where=", ".join(wrong),
+        )
+    number = environ["SLURM_JOB_ID"]
+    folder = Path(environ.get("SLURM_SUBMIT_DIR") or ".").absolute() / f"ckptd-{number}"
+    more = {
+        "--nnodes": f"1:{len(nodes)}",
+        "--job": environ.get("CKPTD_JOB") or f"slurm-{number}",
+        "--log": str(folder / "log"),
+    }
+    more = {name: value for name, value in more.items() if name not in given}
+    own = SECRET_VARIABLE not in environ or "--log" in more
+    more["--rdzv-endpoint"] = endpoint
+    if not given & {"--daemon", "--no-watch"}:
+        words = ["--no-watch", *words]
+    words = [*(f"{name}={value}" for name, value in more.items()), *words]
+    options = _parsed(words)
+    return Plan(
+        job=options["job"],
+        log=options["log"],
+        endpoint=endpoint,
+        words=tuple(words),
+        controller=tuple(_controller(options, 3 if requeue else 2)),
+        folder=folder if own else None,
+    )
+
+
+def _parsed(words: Sequence[str]) -> dict[str, Any]:
+    """Return what ``ckptd run`` would make of a command line."""
+    from cyclopts import CycloptsError
+
+    from ckptd.cli.main import app
+
+    try:
+        _, bound, _ = app.parse_args(["run", *words], exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise UsageError(" ".join(str(error).split()), hint="ckptd run --help") from error
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
+    from ckptd.cli.run_flags import slots_of
+
+    out = ["--job", options["job"], "--log", options["log"], "--nodes", options["nnodes"]]
+    out += ["--slots", str(slots_of(options["nproc_per_node"]))]
+    for name in ("layout", "pp", "tp", "memory", "microbatches"):
+        if options[name]:
+            out += [f"--{name}", str(options[name])]
+    settings = dict(text.partition("=")[::2] for text in options["setting"])
+    for name in ("level", "max_restarts"):
+        if options[name] is not None:
+            settings.setdefault(name, str(options[name]))
+    settings.setdefault("levels", str(levels))
+    for name, value in settings.items():
+        out += ["--set", f"{name}={value}"]
+    return out
+
+
+def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
+    """Return the job's secret: that of the environment, or one in the job's folder."""
+    if given := environ.get(SECRET_VARIABLE):
+        return given
+    folder = plan.folder or Path()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "secret"
+    with suppress(FileExistsError):
+        new = tempfile.NamedTemporaryFile("w", dir=folder, prefix="secret-")  # noqa: SIM115
+        with new:
+            new.write(secrets.token_hex(32))
+            new.flush()
+            os.link(new.name, path)
+    return path.read_text()
+
+
+class _Batch:
+    """The batch step: a controller, the supervisor, and signals."""
+
+    def __init__(self, plan: Plan, launcher: SlurmLauncher, environ: dict[str, str]) -> None:
+        self._plan, self._launcher, self._environ = plan, launcher, environ
+        self._looked = 0.0
+
+    def run(self, parts: Path) -> SlurmDocument:
+        """Train; return how it ended."""
+        from ckptd.cli.run_parts import Steward
+        from ckptd.elastic.dial import split_address
+        from ckptd.elastic.operator import OperatorLink
+        from ckptd.elastic.places import open_places
+        from ckptd.elastic.supervisor import Supervisor
+
+        plan, secret = self._plan, self._environ[SECRET_VARIABLE].encode()
+        host, _ = split_address(plan.endpoint)
+        places = open_places(plan.job, plan.log)
+        steward = Steward(places, plan.endpoint, host, plan.controller, self._environ, parts, _say)
+        link = OperatorLink(steward.addresses, plan.job, secret, name="slurm")
+        supervisor = Supervisor(self._launcher, link, _say, turn=lambda: self._turn(steward))
+        for number in _SIGNALS:
+            signal.signal(number, lambda n, _: _stop(supervisor, signal.Signals(n)))
+        try:
+            self._await_controller(steward, link)
+            return self._after(supervisor.run())
+        finally:
+            self._launcher.close()
+            link.close()
+            steward.end(_ENDING_S)
+
+    def _turn(self, steward: Steward) -> None:
+        """Have a controller; one that stands in elsewhere will do."""
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._looked = time.monotonic()
+            steward.turn(_ALWAYS_S, 0)
+
+    def _await_controller(self, steward: Steward, link: OperatorLink) -> None:
+        end = time.monotonic() + _CONTROLLER_S
+        while True:
+            self._turn(steward)
+            try:
+                link.status()
+            except NotFoundError:
+                if time.monotonic() >= end:
+                    raise
+            else:
+                return
+
+    def _after(self, outcome: Outcome) -> SlurmDocument:
+        """See to what follows the job's end."""
+        _say(f"the job ends: {outcome.kind}{': ' if outcome.text else ''}{outcome.text}")
+        worker = self._launchers_end()
+        again = outcome.requeue and self._requeue(outcome.text)
+        code = EXIT_CODES["requeue"] if outcome.requeue else exit_code(outcome.kind, worker)
+        return SlurmDocument(
+            job=self._plan.job,
+            kind=outcome.kind,
+            text=outcome.text,
+            requeued=again,
+            exit_code=code,
+        )
+
+    def _requeue(self, text: str) -> bool:
+        _say(f"job {self._launcher.job} is requeued")
+        try:
+            return self._launcher.requeue(text, _CALL_S)
+        except CkptdError as error:
+            _say(f"it cannot be requeued: {error}")
+            return False
+
+    def _launchers_end(self) -> int:
+        """Wait for the launchers, which know of the end; return what one failed with."""
+        end = time.monotonic() + _ENDING_S
+        while True:
+            machines = self._launcher.running()
+            if not machines or time.monotonic() >= end:
+                codes = sorted(self._launcher.codes().items())
+                return next((code for _, code in codes if code), 0)
+            time.sleep(_LOOK_S / 10)
+
+
+def _stop(supervisor: Supervisor, number: signal.Signals) -> None:
+    if number is signal.SIGUSR1:
+        supervisor.stop("the allocation's time is over", requeue=True)
+    else:
+        supervisor.stop(f"the batch step got {number.name}", requeue=False)
+
+
+def _say(text: str) -> None:
+    print(f"ckptd: {text}", file=sys.stderr, flush=True)
