@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -114,8 +115,14 @@ class Acting:
 
     def _send(self, incident: Incident, chosen: Response) -> Answer:
         reason = f"{incident.id}: {incident.kind} of {_who(incident)}"[:_MOST_REASON]
+        suspected = Suspected(
+            nodes=chosen.nodes,
+            reason=reason,
+            since_s=max(incident.latency_s + time.time() - incident.opened_at, 0.0),
+            generation=incident.generation,
+        )
         try:
-            answer = self._controller.suspect(Suspected(nodes=chosen.nodes, reason=reason))
+            answer = self._controller.suspect(suspected)
         except NotFoundError:
             with self._lock:
                 self._asked.discard(incident.id)
