@@ -25,6 +25,8 @@ _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _DIAL_S = 0.5
 _AGAIN_S = 0.5
 _MOST_AGAIN_S = 10.0
+_REFUSED = 5
+"""Exit code of a daemon that finds another one of its job on this machine."""
 
 
 def is_here(host: str) -> bool:
@@ -228,7 +230,7 @@ class Watch:
         self._env, self._folder = env, folder
         self._parts: list[Part] = []
         self._daemon: Part | None = None
-        self._watching = self._lost = False
+        self._watching = self._lost = self._anothers = False
         self._reader: Reader | None = None
         self._since = time.time()
 
@@ -243,10 +245,15 @@ class Watch:
             self._say(f"{error}\ntraining goes on unwatched")
 
     def _turn(self, mine: bool) -> None:
-        if self._url is None and self._daemon is None and mine:
+        if self._url is None and self._daemon is None and mine and not self._anothers:
             command = [*_CKPTD, "serve", "--json", "--job", self._job, *self._daemon_arguments]
             self._daemon = Part("daemon", command, self._env, self._folder)
             self._parts.append(self._daemon)
+        if self._daemon is not None and self._daemon.process.poll() == _REFUSED:
+            # Another launcher of this machine, for a node of this job, was first: it is found.
+            self._parts.remove(self._daemon)
+            self._daemon.end()
+            self._daemon, self._anothers = None, True
         for part in self._parts:
             if part.process.poll() is not None:
                 raise part.failed("has ended")
