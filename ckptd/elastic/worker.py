@@ -80,7 +80,7 @@ class WorkerLink:
         self._changed = threading.Condition()
         self._gone = False
         self._channel = SocketChannel(sock, ToWorker, MOST_BYTES)
-        self._outbox: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[FromWorker | threading.Event | None] = queue.SimpleQueue()
         self.tell(self._attach())
         self._writer = threading.Thread(target=self._write, name="ckptd-to-launcher", daemon=True)
         self._reader = threading.Thread(target=self._read, name="ckptd-launcher", daemon=True)
@@ -191,8 +191,11 @@ class WorkerLink:
         self.tell(BrokenNow(self.generation, reason[:2000]))
 
     def done(self) -> None:
-        """Say that the session has returned."""
+        """Say that the session has returned; returns when it is said, or after two seconds."""
         self.tell(Done(self.generation))
+        said = threading.Event()
+        self._outbox.put(said)
+        said.wait(_LAST_WORDS_S)  # the process may end right after this, and its threads with it
 
     def goes_on(self, generation: int, rank: int) -> None:
         """Be another rank, of another generation, from now on."""
@@ -243,6 +246,9 @@ class WorkerLink:
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
+            if isinstance(message, threading.Event):
+                message.set()
+                continue
             try:
                 self._channel.send(message)
             except WorkerError:

@@ -31,6 +31,7 @@ from ckptd.engine.job import (
     Freed,
     Happened,
     Hello,
+    Leave,
     Lost,
     NearFailed,
     Partner,
@@ -306,6 +307,8 @@ class WriterClient:
             return
         self._closing = self._left = True
         if self._connected.is_set():
+            with contextlib.suppress(CkptdError):  # it may be gone already
+                self._send(Leave())
             self._channel.shut()
         self._monitor.join(_LEAVE_S)
         if self._process is not None:

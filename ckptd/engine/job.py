@@ -31,6 +31,7 @@ __all__ = [
     "Freed",
     "Happened",
     "Hello",
+    "Leave",
     "Lost",
     "NearFailed",
     "Part",
@@ -194,12 +195,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The trainer goes on in another generation, with another connection, soon."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Finish what is staged, then end."""
 
 
 Request = (
     Hello
+    | Leave
     | Segment
     | SetPlan
     | Save

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ class Near:
         self.shelf = Shelf()
         self.here = ""
         self._lock = threading.RLock()
+        self._arrived = threading.Condition()
+        self._last_came = 0.0
         self._local: Store | None = None
         self._local_spec: StoreSpec | None = None
         self._local_keep = 1
@@ -69,6 +72,9 @@ class Near:
         StoreError
             The folder cannot be opened.
         """
+        with self._arrived:
+            self._last_came = time.monotonic()
+            self._arrived.notify_all()
         with self._lock:
             self._keeping = [tier.name for tier in tiers if tier.name in KEEPING]
         for tier in tiers:
@@ -82,6 +88,11 @@ class Near:
                     if self._local is not None:  # a new life names another one
                         self._leave_local(self._local)
                     self._local, self._local_spec = tier.store.open(), tier.store
+
+    def wait_next(self, since: float, timeout_s: float) -> bool:
+        """Tell whether a trainer comes after `since` (`time.monotonic`), within `timeout_s`."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: self._last_came > since, timeout_s)
 
     def _leave_local(self, store: Store) -> None:
         """Serve a folder no more; it stays open for what is still written there."""

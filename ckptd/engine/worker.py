@@ -35,6 +35,7 @@ from ckptd.engine.job import (
     Freed,
     Happened,
     Hello,
+    Leave,
     Lost,
     NearFailed,
     Partner,
@@ -65,6 +66,8 @@ ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
 _SETTLE_S = 10.0
 """How long a snapshot that all ranks have written may be without a commit, in seconds."""
+_NEXT_LIFE_S = 30.0
+"""How long a trainer that goes on in another generation may take for that, in seconds."""
 TURN_S = 2.0
 """An orphan gives each lower rank (15 of them at most) so many seconds before it commits."""
 
@@ -101,6 +104,7 @@ class Worker:
         self._belongs = False
         self._root_id = ""
         self._trainer_died = False
+        self._goes_on = False
         self.died_at = 0.0
         """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
         self.said_goodbye = False
@@ -184,6 +188,9 @@ class Worker:
             self._lanes.completed(message)
         elif isinstance(message, Lost) and self._lanes is not None:
             self._lanes.lost(message)
+        elif isinstance(message, Leave):
+            self._goes_on = self._near is not None
+            raise EOFError
         self.said_goodbye = isinstance(message, Stop)
         return not self.said_goodbye
 
@@ -192,8 +199,10 @@ class Worker:
         self._drains.shutdown(wait=True)
         if self._lanes is not None:
             self._lanes.finish()
-            self._promote(self._lanes)
-        if self._trainer_died:
+            self._wait_next_life()
+            if not self._goes_on:
+                self._promote(self._lanes)
+        if self._trainer_died and not self._goes_on:
             for save, plan in self._unsettled:
                 self._orphans.submit(self._commit_as_survivor, save, plan)
         self._orphans.shutdown(wait=True)
@@ -210,6 +219,14 @@ class Worker:
         if self._given_store is None and hasattr(self, "_store"):
             self._store.close()
         self._channel.close()
+
+    def _wait_next_life(self) -> None:
+        """See whether the trainer that said so goes on: its snapshots are needed where they are.
+
+        What is brought to the root meanwhile would be in the way, and is soon too old.
+        """
+        if self._goes_on and self._near is not None:
+            self._goes_on = self._near.wait_next(self.died_at, _NEXT_LIFE_S)
 
     def _end_waits(self) -> None:
         """Nothing comes from the trainer any more."""

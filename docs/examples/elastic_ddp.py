@@ -46,7 +46,7 @@ def train(world: World, folder: Path) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     sampler = ElasticSampler(SCHEDULE)
     state = {"model": model, "optim": optimizer, "data": sampler}
-    tiers = [ckptd.Memory(every=1), ckptd.Peer(every=1)]
+    tiers = (ckptd.Memory(every=1), ckptd.Peer(every=1))
     with ckptd.Checkpointer(str(folder / "ckpts"), every=50, tiers=tiers) as checkpointer:
         if checkpointer.latest() is not None:
             checkpointer.load(state)

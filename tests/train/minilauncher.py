@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ckptd.elastic.workerwire import (
     StateLoaded,
     Welcome,
 )
+from tests.processes import agents_in
 
 DEADLINE_S = 90.0
 
@@ -163,6 +165,10 @@ class MiniJob:
         assert node.process is not None
         at = time.monotonic()
         node.process.kill()
+        for pid in agents_in(Path(os.environ["CKPTD_RUN_DIR"])):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if f"\0{name}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
         node.close()
         self.members.remove(name)
         return at
@@ -202,11 +208,6 @@ class MiniJob:
     def close(self) -> None:
         for node in self.nodes.values():
             node.close()
-
-
-def stop(pid: int) -> None:
-    """Stop a process where it is."""
-    os.kill(pid, signal.SIGSTOP)
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:

@@ -1,0 +1,115 @@
+"""Programs of the tests of sessions: what ranks do until they are interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ckptd
+from ckptd.elastic import World, session
+
+LONG = timedelta(hours=1)
+
+
+def waits(world: World, folder: Path) -> None:
+    """Wait for what never comes, in the way that a file names."""
+    name = os.environ["CKPTD_NODE"]
+    what = (folder / "what").read_text()
+    here = folder / f"{world.generation}-{name}"
+    if what == "init" and world.rank == 0:
+        here.touch()
+        time.sleep(3600)  # and the others wait for this one in init_process_group
+    if what == "init":
+        here.touch()
+    dist.init_process_group("gloo", timeout=LONG)
+    group = dist.new_group(timeout=LONG)
+    dist.all_reduce(torch.ones(1), group=group)
+    here.touch()
+    try:
+        _wait(what, world, group)
+    finally:
+        print(f"{name} left {world.generation}", flush=True)
+
+
+def _wait(what: str, world: World, group: dist.ProcessGroup) -> None:
+    if what == "sleep":
+        time.sleep(3600)
+    elif what == "lock":
+        threading.Event().wait()
+    elif what == "store":
+        dist.distributed_c10d._get_default_store().wait(["never"], LONG)
+    elif what == "swallow":
+        while world.rank:  # a program that goes on after whatever fails
+            with contextlib.suppress(RuntimeError):
+                dist.all_reduce(torch.ones(1), group=group)
+        time.sleep(3600)
+    elif what == "raise":
+        raise RuntimeError("because a peer has left")
+    elif world.rank == 0:
+        time.sleep(3600)
+    elif what == "all_reduce":
+        dist.all_reduce(torch.ones(1), group=group)
+    elif what == "recv":
+        dist.recv(torch.ones(1), 0)
+
+
+def fails(world: World, folder: Path) -> None:
+    """Fail."""
+    raise RuntimeError("of its own")
+
+
+def idles(world: World, folder: Path) -> None:
+    """Do nothing for long."""
+    (folder / f"{world.generation}-{os.environ['CKPTD_NODE']}").touch()
+    time.sleep(3600)
+
+
+def steps(world: World, folder: Path) -> None:
+    """Step, without any checkpointer, for ever."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    while True:
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        (folder / f"{world.generation}-{os.environ['CKPTD_NODE']}").touch()
+
+
+def regroups(world: World, folder: Path) -> None:
+    """Save one step a generation, and tell what this process holds."""
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1])
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optim": optimizer}
+    tiers = (ckptd.Memory(every=1), ckptd.Peer(every=1))
+    with ckptd.Checkpointer(str(folder / "ckpts"), every=1000, tiers=tiers) as checkpointer:
+        step = checkpointer.load(state) if checkpointer.latest() is not None else 0
+        model(torch.ones(64)).sum().backward()
+        optimizer.step()
+        with (folder / f"{os.environ['CKPTD_NODE']}.jsonl").open("a") as file:
+            file.write(json.dumps(_held()) + "\n")
+        checkpointer.save(step + 1, state)
+        time.sleep(3600)
+
+
+def _held() -> dict[str, int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    session(globals()[sys.argv[1]], Path(sys.argv[2]))
