@@ -37,6 +37,7 @@ _CONTROLLER_S = 60.0
 _ENDING_S = 20.0
 _LOOK_S = 0.5
 _ALWAYS_S = 1e9
+_NODES_S = "120"
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _OURS = {"--node", "--standalone", "--rdzv-endpoint", "--master-addr", "--master-port"}
 _OURS |= {"--local-addr", "--help", "-h"}
@@ -188,7 +189,7 @@ def plan_of(
             where=", ".join(wrong),
         )
     number = environ["SLURM_JOB_ID"]
-    folder = Path(environ.get("SLURM_SUBMIT_DIR") or ".").absolute() / f"ckptd-{number}"
+    folder = Path.cwd() / f"ckptd-{number}"
     more = {
         "--nnodes": f"1:{len(nodes)}",
         "--job": environ.get("CKPTD_JOB") or f"slurm-{number}",
@@ -238,6 +239,7 @@ def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
         if options[name] is not None:
             settings.setdefault(name, str(options[name]))
     settings.setdefault("levels", str(levels))
+    settings.setdefault("nodes_s", _NODES_S)  # those that an allocation has lost do not come back
     for name, value in settings.items():
         out += ["--set", f"{name}={value}"]
     return out
@@ -313,7 +315,7 @@ class _Batch:
         _say(f"the job ends: {outcome.kind}{': ' if outcome.text else ''}{outcome.text}")
         worker = self._launchers_end()
         again = outcome.requeue and self._requeue(outcome.text)
-        code = EXIT_CODES["requeue"] if outcome.requeue else exit_code(outcome.kind, worker)
+        code = EXIT_CODES["requeue"] if again else exit_code(outcome.kind, worker)
         return SlurmDocument(
             job=self._plan.job,
             kind=outcome.kind,

@@ -22,6 +22,8 @@ from ckptd.errors import CkptdError, NotFoundError
 __all__ = ["Outcome", "Supervisor", "SupervisorSettings"]
 
 _TURN_S = 0.05
+_FOR_ANOTHER = ("requeue", "no-nodes")
+"""Ends that another allocation may mend."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Outcome:
     text
         For people.
     requeue
-        Whether it is to be submitted again: it gave up for that, or was stopped for that.
+        Whether it is to be submitted again: it was stopped for that, gave up for that, or had too
+        few nodes.
     """
 
     kind: str
@@ -106,6 +109,8 @@ class Supervisor:
         """When the launcher of a node was started anew, and the pause before the next time."""
         self._notices: list[Notice] = []
         self._problems: dict[str, str] = {}
+        self._leaving: set[str] = set()
+        """Nodes that were to be taken away."""
 
     def stop(self, reason: str, *, requeue: bool) -> None:
         """Have the job save and end, to be submitted again if `requeue`."""
@@ -141,7 +146,7 @@ class Supervisor:
             self._turn()
             status = self._status
             if status is not None and status.ended:
-                again = self._requeue or status.ended == "requeue"
+                again = self._requeue or status.ended in _FOR_ANOTHER
                 done = status.ended == "done"
                 return Outcome(status.ended, status.reason, again and not done)
             if self._stop is not None and self._tell_stop(self._stop):
@@ -207,6 +212,7 @@ class Supervisor:
     def _poll(self) -> None:
         for hint in self._launcher.hints(self.settings.call_s):
             self._say(f"{hint.node} will be taken away: {hint.reason}")
+            self._leaving.add(hint.node)
             self._notices.append(
                 Notice(node=hint.node, seconds=hint.seconds, reason=hint.reason[:200])
             )
@@ -218,7 +224,15 @@ class Supervisor:
 
     def _revive(self) -> None:
         """Start launchers that ended by themselves, where the job still goes on."""
-        ended = [m for m in self._launcher.machines(self.settings.call_s) if self._is_due(m)]
+        machines = self._launcher.machines(self.settings.call_s)
+        for machine in machines:
+            if machine.name in self._leaving and machine.state is MachineState.UP:
+                # The controller uses a node that was to go once another launcher speaks for it.
+                self._say(f"{machine.name} stays after all: another launcher is started there")
+                self._launcher.stop([machine.name], self.settings.call_s)
+                self._launcher.start([machine.name], self.settings.call_s)
+                self._leaving.discard(machine.name)
+        ended = [m for m in machines if self._is_due(m)]
         # Asked after the launchers: they end when the job has, and then this says so.
         if not ended or self._link.status().ended:
             return

@@ -12,12 +12,17 @@ from ckptd.errors import UsageError
 NODES = ["n1", "n2", "n3", "gpu-07"]
 
 
-def environ(folder: Path, **more: str) -> dict[str, str]:
-    return {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(folder), **more}
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def environ(**more: str) -> dict[str, str]:
+    return {"SLURM_JOB_ID": "7", **more}
 
 
 def test_what_is_not_said_is_slurms(tmp_path: Path) -> None:
-    plan = plan_of(["train.py", "--lr", "1"], environ(tmp_path), NODES, "n1:29400", True)
+    plan = plan_of(["train.py", "--lr", "1"], environ(), NODES, "n1:29400", True)
     assert plan.job == "slurm-7"
     assert plan.folder == tmp_path / "ckptd-7"
     assert plan.log == str(tmp_path / "ckptd-7/log")
@@ -26,45 +31,50 @@ def test_what_is_not_said_is_slurms(tmp_path: Path) -> None:
     assert {"--nnodes=1:4", "--job=slurm-7", "--rdzv-endpoint=n1:29400", "--no-watch"} <= set(own)
     command = plan.command("gpu-07")
     assert command[command.index("run") :][:3] == ["run", "--node", "gpu-07"]
+    assert "levels=3" in plan.controller
     assert options(plan.controller) == {
         "--job": "slurm-7",
         "--log": plan.log,
         "--nodes": "1:4",
         "--slots": "1",
-        "--set": "levels=3",
+        "--set": "nodes_s=120",
     }
 
 
-def test_what_is_said_counts(tmp_path: Path) -> None:
+def test_what_is_said_counts() -> None:
     words = ["--nnodes", "2:4", "--nproc-per-node=8", "--job", "j", "--log=/shared/log"]
     words += ["--daemon", "http://d:1/", "--layout", "pp=2,tp=2", "--max-restarts", "3"]
-    env = environ(tmp_path, CKPTD_SECRET="s" * 32)
+    env = environ(CKPTD_SECRET="s" * 32)
     plan = plan_of([*words, "-m", "package.train"], env, NODES, "[fe80::1]:5", False)
     assert plan.folder is None
     assert "--no-watch" not in plan.words
     said = options(plan.controller)
     assert said["--nodes"] == "2:4"
     assert (said["--slots"], said["--layout"], said["--log"]) == ("8", "pp=2,tp=2", "/shared/log")
-    assert [w for w in plan.controller if "=" in w][-2:] == ["max_restarts=3", "levels=2"]
+    assert [w for w in plan.controller if "=" in w][-3:] == [
+        "max_restarts=3",
+        "levels=2",
+        "nodes_s=120",
+    ]
 
 
-def test_a_level_that_is_set_stays(tmp_path: Path) -> None:
+def test_a_level_that_is_set_stays() -> None:
     words = ["--set", "levels=1", "--set", "grow_s=5", "train.py"]
-    plan = plan_of(words, environ(tmp_path), NODES, "n1:29400", True)
+    plan = plan_of(words, environ(), NODES, "n1:29400", True)
     assert [w for w in plan.controller if w.startswith("levels")] == ["levels=1"]
 
 
 @pytest.mark.parametrize("option", ["--node=x", "--standalone", "--rdzv-endpoint=a:1", "-h"])
-def test_options_for_one_node_are_refused(tmp_path: Path, option: str) -> None:
+def test_options_for_one_node_are_refused(option: str) -> None:
     with pytest.raises(UsageError) as caught:
-        plan_of([option, "train.py"], environ(tmp_path), NODES, "n1:29400", True)
+        plan_of([option, "train.py"], environ(), NODES, "n1:29400", True)
     assert caught.value.kind == "bad-argument"
 
 
 @pytest.mark.parametrize("words", [["--no-such=1", "train.py"], ["--nproc-per-node=0", "train.py"]])
-def test_what_a_node_would_refuse_is_refused_at_once(tmp_path: Path, words: list[str]) -> None:
+def test_what_a_node_would_refuse_is_refused_at_once(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        plan_of(words, environ(tmp_path), NODES, "n1:29400", True)
+        plan_of(words, environ(), NODES, "n1:29400", True)
 
 
 def options(words: tuple[str, ...]) -> dict[str, str]:

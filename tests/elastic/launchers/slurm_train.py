@@ -14,13 +14,20 @@ import ckptd
 folder, steps, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+poison = folder / "poison"
+if rank == 1 and poison.exists():  # a generation that commits nothing
+    poison.rename(folder / "poisoned")
+    (folder / "poisoned").write_text(str(time.time()))
+    os._exit(3)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 counter = {"step": 0}
 state = {"model": model, "optim": optimizer, "counter": counter}
 tiers = [ckptd.Memory(every=1), ckptd.Peer(every=1)]
-with ckptd.Checkpointer(str(folder / "ckpts"), every=10, tiers=tiers) as checkpointer:
+with ckptd.Checkpointer(
+    str(folder / "ckpts"), every=int(os.environ.get("EVERY", "10")), tiers=tiers
+) as checkpointer:
     if checkpointer.latest() is not None:
         checkpointer.load(state)
     while counter["step"] < steps:

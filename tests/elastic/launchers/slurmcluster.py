@@ -78,8 +78,9 @@ class Cluster:
 
     def cancel(self, job: str) -> None:
         """End a job, and wait until its nodes are free."""
-        self.run("scancel", "--full", "--signal=KILL", job)
-        self.run("scancel", job)
+        with suppress(AssertionError):  # it may have ended by itself
+            self.run("scancel", "--full", "--signal=KILL", job)
+            self.run("scancel", job)
         until(lambda: self.state(job) not in ("R", "CG", "PD"), f"job {job} has ended")
 
     def lose(self, node: str) -> None:
