@@ -166,6 +166,7 @@ def _link(where: Where) -> OperatorLink:
             )
         return newest.address
 
+    find()  # if there never was one, nothing is worth waiting for
     secret = job_secret(where.name, run_folder())
     return OperatorLink(find, where.name, secret, name=_person(), timeout_s=_ANSWER_S)
 

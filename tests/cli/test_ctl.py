@@ -1,0 +1,51 @@
+"""``ckptd ctl`` against a real controller: what a person sees, and what orders do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tests.cli.running import COMMAND, TIMEOUT_S
+from tests.elastic.controlled import ControllerProcess, controlled, pretended, status_when, until
+
+
+def ctl(controller: ControllerProcess, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "ctl", *args, "--job", controller.job, "--log", controller.log]
+    environ = {**os.environ, **controller.environ}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False
+    )
+
+
+def test_status_and_orders(tmp_path: Path) -> None:
+    with (
+        controlled(tmp_path, "--nodes", "1:2", "--set", "grow_s=0") as c,
+        pretended(2, c.seat) as nodes,
+    ):
+        with c.operator() as operator:
+            status_when(operator, lambda s: s.state == "running" and s.world == 2)
+        out = ctl(c, "exclude", "n1", "--wait", "--json")
+        assert out.returncode == 0, out.stderr
+        document = json.loads(out.stdout)
+        assert (document["verb"], document["state"]) == ("ctl order", "running")
+        assert document["generation"] > 1
+        shown = ctl(c, "status").stdout
+        assert "job j: running" in shown
+        assert "left out" in shown
+        assert "in use" in shown
+        refused = ctl(c, "drain", "n9")
+        assert refused.returncode == 5
+        assert "n9" in refused.stderr
+        stopped = ctl(c, "stop", "--reason", "enough", "--wait")
+        assert stopped.returncode == 0, stopped.stderr
+        until(lambda: all(node.bye for node in nodes), "goodbye")
+        assert c.wait() == 130
+
+
+def test_without_a_controller(tmp_path: Path) -> None:
+    nobody = ControllerProcess(tmp_path)
+    out = ctl(nobody, "status", "--json")
+    assert out.returncode == 4
+    assert json.loads(out.stderr)["error"]["kind"] == "no-controller"
