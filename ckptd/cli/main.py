@@ -70,6 +70,9 @@ VERBS = {
     "slurm": "Train on all nodes of a Slurm allocation: ckptd run as a step on each."
     "\n\nFor batch scripts: exec ckptd slurm train.py, with the options of ckptd run before the"
     " script. Lost nodes do not cost the allocation; USR1 saves and requeues.",
+    "kubernetes": "Keep a job's launchers in pods of Kubernetes, beside its controller."
+    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster will take"
+    " away is told to the controller in time. Runs in a pod; see docs/guide/kubernetes.md.",
     "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
     " code is COMMAND's; what fails in the watch never stops it.",

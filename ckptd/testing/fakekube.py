@@ -79,6 +79,8 @@ class FakeKube:
         Methods and paths that came.
     recreate
         Whether a Job makes deleted pods anew.
+    deaf
+        Whether pods go on after TERM, until they are killed.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class FakeKube:
         self.page = 500
         self.requests: list[tuple[str, str]] = []
         self.recreate = False
+        self.deaf = False
         self.nodes_allowed = nodes_allowed
         self._second_s = second_s
         self._changed = threading.Condition(threading.RLock())
@@ -239,10 +242,15 @@ class FakeKube:
         with self._changed:
             for (kind, name), item in list(self._objects.items()):
                 if kind == "pods" and item["metadata"]["uid"] == uid:
-                    self.change("pods", name, "status", phase="Failed" if code else "Succeeded")
+                    ended = [{"name": "x", "state": {"terminated": {"exitCode": code}}}]
+                    phase = "Failed" if code else "Succeeded"
+                    self.change("pods", name, "status", phase=phase, containerStatuses=ended)
 
     def _remove(self, name: str, uid: str, after_s: float) -> None:
-        self._kubelet.ask(uid)
+        while not self._reached(name):
+            time.sleep(_LOOK_S)
+        if not self.deaf:
+            self._kubelet.ask(uid)
         time.sleep(after_s)
         self._kubelet.kill(uid)
         with self._changed:
@@ -253,6 +261,15 @@ class FakeKube:
             self._tell("pods", "DELETED", copy.deepcopy(pod))
             if self.recreate:
                 self._make_anew(pod)
+
+    def _reached(self, name: str) -> bool:
+        """Whether the machine of a pod answers: a deletion waits for it."""
+        with self._changed:
+            pod = self._objects.get(("pods", name)) or {}
+            machine = self._objects.get(("nodes", pod.get("spec", {}).get("nodeName", ""))) or {}
+            said = machine.get("status", {}).get("conditions") or ()
+            silent = any(c["type"] == "Ready" and c["status"] != "True" for c in said)
+            return self._closing or not silent
 
     def _make_anew(self, pod: Json) -> None:
         meta = {k: v for k, v in pod["metadata"].items() if k in ("labels", "ownerReferences")}

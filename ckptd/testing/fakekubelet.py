@@ -50,7 +50,7 @@ class Kubelet:
             known = self._running.pop(uid, None)
         if known is not None:
             self._kill_all(uid)
-            self._ended(uid, code)
+            self._ended(uid, code if code >= 0 else 128 - code)
 
     def ask(self, uid: str) -> None:
         """Ask a pod's process to end."""

@@ -13,7 +13,14 @@ from collections.abc import Collection, Iterable, Sequence
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine
 from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, Json
 from ckptd.elastic.launchers.kubernetes_pods import JOB_LABEL, check_name, pod_of
-from ckptd.elastic.launchers.kubernetes_state import Seen, machine_of, notice_of, seen
+from ckptd.elastic.launchers.kubernetes_state import (
+    KILLED,
+    Seen,
+    is_ready,
+    machine_of,
+    notice_of,
+    seen,
+)
 from ckptd.elastic.launchers.kubernetes_watch import Watch
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError
 
@@ -50,16 +57,26 @@ class KubernetesPods(Launcher):
         self._hinted: set[tuple[str, str]] = set()
         self._ours: set[str] = set()
         """Pods that were deleted from here: that they go is no news."""
+        self._had: dict[str, str] = {}
+        """The last pod that each node had, by its uid."""
 
     # -- what there is -----------------------------------------------------------------------------
 
     def machines(self, timeout_s: float) -> tuple[Machine, ...]:
         pods = self._pods(timeout_s)
         below = self._below(min(timeout_s, 5.0))
-        names = sorted({*self._names(pods), *pods})
-        return tuple(
-            machine_of(n, p := pods.get(n), below.get(p.machine) if p else None) for n in names
-        )
+        found = [self._machine(n, pods.get(n), below) for n in {*self._names(pods), *pods}]
+        return tuple(sorted(found, key=lambda m: m.name))
+
+    def _machine(self, name: str, pod: Seen | None, below: dict[str, Json]) -> Machine:
+        if pod is not None:
+            self._had[name] = pod.uid
+            return machine_of(name, pod, below.get(pod.machine))
+        before = self._had.get(name)
+        if before is None or before in self._ours:
+            return Machine(name=name)
+        # Somebody else has deleted it, and by now all trace of it is gone.
+        return Machine(name=name, code=KILLED, reason="its pod was deleted")
 
     def hints(self, timeout_s: float) -> tuple[Hint, ...]:
         pods, below = self._followed(timeout_s), self._below(timeout_s)
@@ -158,8 +175,8 @@ class KubernetesPods(Launcher):
         while uids:
             pods = [p for p in self._pods(_left(end)).values() if p.uid in uids]
             below = self._below(0.0)
-            # Of a node that is not ready nobody can say more: its lease ends what runs there.
-            held = [p for p in pods if not self._unreachable(p, below)]
+            # Of a machine that is not ready nobody can say more: a lease ends what runs there.
+            held = [p for p in pods if p.machine not in below or is_ready(below[p.machine])]
             if not held:
                 return
             if time.monotonic() >= end:
@@ -170,18 +187,18 @@ class KubernetesPods(Launcher):
                 )
             time.sleep(_POLL_S)
 
-    def _unreachable(self, pod: Seen, below: dict[str, Json]) -> bool:
-        found = machine_of(pod.node, pod, below.get(pod.machine))
-        return found.state.value == "down"
+    def leave(self) -> None:
+        """End the watches, and leave the pods alone. Idempotent."""
+        for watch in self._watches or ():
+            watch.close()
+        self._watches = None
 
     def close(self) -> None:
         try:
             self.stop(None, _CLOSE_S)
         except CkptdError as error:
             _log.warning("pods of the job may be left: %s", error)
-        for watch in self._watches or ():
-            watch.close()
-        self._watches = None
+        self.leave()
 
 
 class Kubernetes(KubernetesPods):
@@ -322,9 +339,7 @@ class JobPods(KubernetesPods):
 
     def close(self) -> None:
         """End the watches. The pods are the Job's, which would only make them anew."""
-        for watch in self._watches or ():
-            watch.close()
-        self._watches = None
+        self.leave()
 
 
 def template_of(api: Api, name: str, timeout_s: float) -> tuple[Json, Json]:

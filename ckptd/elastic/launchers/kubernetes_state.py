@@ -11,8 +11,10 @@ import msgspec
 from ckptd.elastic.launchers.base import Machine, MachineState
 from ckptd.elastic.launchers.kubernetes_api import Json
 
-__all__ = ["DRAIN_S", "Seen", "machine_of", "notice_of", "seen"]
+__all__ = ["DRAIN_S", "KILLED", "Seen", "is_ready", "machine_of", "notice_of", "seen"]
 
+KILLED = 137
+"""What a shell says of a process that was killed."""
 DRAIN_S = 30.0
 """How long a node is left where nobody says: what clouds give before they take a machine back."""
 _TAINTS = {
@@ -47,6 +49,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         The Kubernetes node that it was put on; empty before.
     runs
         Whether it has not ended.
+    code
+        With what it ended; None while it has not.
     leaving
         Seconds until it is killed, if it is being deleted; from `now`.
     raw
@@ -58,6 +62,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     machine: str
     runs: bool
+    code: int | None
     leaving: float | None
     raw: Json
 
@@ -67,12 +72,14 @@ def seen(pod: Json, now: float) -> Seen:
     meta, spec = _of(pod, "metadata"), _of(pod, "spec")
     name = str(meta.get("name", ""))
     deleted = meta.get("deletionTimestamp")
+    runs = _of(pod, "status").get("phase", "Pending") in _RUNS
     return Seen(
         name=name,
         uid=str(meta.get("uid", "")),
         node=str(spec.get("hostname") or name),
         machine=str(spec.get("nodeName") or ""),
-        runs=_of(pod, "status").get("phase", "Pending") in _RUNS,
+        runs=runs,
+        code=None if runs else _code(pod),
         leaving=None if deleted is None else max(0.0, _seconds(str(deleted), now) - now),
         raw=pod,
     )
@@ -92,8 +99,13 @@ def machine_of(name: str, pod: Seen | None, machine: Json | None) -> Machine:
     """
     if pod is None:
         return Machine(name=name)
-    running = pod.runs
-    if machine is not None and not _ready(machine):
+    if not pod.runs:
+        # The next pod may well be put on another machine.
+        return Machine(
+            name=name, code=pod.code, reason=str(_of(pod.raw, "status").get("reason", ""))
+        )
+    running = True
+    if machine is not None and not is_ready(machine):
         reason = f"node {pod.machine} is not ready"
         return Machine(name=name, state=MachineState.DOWN, running=running, reason=reason)
     if (notice := notice_of(pod, machine)) is not None:
@@ -154,6 +166,15 @@ def _tolerated(pod: Json, taint: Mapping[str, Any]) -> float | None:
     return longest
 
 
+def _code(pod: Json) -> int:
+    """Return what the trainer's container ended with; as if killed where nobody says."""
+    for status in _items(_of(pod, "status").get("containerStatuses")):
+        code = _of(_of(status, "state"), "terminated").get("exitCode")
+        if isinstance(code, int) and (code or _of(pod, "status").get("phase") == "Succeeded"):
+            return code
+    return 0 if _of(pod, "status").get("phase") == "Succeeded" else KILLED
+
+
 def _waiting(pod: Json) -> str:
     """Return why a pod does not run yet."""
     for c in _conditions(pod):
@@ -162,7 +183,8 @@ def _waiting(pod: Json) -> str:
     return ""
 
 
-def _ready(machine: Json) -> bool:
+def is_ready(machine: Json) -> bool:
+    """Return whether the kubelet of a Kubernetes node answers."""
     found = [c for c in _conditions(machine) if c.get("type") == "Ready"]
     return not found or found[0].get("status") == "True"
 

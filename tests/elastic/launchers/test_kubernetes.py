@@ -188,21 +188,45 @@ def test_a_pod_on_a_machine_that_is_gone_does_not_hold_a_stop_up(
     kube.change("nodes", pod["spec"]["nodeName"], "status", conditions=down)
     until(lambda: machine(launcher, "a").state is MachineState.DOWN, "the machine is down")
     assert "is not ready" in machine(launcher, "a").reason
-    kube._second_s = 600.0  # nobody there carries the deletion out
     launcher.stop(["a"], LONG_S)
-    assert kube.get("pods", "a") is not None
-    kube._second_s = 0.02
-    kube.delete("a", 0)
+    assert kube.get("pods", "a") is not None  # nobody there carries the deletion out
 
 
 def test_a_pod_that_does_not_go_is_told(kube: FakeKube, launcher: Kubernetes) -> None:
     launcher.start(["a"], LONG_S)
-    kube._second_s = 600.0
+    kube.deaf, kube._second_s = True, 600.0
     with pytest.raises(DeadlineError) as caught:
         launcher.stop(["a"], 0.5)
     assert caught.value.kind == "scheduler-time-out"
     kube._second_s = 0.02
     kube.delete("a", 0)
+
+
+def test_a_pod_that_somebody_else_deleted_is_one_that_ended(
+    kube: FakeKube, launcher: Kubernetes
+) -> None:
+    launcher.start(["a", "b"], LONG_S)
+    assert all(m.running and m.code is None for m in launcher.machines(LONG_S))
+    kube.delete("a", 0)
+    until(lambda: kube.get("pods", "a") is None, "it is gone")
+    assert (machine(launcher, "a").code, machine(launcher, "a").state) == (137, MachineState.UP)
+    launcher.start(["a"], LONG_S)
+    assert (machine(launcher, "a").running, machine(launcher, "a").code) == (True, None)
+    launcher.stop(["a"], LONG_S)
+    assert machine(launcher, "a").code is None
+
+
+@pytest.mark.parametrize(("said", "code"), [(0, 0), (3, 3), (None, 137)])
+def test_a_pod_that_ended_says_with_what(
+    kube: FakeKube, api: Api, said: int | None, code: int
+) -> None:
+    quick = [sys.executable, "-c", f"raise SystemExit({said})"]
+    with launcher_of(api, lambda _: quick) as launcher:
+        launcher.start(["a"], LONG_S)
+        until(lambda: not machine(launcher, "a").running, "it has ended")
+        if said is None:  # an evicted pod may have lost the states of its containers
+            kube.change("pods", "a", "status", phase="Failed", containerStatuses=[])
+        assert machine(launcher, "a").code == code
 
 
 # -- hints -----------------------------------------------------------------------------------------
@@ -221,7 +245,7 @@ def test_a_pod_that_somebody_deletes_is_told_once_with_its_grace(
 ) -> None:
     launcher.start(["a", "b"], LONG_S)
     assert launcher.hints(LONG_S) == ()
-    kube._second_s = 600.0
+    kube.deaf, kube._second_s = True, 600.0
     why = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     kube.change("pods", "b", "status", conditions=[why])
     assert hint(launcher).node == "b"
