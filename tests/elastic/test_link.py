@@ -1,0 +1,76 @@
+"""A node's link: leases, repeats, controllers that move."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptd.elastic.dial import split_address
+from ckptd.elastic.link import NodeLink
+from ckptd.elastic.messages import NodeUp
+from ckptd.elastic.places import open_places
+from tests.elastic.controlled import SECRET, controlled, pretended, until
+
+
+def test_the_lease_counts_from_sending_and_goes_on_while_nobody_follows(tmp_path: Path) -> None:
+    leases: list[float] = []
+    with controlled(tmp_path, "--nodes", "2", "--set", "lease_s=50") as c:
+        seat = open_places("j", c.log).seat
+        link = NodeLink(
+            c.seat,
+            "j",
+            SECRET.encode(),
+            lambda: NodeUp(node="n0", life="l", slots=1),
+            lambda _: None,
+            beat_s=0.05,
+            leased=leases.append,
+            seated=seat.still,
+        ).start()
+        assert link.lease_until == 0.0
+        until(lambda: leases)
+        # The controller says how long: nine tenths of its own lease_s.
+        assert link.lease_until <= time.monotonic() + 45.0
+        c.kill()
+        until(lambda: not link.connected)
+        alone = len(leases)
+        until(lambda: len(leases) > alone + 2)
+        seat.take(1, "127.0.0.1:9", "another")
+        followed = until(lambda: not seat.still("none") and len(leases))
+        until(lambda: link.silent_s > 3.0)
+        assert len(leases) <= followed + 1
+        assert leases == sorted(leases)
+        link.close()
+        assert not link.alive
+
+
+@pytest.mark.long
+def test_a_controller_that_moves_is_found(tmp_path: Path) -> None:
+    with controlled(tmp_path) as c, pretended(1, c.seat) as nodes:
+        until(lambda: nodes[0].running)
+        before = split_address(c.address)
+        c.kill()
+        c.start()
+        assert split_address(c.address) != before
+        until(lambda: nodes[0].link.connected)
+        assert nodes[0].running == 1
+
+
+@pytest.mark.long
+def test_a_callback_that_fails_ends_the_link_and_is_reported(tmp_path: Path) -> None:
+    heard: list[type[BaseException]] = []
+    before = threading.excepthook
+    threading.excepthook = lambda args: heard.append(args.exc_type)
+    try:
+        with controlled(tmp_path) as c:
+
+            def up() -> NodeUp:
+                raise ZeroDivisionError
+
+            link = NodeLink(c.seat, "j", SECRET.encode(), up, lambda _: None).start()
+            until(lambda: not link.alive)
+            assert heard == [ZeroDivisionError]
+    finally:
+        threading.excepthook = before
