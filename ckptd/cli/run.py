@@ -21,6 +21,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, flag
+from ckptd.cli.watch import check_floors
 from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -156,6 +157,10 @@ def run(
         tuple[str, ...],
         Parameter(help="CLASS=ACTION: what is done about incidents of a class; see ckptd serve."),
     ] = (),
+    floor: Annotated[
+        tuple[str, ...],
+        Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
+    ] = (),
     level: Annotated[
         int | None,
         Parameter(
@@ -215,8 +220,10 @@ def run(
         )
     settings = _settings(setting, level, max_restarts)
     controller = _controller_arguments(options, settings, layout, pp, tp, microbatches, memory)
+    check_floors(floor)
     watched = ["--policy=" + text for text in policy] + ["--port", str(port), "--linger", "30"]
-    one = _Run(options, controller, None if no_watch else watched, daemon)
+    floors = [word for text in floor for word in ("--floor", text)]
+    one = _Run(options, controller, None if no_watch else watched, floors, daemon)
     mode = "exec" if no_python else "module" if module else "script"
     files = (log_dir, redirects, tee, local_ranks_filter)
     return one.run(mode, files, float(shutdown_timeout))
@@ -320,8 +327,10 @@ class _Run:
         options: _Options,
         controller: list[str],
         watched: list[str] | None,
+        floors: list[str],
         daemon: str | None,
     ) -> None:
+        self._floors = floors
         self._o, self._controller, self._watched, self._daemon = (
             options,
             controller,
@@ -413,8 +422,8 @@ class _Run:
         address = o.local_addr or address_towards(host)
         if self._watched is not None:
             url = places.url if places is not None else o.endpoint
-            rings = ["--rings", str(folder / "rings")]
-            watched = [*self._watched, "--controller", url]
+            rings = ["--rings", str(folder / "rings"), *self._floors]
+            watched = [*self._watched, *self._floors, "--controller", url]
             if not o.named:
                 watched += ["--history", str(folder / "history.sqlite")]
             self._watch = Watch(o.job, self._daemon, watched, rings, self._env, folder, self.say)

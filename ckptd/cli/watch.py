@@ -21,7 +21,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, flag, print_error
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["WatchDocument", "watch"]
+__all__ = ["WatchDocument", "check_floors", "watch"]
 
 _PREFIX = "watch-"
 _TURN_S = 0.5
@@ -85,7 +85,7 @@ def watch(
             wanted="ckptd watch -- COMMAND...",
             found=command[0] if command else None,
         )
-    _check_floors(floor)
+    check_floors(floor)
     name = job or os.environ.get("CKPTD_JOB") or f"{_stem(command)}-{os.getpid()}"
     one = _Watched(name, job, daemon, port, floor, quiet=json)
     try:
@@ -102,7 +102,8 @@ def watch(
     return code
 
 
-def _check_floors(floors: tuple[str, ...]) -> None:
+def check_floors(floors: tuple[str, ...]) -> None:
+    """Refuse what ``--floor`` does not take; errors as of `floors_of`."""
     from ckptd.agent.watched import floors_of
 
     words = {}

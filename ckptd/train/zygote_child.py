@@ -154,6 +154,7 @@ def _as_new(environ: Mapping[str, str]) -> None:
     random = getattr(sys.modules.get("numpy"), "random", None)
     if random is not None:
         random.seed()
+    sys.modules["torch"].default_generator.seed()
     _set_blas_threads(environ)
 
 

@@ -98,7 +98,6 @@ class Crew:
         self._program, self._output, self._selector = program, output, selector
         self._changed, self._hosting, self._say = changed, hosting, say
         self._numbers = 0
-        self._attempts = -1
         self._begin: Begin | None = None
         self._store: StoreAt | None = None
         self._going: list[Worker] = []
@@ -115,7 +114,6 @@ class Crew:
 
         Idle workers take seats first, each the one of its own slot if it is free.
         """
-        self._attempts += 1
         self._begin, self._store, self._going = begin, None, []
         self._end_host()
         if begin.hosts_store:
@@ -140,9 +138,6 @@ class Crew:
                 self._let_go(worker)
             self._going = []
 
-    def _environ(self, begin: Begin, seat: Seat, local_rank: int) -> dict[str, str]:
-        return of_seat(begin, seat, local_rank, self._attempts)
-
     def _reseat(self, worker: Worker, begin: Begin, seat: Seat, local_rank: int) -> None:
         worker.generation, worker.seat, worker.local_rank = begin.generation, seat, local_rank
         worker.out, worker.loaded = False, -1
@@ -152,8 +147,8 @@ class Crew:
     def _fork(self, begin: Begin, seat: Seat, local_rank: int) -> None:
         if self._spawner is None:
             self._begin_spawner()
-        files = self._output.streams(self._attempts, local_rank)
-        environ = {**self._program.environ, **self._environ(begin, seat, local_rank)}
+        files = self._output.streams(begin.generation - 1, local_rank)
+        environ = {**self._program.environ, **of_seat(begin, seat, local_rank)}
         worker = Worker(self._number(), begin.generation, seat, local_rank)
         worker.error_file = files.error_file
         order = Fork(
@@ -185,7 +180,7 @@ class Crew:
         if worker.gate >= 0:
             worker.open_gate(of_store(store.host, store.port))
         elif worker.end is not None and not worker.killed:
-            environ = self._environ(begin, worker.seat, worker.local_rank)
+            environ = of_seat(begin, worker.seat, worker.local_rank)
             environ |= of_store(store.host, store.port)
             worker.end.send(Go(begin.generation, environ))
 

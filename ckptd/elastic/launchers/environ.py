@@ -54,7 +54,7 @@ def common(base: Mapping[str, str], told: Told, slots: int) -> dict[str, str]:
     return {**unless, **base, **more}
 
 
-def of_seat(begin: Begin, seat: Seat, local_rank: int, restarts: int) -> dict[str, str]:
+def of_seat(begin: Begin, seat: Seat, local_rank: int) -> dict[str, str]:
     """Return what a rank of a generation is told besides, but for its job store."""
     rank, world, shape = str(seat.rank), str(begin.world), begin.shape
     return {
@@ -66,8 +66,10 @@ def of_seat(begin: Begin, seat: Seat, local_rank: int, restarts: int) -> dict[st
         "LOCAL_WORLD_SIZE": str(len(begin.seats)),
         "GROUP_RANK": str(begin.node_rank),
         "GROUP_WORLD_SIZE": str(begin.nodes),
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        # The same on all nodes: torch has it in keys of the job store.
+        "TORCHELASTIC_RESTART_COUNT": str(begin.generation - 1),
         "CKPTD_GENERATION": str(begin.generation),
+        "CKPTD_STEP": str(begin.step),
         "CKPTD_SHAPE": f"{shape.pp},{shape.dp},{shape.tp}",
         "CKPTD_PLACE": f"{seat.pp},{seat.dp},{seat.tp}",
     }

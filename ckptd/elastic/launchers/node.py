@@ -239,7 +239,7 @@ class NodeLauncher:
             self._interrupted_until = 0.0
             for worker in self._unfenced():
                 worker.kill()
-        if self._leaving and now >= self._leave_by:
+        if self._leaving and (now >= self._leave_by or not self._crew.workers.live()):
             self._left()
         silent = self._link.silent_s > _SILENT_S
         if silent != self._silent:
@@ -467,10 +467,7 @@ class NodeLauncher:
         else:
             self._say(f"{number.name}: workers are told to end; once more ends them at once")
             for worker in live:
-                worker.killed = True  # what it ends with is our doing
-                worker.signal(signal.SIGTERM)
-        if not self._running:
-            self._left()
+                worker.tell_to_end()
 
     def _left(self) -> None:
         number = self._leaving or signal.SIGTERM

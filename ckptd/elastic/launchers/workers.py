@@ -102,6 +102,13 @@ class Worker:
             self.dead = self.dead or self.pid == 0
         self.signal(signal.SIGKILL)
 
+    def tell_to_end(self) -> None:
+        """Let it end in its own way, if it has begun; what it ends with is our doing."""
+        if self.gate >= 0:
+            self.kill()
+        self.killed = True
+        self.signal(signal.SIGTERM)
+
     def signal(self, number: signal.Signals) -> None:
         """Signal its group, and itself where it leads none yet."""
         if self.pid == 0 or self.code is not None:

@@ -1,0 +1,139 @@
+"""``ckptd run``: its command line, and the environment that its ranks get."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.cli.run_flags import cpu_count, gpu_count, ranks_filter, separated, slots_of
+from ckptd.errors import UsageError
+from tests.cli.running import COMMAND, Cli
+
+DEADLINE_S = 90
+
+SHOW = "import json, os, sys\nprint(json.dumps(dict(os.environ)), flush=True)\n"
+NAMED = [
+    "RANK",
+    "LOCAL_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "OMP_NUM_THREADS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+]
+"""Variables that are the same under both."""
+THEIR_OWN = {"MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "_"}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("train.py", "-- train.py"),
+        ("train.py --job 3 -- x", "-- train.py --job 3 -- x"),
+        ("--nproc_per_node 2 train.py --lr 1", "--nproc-per-node 2 -- train.py --lr 1"),
+        ("--nproc_per_node=2 train.py", "--nproc-per-node=2 -- train.py"),
+        ("--standalone -m pkg.train -m x", "--standalone -m -- pkg.train -m x"),
+        ("-r 3 -t0:1 train.py", "-r 3 -t0:1 -- train.py"),
+        ("--no-watch -- --odd.py a", "--no-watch -- --odd.py a"),
+        ("--help", "--help --"),
+    ],
+)
+def test_all_behind_the_script_is_the_scripts(given: str, wanted: str) -> None:
+    assert separated(given.split(), {}) == wanted.split()
+
+
+def test_torchruns_variables_are_taken_where_an_option_is_not_given() -> None:
+    environ = {"PET_NNODES": "1:4", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_TEE": "3"}
+    assert separated(["-t", "1", "train.py"], environ) == [
+        *("-t", "1", "--nnodes=1:4", "--standalone", "--", "train.py")
+    ]
+
+
+def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert (gpu_count(), slots_of("gpu"), slots_of("auto"), slots_of("5")) == (2, 2, 2, 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert slots_of("auto") == slots_of("cpu") == cpu_count() >= 1
+    for bad in ("gpu", "0", "-1", "many"):
+        with pytest.raises(UsageError):
+            slots_of(bad)
+    assert ranks_filter("0, 2") == {0, 2}
+    with pytest.raises(UsageError):
+        ranks_filter("0;1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "-m --no-python x",
+        "--nnodes 0 x",
+        "--nnodes 2:1 x",
+        "--nnodes 2 x",
+        "--nproc-per-node none x",
+        "--tee 4 x",
+        "--floor train x",
+    ],
+)
+def test_what_makes_no_sense_is_refused(cli: Cli, words: str) -> None:
+    result = cli("run", *words.split())
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+
+
+def environments(command: list[str], script: Path) -> list[dict[str, str]]:
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "--tee", "0", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda environ: str(environ["RANK"]))
+
+
+@pytest.mark.long
+def test_ranks_have_torchruns_environment(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(SHOW)
+    ours = environments([*COMMAND, "run", "--no-watch", "--rdzv-id", "id"], script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "0"]
+    backend = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "id"]
+    theirs = environments([*torchrun, *backend], script)
+    assert len(ours) == len(theirs) == 2
+    for mine, its in zip(ours, theirs, strict=True):
+        its["MASTER_ADDR"] = "localhost"  # or a name of this machine
+        assert {name: mine[name] for name in NAMED} == {name: its[name] for name in NAMED}
+        added = {name for name in its if os.environ.get(name) != its[name]}
+        assert added <= {*NAMED, *THEIR_OWN}
+        more = {name for name in mine if os.environ.get(name) != mine[name]} - added
+        assert all(name.startswith("CKPTD_") for name in more), more
+        assert mine["TORCHELASTIC_ERROR_FILE"].endswith(f"/{mine['LOCAL_RANK']}/error.json")
+
+
+@pytest.mark.long
+def test_an_option_that_the_controller_refuses_ends_the_launcher() -> None:
+    done = subprocess.run(
+        [*COMMAND, "run", "--no-watch", "--set", "no_such=1", "train.py"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 2
+    assert "NAME=NUMBER" in done.stderr
