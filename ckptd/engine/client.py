@@ -308,7 +308,7 @@ class WriterClient:
         self._closing = self._left = True
         if self._connected.is_set():
             with contextlib.suppress(CkptdError):  # it may be gone already
-                self._send(Leave())
+                self._send(Leave(time.monotonic()))
             self._channel.shut()
         self._monitor.join(_LEAVE_S)
         if self._process is not None:

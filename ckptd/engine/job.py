@@ -196,7 +196,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """The trainer goes on in another generation, with another connection, soon."""
+    """The trainer goes on in another generation, with another connection, soon.
+
+    Attributes
+    ----------
+    at
+        When it said so, by `time.monotonic`: it may have come back before this is heard.
+    """
+
+    at: float
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):

@@ -105,6 +105,7 @@ class Worker:
         self._root_id = ""
         self._trainer_died = False
         self._goes_on = False
+        self._left_at = 0.0
         self.died_at = 0.0
         """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
         self.said_goodbye = False
@@ -189,7 +190,7 @@ class Worker:
         elif isinstance(message, Lost) and self._lanes is not None:
             self._lanes.lost(message)
         elif isinstance(message, Leave):
-            self._goes_on = self._near is not None
+            self._goes_on, self._left_at = self._near is not None, message.at
             raise EOFError
         self.said_goodbye = isinstance(message, Stop)
         return not self.said_goodbye
@@ -226,7 +227,7 @@ class Worker:
         What is brought to the root meanwhile would be in the way, and is soon too old.
         """
         if self._goes_on and self._near is not None:
-            self._goes_on = self._near.wait_next(self.died_at, _NEXT_LIFE_S)
+            self._goes_on = self._near.wait_next(self._left_at, _NEXT_LIFE_S)
 
     def _end_waits(self) -> None:
         """Nothing comes from the trainer any more."""

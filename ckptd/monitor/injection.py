@@ -72,6 +72,7 @@ def autoload() -> None:
 
     Never raises: what is wrong is logged, and the program runs unwatched.
     """
+    _guard()
     if os.environ.get(SWITCH) != "1":
         return
     try:
@@ -81,6 +82,15 @@ def autoload() -> None:
             importlib.import_module("ckptd.train.recorder").attach_when_known()
     except Exception as error:  # noqa: BLE001 - the watched program must not notice
         _log.warning("collectives are not recorded: %r", error, exc_info=error)
+
+
+def _guard() -> None:
+    """Where a launcher leases the node to its ranks, let no optimizer step without the lease."""
+    if os.environ.get("CKPTD_LEASE") and not _importing():
+        try:
+            importlib.import_module("ckptd.train.leaseguard").guard_steps()
+        except Exception as error:  # noqa: BLE001 - the launcher kills who is late, too
+            _log.warning("steps are not guarded by the lease: %r", error, exc_info=error)
 
 
 def _importing() -> bool:

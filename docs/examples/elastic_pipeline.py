@@ -61,8 +61,9 @@ def train(world: World, folder: Path) -> dict[str, str]:
         if (step := checkpointer.latest()) is not None:
             # The checkpoint holds the layers of all stages; nothing of this one's may be missing.
             checkpointer.load(state, strict=False)
-            if checkpointer.last_load.missing:
-                raise RuntimeError(f"not in the checkpoint: {checkpointer.last_load.missing}")
+            report = checkpointer.last_load
+            if report is None or report.missing:
+                raise RuntimeError(f"not in the checkpoint: {report}")
             note(folder, world, stage, {"loaded": step})
         batches = iter(sampler)
         while sampler.step < STEPS:
