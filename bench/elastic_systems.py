@@ -214,7 +214,7 @@ def _handler(run: Run, node: int) -> list[str]:
         "--rdzv-backend=ckptd",
         f"--rdzv-endpoint=127.0.0.1:{run.port}",
         f"--rdzv-id={run.job}",
-        "--rdzv-conf=controller.grow_s=0.2",
+        "--rdzv-conf=controller.grow_s=0.2,controller.steady_s=1",
         PLAIN,
     ]
 
@@ -228,6 +228,7 @@ def _run(run: Run, script: str, *flags: str) -> list[str]:
         f"--job={run.job}",
         "--set=grow_s=0.2",
         "--set=flaps=100",
+        "--set=steady_s=1",
         *flags,
         script,
     ]
@@ -239,5 +240,5 @@ SYSTEMS: dict[str, Callable[[Run, int], list[str]]] = {
     "ckptd-torchrun": _handler,
     "ckptd-run": lambda run, _: _run(run, PLAIN, "--no-watch"),
     "ckptd-session": lambda run, _: _run(run, SESSION, "--no-watch"),
-    "ckptd-run-watched": lambda run, _: _run(run, PLAIN),
+    "ckptd-run-watched": lambda run, _: _run(run, PLAIN, "--policy=slow-rank=act"),
 }

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from ckptd.elastic.dial import split_address
 from ckptd.elastic.launchers.torchrun_workers import Workers
 from ckptd.elastic.places import open_places
 from ckptd.elastic.seat import SeatRecord, stand_in_pause_s
@@ -28,6 +29,7 @@ __all__ = ["Controller", "ControllerPlace", "is_here"]
 _LOG = logging.getLogger(__name__)
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _START_S = 20.0
+_DIAL_S = 1.0
 _POLL_S = 0.02
 _END_S = 5.0
 _PR_SET_PDEATHSIG = 1
@@ -151,8 +153,9 @@ class Controller:
             return
         if self._silent_since == 0.0:
             self._silent_since = now
-            first = self._place.here and not self._met
-            self._pause_s = 0.0 if first else stand_in_pause_s(node_rank)
+            # An agent that is new here has not met the controller yet, and there may be one.
+            none = self._place.here and not self._met and not self._listens()
+            self._pause_s = 0.0 if none else stand_in_pause_s(node_rank)
         may = self._sees_log and (self._met or self._place.here)
         if may and now - self._silent_since >= self._pause_s:
             self._start()
@@ -181,6 +184,16 @@ class Controller:
         with contextlib.suppress(CkptdError):
             return self._seat.newest()
         return None
+
+    def _listens(self) -> bool:
+        newest = self._newest()
+        addresses = {self._place.endpoint, *([newest.address] if newest is not None else [])}
+        for address in addresses:
+            with contextlib.suppress(OSError, CkptdError):
+                with socket.create_connection(split_address(address), _DIAL_S) as sock:
+                    if sock.getsockname() != sock.getpeername():
+                        return True
+        return False
 
     def _start(self) -> None:
         with self._locked() as mine:
@@ -223,6 +236,8 @@ class Controller:
         command = [*_CKPTD, "controller", "--job", place.job]
         command += ["--nodes", f"{place.least}:{place.most}", "--after", str(after)]
         command += ["--bind", bind, "--port", str(port)]
+        if place.here:
+            command += ["--host", place.host]
         if self._url is not None:
             command += ["--log", self._url]
         for key in sorted(place.conf):

@@ -99,9 +99,9 @@ class TorchrunNode:
 
     def __init__(self, name: str, life: str, host: str, socket: Path) -> None:
         self.name, self.life, self.host = name, life, host
+        self._link: Link | None = None
         self.workers = Workers(self.ended)
         self.reports = Reports(name, socket, self._tell)
-        self._link: Link | None = None
         self._news = threading.Condition()
         self._inside = True
         """The agent's thread is here: nothing can be started, and nothing runs."""
@@ -405,9 +405,13 @@ class TorchrunNode:
 
     def _enforce(self) -> None:
         """See to it that the workers of a generation that is over do nothing any more."""
-        self.workers.freeze()
+        patient = time.monotonic() - self._fence_at < _GRACE_S
         if not self._complete:
-            return  # the agent may be about to start more
-        if time.monotonic() - self._fence_at < _GRACE_S and self.workers.look():
+            # The agent may be about to start more. And a process that is stopped before its
+            # program is loaded holds up the thread that starts it, for ever.
+            if not patient:
+                self.workers.kill(0.0)
             return
-        self._kill()
+        self.workers.freeze()
+        if not patient or not self.workers.look():
+            self._kill()

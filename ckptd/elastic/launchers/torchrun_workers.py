@@ -104,7 +104,11 @@ class Workers:
             os.eventfd_write(self._wake, 1)
 
     def freeze(self) -> None:
-        """Stop them where they are: no step is made from now on, and nobody sees them end."""
+        """Stop them where they are: no step is made from now on, and nobody sees them end.
+
+        Only once all have been started: one that is stopped before its program is loaded stops the
+        thread that starts it as well.
+        """
         for pid in self.look():
             kill_group(pid, signal.SIGSTOP)
 
@@ -120,7 +124,9 @@ class Workers:
         return True
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:

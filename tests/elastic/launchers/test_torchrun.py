@@ -128,8 +128,10 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
 def test_a_job_grows_when_a_node_comes(tmp_path: Path) -> None:
     with _job(tmp_path, 1, most=2, conf=",controller.gather_s=0.5") as job:
         generation = job.steps(1)
+        life = job.status().life
         job.start(1)
         job.steps(2, generation, nodes={"node0", "node1"})
+        assert job.status().life == life  # nobody took its seat
         _ends_well(job)
 
 
