@@ -20,7 +20,7 @@ from ckptd.elastic.launchers.kubernetes_api import Api
 from ckptd.testing.fakekube import FakeKube
 from tests.cli.running import COMMAND, Cli
 
-LONG_S = 90.0
+LONG_S = 240.0
 SCRIPT = """
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -86,6 +86,7 @@ def until(true: Callable[[], object], what: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_pods_that_are_deleted_come_back_and_the_job_ends(
     controller: str, secret: str, tmp_path: Path
 ) -> None:
