@@ -9,11 +9,11 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptd.elastic.lease import Lease
-from ckptd.elastic.worker import WorkerLink
-from ckptd.elastic.workerwire import LEASE_EXIT_CODE
+from ckptd.elastic.workerwire import LEASE_EXIT_CODE, LEASE_VARIABLE
 
 __all__ = ["BEFORE_STEP", "check_lease", "end_if_over", "guard_steps"]
 
+_lease: Lease | None = None
 _installed = False
 BEFORE_STEP: list[Callable[[], None]] = []
 """What else is called before each step; what it raises is raised by the step."""
@@ -22,20 +22,22 @@ BEFORE_STEP: list[Callable[[], None]] = []
 def guard_steps() -> None:
     """Look at the lease before each step of any optimizer in this process. Idempotent.
 
-    Does nothing where no launcher of ckptd started it.
+    Where no launcher of ckptd leases this node to its ranks, there is nothing to look at. No
+    connection to the launcher is made: this may be a process that a rank has started.
     """
-    global _installed
-    if _installed or WorkerLink.current() is None:
-        return
-    _installed = True
-    register_optimizer_step_pre_hook(_before_step)
+    global _installed, _lease
+    path = os.environ.get(LEASE_VARIABLE)
+    if path and _lease is None:
+        _lease = Lease(path)
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
 
 
 def check_lease() -> None:
     """End this process if its lease is over: others may train on in its place by now."""
-    link = WorkerLink.current()
-    if link is not None and link.lease is not None:
-        end_if_over(link.lease)
+    if _lease is not None:
+        end_if_over(_lease)
 
 
 def end_if_over(lease: Lease) -> None:
