@@ -22,7 +22,9 @@ _LONG_S = 240.0
 class Job:
     """A batch job that trains on all four nodes."""
 
-    def __init__(self, cluster: Cluster, folder: Path, steps: int, *options: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, steps: int, *options: str, every: int = 10
+    ) -> None:
         self.cluster, self.folder = cluster, folder
         command = [*COMMAND, "slurm", "--json", *options, str(_SCRIPT), str(folder), str(steps)]
         (folder / "job.sbatch").write_text(
@@ -30,6 +32,7 @@ class Job:
             "#SBATCH --nodes=4 --ntasks-per-node=1 --no-kill --requeue --open-mode=append\n"
             f"#SBATCH --signal=B:USR1@120 --output={folder}/out --chdir={folder}\n"
             f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
+            f"export EVERY={every}\n"
             f"exec {shlex.join([*command, '0.05'])}\n"
         )
         self.number = cluster.run("sbatch", "--parsable", str(folder / "job.sbatch")).strip()

@@ -29,8 +29,8 @@ ALL = {"n1", "n2", "n3", "n4"}
 def job(slurm: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def make(steps: int, *options: str) -> Job:
-        jobs.append(Job(slurm, tmp_path, steps, *options))
+    def make(steps: int, *options: str, every: int = 10) -> Job:
+        jobs.append(Job(slurm, tmp_path, steps, *options, every=every))
         return jobs[-1]
 
     slurm.idle()
@@ -72,11 +72,8 @@ def test_ranks_launchers_and_nodes_are_lost(slurm: Cluster, job: Callable[..., J
         slurm.revive("n4")
 
 
-def test_a_drained_node_is_left_and_usr1_requeues(
-    slurm: Cluster, job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EVERY", "100000")  # nothing is saved otherwise
-    one = job(100_000)
+def test_a_drained_node_is_left_and_usr1_requeues(slurm: Cluster, job: Callable[..., Job]) -> None:
+    one = job(100_000, every=100_000)  # nothing is saved otherwise
     first = one.until_on(ALL)
     slurm.run("scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=cable")
     try:
