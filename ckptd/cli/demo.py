@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from cyclopts import Parameter
 
+from ckptd.cli.demo_elastic import show_elastic
 from ckptd.cli.output import Json, flag, print_table
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 
@@ -41,9 +42,13 @@ def demo(
     ] = Path("ckptd-demo"),
     quick: Annotated[bool, flag("A smaller model and fewer steps.")] = False,
     keep: Annotated[bool, flag("Keep the copies that loads were compared with.")] = False,
+    only: Annotated[
+        tuple[Literal["save", "watch", "elastic"], ...],
+        Parameter(help="This part, and no other; may be repeated."),
+    ] = (),
     json: Json = False,
 ) -> int:
-    """Train a small GPT, kill a rank while it saves, resume on 2 and on 3 ranks, compare."""
+    """Train small GPTs: save, load, watch, recover; break them, and compare with what is right."""
     if find_spec("torch") is None:
         raise UsageError(
             "the demo needs PyTorch, which is not installed",
@@ -52,7 +57,7 @@ def demo(
         )
     report: dict[str, Any] | None = None
     error: CkptdError | None = None
-    with _started(_command(dir, quick=quick, keep=keep)) as process:
+    with _started(_command(dir, only, quick=quick, keep=keep)) as process:
         for line in process.stdout or ():
             event = _decode(line)
             if "error" in event:
@@ -75,8 +80,8 @@ def demo(
     return 0 if report["ok"] else 1
 
 
-def _command(folder: Path, *, quick: bool, keep: bool) -> list[str]:
-    flags = ["--quick"] * quick + ["--keep"] * keep
+def _command(folder: Path, only: Sequence[str], *, quick: bool, keep: bool) -> list[str]:
+    flags = ["--quick"] * quick + ["--keep"] * keep + [f"--only={part}" for part in only]
     return [sys.executable, "-m", "ckptd.train.demo", *flags, "--", str(folder)]
 
 
@@ -139,15 +144,19 @@ def _ended_early(process: subprocess.Popen[str]) -> CkptdError:
 
 
 def _show(report: dict[str, Any]) -> None:
-    lives = [report["reference"], *report["lives"]]
-    cells = [_cells(life) for life in lives]
-    print_table(
-        ("", *(life["name"] for life in lives)),
-        [(label, *(cell[label] for cell in cells)) for label in cells[0]],
-    )
-    for line in _lines(report):
-        print(line)
-    _show_watched(report)
+    if report["reference"] is not None:
+        lives = [report["reference"], *report["lives"]]
+        cells = [_cells(life) for life in lives]
+        print_table(
+            ("", *(life["name"] for life in lives)),
+            [(label, *(cell[label] for cell in cells)) for label in cells[0]],
+        )
+        for line in _lines(report):
+            print(line)
+    if report["watched"] is not None or report["watch_note"]:
+        _show_watched(report)
+    if report["elastic"] is not None or report["elastic_note"]:
+        show_elastic(report["elastic"], report["elastic_note"])
     for line in _ending(report):
         print(line)
 
@@ -231,9 +240,13 @@ def _ending(report: dict[str, Any]) -> Iterator[str]:
     total = len(report["checks"])
     held = sum(check["ok"] for check in report["checks"])
     yield f"{held} of {total} checks hold; {report['seconds']:.0f} s in all."
-    yield f"checkpoints  {report['checkpoints']}"
-    yield f"resharded    {report['relaid']['root']}"
-    yield f"plot         {report['plot'] or report['plot_note']}"
-    yield "try next"
+    if report["relaid"] is not None:
+        yield f"checkpoints  {report['checkpoints']}"
+        yield f"resharded    {report['relaid']['root']}"
+        yield f"plot         {report['plot'] or report['plot_note']}"
+    if report["elastic_plot"] is not None:
+        yield f"plot         {report['elastic_plot']}"
+    if report["next"]:
+        yield "try next"
     for command in report["next"]:
         yield f"  {command}"

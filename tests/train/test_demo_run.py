@@ -17,8 +17,18 @@ import psutil
 import pytest
 
 from ckptd.train.demo.crash import Kill
+from ckptd.train.demo.elasticjudge import Life
 from ckptd.train.demo.launch import read_rows
-from ckptd.train.demo.report import Check, Found, LifeReport, Pace, Report, Watched
+from ckptd.train.demo.report import (
+    Check,
+    Deed,
+    Elastic,
+    Found,
+    LifeReport,
+    Pace,
+    Report,
+    Watched,
+)
 from ckptd.train.demo.spec import ProcessRow
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "demo.md"
@@ -41,12 +51,17 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert (document.pop("verb"), document.pop("schema")) == ("demo", 1)
     report = msgspec.convert(document, Report)
     _check_lives(report)
+    assert report.kill is not None
     assert report.kill.landed
     assert len(report.checks) >= 14
+    assert report.relaid is not None
     assert report.relaid.identical
+    assert report.pace is not None
     assert report.pace.complete == report.pace.saves > 6
     assert report.pace.ratio > 0
     _check_watched(report)
+    _check_elastic(report)
+    assert (folder / "elastic.png").read_bytes().startswith(b"\x89PNG")
     assert (folder / "resharded" / "ckptd.json").exists()
     assert all(check.ok for check in report.checks)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -83,6 +98,13 @@ def _check_watched(report: Report) -> None:
     assert all(one.after_s > one.floor_s for one in report.watched.found)
 
 
+def _check_elastic(report: Report) -> None:
+    assert report.elastic is not None, report.elastic_note
+    assert [deed.ranks for deed in report.elastic.deeds] == [4, 3, 4]
+    assert report.elastic.violations == []
+    assert len(report.elastic.lives) >= 4
+
+
 def _check_lives(report: Report) -> None:
     first, second, third = report.lives
     assert [life.ranks for life in report.lives] == [4, 2, 3]
@@ -108,7 +130,8 @@ def _check_lives(report: Report) -> None:
 def test_an_interrupt_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     folder = tmp_path / "demo"
     process = subprocess.Popen(
-        [*CLI, "demo", "--dir", str(folder), "--quick"], stdout=subprocess.DEVNULL
+        [*CLI, "demo", "--dir", str(folder), "--quick", "--only", "save"],
+        stdout=subprocess.DEVNULL,
     )
     try:
         _wait_for(lambda: (folder / "runs" / "life-1" / "steps.jsonl").exists(), process)
@@ -134,7 +157,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 def test_the_guide_names_every_field() -> None:
     words = set(re.findall(r"`([a-z_]+)`", GUIDE.read_text()))
-    for kind in (Report, LifeReport, Kill, Pace, Check, Watched, Found):
+    for kind in (Report, LifeReport, Kill, Pace, Check, Watched, Found, Elastic, Deed, Life):
         missing = {field.name for field in msgspec.structs.fields(kind)} - words
         assert not missing, kind
 

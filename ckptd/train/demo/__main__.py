@@ -7,6 +7,8 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
@@ -14,15 +16,22 @@ from typing import NoReturn
 import msgspec
 
 from ckptd.errors import CkptdError
+from ckptd.train.demo import elastic
+from ckptd.train.demo import watched as watch
 from ckptd.train.demo.data import read_corpus
+from ckptd.train.demo.elastic import checks_of_elastic
+from ckptd.train.demo.elasticplot import draw_elastic
 from ckptd.train.demo.folder import Folder
 from ckptd.train.demo.judge import checks_of
 from ckptd.train.demo.plot import Curve, draw
-from ckptd.train.demo.report import Event, Report
+from ckptd.train.demo.report import Elastic, Event, Report, Watched
 from ckptd.train.demo.story import FULL, QUICK, Plan, Story, tell
-from ckptd.train.demo.watched import checks_of_watch, watch_a_job, why_not
+from ckptd.train.demo.watched import checks_of_watch
 
-__all__ = ["main"]
+__all__ = ["PARTS", "main"]
+
+PARTS = ("watch", "elastic", "save")
+ELASTIC_TOLERANCE = 1e-6
 
 
 def main() -> None:
@@ -31,12 +40,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--keep", action="store_true", help="keep the copies of loaded states")
+    parser.add_argument("--only", action="append", choices=PARTS, help="this part, and no other")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
     begun = time.monotonic()
     try:
         plan = QUICK if arguments.quick else FULL
-        report = _run(Folder(arguments.folder), plan, begun, keep=arguments.keep)
+        parts = arguments.only or PARTS
+        report = _run(Folder(arguments.folder), plan, parts, begun, keep=arguments.keep)
     except CkptdError as error:
         notes = list(getattr(error, "__notes__", []))
         _print(Event(error=error.to_dict(), notes=notes))
@@ -48,42 +59,92 @@ def main() -> None:
     sys.exit(0 if report.ok else 1)
 
 
-def _run(folder: Folder, plan: Plan, begun: float, *, keep: bool) -> Report:
+def _run(folder: Folder, plan: Plan, parts: Sequence[str], begun: float, *, keep: bool) -> Report:
     folder.prepare()
-    corpus = read_corpus()
-    story = tell(folder, plan, lambda text: _say(text, begun))
+    say = partial(_say, begun=begun)
+    watched, watch_note = _watched(folder, plan, say) if "watch" in parts else (None, "")
+    elastic, elastic_note, plot = None, "", None
+    if "elastic" in parts:
+        elastic, elastic_note, plot = _elastic(folder, plan, say)
+    report = Report(
+        ok=True,
+        folder=str(folder.path),
+        checkpoints=str(folder.checkpoints),
+        plot=None,
+        plot_note="",
+        seconds=0.0,
+        parameters=plan.shape.parameters,
+        text=read_corpus().digest,
+        reference=None,
+        lives=[],
+        kill=None,
+        relaid=None,
+        pace=None,
+        watched=watched,
+        watch_note=watch_note,
+        elastic=elastic,
+        elastic_note=elastic_note,
+        elastic_plot=plot,
+        checks=[],
+        next=[],
+    )
+    if "save" in parts:
+        report = _saved(folder, plan, report, say, keep=keep)
+    checks = list(report.checks)
+    checks += [] if watched is None else checks_of_watch(watched)
+    checks += [] if elastic is None else checks_of_elastic(elastic)
+    report = msgspec.structs.replace(
+        report,
+        ok=all(check.ok for check in checks),
+        checks=checks,
+        seconds=time.monotonic() - begun,
+    )
+    folder.report.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return report
+
+
+def _saved(
+    folder: Folder, plan: Plan, report: Report, say: Callable[[str], None], *, keep: bool
+) -> Report:
+    """Return the report with the part about saving and loading."""
+    story = tell(folder, plan, say)
     lives = story.reports(plan)
-    watch_note = why_not()
-    watched = None
-    if not watch_note:
-        place = folder.runs / "watched"
-        watched = watch_a_job(place, plan.deadline_s, lambda text: _say(text, begun))
     plot_note = _draw(folder, story)
     if not keep:
         folder.remove_copies()
-    checks = checks_of(lives, story.kill.landed, story.relaid, story.pace, plan.steps)
-    checks += [] if watched is None else checks_of_watch(watched)
-    report = Report(
-        ok=all(check.ok for check in checks),
-        folder=str(folder.path),
-        checkpoints=str(folder.checkpoints),
+    return msgspec.structs.replace(
+        report,
         plot=None if plot_note else str(folder.plot),
         plot_note=plot_note,
-        seconds=time.monotonic() - begun,
-        parameters=plan.shape.parameters,
-        text=corpus.digest,
         reference=story.reference_report(plan),
         lives=lives,
         kill=story.kill,
         relaid=story.relaid,
         pace=story.pace,
-        watched=watched,
-        watch_note=watch_note,
-        checks=checks,
+        checks=checks_of(lives, story.kill.landed, story.relaid, story.pace, plan.steps),
         next=_next(folder, lives[-1].expected_from, plan.steps),
     )
-    folder.report.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    return report
+
+
+def _watched(folder: Folder, plan: Plan, say: Callable[[str], None]) -> tuple[Watched | None, str]:
+    note = watch.why_not()
+    if note:
+        return None, note
+    return watch.watch_a_job(folder.runs / "watched", plan.deadline_s, say), ""
+
+
+def _elastic(
+    folder: Folder, plan: Plan, say: Callable[[str], None]
+) -> tuple[Elastic | None, str, str | None]:
+    note = elastic.why_not()
+    if note:
+        return None, note, None
+    place = folder.runs / "elastic"
+    told, rows = elastic.elastic_run(place, ELASTIC_TOLERANCE, plan.deadline_s, say)
+    if find_spec("matplotlib") is None:
+        return told, "", None
+    draw_elastic(folder.elastic_plot, told, rows)
+    return told, "", str(folder.elastic_plot)
 
 
 def _draw(folder: Folder, story: Story) -> str:

@@ -25,8 +25,8 @@ class Folder:
         A checkpoint in another layout.
     runs
         Reports and logs of the runs, a folder each.
-    plot, report
-        The picture and the result.
+    plot, elastic_plot, report
+        The pictures and the result.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,6 +36,7 @@ class Folder:
         self.resharded = self.path / "resharded"
         self.runs = self.path / "runs"
         self.plot = self.path / "loss.png"
+        self.elastic_plot = self.path / "elastic.png"
         self.report = self.path / "report.json"
         self._marker = self.path / _MARKER
 
@@ -60,6 +61,7 @@ class Folder:
                 self.resharded,
                 self.runs,
                 self.plot,
+                self.elastic_plot,
                 self.report,
             ):
                 _remove(ours)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from ckptd.train.demo.crash import Kill
+from ckptd.train.demo.elasticjudge import Life
 from ckptd.train.demo.relaid import Relaid
 
-__all__ = ["Check", "Event", "Found", "LifeReport", "Pace", "Report", "Watched"]
+__all__ = [
+    "Check",
+    "Deed",
+    "Elastic",
+    "Event",
+    "Found",
+    "LifeReport",
+    "Pace",
+    "Report",
+    "Watched",
+]
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -146,8 +159,62 @@ class Watched(msgspec.Struct, frozen=True):
     found: list[Found]
 
 
+class Deed(msgspec.Struct, frozen=True):
+    """What was done to the nodes of the elastic job, and what it did.
+
+    Attributes
+    ----------
+    what
+        What was done, and to whom.
+    ranks
+        On how many it trained then.
+    after_s
+        Seconds from the deed to the first step of the next generation.
+    right
+        It trained on as many as there should be, and without whom was at fault.
+    """
+
+    what: str
+    ranks: int
+    after_s: float
+    right: bool
+
+
+class Elastic(msgspec.Struct, frozen=True):
+    """A job under ``ckptd run`` whose nodes come and go.
+
+    Attributes
+    ----------
+    nodes, ranks, steps
+        Nodes at first, ranks that it was made for, and its last step.
+    url
+        Where its page was.
+    deeds
+        What was done to it, in order.
+    lives
+        Its generations: what each trained, and how many steps had to be trained again.
+    recoveries
+        As ``ckptd ctl status`` tells them: what each took, by its parts.
+    gap, tolerance
+        Largest relative difference of a loss from the uninterrupted run's, and what is allowed.
+    violations
+        What must never be and was.
+    """
+
+    nodes: int
+    ranks: int
+    steps: int
+    url: str
+    deeds: list[Deed]
+    lives: list[Life]
+    recoveries: list[dict[str, Any]]
+    gap: float
+    tolerance: float
+    violations: list[str]
+
+
 class Report(msgspec.Struct, frozen=True):
-    """The result of the demo.
+    """The result of the demo. What belongs to a part that was not wanted is null.
 
     Attributes
     ----------
@@ -169,6 +236,9 @@ class Report(msgspec.Struct, frozen=True):
         What a save at every step costs.
     watched
         The job that was watched; None where it could not be, and `watch_note` says why.
+    elastic, elastic_plot
+        The job whose nodes came and went, and its picture; None where there was none, and
+        `elastic_note` says why.
     """
 
     ok: bool
@@ -179,13 +249,16 @@ class Report(msgspec.Struct, frozen=True):
     seconds: float
     parameters: int
     text: str
-    reference: LifeReport
+    reference: LifeReport | None
     lives: list[LifeReport]
-    kill: Kill
-    relaid: Relaid
-    pace: Pace
+    kill: Kill | None
+    relaid: Relaid | None
+    pace: Pace | None
     watched: Watched | None
     watch_note: str
+    elastic: Elastic | None
+    elastic_note: str
+    elastic_plot: str | None
     checks: list[Check]
     next: list[str]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from ckptd.errors import CkptdError, DeadlineError
 
@@ -13,9 +15,12 @@ _CLI = "import sys; from ckptd.cli.main import main; main(sys.argv[1:])"
 
 
 def run_ckptd(
-    arguments: list[str], deadline_s: float, fine: tuple[int, ...] = (0,)
+    arguments: list[str],
+    deadline_s: float,
+    fine: tuple[int, ...] = (0,),
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run the command line in a process of its own, as a user would.
+    """Run the command line in a process of its own, as a user would, with `env` besides its own.
 
     Raises
     ------
@@ -27,7 +32,11 @@ def run_ckptd(
     command = [sys.executable, "-c", _CLI, *arguments]
     try:
         done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=deadline_s
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=deadline_s,
+            env={**os.environ, **(env or {})},
         )
     except subprocess.TimeoutExpired:
         raise DeadlineError(
