@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.engine.agentlink import run_folder
 from ckptd.engine.hostinfo import node_name
-from ckptd.errors import UsageError
+from ckptd.errors import StoreError, UsageError
 from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.ringlayout import RecorderState, text_hash
 from ckptd.monitor.view import Phase
@@ -292,12 +292,8 @@ def regroup(generation: int, rank: int, world: int) -> Recorder | None:
     Returns
     -------
     Recorder or None
-        The new recorder; None, and nothing done, where this process records nothing.
-
-    Raises
-    ------
-    StoreError
-        kind ``no-space``: no room for the ring. Nothing is recorded then.
+        The new recorder; None where this process recorded nothing, or there is no room for another
+        ring: the program then goes on unwatched, and the log says so.
     """
     before = _current
     if before is None:
@@ -308,7 +304,11 @@ def regroup(generation: int, rank: int, world: int) -> Recorder | None:
     with suppress(OSError):
         old.unlink()
     identity = replace(before.ring.identity, generation=generation, rank=rank, world=world)
-    new = _begin(old.parent, identity, wanted())
+    try:
+        new = _begin(old.parent, identity, wanted())
+    except StoreError as error:
+        _log.warning("collectives are not recorded any more: %s", error)
+        return None
     new.goes_on(before)
     return new
 

@@ -15,7 +15,7 @@ from ckptd.agent.rings import Rings
 from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.ringreader import read
 from ckptd.testing.ranks import run_ranks
-from ckptd.train.recorder import regroup
+from ckptd.train.recorder import recorder, regroup
 from tests.train.recorder_jobs import attach
 
 pytestmark = pytest.mark.timeout(600)
@@ -50,9 +50,15 @@ def two_lives(folder: str) -> None:
     assert third.ring.path == second.ring.path
     assert third.ring.identity.generation == 6
     assert len(list(Path(folder).glob("*.ring"))) == 1
-    ckptd.monitor.detach()
+    # No room for another ring: the program goes on, and nothing is recorded.
+    third.ring.path.unlink()
+    os.rmdir(folder)
+    assert regroup(7, 0, 1) is None
+    assert recorder() is None
+    dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.dist
 def test_a_process_with_two_lives(tmp_path: Path) -> None:
-    run_ranks(1, two_lives, str(tmp_path))
+    (tmp_path / "rings").mkdir()
+    run_ranks(1, two_lives, str(tmp_path / "rings"))
