@@ -6,6 +6,8 @@ on each node; see ``docs/guide/in-process.md``. Parameters are bitwise the same 
 of ranks was meanwhile.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -5,6 +5,8 @@
 on each node; see ``docs/guide/in-process.md``.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

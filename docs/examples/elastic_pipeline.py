@@ -8,6 +8,8 @@ Tensors have the names of their layers in the whole model, so that any stage loa
 has saved.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
