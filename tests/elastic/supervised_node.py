@@ -1,5 +1,7 @@
 """A node of which only the launcher is real: ``NAME JOB LOG FOLDER``; ends with the job's code."""
 
+from __future__ import annotations
+
 import os
 import sys
 import time

@@ -1,5 +1,7 @@
 """A plain training script, of which nothing knows of restarts but its checkpointer."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
