@@ -15,6 +15,8 @@ from ckptd.errors import RefusedError
 
 __all__ = ["ACTIVE", "Decisions"]
 
+_CLEAN = 24
+"""Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
 ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 
 
@@ -93,11 +95,12 @@ class Decisions:
     ) -> None:
         """Restart because something failed; `known` as for `Ladder.failed`."""
         s = self.settings
-        if node and self.nodes.blame(
+        mended = bool(node) and self.nodes.blame(
             node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s
-        ):
+        )
+        if mended:
             self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
-        self.ladder.failed(self.step, known=known)
+        self.ladder.failed(self.step, known=known, mended=mended)
         verdict = self.ladder.verdict(self._cheapest())
         self._fence(reason, now, detect_s=detect_s)
         if verdict:
@@ -115,7 +118,7 @@ class Decisions:
     ) -> None:
         self.generation += 1
         self._settling, self._broken, self._planned_restart = False, None, planned
-        self.level = self.ladder.level(self._cheapest())
+        self.level = self.ladder.level(self._cheapest(), self.step)
         self._fenced_at, self._hurried = now, False
         waited = self.members | {n.name for n in self.nodes if n.running}
         self._pending = sorted(waited, reverse=True)
@@ -191,7 +194,7 @@ class Decisions:
             by=self._by,
             level=self.level,
             failures=self.ladder.failures,
-            fruitless=self.ladder.fruitless,
+            fruitless=self.ladder.in_vain(self.step),
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False
@@ -205,12 +208,17 @@ class Decisions:
 
     def _choice(self, now: float) -> Choice | None:
         current = self.record.shape if self.record else None
-        for all_up in (False, True):  # a node that is often at fault is better than none
-            slots = self.nodes.slots(now, self.record, all_up=all_up)
+        # Who was left out a while ago comes back as the last of the spares; and a node that is
+        # often at fault is better than none.
+        for clean_s, all_up in ((_CLEAN * self.settings.out_s, False), (0.0, False), (0.0, True)):
+            slots = self.nodes.slots(now, self.record, all_up=all_up, clean_s=clean_s)
             try:
-                return choose(self.job, slots, current)
+                choice = choose(self.job, slots, current)
             except RefusedError as error:
                 self._refused = f"there were {error.found}; wanted were {error.wanted}"
+                continue
+            if clean_s == 0.0 or choice.shape.world >= self.job.planned.world:
+                return choice
         return None
 
     # --- the end ----------------------------------------------------------------------------------

@@ -204,6 +204,7 @@ class Hearing(Decisions):
             for name in event.nodes:
                 node = self.nodes[name]
                 node.out_until, node.faults, node.leaving = -math.inf, [], None
+                node.outs, node.out_at = 0, -math.inf
             return
         if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
             for name in event.nodes:

@@ -43,7 +43,7 @@ class Ladder:
             return cls(settings)
         return cls(settings, record.failures, record.fruitless, record.step)
 
-    def failed(self, step: int, *, known: bool = True) -> None:
+    def failed(self, step: int, *, known: bool = True, mended: bool = False) -> None:
         """Count a fault.
 
         Parameters
@@ -53,9 +53,12 @@ class Ladder:
         known
             Whether it is known what the generation committed: a controller that was away does not
             know, and takes it for progress.
+        mended
+            Whether a node is left out from now on because of it: the next generation is without a
+            likely cause, so that this one says nothing against it.
         """
         self.failures += 1
-        if known:
+        if known and not (mended and step <= self.stepped):
             self.fruitless = self.fruitless + 1 if step <= self.stepped else 0
         self.stepped = step
 
@@ -70,9 +73,13 @@ class Ladder:
         else:
             self.fruitless += 1
 
-    def level(self, cheapest: int) -> int:
+    def in_vain(self, step: int) -> int:
+        """Return `fruitless`, or 0 if a step was committed since the last fault."""
+        return self.fruitless if step <= self.stepped else 0
+
+    def level(self, cheapest: int, step: int) -> int:
         """Return the level of the next restart; `cheapest` is the least that can be."""
-        return min(cheapest + self.fruitless, self.settings.levels)
+        return min(cheapest + self.in_vain(step), self.settings.levels)
 
     def verdict(self, cheapest: int) -> str:
         """Return why the job is given up: the kind of an `Abort`, or nothing."""

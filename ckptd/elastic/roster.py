@@ -12,6 +12,8 @@ from ckptd.elastic.placement import Coordinate, Slot
 
 __all__ = ["Node", "Roster"]
 
+_MOST_DOUBLED = 6
+
 
 @dataclass
 class Node:
@@ -35,6 +37,8 @@ class Node:
         Not used before this moment; infinite until somebody orders otherwise.
     faults
         When it was at fault.
+    outs, out_at
+        How often it was left out because of them, and when last.
     leaving
         The life that will be taken away: not used any more.
     dismissed
@@ -59,6 +63,8 @@ class Node:
     running: int = 0
     out_until: float = -math.inf
     faults: list[float] = field(default_factory=list)
+    outs: int = 0
+    out_at: float = -math.inf
     leaving: str | None = None
     dismissed: str | None = None
     asked: str | None = None
@@ -121,22 +127,33 @@ class Roster:
         node.faults = [at for at in node.faults if now - at < window_s] + [now]
         if len(node.faults) < most or node.out_until > now:
             return False
-        node.out_until = now + out_s
+        # Who comes back and is at fault again stays away longer each time.
+        node.out_until = now + out_s * 2 ** min(node.outs, _MOST_DOUBLED)
+        node.outs, node.out_at = node.outs + 1, now
         return True
 
-    def slots(self, now: float, last: Record | None, *, all_up: bool = False) -> list[Slot]:
+    def slots(
+        self,
+        now: float,
+        last: Record | None,
+        *,
+        all_up: bool = False,
+        clean_s: float = -math.inf,
+    ) -> list[Slot]:
         """Return the slots of usable nodes, with what they held in the last generation.
 
         Parameters
         ----------
         all_up
             Those that are left out for a time as well; never those that somebody has ordered out.
+        clean_s
+            None that was left out because of its faults in the last so many seconds.
         """
         members = last.members if last is not None else ()
         held = {(m.node, m.slot): Coordinate(m.pp, m.dp, m.tp) for m in members}
         out: list[Slot] = []
         for node in sorted(self, key=lambda n: n.name):
-            if node.usable(now, all_up=all_up):
+            if node.usable(now, all_up=all_up) and now - node.out_at >= clean_s:
                 out += [
                     Slot(node.name, number, held.get((node.name, number)))
                     for number in range(node.slots)

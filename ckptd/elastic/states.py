@@ -69,7 +69,8 @@ class ControllerSettings:
     max_restarts
         Faults before the job is given up, whatever it commits between them; None for any number.
     flaps, flap_window_s, out_s
-        A node that is at fault so often within the window is left out for `out_s`.
+        A node that is at fault so often within the window is left out for `out_s`, and for twice
+        as long each time that it comes back and is left out again.
     """
 
     silent_s: float = 5.0

@@ -376,7 +376,9 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - every kind of failure is a result
             ends["violation"] += 1
             sys.stdout.write(f"seed {seed}: {type(error).__name__} {error}\n")
-            sys.stdout.flush()
+        if (seed + 1 - first) % 250 == 0:
+            sys.stdout.write(f"seeds {first} to {seed}: {dict(ends)}\n")
+        sys.stdout.flush()
     sys.stdout.write(f"seeds {first} to {last - 1}: {dict(ends)}\n{dict(sorted(counts.items()))}\n")
 
 

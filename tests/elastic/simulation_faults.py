@@ -133,7 +133,9 @@ class _Faults:
     def fault_lost_log(self) -> None:
         """The controller dies, and the next ones do not find the log."""
         world = self.world
-        if not world.log or not any(n.alive and n.reaches and n.running for n in self.nodes):
+        # Of a job whose nodes are all new nobody can know that it was begun before.
+        know = all(n.alive and n.reaches and (n.running or n.fenced) for n in self.nodes)
+        if not world.log or not know:
             return
         before = [(n.name, n.life, n.running) for n in self.nodes]
         world.log_lost = self.rng.choice(["empty", "broken"])
