@@ -71,8 +71,9 @@ class TestSlurm(LauncherContract):
                 assert _state(launcher, node) is MachineState.DRAINING
             finally:
                 slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+            # It says for a moment that it does not respond.
+            until(lambda: _state(launcher, node) is MachineState.UP, f"{node} is up again")
             assert launcher.hints(60.0) == ()
-            assert _state(launcher, node) is MachineState.UP
 
 
 def _state(launcher: Launcher, node: str) -> MachineState:
