@@ -509,10 +509,17 @@ def test_who_does_not_come_out_is_killed_and_who_does_not_kill_is_left_to_its_le
     assert not driver.machine.may_renew("c")
 
 
-# What the simulator found; each was mended.
+def test_a_member_that_runs_nothing_and_does_not_say_why_is_a_fault(driver: Driver) -> None:
+    driver.running["b"], driver.fenced["b"] = 0, 1
+    assert none(driver.pass_time(4, "a", "b", "c"), Fence)
+    assert not none(driver.pass_time(3, "a", "b", "c"), Fence)
+    assert driver.machine.reason == "the workers of b are gone"
 
 
-def test_found_35_116_a_launcher_that_was_stuck_is_fenced_again(driver: Driver) -> None:
+# What the simulations found; each was mended.
+
+
+def test_found_116_a_launcher_that_was_stuck_is_fenced_again(driver: Driver) -> None:
     driver.hear(Ended(node="a", generation=1, code=-9))
     driver.all_fenced("a", "b")
     driver.pass_time(25, "a", "b", "c")
