@@ -105,6 +105,10 @@ def _grow(run: Run) -> float:
     return now
 
 
+def _nothing(_: Run) -> float:
+    return time.monotonic()
+
+
 def _touch(name: str) -> Callable[[Run], float]:
     def strike(run: Run) -> float:
         now = time.monotonic()
@@ -131,8 +135,13 @@ CASES: dict[str, Case] = {
     "grow": Case(1, (2,), _grow, most=2),
     "l0-4-3": Case(4, (3,), _lose(3), _SESSION),
     "l0-3-4": Case(3, (4,), _grow, _SESSION, most=4),
+    "ideal-1": Case(1, (1,), _nothing),
+    "ideal-2": Case(2, (2,), _nothing),
+    "ideal-3": Case(3, (3,), _nothing, _SESSION),
+    "ideal-4": Case(4, (4,), _nothing, _SESSION),
 }
-"""``stop-worker`` and ``mismatch`` are noticed by nobody but the daemon and the time-out, 10 s."""
+"""``stop-worker`` and ``mismatch`` are noticed by nobody but the daemon and the time-out, 10 s.
+``ideal-N``: no fault; the steps per second of N ranks that began as N."""
 
 
 def once(name: str, system: str) -> dict[str, Any]:
@@ -148,6 +157,9 @@ def once(name: str, system: str) -> dict[str, Any]:
         )
         if before is None:
             return {"failed": "the job did not start", "logs": run.logs()}
+        if name.startswith("ideal"):
+            time.sleep(_RATE_S)
+            return {"total": None, "load_avg": os.getloadavg()[0], "rate": _rate(run, before)}
         struck = case.strike(run)
         return _measured(run, case, struck)
     finally:
@@ -174,10 +186,18 @@ def _measured(run: Run, case: Case, struck: float) -> dict[str, Any]:
     if run.system in OURS:
         recoveries = run.operator().status().recoveries
         out["controller"] = recoveries[-1] if recoveries else None
-    after = [e["t"] for e in run.events() if e["what"] == "step" and e["pid"] == step["pid"]]
-    if len(after) > 2:
-        out["rate"] = (len(after) - 1) / (after[-1] - after[0])
+    out["rate"], out["world"] = _rate(run, step), step["world"]
     return out
+
+
+def _rate(run: Run, first: dict[str, Any]) -> float | None:
+    """Return the steps per second of one process, from one of its steps on."""
+    moments = [
+        e["t"]
+        for e in run.events()
+        if e["what"] == "step" and e["pid"] == first["pid"] and e["step"] >= first["step"]
+    ]
+    return (len(moments) - 1) / (moments[-1] - moments[0]) if len(moments) > 2 else None
 
 
 def _split(rows: list[dict[str, Any]], step: dict[str, Any], struck: float) -> dict[str, float]:
@@ -209,6 +229,11 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def _median(runs: Sequence[dict[str, Any]], key: str) -> float:
+    values = [r[key] for r in runs if r.get(key) is not None]
+    return statistics.median(values) if values else float("nan")
+
+
 def report(data: dict[str, Any]) -> None:
     """Write what was measured so far."""
     rows = []
@@ -221,13 +246,18 @@ def report(data: dict[str, Any]) -> None:
         nan = float("nan")
         row.append(statistics.median(totals) if totals else nan)
         row.append(_percentile(totals, 0.95) if totals else nan)
-        for part in ("agree", "import", "init", "load", "step", "steps_lost", "rate"):
-            values = [r[part] for r in good if r.get(part) is not None]
-            row.append(statistics.median(values) if values else nan)
+        parts = ("agree", "import", "init", "load", "step", "steps_lost")
+        rate = _median(runs, "rate")
+        row += [*(_median(good, part) for part in parts), rate]
+        row.append(
+            rate / _median(data.get(f"ideal-{good[0]['world']} {system}", []), "rate")
+            if good and "world" in good[0]
+            else nan
+        )
         loads = [r["load_avg"] for r in runs]
         rows.append([*row, statistics.median(loads) if loads else nan])
     head = ["case", "system", "recovered", "median s", "p95 s", "agree", "import", "init", "load"]
-    head += ["first step", "steps lost", "steps/s after", "load average"]
+    head += ["first step", "steps lost", "steps/s after", "of ideal", "load average"]
     text = (
         "From the fault to the first step of all ranks after it; seconds, medians of the runs that "
         f"recovered within {_WITHIN_S:.0f} s. A step takes 0.1 s, the state is 100 MiB, each rank "

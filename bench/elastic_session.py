@@ -60,7 +60,8 @@ def _state() -> DTensor:
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     rows = STATE // 4 // _COLUMNS
     ranks = dist.get_world_size()
-    mine = rows // ranks + (dist.get_rank() < rows % ranks)
+    share = -(-rows // ranks)  # as Shard does it: the last one has what is left
+    mine = min(share, rows - dist.get_rank() * share)
     return DTensor.from_local(
         torch.zeros(mine, _COLUMNS),
         mesh,

@@ -161,7 +161,12 @@ def test_a_generation_is_begun_once(node: TorchrunNode, link: _Link) -> None:
 def test_a_generation_that_is_fenced_before_its_store_is_there_is_left(node: TorchrunNode) -> None:
     node.take(_begin(1, hosts=False))
     node.take(StoreAt(generation=0, host="old", port=1))
-    timer = threading.Timer(0.1, lambda: [node.take(FenceNow(generation=2)), node.take(_begin(3))])
+
+    def others_go_on() -> None:
+        node.take(FenceNow(generation=2))
+        node.take(_begin(3))
+
+    timer = threading.Timer(0.1, others_go_on)
     timer.start()
     assert _join(node).begin.generation == 3
     timer.join()
