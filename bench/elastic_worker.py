@@ -5,6 +5,8 @@ and ends with an all-reduce. All that happens goes into one file of events, a li
 machine's monotonic clock.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import time
