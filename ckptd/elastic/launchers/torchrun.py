@@ -82,17 +82,20 @@ class CkptdRendezvous(RendezvousHandler):
         atexit.register(self.shutdown)
 
     def get_backend(self) -> str:
+        """Return ``ckptd``."""
         return BACKEND
 
     def get_run_id(self) -> str:
+        """Return the name of the job."""
         return self._settings.job
 
     @property
     def use_agent_store(self) -> bool:
-        # Workers are clients of the generation's store: rank 0 must not try to host one there.
+        """Whether workers are clients of the store: rank 0 must not try to host one there."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until this node takes part in a generation, and return its part."""
         self._store = self._client = self._hosted = None
         try:
             joined = self._side.join(self._host, self._connect)
@@ -105,15 +108,18 @@ class CkptdRendezvous(RendezvousHandler):
         return self._info(joined)
 
     def num_nodes_waiting(self) -> int:
+        """Return 1 when the agent has to come to `next_rendezvous`; its workers are dead then."""
         return int(self._side.node.changed())
 
     def is_closed(self) -> bool:
+        """Return whether this agent has left."""
         return self._over
 
     def set_closed(self) -> None:
         """Do nothing: an agent that ends does not end the job of the others."""
 
     def shutdown(self) -> bool:
+        """Leave: the job of the others goes on. Idempotent."""
         with self._leaving:
             if not self._over:
                 self._over = True

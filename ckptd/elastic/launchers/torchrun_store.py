@@ -80,6 +80,7 @@ class GenerationStore(Store):
         self._limit = timedelta(seconds=300)
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Set a key; says nothing when the generation is over."""
         try:
             self._store.set(key, value)  # type: ignore[arg-type]
         except DistError:
@@ -87,6 +88,7 @@ class GenerationStore(Store):
                 raise
 
     def get(self, key: str) -> bytes:
+        """Wait for a key, at most as long as the generation goes on."""
         try:
             self._await([key])
             return self._store.get(key)
@@ -98,18 +100,22 @@ class GenerationStore(Store):
             raise
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return several; see `get`."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """Set several; see `set`."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
+        """Add to a counter, and return it."""
         if key.startswith(_END):
             self._succeeded()
         return self._store.add(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for keys, at most as long as the generation goes on."""
         self._await(keys, timeout)
         if keys[0].startswith(_END):
             self._store.add(_LEFT, 1)
@@ -122,9 +128,11 @@ class GenerationStore(Store):
 
     @property
     def timeout(self) -> timedelta:
+        """For how long is waited."""
         return self._limit
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Set for how long is waited."""
         self._limit = timeout
 
     def _await(self, keys: list[str], timeout: timedelta | None = None) -> None:
