@@ -273,6 +273,8 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=0, help="default: 20 of ours, 5 of stock")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     options = parser.parse_args()
+    # So that a time-out around this leaves nothing behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     data = _kept()
     pairs = [
         (name, system)
@@ -288,8 +290,8 @@ def main() -> None:
             run = once(name, system)
             found.setdefault(f"{name} {system}", []).append(run)
             print(f"{rep + 1} {name} {system}: {run}", file=sys.stderr, flush=True)
-        if not options.dry:
-            report(data | found)
+            if not options.dry:
+                report(data | found)
 
 
 if __name__ == "__main__":
