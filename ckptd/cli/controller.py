@@ -123,6 +123,7 @@ def controller(
     """
     from ckptd.elastic.places import open_places
     from ckptd.elastic.running import Setup, run_controller
+    from ckptd.elastic.signpost import Signpost, put_up
 
     name = job or os.environ.get("CKPTD_JOB") or "default"
     described = _job(what or JobOptions())
@@ -142,7 +143,9 @@ def controller(
             events=events,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
-        ending = run_controller(setup, lambda: _announce(setup, json))
+        post = Signpost(job=name, address=setup.address, log=places.url, pid=os.getpid())
+        with put_up(post):
+            ending = run_controller(setup, lambda: _announce(setup, json))
         if ending is None:
             note("this controller ends; the job goes on, and waits for another one")
             return 0

@@ -15,6 +15,7 @@ from ckptd.cli.output import Document, Json, flag, print_document, print_table, 
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
+from ckptd.elastic.signpost import signposts
 from ckptd.elastic.wire import NodeRow, Status
 from ckptd.engine.agentlink import run_folder
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
@@ -66,10 +67,14 @@ class Where:
     """Which controller is meant."""
 
     job: Annotated[
-        str | None, Parameter(help="Which job; CKPTD_JOB, or default.", show_default=False)
+        str | None,
+        Parameter(
+            help="Which job; CKPTD_JOB, or the only one with a controller on this machine.",
+            show_default=False,
+        ),
     ] = None
     controller: Annotated[
-        str | None, Parameter(help="HOST:PORT; found through the log by default.")
+        str | None, Parameter(help="HOST:PORT; found on this machine or in the log by default.")
     ] = None
     log: Annotated[
         str | None, Parameter(help="Where the membership log is, if said to the controller.")
@@ -77,8 +82,29 @@ class Where:
 
     @property
     def name(self) -> str:
-        """The job's."""
-        return self.job or os.environ.get("CKPTD_JOB") or "default"
+        """The job's.
+
+        Raises
+        ------
+        NotFoundError
+            kind ``no-controller``: none is named, and not exactly one has a controller here.
+        """
+        named = self.job or os.environ.get("CKPTD_JOB")
+        if named or self.controller or self.log:
+            return named or "default"
+        posts = signposts()
+        if len({post.job for post in posts}) == 1:
+            return posts[0].job
+        raise NotFoundError(
+            "several jobs have a controller here" if posts else "no controller runs here",
+            kind="no-controller",
+            found=", ".join(sorted({post.job for post in posts})) or None,
+            hint="--job NAME says which" if posts else "--controller HOST:PORT says where it is",
+        )
+
+    def place(self) -> str | None:
+        """Return where the log is, if that is said, or known on this machine."""
+        return self.log or next((p.log for p in signposts() if p.job == self.name), None)
 
 
 @Parameter(name="*")
@@ -156,7 +182,7 @@ def _link(where: Where) -> OperatorLink:
     def find() -> str:
         if where.controller is not None:
             return where.controller
-        newest = open_places(where.name, where.log).seat.newest()
+        newest = open_places(where.name, where.place()).seat.newest()
         if newest is None:
             raise NotFoundError(
                 "no controller of this job was ever there",
