@@ -65,14 +65,14 @@ VERBS = {
     "\n\nIt prints its address. Killed at any instant and started again with the same log, it goes"
     " on; training goes on meanwhile. ckptd run starts one by itself.",
     "ctl": "See what a job that restarts is doing, and give orders to its controller.",
-    "run": "Train on this node: torchrun's command line, for jobs that survive lost ranks and nodes."
+    "run": "Train on this node: torchrun's command line, for jobs that outlive lost nodes."
     "\n\nckptd run train.py is all that one machine needs. See ckptd ctl for what it is doing.",
     "slurm": "Train on all nodes of a Slurm allocation: ckptd run as a step on each."
     "\n\nFor batch scripts: exec ckptd slurm train.py, with the options of ckptd run before the"
     " script. Lost nodes do not cost the allocation; USR1 saves and requeues.",
     "kubernetes": "Keep a job's launchers in pods of Kubernetes, beside its controller."
-    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster will take"
-    " away is told to the controller in time. Runs in a pod; see docs/guide/kubernetes.md.",
+    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster will"
+    " take away is told to the controller in time. Runs in a pod; see docs/guide/kubernetes.md.",
     "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
     " code is COMMAND's; what fails in the watch never stops it.",

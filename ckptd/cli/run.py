@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, flag
+from ckptd.cli.output import Document, Json
+from ckptd.cli.run_options import JobOptions, TorchrunOptions
 from ckptd.cli.watch import check_floors
 from ckptd.errors import UsageError
 
@@ -80,97 +81,8 @@ class _Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(
     *command: Annotated[str, Parameter(help="The script and its arguments.")],
-    nnodes: Annotated[str, Parameter(help="Nodes: how many, or MIN:MAX.")] = "1",
-    nproc_per_node: Annotated[
-        str, Parameter(help="Ranks on this node: a number, auto, cpu or gpu.")
-    ] = "1",
-    rdzv_endpoint: Annotated[
-        str, Parameter(help="HOST:PORT of the controller, the same on all nodes.")
-    ] = "",
-    rdzv_id: Annotated[str, Parameter(help="Name of the job, if --job gives none.")] = "none",
-    rdzv_backend: Annotated[str, Parameter(help="Taken, and of no effect.")] = "ckptd",
-    rdzv_conf: Annotated[str, Parameter(help="Taken, and of no effect.")] = "",
-    node_rank: Annotated[int, Parameter(help="Taken; the controller numbers nodes.")] = 0,
-    master_addr: Annotated[str, Parameter(help="With --master-port: the endpoint.")] = "127.0.0.1",
-    master_port: Annotated[int | None, Parameter(help="See --master-addr.")] = None,
-    local_addr: Annotated[
-        str, Parameter(help="Address of this node for the others; found out by default.")
-    ] = "",
-    standalone: Annotated[bool, flag("One node, whatever else is said.")] = False,
-    max_restarts: Annotated[
-        int | None, Parameter(help="Faults after which the job fails; any number by default.")
-    ] = None,
-    monitor_interval: Annotated[float, Parameter(help="Taken, and of no effect.")] = 0.1,
-    start_method: Annotated[str, Parameter(help="Taken, and of no effect.")] = "spawn",
-    role: Annotated[str, Parameter(help="ROLE_NAME of workers.")] = "default",
-    module: Annotated[
-        bool, Parameter(name=("--module", "-m"), help="The script is the name of a module.")
-    ] = False,
-    no_python: Annotated[bool, flag("The script is a command.")] = False,
-    run_path: Annotated[bool, flag("Taken: scripts are always run like that.")] = False,
-    log_dir: Annotated[
-        Path | None, Parameter(help="Folder for files of workers.", show_default=False)
-    ] = None,
-    redirects: Annotated[
-        str,
-        Parameter(name=("--redirects", "-r"), help="1 out, 2 err, 3 both to files; RANK:BITS,..."),
-    ] = "0",
-    tee: Annotated[
-        str, Parameter(name=("--tee", "-t"), help="As --redirects, and to the console as well.")
-    ] = "0",
-    local_ranks_filter: Annotated[
-        str, Parameter(help="Local ranks that may write to the console, such as 0,1.")
-    ] = "",
-    signals_to_handle: Annotated[str, Parameter(help="Taken, and of no effect.")] = "",
-    shutdown_timeout: Annotated[
-        int, Parameter(help="Seconds that workers have when the launcher is told to end.")
-    ] = 30,
-    job: Annotated[
-        str | None,
-        Parameter(help="Name of the job, the same on all nodes; CKPTD_JOB.", show_default=False),
-    ] = None,
-    node: Annotated[
-        str | None,
-        Parameter(help="Name of this node, no other's; CKPTD_NODE, or its host name."),
-    ] = None,
-    layout: Annotated[
-        str | None, Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default.")
-    ] = None,
-    pp: Annotated[str, Parameter(help="Other pipeline sizes that the layers allow: 1,2.")] = "",
-    tp: Annotated[str, Parameter(help="Other tensor-parallel sizes that are allowed: 1,2.")] = "",
-    microbatches: Annotated[
-        int | None, Parameter(help="Micro-batches of a step on all ranks together.")
-    ] = None,
-    memory: Annotated[
-        str | None, Parameter(help="limit=B,replicated=B,sharded=B,activations=B in bytes.")
-    ] = None,
-    log: Annotated[
-        str | None,
-        Parameter(help="Membership log that all nodes reach: a path, s3://..., etcd://..."),
-    ] = None,
-    no_watch: Annotated[bool, flag("Without daemon and watcher.")] = False,
-    daemon: Annotated[
-        str | None, Parameter(help="Tell the daemon at this URL, instead of one of its own.")
-    ] = None,
-    port: Annotated[int, Parameter(help="Port of the daemon; 0 takes any that is free.")] = 0,
-    policy: Annotated[
-        tuple[str, ...],
-        Parameter(help="CLASS=ACTION: what is done about incidents of a class; see ckptd serve."),
-    ] = (),
-    floor: Annotated[
-        tuple[str, ...],
-        Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
-    ] = (),
-    level: Annotated[
-        int | None,
-        Parameter(
-            help="How deep recovery may go: 1 workers are started anew, 2 launchers, 3 the job."
-        ),
-    ] = None,
-    setting: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),
-    ] = (),
+    torchrun: TorchrunOptions | None = None,
+    own: JobOptions | None = None,
     json: Json = False,
 ) -> int:
     """Train on this node; torchrun's command line does what it says there.
@@ -187,49 +99,63 @@ def run(
             kind="bad-argument",
             wanted="ckptd run [OPTION]... SCRIPT [ARGUMENT]...",
         )
-    if module and no_python:
+    torchrun, own = torchrun or TorchrunOptions(), own or JobOptions()
+    if torchrun.module and torchrun.no_python:
         raise UsageError("a command is no module", kind="bad-argument", found="-m --no-python")
+    options = _options(command, torchrun, own, json)
+    check_floors(own.floor)
+    watched = ["--policy=" + text for text in own.policy]
+    watched += ["--port", str(own.port), "--linger", "30"]
+    one = _Run(
+        options,
+        _controller_arguments(options, own),
+        None if own.no_watch else watched,
+        [word for text in own.floor for word in ("--floor", text)],
+        own.daemon,
+    )
+    mode = "exec" if torchrun.no_python else "module" if torchrun.module else "script"
+    files = (torchrun.log_dir, torchrun.redirects, torchrun.tee, torchrun.local_ranks_filter)
+    return one.run(mode, files, float(torchrun.shutdown_timeout))
+
+
+# --- what the flags say ---------------------------------------------------------------------------
+
+
+def _options(
+    command: tuple[str, ...], torchrun: TorchrunOptions, own: JobOptions, json: bool
+) -> _Options:
     from ckptd.cli.run_flags import slots_of
 
-    endpoint = rdzv_endpoint or (f"{master_addr}:{master_port}" if master_port else "")
-    low, high = _range("1" if standalone else nnodes)
-    name = _job_name(job, rdzv_id, command, alone=high == 1 and (standalone or not endpoint))
-    given = node or os.environ.get("CKPTD_NODE")
-    options = _Options(
-        command=command,
-        low=low,
-        high=high,
-        slots=slots_of(nproc_per_node),
-        job=name,
-        named=bool(job or os.environ.get("CKPTD_JOB") or rdzv_id != "none" or endpoint),
-        node=given or _free_name(name, socket.gethostname()),
-        run_id=rdzv_id,
-        endpoint="" if standalone else endpoint,
-        log=log,
-        local_addr=local_addr,
-        role=role,
-        max_restarts=max_restarts,
-        json=json,
-    )
-    if high > 1 and not endpoint and log is None:
+    port, alone = torchrun.master_port, torchrun.standalone
+    endpoint = torchrun.rdzv_endpoint or (f"{torchrun.master_addr}:{port}" if port else "")
+    low, high = _range("1" if alone else torchrun.nnodes)
+    if high > 1 and not endpoint and own.log is None:
         raise UsageError(
             "nodes of one job have to find each other",
             kind="bad-argument",
             wanted="--rdzv-endpoint HOST:PORT, or --log URL",
-            found=f"--nnodes {nnodes}",
+            found=f"--nnodes {torchrun.nnodes}",
         )
-    settings = _settings(setting, level, max_restarts)
-    controller = _controller_arguments(options, settings, layout, pp, tp, microbatches, memory)
-    check_floors(floor)
-    watched = ["--policy=" + text for text in policy] + ["--port", str(port), "--linger", "30"]
-    floors = [word for text in floor for word in ("--floor", text)]
-    one = _Run(options, controller, None if no_watch else watched, floors, daemon)
-    mode = "exec" if no_python else "module" if module else "script"
-    files = (log_dir, redirects, tee, local_ranks_filter)
-    return one.run(mode, files, float(shutdown_timeout))
-
-
-# --- what the flags say ---------------------------------------------------------------------------
+    run_id = torchrun.rdzv_id
+    slots = slots_of(torchrun.nproc_per_node)
+    name = _job_name(own.job, run_id, command, alone=high == 1 and (alone or not endpoint))
+    given = own.node or os.environ.get("CKPTD_NODE")
+    return _Options(
+        command=command,
+        low=low,
+        high=high,
+        slots=slots,
+        job=name,
+        named=bool(own.job or os.environ.get("CKPTD_JOB") or run_id != "none" or endpoint),
+        node=given or _free_name(name, socket.gethostname()),
+        run_id=run_id,
+        endpoint="" if alone else endpoint,
+        log=own.log,
+        local_addr=torchrun.local_addr,
+        role=torchrun.role,
+        max_restarts=torchrun.max_restarts,
+        json=json,
+    )
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -290,28 +216,20 @@ def _settings(
     )
 
 
-def _controller_arguments(
-    options: _Options,
-    settings: tuple[str, ...],
-    layout: str | None,
-    pp: str,
-    tp: str,
-    microbatches: int | None,
-    memory: str | None,
-) -> list[str]:
+def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     out = ["--job", options.job, "--nodes", f"{options.low}:{options.high}"]
     out += ["--slots", str(options.slots)]
     given = {
-        "--layout": layout,
-        "--pp": pp,
-        "--tp": tp,
-        "--memory": memory,
+        "--layout": own.layout,
+        "--pp": own.pp,
+        "--tp": own.tp,
+        "--memory": own.memory,
         "--log": options.log,
-        "--microbatches": microbatches,
+        "--microbatches": own.microbatches,
     }
     for name, value in given.items():
         out += [name, str(value)] if value else []
-    for text in settings:
+    for text in _settings(own.setting, own.level, options.max_restarts):
         out += ["--set", text]
     return out
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -61,6 +61,39 @@ class ServeDocument(Document, frozen=True, kw_only=True, tag="serve"):
     forwards_to: str | None
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """What the watch is to do otherwise than usual."""
+
+    floor: Annotated[
+        tuple[str, ...],
+        Parameter(help="PHASE=SECONDS, such as train=30: short for --set floor.PHASE=SECONDS."),
+    ] = ()
+    setting: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", help="NAME=VALUE: a setting of the watch; may be repeated."),
+    ] = ()
+    policy: Annotated[
+        tuple[str, ...],
+        Parameter(help="KIND=ACTION, such as slow-rank=act: short for --set policy.KIND=ACTION."),
+    ] = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SimulatedJob:
+    """A job that does not exist, to look at."""
+
+    simulate: Annotated[
+        int | None, Parameter(help="Show a job of so many ranks that does not exist.")
+    ] = None
+    fault: Annotated[
+        tuple[str, ...],
+        Parameter(help="Fault of the simulated job: KIND:RANK or KIND:RANK@SECONDS."),
+    ] = ()
+
+
 def serve(
     *,
     job: Annotated[
@@ -80,14 +113,7 @@ def serve(
     events: Annotated[
         tuple[str, ...], Parameter(help="Folder with recorded events of saves; may be repeated.")
     ] = (),
-    floor: Annotated[
-        tuple[str, ...],
-        Parameter(help="PHASE=SECONDS, such as train=30: short for --set floor.PHASE=SECONDS."),
-    ] = (),
-    setting: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", help="NAME=VALUE: a setting of the watch; may be repeated."),
-    ] = (),
+    watch: WatchOptions | None = None,
     record: Annotated[
         Path | None, Parameter(help="New file for all messages; ckptd replay reads it.")
     ] = None,
@@ -107,17 +133,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    policy: Annotated[
-        tuple[str, ...],
-        Parameter(help="KIND=ACTION, such as slow-rank=act: short for --set policy.KIND=ACTION."),
-    ] = (),
-    simulate: Annotated[
-        int | None, Parameter(help="Show a job of so many ranks that does not exist.")
-    ] = None,
-    fault: Annotated[
-        tuple[str, ...],
-        Parameter(help="Fault of the simulated job: KIND:RANK or KIND:RANK@SECONDS."),
-    ] = (),
+    simulated: SimulatedJob | None = None,
     json: Json = False,
 ) -> int:
     """Run a job's daemon in the foreground until TERM or INT.
@@ -126,9 +142,10 @@ def serve(
     ckptd agent run --watch URL, or CKPTD_DAEMON in their environment.
     """
     _need_packages()
-    if fault and simulate is None:
+    simulated = simulated or SimulatedJob()
+    if simulated.fault and simulated.simulate is None:
         raise UsageError("--fault needs --simulate", kind="bad-argument", where="--fault")
-    job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulate else "default")
+    job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulated.simulate else "default")
     secret = _secret(job, bind)
     with ExitStack() as stack:
         from ckptd.daemon.server import listen_at
@@ -142,7 +159,7 @@ def serve(
             job=job,
             secret=secret,
             history=history or run_folder() / "none",
-            settings=_settings(floor, policy, setting, controller is not None),
+            settings=_settings(watch or WatchOptions(), controller is not None),
             events=events,
             recording=record,
             webhook=webhook,
@@ -150,7 +167,7 @@ def serve(
             controller=_controller(job, controller),
         )
         access = _access(job, secret, bind, name, metrics_open)
-        return _serve(stack, sock, setup, access, history is None, linger, simulate, fault, json)
+        return _serve(stack, sock, setup, access, history is None, linger, simulated, json)
 
 
 def _serve(
@@ -160,8 +177,7 @@ def _serve(
     access: Access,
     usual: bool,
     linger: float | None,
-    simulate: int | None,
-    fault: tuple[str, ...],
+    simulated: SimulatedJob,
     json: bool,
 ) -> int:
     from ckptd.daemon.app import make_app
@@ -174,7 +190,7 @@ def _serve(
     if usual:
         setup = replace(setup, history=place.history)
     saved: Path | None = None
-    if simulate is not None and not setup.events:
+    if simulated.simulate is not None and not setup.events:
         saved = Path(stack.enter_context(TemporaryDirectory(prefix="ckptd-simulated-")))
         setup = replace(setup, events=(str(saved),))
     service = Service(setup)
@@ -200,8 +216,8 @@ def _serve(
         ending=service.hub.close,
         idle=_idle(service, linger),
     )
-    if simulate is not None:
-        _simulate(stack, service, simulate, fault, saved)
+    if simulated.simulate is not None:
+        _simulate(stack, service, simulated.simulate, simulated.fault, saved)
     serving.run()
     return 0
 
@@ -347,17 +363,13 @@ def _controller(job: str, said: str | None) -> Callable[[], str] | None:
     return newest
 
 
-def _settings(
-    floors: tuple[str, ...],
-    policies: tuple[str, ...],
-    assignments: tuple[str, ...],
-    controlled: bool,
-) -> WatchSettings:
+def _settings(given: WatchOptions, controlled: bool) -> WatchSettings:
     from ckptd.daemon.elasticpolicy import RUN_POLICY
     from ckptd.monitor.watchsettings import WatchSettings, changed
 
     settings = WatchSettings(policy=dict(RUN_POLICY) if controlled else {})
-    short = [f"floor.{text}" for text in floors] + [f"policy.{text}" for text in policies]
-    for assignment in (*short, *assignments):
+    short = [f"floor.{text}" for text in given.floor]
+    short += [f"policy.{text}" for text in given.policy]
+    for assignment in (*short, *given.setting):
         settings = changed(settings, assignment)
     return settings

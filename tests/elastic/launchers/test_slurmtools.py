@@ -11,7 +11,8 @@ from ckptd.elastic.launchers.slurmtools import Slurm, parse_nodes
 from ckptd.errors import CkptdError, DeadlineError, StoreError
 
 LINE = (
-    "NodeName={name} Arch=x86_64 CPUAlloc=1 Gres=(null) NodeAddr=10.0.0.7 OS=Linux 6.1 #1 SMP @0  RealMemory=1000 "
+    "NodeName={name} Arch=x86_64 CPUAlloc=1 Gres=(null) NodeAddr=10.0.0.7 "
+    "OS=Linux 6.1 #1 SMP @0  RealMemory=1000 "
     "Sockets=2 Boards=1 State={state} ThreadsPerCore=1 Partitions=all  "
     "BootTime=2026-11-22T15:17:56 ExtSensorsTemp=n/s"
 )
