@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
+from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
@@ -165,9 +167,18 @@ def serve(
             webhook=webhook,
             webhook_key=os.environ.get(HOOK_VARIABLE, "").encode() or secret,
             controller=_controller(job, controller),
+            url=_for_nodes(sock),
         )
         access = _access(job, secret, bind, name, metrics_open)
         return _serve(stack, sock, setup, access, history is None, linger, simulated, json)
+
+
+def _for_nodes(sock: socket.socket) -> str:
+    """Return the URL by which other machines reach the daemon, as far as it is known."""
+    from ckptd.daemon.server import url_of
+
+    anywhere = ip_address(sock.getsockname()[0]).is_unspecified
+    return url_of(sock, gethostname() if anywhere else None)
 
 
 def _serve(

@@ -13,7 +13,7 @@ import msgspec
 from ckptd.elastic.dial import Connection, dial
 from ckptd.elastic.messages import Order, OrderKind, Suspected
 from ckptd.elastic.operator import OperatorLink
-from ckptd.elastic.wire import Answer, Status, Subscribe, ToOperator
+from ckptd.elastic.wire import Announce, Answer, Status, Subscribe, ToOperator
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["ControllerLink", "OrderBody", "order_of", "status_document"]
@@ -40,6 +40,8 @@ class ControllerLink:
     told
         Called in the link's thread with each status that comes, and with None when the connection
         has broken.
+    url
+        Of this daemon, as nodes reach it, announced on each connection; empty: nodes are not told.
 
     Attributes
     ----------
@@ -55,8 +57,10 @@ class ControllerLink:
         job: str,
         secret: bytes,
         told: Callable[[Status | None], None],
+        url: str = "",
     ) -> None:
         self._addresses, self._job, self._secret, self._told = addresses, job, secret, told
+        self._url = url
         self._calls = OperatorLink(addresses, job, secret, name="daemon", timeout_s=_ANSWER_S)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -121,6 +125,8 @@ class ControllerLink:
             connection.close()
 
     def _read(self, connection: Connection) -> None:
+        if self._url:
+            connection.send(Announce(number=2, url=self._url), _DIAL_S)
         connection.send(Subscribe(number=1), _DIAL_S)
         last = time.monotonic()
         while not self._ended.is_set():

@@ -46,6 +46,8 @@ class ElasticPart:
         Called when there is something new to tell, from any thread.
     answered
         Called in the watch's thread with an incident that was answered.
+    url
+        Of this daemon, for nodes; see `ckptd.daemon.elastic.ControllerLink`.
 
     Attributes
     ----------
@@ -66,13 +68,14 @@ class ElasticPart:
         tape: Tape,
         changed: Callable[[], None],
         answered: Callable[[Watch, Incident], None],
+        url: str = "",
     ) -> None:
         self._rounds, self._tape = rounds, tape
         self._changed, self._answered = changed, answered
         self._fenced = -1
         self._last: Frame | None = None
         self.meter = Meter()
-        self.controller = ControllerLink(addresses, job, secret, self._heard)
+        self.controller = ControllerLink(addresses, job, secret, self._heard, url)
         self._acting = Acting(self.controller, settings, self._mark)
 
     def start(self) -> None:

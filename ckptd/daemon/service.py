@@ -70,6 +70,8 @@ class Setup:
     controller
         Returns where the job's controller is, ``HOST:PORT``, empty if that is not known; None for
         a job that has none.
+    url
+        Of this daemon, as the job's nodes reach it; empty: the controller does not tell them.
     """
 
     job: str
@@ -83,6 +85,7 @@ class Setup:
     tape_bytes: int = 64 << 20
     history_bytes: int = 256 << 20
     controller: Callable[[], str] | None = None
+    url: str = ""
 
 
 class Service:
@@ -146,6 +149,7 @@ class Service:
             tape=self.tape,
             changed=self._publish_elastic,
             answered=self._answered,
+            url=setup.url,
         )
 
     def _remembered(self) -> list[Incident]:

@@ -12,7 +12,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -41,11 +43,13 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.parts import Parts
 from ckptd.elastic.statemachine import StateMachine
 from ckptd.elastic.wire import (
+    Announce,
     Answer,
     Ask,
     Beat,
     Begin,
     Bye,
+    DaemonAt,
     Do,
     Echo,
     FenceNow,
@@ -115,6 +119,8 @@ class Controller:
         How the job ended; None while it goes on.
     relaunch
         The newest wish to have launchers started anew, and the generation at which it came.
+    daemon
+        URL of the daemon that was announced last; empty before any.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class Controller:
         self.machine = machine
         self.ending: Ending | None = None
         self.relaunch: tuple[int, Relaunch] | None = None
+        self.daemon = ""
         self._appender, self._chronicle, self._status = appender, chronicle, status
         # A controller that another one has followed renews leases for a moment more, and the other
         # one counts from its own beginning.
@@ -152,6 +159,8 @@ class Controller:
         self._nodes[peer.name] = _Node(peer)
         if before is not None:
             before.peer.cut()
+        if self.daemon:
+            peer.send(DaemonAt(self.daemon))
         if self.ending is not None:
             peer.send(_bye(self.ending))
 
@@ -220,13 +229,29 @@ class Controller:
                 if node is not None and node.begun == store.generation:
                     node.peer.send(store)
 
-    def _of_operator(self, peer: Peer, message: Ask | Subscribe | Do) -> None:
+    def _of_operator(self, peer: Peer, message: Ask | Subscribe | Do | Announce) -> None:
         if isinstance(message, Do):
             self._do(peer, message)
+            return
+        if isinstance(message, Announce):
+            self._announce(peer, message)
             return
         if isinstance(message, Subscribe):
             self._subscribers.add(peer)
         peer.send(msgspec.structs.replace(self._status(), number=message.number))
+
+    def _announce(self, peer: Peer, said: Announce) -> None:
+        """Tell nodes where the daemon is, unless they could not reach it."""
+        if _is_local(said.url) and not _is_local(f"//{self._status().address}"):
+            text = f"{said.url} is reached from its own machine alone: nodes are not told of it"
+            peer.send(Answer(number=said.number, ok=False, kind="loopback", text=text))
+            return
+        if said.url != self.daemon:
+            self.daemon, self._dirty = said.url, True
+            self._chronicle.tell(f"the daemon is at {said.url}")
+            for node in self._nodes.values():
+                node.peer.send(DaemonAt(said.url))
+        peer.send(Answer(number=said.number, ok=True))
 
     def _do(self, peer: Peer, do: Do) -> None:
         number = do.number
@@ -422,6 +447,17 @@ def _ending(action: Finish | Abort) -> Ending:
 
 def _bye(ending: Ending) -> Bye:
     return Bye(kind=ending.kind, text=ending.text[:2000], code=ending.code)
+
+
+def _is_local(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        return True  # no address at all
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _not_its_own(name: str, said: str) -> RefusedError:

@@ -128,7 +128,9 @@ class _Run:
 
         def status() -> Status:
             ended = controller.ending.kind if controller.ending is not None else ""
-            return status_of(setting, machine, chronicle, controller.relaunch, ended)
+            return status_of(
+                setting, machine, chronicle, controller.relaunch, ended, controller.daemon
+            )
 
         controller = Controller(machine, appender, chronicle, status)
 

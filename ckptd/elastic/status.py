@@ -41,6 +41,7 @@ def status_of(
     chronicle: Chronicle,
     relaunch: tuple[int, Relaunch] | None = None,
     ended: str = "",
+    daemon: str = "",
 ) -> Status:
     """Return the status at this moment.
 
@@ -50,6 +51,8 @@ def status_of(
         The newest wish to have launchers started anew, and the generation at which it came.
     ended
         How the job ended; empty while it goes on.
+    daemon
+        URL of the daemon that was announced last; empty if none was.
     """
     now, epoch = time.monotonic(), time.time()
     record = machine.record
@@ -76,6 +79,7 @@ def status_of(
         ended=ended,
         relaunch=relaunch[1].nodes if relaunch is not None else (),
         relaunch_generation=relaunch[0] if relaunch is not None else 0,
+        daemon=daemon,
     )
 
 

@@ -27,11 +27,13 @@ from ckptd.elastic.policy import Shape
 
 __all__ = [
     "EXIT_CODES",
+    "Announce",
     "Answer",
     "Ask",
     "Beat",
     "Begin",
     "Bye",
+    "DaemonAt",
     "Do",
     "DoneEvent",
     "Echo",
@@ -56,7 +58,9 @@ __all__ = [
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Port = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_URL = r"\Ahttps?://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}\Z"
 _Text = Annotated[str, msgspec.Meta(max_length=4000)]
+_Url = Annotated[str, msgspec.Meta(max_length=256, pattern=_URL)]
 
 SaidEvent = Left | Ended | Fenced | Loaded | Progress | Saved | Broken | Notice
 """What a node says with `Said`."""
@@ -228,6 +232,18 @@ class SaveNow(msgspec.Struct, frozen=True, tag=True):
     generation: _Count
 
 
+class DaemonAt(msgspec.Struct, frozen=True, tag=True):
+    """Where the job's daemon listens; told once a connection, and when another one is announced.
+
+    Attributes
+    ----------
+    url
+        ``http://HOST:PORT``.
+    """
+
+    url: _Url
+
+
 class Bye(msgspec.Struct, frozen=True, tag=True):
     """The job has ended: kill what runs, and end.
 
@@ -259,6 +275,21 @@ class Subscribe(msgspec.Struct, frozen=True, tag=True):
     """Send the status now, and again after changes, at most five times a second."""
 
     number: _Count
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """An operator is the job's daemon; said on each of its connections. `Answer` follows.
+
+    Of several daemons the one that was announced last counts.
+
+    Attributes
+    ----------
+    url
+        ``http://HOST:PORT``, as nodes reach it.
+    """
+
+    number: _Count
+    url: _Url
 
 
 class Do(msgspec.Struct, frozen=True, tag=True):
@@ -360,6 +391,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     relaunch, relaunch_generation
         Nodes whose launchers were last wanted to be started anew (level 2), and the generation that
         waits for them; 0 if that never was.
+    daemon
+        URL of the daemon that was announced last to this life; empty if none was.
     """
 
     number: int = 0
@@ -383,9 +416,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ended: str = ""
     relaunch: tuple[str, ...] = ()
     relaunch_generation: int = 0
+    daemon: str = ""
 
 
 FromNode = Beat | Said | Hosting | Timed
-ToNode = Echo | FenceNow | Begin | StoreAt | SaveNow | Bye
-FromOperator = Ask | Subscribe | Do
+ToNode = Echo | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Bye
+FromOperator = Ask | Subscribe | Do | Announce
 ToOperator = Status | Answer

@@ -23,11 +23,13 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.wire import (
+    Announce,
     Answer,
     Ask,
     Beat,
     Begin,
     Bye,
+    DaemonAt,
     Do,
     Echo,
     FenceNow,
@@ -80,6 +82,7 @@ TO_NODE = [
     ),
     StoreAt(generation=2, host="h", port=65535),
     SaveNow(generation=2),
+    DaemonAt("http://10.0.0.1:8400"),
     Bye(kind="done", text="", code=0),
 ]
 FROM_OPERATOR = [
@@ -88,6 +91,7 @@ FROM_OPERATOR = [
     Do(number=3, event=Order(kind=OrderKind.EXCLUDE, nodes=("a",))),
     Do(number=4, event=Suspected(nodes=(), reason="slow")),
     Do(number=5, event=Notice(node="a", seconds=1.0)),
+    Announce(number=6, url="http://[fd00::1]:8400"),
 ]
 TO_OPERATOR = [
     Answer(number=1, ok=False, kind="k", text="t"),
@@ -131,6 +135,15 @@ def test_a_message_survives(message: Any, kind: Any) -> None:
         (Beat(number=-1, up=NodeUp(node="a", life="l", slots=1)), FromNode),
         (Echo(number=1), FromNode),
         (Said(event=Left(node="a")), FromOperator),
+        (DaemonAt("http://head:8400"), FromNode),
+        (DaemonAt("head:8400"), ToNode),
+        (Announce(number=1, url=""), FromOperator),
+        (Announce(number=1, url="http://head:8400/?token=secret"), FromOperator),
+        (Announce(number=1, url="http://user:word@head:8400"), FromOperator),
+        (Announce(number=1, url="http://head"), FromOperator),
+        (Announce(number=1, url="http://head:8400\n"), FromOperator),
+        (Announce(number=1, url="file://head:8400"), FromOperator),
+        (Announce(number=1, url=f"http://{'h' * 300}:8400"), FromOperator),
     ],
 )
 def test_impossible_values_and_wrong_directions_do_not_decode(message: Any, kind: Any) -> None:
