@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 import yaml
 
 from ckptd.cli.main import app
+from ckptd.cli.run_flags import separated
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 UNIT = EXAMPLES / "ckptd-agent.service"
 POD = EXAMPLES / "kubernetes-sidecar.yaml"
+JOBS = EXAMPLES / "kubernetes"
 
 
 def settings(unit: str) -> dict[str, list[str]]:
@@ -32,6 +35,8 @@ def settings(unit: str) -> dict[str, list[str]]:
 def parses(command: list[str]) -> bool:
     """Whether ``ckptd`` takes a command line."""
     assert Path(command[0]).name == "ckptd"
+    if command[1] == "run":
+        command = [*command[:2], *separated(command[2:], {})]
     app.parse_args(command[1:], exit_on_error=False, print_error=False)
     return True
 
@@ -90,3 +95,96 @@ def test_the_pod() -> None:
     # The volume is open to others; the folder below it is made by whoever comes first.
     (run,) = (e["value"] for e in agent["env"] if e["name"] == "CKPTD_RUN_DIR")
     assert Path(run).parent == Path(mount["mountPath"])
+
+
+# --- jobs that restart, on Kubernetes -------------------------------------------------------------
+
+
+def objects(name: str = "*.yaml") -> list[dict[str, Any]]:
+    return [each for p in sorted(JOBS.glob(name)) for each in yaml.safe_load_all(p.read_text())]
+
+
+def of_kind(kind: str, where: Any) -> dict[str, Any]:
+    (found,) = [each for each in where if each["kind"] == kind]
+    return found
+
+
+def commands(part: Any) -> Iterator[list[str]]:
+    """Command lines anywhere in an object."""
+    if isinstance(part, dict):
+        if "command" in part:
+            yield [*part["command"], *part.get("args", [])]
+        part = list(part.values())
+    for inner in part if isinstance(part, list) else []:
+        yield from commands(inner)
+
+
+def test_command_lines_of_the_jobs() -> None:
+    verbs = set()
+    for command in commands(objects()):
+        assert parses(command)
+        verbs.add(command[1])
+        if command[1] == "kubernetes" and "--" in command:  # what its pods run
+            assert parses(["ckptd", "run", *command[command.index("--") + 1 :]])
+    assert verbs == {"controller", "kubernetes", "run"}
+
+
+def pods(part: Any) -> Iterator[dict[str, Any]]:
+    """What holds containers, anywhere in an object."""
+    if isinstance(part, dict):
+        if "containers" in part:
+            yield part
+        part = list(part.values())
+    for inner in part if isinstance(part, list) else []:
+        yield from pods(inner)
+
+
+def test_volumes_and_secrets_of_the_jobs_are_there() -> None:
+    for pod in pods(objects()):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+            assert set(mounts) <= volumes
+            env = {each["name"]: each for each in container["env"]}
+            assert "secretKeyRef" in env["CKPTD_SECRET"]["valueFrom"]
+            # The folder below the volume is made by whoever comes first.
+            assert str(Path(env["CKPTD_RUN_DIR"]["value"]).parent) == mounts["run"]
+
+
+def words(option: str, command: list[str]) -> str:
+    (found,) = [w.partition("=")[2] for w in command if w.startswith(f"{option}=")]
+    return found
+
+
+def test_the_controller_is_where_pods_look_for_it() -> None:
+    docs = objects("controller.yaml")
+    deployed, template = of_kind("Deployment", docs), of_kind("PodTemplate", docs)
+    pod = deployed["spec"]["template"]["spec"]
+    service = of_kind("Service", objects("headless-service.yaml"))
+    (port,) = service["spec"]["ports"]
+    control, launch = (container["command"] for container in pod["containers"])
+    host = f"{pod['hostname']}.{service['metadata']['name']}"
+    assert words("--host", control) == host
+    assert words("--port", control) == str(port["port"])
+    assert words("--rdzv-endpoint", launch) == f"{host}:{port['port']}"
+    assert words("--controller", launch) == f"127.0.0.1:{port['port']}"
+    assert words("--template", launch) == template["metadata"]["name"]
+    for label, value in service["spec"]["selector"].items():
+        for owner in (deployed["spec"]["template"], template["template"]):
+            assert owner["metadata"]["labels"][label] == value
+    assert pod["subdomain"] == template["template"]["spec"]["subdomain"] == host.split(".")[1]
+
+
+def test_who_asks_the_cluster_may() -> None:
+    rules = objects("rbac.yaml")
+    (account,) = [each["metadata"]["name"] for each in rules if each["kind"] == "ServiceAccount"]
+    for kind in ("RoleBinding", "ClusterRoleBinding"):
+        binding = of_kind(kind, rules)
+        assert [who["name"] for who in binding["subjects"]] == [account]
+        role = of_kind(binding["roleRef"]["kind"], rules)
+        assert role["metadata"]["name"] == binding["roleRef"]["name"]
+    asking = [p for p in pods(objects()) if p.get("automountServiceAccountToken")]
+    assert {pod["serviceAccountName"] for pod in asking} == {account}
+    for pod in pods(objects()):
+        controls = any(command[1] == "kubernetes" for command in commands(pod))
+        assert (pod in asking) == (controls or "serviceAccountName" in pod)
