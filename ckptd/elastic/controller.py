@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -35,6 +35,8 @@ from ckptd.elastic.messages import (
     OrderKind,
     Refuse,
     Relaunch,
+    Reseat,
+    Reseated,
     Save,
     Start,
     Tell,
@@ -112,6 +114,8 @@ class Controller:
         Keeps what people want to know.
     status
         Returns the status; see `ckptd.elastic.status.status_of`.
+    reseat
+        Takes the seat anew; see `ckptd.elastic.messages.Reseat`.
 
     Attributes
     ----------
@@ -129,12 +133,14 @@ class Controller:
         appender: Appender,
         chronicle: Chronicle,
         status: Callable[[], Status],
+        reseat: Callable[[], Awaitable[None]],
     ) -> None:
         self.machine = machine
         self.ending: Ending | None = None
         self.relaunch: tuple[int, Relaunch] | None = None
         self.daemon = ""
         self._appender, self._chronicle, self._status = appender, chronicle, status
+        self._reseat = reseat
         # A controller that another one has followed renews leases for a moment more, and the other
         # one counts from its own beginning.
         self._lease_s = _LEASE_PART * machine.settings.lease_s
@@ -299,7 +305,7 @@ class Controller:
         ConflictError
             kind ``log-taken``: another controller has decided; this one has said nothing since.
         StoreError
-            The log could not be written for too long.
+            The log, or the seat, could not be written for too long.
         RefusedError
             The machine refuses to decide anything; see `ckptd.elastic.messages.Refuse`.
         """
@@ -355,6 +361,9 @@ class Controller:
             await self._appender.append(action.record)
         elif isinstance(action, Fence):
             self._fence(action)
+        elif isinstance(action, Reseat):
+            await self._reseat()
+            self.put(Reseated(generation=action.generation))
         elif isinstance(action, Start):
             self._start(action)
         elif isinstance(action, Save):

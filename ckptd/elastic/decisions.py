@@ -67,6 +67,9 @@ class Decisions:
         self._changed = True
         """Whether a plan that was refused may succeed now: looking costs time."""
         self._broken: tuple[float, str] | None = None
+        self._reseating = False
+        self._reseated = -math.inf
+        """Since when no lease is renewed without this controller."""
         self._pending: list[str] = []
         """Nodes whose fence is waited for."""
         self._done: set[str] = set()
@@ -120,6 +123,7 @@ class Decisions:
         self._settling, self._broken, self._planned_restart = False, None, planned
         self.level = self.ladder.level(self._cheapest(), self.step)
         self._fenced_at, self._hurried = now, False
+        self._reseating, self._reseated = False, -math.inf
         waited = self.members | {n.name for n in self.nodes if n.running}
         self._pending = sorted(waited, reverse=True)
         self._become(State.FENCE, reason, now, detect_s=detect_s)

@@ -276,11 +276,11 @@ class NodeLink:
         if sent is None:
             return
         self._echoed_at = time.monotonic()
-        if self._connection is not None:
-            self._life = self._connection.life
         # From the sending: a node that was stopped in between must not think itself alive.
         if echo.lease_s > 0:
             self._lease_s = echo.lease_s
+            if self._connection is not None:
+                self._life = self._connection.life
             self._renew(sent + self._lease_s)
 
     def _renew(self, until: float) -> None:

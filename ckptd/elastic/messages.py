@@ -28,6 +28,8 @@ __all__ = [
     "Progress",
     "Refuse",
     "Relaunch",
+    "Reseat",
+    "Reseated",
     "Save",
     "Saved",
     "Start",
@@ -207,6 +209,18 @@ class Order(Event, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+class Reseated(Event, frozen=True, kw_only=True, tag=True):
+    """The seat was taken anew, as `Reseat` asked for.
+
+    Attributes
+    ----------
+    generation
+        As in `Reseat`.
+    """
+
+    generation: int
+
+
 class Tick(Event, frozen=True, kw_only=True, tag=True):
     """Time has passed."""
 
@@ -270,6 +284,21 @@ class Relaunch(Action, frozen=True, kw_only=True, tag=True):
 
     nodes: tuple[str, ...]
     level: int = 2
+
+
+class Reseat(Action, frozen=True, kw_only=True, tag=True):
+    """Take the controller's seat anew, and say `Reseated`.
+
+    Nodes that cannot reach their controller renew their workers' lease as long as it has the seat:
+    from then on none of them does.
+
+    Attributes
+    ----------
+    generation
+        The fence that waits for it.
+    """
+
+    generation: int
 
 
 class Save(Action, frozen=True, kw_only=True, tag=True):

@@ -97,7 +97,8 @@ def run_controller(setup: Setup, announce: Callable[[], None]) -> Ending | None:
 class _Run:
     def __init__(self, setup: Setup, announce: Callable[[], None]) -> None:
         self._setup, self._announce = setup, announce
-        self._number = 0
+        self._lives = [setup.life]
+        """Under which this controller took the seat, the newest last."""
 
     async def run(self) -> Ending | None:
         setup = self._setup
@@ -132,7 +133,7 @@ class _Run:
                 setting, machine, chronicle, controller.relaunch, ended, controller.daemon
             )
 
-        controller = Controller(machine, appender, chronicle, status)
+        controller = Controller(machine, appender, chronicle, status, lambda: self._reseat(door))
 
         def refused(peer: Peer, error: CkptdError) -> None:
             chronicle.refused(f"{peer.where}: {error.message}")
@@ -177,12 +178,21 @@ class _Run:
     def _take_seat(self) -> None:
         setup, seat = self._setup, self._setup.places.seat
         newest = seat.newest()
-        if newest is not None and newest.by == setup.life:
+        if newest is not None and newest.by == self._lives[-1]:
             return  # an attempt before this one had succeeded
         number = newest.number if newest is not None else -1
-        if setup.after is not None and number != setup.after:
+        first = len(self._lives) == 1
+        if first and setup.after is not None and number != setup.after:
             raise seat_taken(setup.places.url)
-        seat.take(number + 1, setup.address, setup.life)
+        if not first and (newest is None or newest.by not in self._lives):
+            raise seat_taken(setup.places.url)
+        seat.take(number + 1, setup.address, self._lives[-1])
+
+    async def _reseat(self, door: Door) -> None:
+        """Take the seat once more, under another name: nodes are to see that much has changed."""
+        self._lives.append(f"{self._setup.life}-{len(self._lives)}")
+        await self._patiently(self._take_seat)
+        door.life = self._lives[-1]
 
     async def _watch_seat(self, chronicle: Chronicle) -> None:
         """End as soon as somebody else has the seat: this one's echoes must renew no lease then."""
@@ -198,7 +208,7 @@ class _Run:
                 failing = True
                 continue
             failing = False
-            if newest is not None and newest.by != setup.life:
+            if newest is not None and newest.by not in self._lives:
                 raise seat_taken(setup.places.url)
 
     async def _patiently(self, call: Callable[[], Any]) -> Any:

@@ -27,6 +27,8 @@ from ckptd.elastic.messages import (
     Notice,
     Order,
     Progress,
+    Reseat,
+    Reseated,
     Saved,
     Suspected,
     Tick,
@@ -198,10 +200,22 @@ class StateMachine(Hearing):
         running = [self.nodes[name] for name in names]
         # One dead rank keeps its whole generation from another step. If no death is sure, all
         # that helps is the lease, which workers give up by themselves.
-        sure = not running or any(n.fenced >= self.generation for n in running)
-        last = max((n.leased(self._born) for n in running), default=now)
-        if sure or now - last >= self.settings.lease_s:
+        if not running or any(n.fenced >= self.generation for n in running):
             self._after_fence(now)
+            return
+        last = max(n.leased(self._born) for n in running)
+        if self._reseated < last:
+            # Who reaches the log and not this controller renews the lease by itself until then.
+            gone = not any(n.up and n.stuck_at is None for n in running)
+            if gone and not self._reseating:
+                self._reseating = True
+                self._out.append(Reseat(generation=self.generation))
+        elif now - self._reseated >= self.settings.lease_s:
+            self._after_fence(now)
+
+    def _reseated_(self, event: Reseated, now: float) -> None:
+        if event.generation == self.generation:
+            self._reseating, self._reseated = False, now
 
     def _wait_for_load(self, now: float) -> None:
         waited = now - self.since
@@ -243,6 +257,7 @@ _HANDLERS: dict[type[Event], Callable[[Any, Any, float], None]] = {
     Saved: StateMachine._saved,
     Suspected: StateMachine._suspected,
     Order: StateMachine._order,
+    Reseated: StateMachine._reseated_,
     Tick: StateMachine._tick,
 }
 

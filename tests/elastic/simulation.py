@@ -29,6 +29,8 @@ from ckptd.elastic.messages import (
     Progress,
     Refuse,
     Relaunch,
+    Reseat,
+    Reseated,
     Save,
     Saved,
     Start,
@@ -91,6 +93,7 @@ class World(Nodes):
             return
         machine = StateMachine(self.job, self.settings, records, self.now, by=str(life))
         self.bosses[life] = Boss(life, machine, len(raws))
+        self.seat += 1
         for node in self.nodes.values():
             self.later(self.rng.uniform(0.05, 1.0), lambda n=node: self.turn_to(n, life))  # type: ignore[misc]
         self.later(0.1, lambda: self.tick(life))
@@ -155,6 +158,8 @@ class World(Nodes):
                     self.send(boss, name, lambda n: self.start(n, record, level))
             case Relaunch(nodes=names):
                 self.relaunch(names)
+            case Reseat(generation=generation):
+                self.later(self.rng.uniform(0.01, 0.5), lambda: self.reseat(boss, generation))
             case Save(generation=generation):
                 if self.rng.random() < 0.9:
                     self.later(self.rng.uniform(0.05, 3.0), lambda: self.save(generation))
@@ -165,6 +170,12 @@ class World(Nodes):
                 del self.bosses[boss.life]
             case _:
                 pass
+
+    def reseat(self, boss: Boss, generation: int) -> None:
+        """Take the seat anew, unless another one has it."""
+        if boss is self.newest():
+            self.seat += 1
+            self.hear(Reseated(generation=generation), boss)
 
     def append(self, record: Record, boss: Boss) -> None:
         """Write to the log, unless another controller did."""

@@ -73,6 +73,8 @@ class SimNode:
     ended: Ended | None = None
     boss: int = 0
     """Life of the controller that it is connected to."""
+    seat: int = 0
+    """As it was when a controller was last heard of."""
 
 
 class Nodes:
@@ -86,6 +88,8 @@ class Nodes:
         self._count = 0
         self.nodes: dict[str, SimNode] = {}
         self.bosses: dict[int, Boss] = {}
+        self.seat = 0
+        """How often it was taken."""
         self.sessions = False
         self.poisoned_until = 0.0
         """Until then each worker dies soon after its start."""
@@ -121,6 +125,7 @@ class Nodes:
         node = self.nodes[name]
         sent, life = self.now, node.life
         renews = boss.machine.may_renew(name)
+        seat = self.seat if boss is self.newest() else 0
 
         def arrive() -> None:
             if not (node.alive and node.reaches) or (node.life, node.boss) != (life, boss.life):
@@ -130,8 +135,8 @@ class Nodes:
                 return
             # A message says who ruled when it was sent, not when it is read: an order that lay in
             # the buffer of a frozen launcher is stale. Launchers know by the beat that it echoes.
-            if renews:
-                node.contact = max(node.contact, sent)
+            if renews and sent >= node.contact:
+                node.contact, node.seat = sent, seat
             if self.now - sent <= LEASE_S:
                 what(node)
 
@@ -185,6 +190,8 @@ class Nodes:
         if node.running and self.now - node.contact > LEASE_S:
             self.stop_workers(node)
         newest = self.newest()
+        if self.seat == node.seat and not (node.reaches and node.boss in self.bosses):
+            node.contact = self.now  # it sees in the log that nobody else has the seat
         if node.boss not in self.bosses and newest is not None:
             node.boss = newest.life
         if node.reaches:

@@ -26,6 +26,8 @@ from ckptd.elastic.messages import (
     Progress,
     Refuse,
     Relaunch,
+    Reseat,
+    Reseated,
     Save,
     Saved,
     Start,
@@ -164,10 +166,28 @@ def test_without_a_sure_death_the_lease_is_waited_for() -> None:
     d = Driver("ad", gather_s=0.0, lease_s=30.0, silent_s=2.0)
     d.up("a")
     d.hear(Progress(generation=1, step=1))
-    d.pass_time(3, "d")
+    reseat = one(d.pass_time(3, "d"), Reseat)
     assert d.machine.state is State.FENCE
-    assert none(d.pass_time(20, "d"), Start)  # a may still train, by itself
-    assert one(d.pass_time(15, "d"), Start).record.nodes == {"d"}
+    # Where a reaches the log, it renews its lease as long as this controller has the seat.
+    assert none(d.pass_time(40, "d"), Start)
+    d.hear(Reseated(generation=reseat.generation - 1))  # of a fence before this one
+    assert none(d.pass_time(40, "d"), Start)
+    d.hear(Reseated(generation=reseat.generation))
+    assert none(d.pass_time(28, "d"), Start)  # a may still train, by itself
+    assert one(d.pass_time(3, "d"), Start).record.nodes == {"d"}
+
+
+def test_the_seat_is_taken_again_after_a_node_was_heard_of_once_more() -> None:
+    d = Driver("ad", gather_s=0.0, lease_s=30.0, silent_s=2.0)
+    d.up("a")
+    d.hear(Progress(generation=1, step=1))
+    d.hear(Reseated(generation=one(d.pass_time(3, "d"), Reseat).generation))
+    d.pass_time(5, "d")
+    d.up("a")  # its lease is new, and so is the seat that it has heard of
+    again = one(d.pass_time(5, "d"), Reseat)
+    assert none(d.pass_time(40, "d"), Start)
+    d.hear(Reseated(generation=again.generation))
+    assert one(d.pass_time(31, "d"), Start).record.nodes == {"d"}
 
 
 def test_who_wakes_up_with_old_workers_is_fenced(driver: Driver) -> None:
