@@ -267,9 +267,12 @@ class _Run:
 
     def run(self, mode: str, files: tuple[Path | None, str, str, str], grace_s: float) -> int:
         """Launch; return the exit code."""
+        from ckptd.cli.run_parts import need_secret
         from ckptd.cli.watch_parts import old_folders
         from ckptd.engine.agentlink import run_folder
 
+        if self._o.endpoint:
+            need_secret(self._o.endpoint, self._env)
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         base = run_folder()
         for old in old_folders(base, _PREFIX):
@@ -322,6 +325,7 @@ class _Run:
             self.say,
             self._turn,
             self._steward.still,
+            self._daemon_at,
         )
         for number in self._pending:
             launcher.leave(number)
@@ -394,7 +398,11 @@ class _Run:
         if self._steward is not None:
             self._steward.turn(silent_s, order)
             if self._watch is not None:
-                self._watch.turn(self._steward.started)
+                self._watch.turn(self._steward.host, self._steward.since)
+
+    def _daemon_at(self, url: str) -> None:
+        if self._watch is not None:
+            self._watch.daemon_at(url)
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         if self._launcher is None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 import msgspec
@@ -18,13 +19,16 @@ from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import Places
 from ckptd.elastic.seat import stand_in_pause_s
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
+from ckptd.monitor.signing import SECRET_VARIABLE
 
-__all__ = ["Steward", "Watch", "is_here"]
+__all__ = ["Steward", "Watch", "is_here", "need_secret"]
 
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _DIAL_S = 0.5
 _AGAIN_S = 0.5
 _MOST_AGAIN_S = 10.0
+_TELLS_S = 5.0
+"""After which a daemon that outlives a controller has told the next one where it is."""
 _REFUSED = 5
 """Exit code of a daemon that finds another one of its job on this machine."""
 
@@ -38,6 +42,28 @@ def is_here(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
+    """Refuse a job of several machines that share no secret.
+
+    Raises
+    ------
+    RefusedError
+        kind ``no-secret``: others reach the endpoint, and ``CKPTD_SECRET`` is not set.
+    """
+    host = split_address(endpoint)[0]
+    try:
+        loopback = ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback and not environ.get(SECRET_VARIABLE):
+        raise RefusedError(
+            "others could reach the controller and the daemon, and no secret is set",
+            kind="no-secret",
+            where=endpoint,
+            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
+        )
 
 
 def _answers(address: str) -> bool:
@@ -67,6 +93,13 @@ class Steward:
         Of its process.
     say
         Tells people.
+
+    Attributes
+    ----------
+    host
+        Where the controller of this launcher listens, and what runs beside it.
+    since
+        Second of ``time.monotonic`` at which this launcher last started a controller; 0.0 before.
     """
 
     def __init__(
@@ -85,6 +118,8 @@ class Steward:
         self._announced = ""
         """Where the controller of this launcher listens."""
         self._lives = 0
+        self.host = "127.0.0.1"
+        self.since = 0.0
         self._not_before = 0.0
         self._again_s = _AGAIN_S
         self._pause_s: float | None = None
@@ -158,6 +193,7 @@ class Steward:
         command = [*_CKPTD, "controller", "--json", *self._arguments]
         command += ["--bind", host, "--host", host, "--port", str(port), "--after", str(after)]
         self._lives += 1
+        self.host, self.since = host, time.monotonic()
         self._announced = ""
         self._part = Part(name, command, self._env, self._folder)
 
@@ -203,14 +239,17 @@ class Steward:
 class Watch:
     """The daemon of the job, where this launcher starts it, and the watcher of this node.
 
+    The launcher that starts the controller starts the daemon; the daemon tells the controller where
+    it is, and the controller tells all launchers. Their watchers go where it says.
+
     Parameters
     ----------
     job
         Its name.
     daemon
-        URL of a daemon that is there; None: one of this machine.
+        URL of a daemon that is there; None: one that a launcher of this job starts.
     daemon_arguments, watcher_arguments
-        Besides the job and the daemon.
+        Besides the job and the daemon; None for the second: no ranks run here.
     env, folder, say
         As of `Steward`.
     """
@@ -220,7 +259,7 @@ class Watch:
         job: str,
         daemon: str | None,
         daemon_arguments: Sequence[str],
-        watcher_arguments: Sequence[str],
+        watcher_arguments: Sequence[str] | None,
         env: Mapping[str, str],
         folder: Path,
         say: Callable[[str], None],
@@ -228,37 +267,83 @@ class Watch:
         self._job, self._url, self._say = job, daemon, say
         self._daemon_arguments, self._watcher_arguments = daemon_arguments, watcher_arguments
         self._env, self._folder = env, folder
-        self._parts: list[Part] = []
         self._daemon: Part | None = None
-        self._watching = self._lost = self._anothers = False
+        self._agent: Part | None = None
+        self._watching = ""
+        """URL of the daemon that the watcher tells."""
+        self._told, self._told_at = "", 0.0
+        self._own = ""
+        """URL of the daemon of this launcher."""
+        self._started = 0
+        self._another_at = -1.0
+        """Start of the controller for which another launcher of this machine has a daemon."""
+        self._lost = False
         self._reader: Reader | None = None
         self._since = time.time()
 
-    def turn(self, mine: bool) -> None:
-        """Start what can be started now; `mine`: the daemon is this launcher's to start."""
+    def daemon_at(self, url: str) -> None:
+        """Take in what a controller says of where the daemon is."""
+        self._told, self._told_at = url, time.monotonic()
+
+    def turn(self, host: str, since: float) -> None:
+        """Start what can be started now.
+
+        Parameters
+        ----------
+        host, since
+            Of the `Steward` whose controller the daemon is to stand beside.
+        """
         if self._lost:
             return
         try:
-            self._turn(mine)
+            self._turn(host, since)
         except (CkptdError, OSError) as error:
             self._lost = True
             self._say(f"{error}\ntraining goes on unwatched")
 
-    def _turn(self, mine: bool) -> None:
-        if self._url is None and self._daemon is None and mine and not self._anothers:
-            command = [*_CKPTD, "serve", "--json", "--job", self._job, *self._daemon_arguments]
-            self._daemon = Part("daemon", command, self._env, self._folder)
-            self._parts.append(self._daemon)
-        if self._daemon is not None and self._daemon.process.poll() == _REFUSED:
-            # Another launcher of this machine, for a node of this job, was first: it is found.
-            self._parts.remove(self._daemon)
-            self._daemon.end()
-            self._daemon, self._anothers = None, True
-        for part in self._parts:
-            if part.process.poll() is not None:
-                raise part.failed("has ended")
-        if not self._watching:
-            self._begin_watching(self._url or self._login())
+    def _turn(self, host: str, since: float) -> None:
+        if self._is_mine(since):
+            self._start_daemon(host)
+        self._look_at_daemon(since)
+        if self._agent is not None and self._agent.process.poll() is not None:
+            raise self._agent.failed("has ended")
+        login = self._login()
+        if self._daemon is not None and login and self._reader is None:
+            self._read_out(login)
+        url = self._url or self._told or login
+        if url and self._watcher_arguments is not None:
+            self._watch(url)
+
+    def _is_mine(self, since: float) -> bool:
+        """Whether the daemon is this launcher's to start."""
+        if self._url is not None or self._daemon is not None or since in (0.0, self._another_at):
+            return False
+        # One that outlives a controller tells the next one where it is.
+        known = self._told_at > since
+        return not known and (not self._told or time.monotonic() - since > _TELLS_S)
+
+    def _start_daemon(self, host: str) -> None:
+        name = f"daemon-{self._started}" if self._started else "daemon"
+        self._started += 1
+        command = [*_CKPTD, "serve", "--json", "--job", self._job, "--bind", host]
+        self._daemon = Part(name, [*command, *self._daemon_arguments], self._env, self._folder)
+        self._told = ""
+
+    def _look_at_daemon(self, since: float) -> None:
+        daemon = self._daemon
+        if daemon is None or (code := daemon.process.poll()) is None:
+            return
+        if code != _REFUSED and self._told in ("", self._own):
+            raise daemon.failed("has ended")
+        # Another launcher of this machine, for a node of this job, was first: it is found. Or the
+        # job has a newer daemon, and this one has ended because no watcher told it anything.
+        daemon.end()
+        self._daemon = None
+        if self._reader is not None:
+            self._reader.finish(0.0)
+            self._reader = None
+        if code == _REFUSED:
+            self._another_at = since
 
     def _login(self) -> str:
         """Return the URL of a daemon on this machine, with its token; empty while there is none."""
@@ -272,20 +357,29 @@ class Watch:
             return find_daemon(self._job).login
         return ""
 
-    def _begin_watching(self, login: str) -> None:
-        if not login:
-            return
+    def _watch(self, url: str) -> None:
+        """Have the watcher tell the daemon at `url`."""
         from ckptd.daemon.client import DaemonClient
 
-        client = DaemonClient(login)
+        url = DaemonClient(url).url
+        if url == self._watching:
+            return
+        if self._agent is not None:
+            self._say(f"the job's daemon is now {url}")
+            self._agent.end()
         command = [sys.executable, "-m", "ckptd.agent.watched", "--job", self._job]
-        command += ["--daemon", client.url, *self._watcher_arguments]
+        command += ["--daemon", url, *(self._watcher_arguments or ())]
         env = {**self._env, "PYTHONUNBUFFERED": "1"}
-        self._parts.append(Part("agent", command, env, self._folder))
-        self._watching = True
-        if self._daemon is not None:
-            self._say(f"job {self._job} is watched: {login}")
-            self._reader = Reader(client, self._since, self._tell)
+        self._agent = Part("agent", command, env, self._folder)
+        self._watching = url
+
+    def _read_out(self, login: str) -> None:
+        from ckptd.daemon.client import DaemonClient
+
+        self._say(f"job {self._job} is watched: {login}")
+        client = DaemonClient(login)
+        self._own = client.url
+        self._reader = Reader(client, self._since, self._tell)
 
     def _tell(self, line: str, incident: dict[str, object]) -> None:
         self._say(f"incident {incident['id']}: {line}")
@@ -294,6 +388,7 @@ class Watch:
         """End them, after what is still to be told of incidents."""
         if self._reader is not None and not self._lost:
             self._reader.finish(last_word_s)
-        for part in reversed(self._parts):
-            part.end()
-        self._parts.clear()
+        for part in (self._agent, self._daemon):
+            if part is not None:
+                part.end()
+        self._agent = self._daemon = None

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +24,7 @@ from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE
 
 if TYPE_CHECKING:
-    from ckptd.cli.run_parts import Steward
+    from ckptd.cli.run_parts import Steward, Watch
     from ckptd.elastic.launchers.slurm import SlurmLauncher
     from ckptd.elastic.operator import OperatorLink
     from ckptd.elastic.supervisor import Outcome, Supervisor
@@ -82,6 +82,8 @@ class Plan:
         That of ``ckptd controller``.
     folder
         Of the job; None where everything else is given.
+    daemon
+        Options of ``ckptd serve``, besides where it listens; None: none is started here.
     """
 
     job: str
@@ -90,6 +92,7 @@ class Plan:
     words: tuple[str, ...]
     controller: tuple[str, ...]
     folder: Path | None
+    daemon: tuple[str, ...] | None
 
     def command(self, node: str) -> list[str]:
         """Return the command line of a node's launcher."""
@@ -198,8 +201,6 @@ def plan_of(
     more = {name: value for name, value in more.items() if name not in given}
     own = SECRET_VARIABLE not in environ or "--log" in more
     more["--rdzv-endpoint"] = endpoint
-    if not given & {"--daemon", "--no-watch"}:
-        words = ["--no-watch", *words]
     words = [*(f"{name}={value}" for name, value in more.items()), *words]
     options = _parsed(words)
     return Plan(
@@ -209,6 +210,7 @@ def plan_of(
         words=tuple(words),
         controller=tuple(_controller(options, 3 if requeue else 2)),
         folder=folder if own else None,
+        daemon=None if given & {"--daemon", "--no-watch"} else tuple(_daemon(options)),
     )
 
 
@@ -223,7 +225,10 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     except CycloptsError as error:
         raise UsageError(" ".join(str(error).split()), hint="ckptd run --help") from error
     bound.apply_defaults()
-    return dict(bound.arguments)
+    out: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        out |= vars(value) if is_dataclass(value) else {name: value}
+    return out
 
 
 def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
@@ -245,6 +250,13 @@ def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
     return out
 
 
+def _daemon(options: Mapping[str, Any]) -> list[str]:
+    out = ["--port", str(options["port"]), "--controller", options["log"]]
+    for name in ("policy", "floor"):
+        out += [f"--{name}={text}" for text in options[name]]
+    return out
+
+
 def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
     """Return the job's secret: that of the environment, or one in the job's folder."""
     if given := environ.get(SECRET_VARIABLE):
@@ -262,15 +274,16 @@ def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
 
 
 class _Batch:
-    """The batch step: a controller, the supervisor, and signals."""
+    """The batch step: a controller, the daemon, the supervisor, and signals."""
 
     def __init__(self, plan: Plan, launcher: SlurmLauncher, environ: dict[str, str]) -> None:
         self._plan, self._launcher, self._environ = plan, launcher, environ
         self._looked = 0.0
+        self._watch: Watch | None = None
 
     def run(self, parts: Path) -> SlurmDocument:
         """Train; return how it ended."""
-        from ckptd.cli.run_parts import Steward
+        from ckptd.cli.run_parts import Steward, Watch
         from ckptd.elastic.dial import split_address
         from ckptd.elastic.operator import OperatorLink
         from ckptd.elastic.places import open_places
@@ -280,6 +293,8 @@ class _Batch:
         host, _ = split_address(plan.endpoint)
         places = open_places(plan.job, plan.log)
         steward = Steward(places, plan.endpoint, host, plan.controller, self._environ, parts, _say)
+        if plan.daemon is not None:
+            self._watch = Watch(plan.job, None, plan.daemon, None, self._environ, parts, _say)
         link = OperatorLink(steward.addresses, plan.job, secret, name="slurm")
         supervisor = Supervisor(self._launcher, link, _say, turn=lambda: self._turn(steward))
         for number in _SIGNALS:
@@ -290,13 +305,17 @@ class _Batch:
         finally:
             self._launcher.close()
             link.close()
+            if self._watch is not None:
+                self._watch.end(0.0)
             steward.end(_ENDING_S)
 
     def _turn(self, steward: Steward) -> None:
-        """Have a controller; one that stands in elsewhere will do."""
+        """Have a controller and the daemon; a controller that stands in elsewhere will do."""
         if time.monotonic() - self._looked >= _LOOK_S:
             self._looked = time.monotonic()
             steward.turn(_ALWAYS_S, 0)
+            if self._watch is not None:
+                self._watch.turn(steward.host, steward.since)
 
     def _await_controller(self, steward: Steward, link: OperatorLink) -> None:
         end = time.monotonic() + _CONTROLLER_S

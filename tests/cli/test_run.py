@@ -96,6 +96,17 @@ def test_what_makes_no_sense_is_refused(cli: Cli, words: str) -> None:
     assert result.err.startswith("error: ")
 
 
+def test_a_job_of_several_machines_needs_a_secret(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTD_SECRET", raising=False)
+    for endpoint in ("192.0.2.1:29400", "head:29400", "[2001:db8::1]:29400"):
+        result = cli("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "train.py")
+        assert (result.code, result.out) == (5, "")
+        assert "no secret is set" in result.err
+        assert "CKPTD_SECRET" in result.err
+
+
 def environments(command: list[str], script: Path) -> list[dict[str, str]]:
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", "--tee", "0", str(script)],

@@ -28,7 +28,9 @@ def test_what_is_not_said_is_slurms(tmp_path: Path) -> None:
     assert plan.log == str(tmp_path / "ckptd-7/log")
     own = plan.words[: plan.words.index("--")]
     assert plan.words[plan.words.index("--") :] == ("--", "train.py", "--lr", "1")
-    assert {"--nnodes=1:4", "--job=slurm-7", "--rdzv-endpoint=n1:29400", "--no-watch"} <= set(own)
+    assert {"--nnodes=1:4", "--job=slurm-7", "--rdzv-endpoint=n1:29400"} <= set(own)
+    assert "--no-watch" not in own
+    assert plan.daemon == ("--port", "0", "--controller", plan.log)
     command = plan.command("gpu-07")
     assert command[command.index("run") :][:3] == ["run", "--node", "gpu-07"]
     assert "levels=3" in plan.controller
@@ -47,7 +49,7 @@ def test_what_is_said_counts() -> None:
     env = environ(CKPTD_SECRET="s" * 32)
     plan = plan_of([*words, "-m", "package.train"], env, NODES, "[fe80::1]:5", False)
     assert plan.folder is None
-    assert "--no-watch" not in plan.words
+    assert plan.daemon is None
     said = options(plan.controller)
     assert said["--nodes"] == "2:4"
     assert (said["--slots"], said["--layout"], said["--log"]) == ("8", "pp=2,tp=2", "/shared/log")
@@ -56,6 +58,15 @@ def test_what_is_said_counts() -> None:
         "levels=2",
         "nodes_s=120",
     ]
+
+
+def test_the_daemon_has_the_options_of_the_watch() -> None:
+    words = ["--port=8400", "--policy", "slow-rank=act", "--floor=train=5", "train.py"]
+    plan = plan_of(words, environ(), NODES, "n1:29400", True)
+    assert plan.daemon is not None
+    assert plan.daemon[:2] == ("--port", "8400")
+    assert plan.daemon[-2:] == ("--policy=slow-rank=act", "--floor=train=5")
+    assert plan_of(["--no-watch", "train.py"], environ(), NODES, "n1:1", True).daemon is None
 
 
 def test_a_level_that_is_set_stays() -> None:

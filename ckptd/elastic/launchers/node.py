@@ -35,7 +35,17 @@ from ckptd.elastic.messages import (
     Progress,
     Saved,
 )
-from ckptd.elastic.wire import Begin, Bye, FenceNow, Hosting, SaveNow, StoreAt, Timed, ToNode
+from ckptd.elastic.wire import (
+    Begin,
+    Bye,
+    DaemonAt,
+    FenceNow,
+    Hosting,
+    SaveNow,
+    StoreAt,
+    Timed,
+    ToNode,
+)
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from ckptd.elastic.workerwire import (
     LEASE_EXIT_CODE,
@@ -118,6 +128,8 @@ class NodeLauncher:
         and the rank of this node in the last generation.
     seated
         See `NodeLink`.
+    daemon_at
+        Is told the URL of the job's daemon, on each connection to a controller that knows it.
 
     Raises
     ------
@@ -136,7 +148,9 @@ class NodeLauncher:
         say: Callable[[str], None],
         turn: Callable[[float, int], None] = lambda _, __: None,
         seated: Callable[[str], bool] | None = None,
+        daemon_at: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._daemon_at = daemon_at
         self._s, self._say, self._turn_of_others, self._output = settings, say, turn, output
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
@@ -292,6 +306,8 @@ class NodeLauncher:
             self._crew.store_at(order)
         elif isinstance(order, SaveNow):
             self._save(order)
+        elif isinstance(order, DaemonAt):
+            self._daemon_at(order.url)
         elif isinstance(order, Bye):
             self._ending = Ending(order.kind, order.text, order.code)
 
