@@ -240,9 +240,9 @@ def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
         if options[name]:
             out += [f"--{name}", str(options[name])]
     settings = dict(text.partition("=")[::2] for text in options["setting"])
-    for name in ("level", "max_restarts"):
+    for name, setting in {"level": "levels", "max_restarts": "max_restarts"}.items():
         if options[name] is not None:
-            settings.setdefault(name, str(options[name]))
+            settings.setdefault(setting, str(options[name]))
     settings.setdefault("levels", str(levels))
     settings.setdefault("nodes_s", _NODES_S)  # those that an allocation has lost do not come back
     for name, value in settings.items():

@@ -73,6 +73,8 @@ def test_a_level_that_is_set_stays() -> None:
     words = ["--set", "levels=1", "--set", "grow_s=5", "train.py"]
     plan = plan_of(words, environ(), NODES, "n1:29400", True)
     assert [w for w in plan.controller if w.startswith("levels")] == ["levels=1"]
+    plan = plan_of(["--level", "2", "train.py"], environ(), NODES, "n1:29400", True)
+    assert [w for w in plan.controller if w.startswith("level")] == ["levels=2"]
 
 
 @pytest.mark.parametrize("option", ["--node=x", "--standalone", "--rdzv-endpoint=a:1", "-h"])
