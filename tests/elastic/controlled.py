@@ -129,6 +129,7 @@ class PretendedNode:
         job: str = "j",
         secret: str = SECRET,
         beat_s: float = 0.1,
+        seated: Callable[[str], bool] | None = None,
     ) -> None:
         self.name, self.slots = name, slots
         self.life = uuid.uuid4().hex
@@ -140,7 +141,7 @@ class PretendedNode:
         self.bye: Bye | None = None
         self.step = 0
         self.link = NodeLink(
-            addresses, job, secret.encode(), self.up, self.take, beat_s=beat_s
+            addresses, job, secret.encode(), self.up, self.take, beat_s=beat_s, seated=seated
         ).start()
 
     def up(self) -> NodeUp:

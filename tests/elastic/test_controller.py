@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -197,6 +198,29 @@ def test_an_empty_log_and_nodes_that_run_is_refused(tmp_path: Path) -> None:
             stray.close()
         assert nodes[0].running == 1
         operator.close()
+
+
+def test_who_is_cut_off_and_reaches_the_log_renews_no_lease_beside_its_follower(
+    tmp_path: Path,
+) -> None:
+    with controlled(tmp_path, "--nodes", "1", "--set", "silent_s=1", *FAST) as c:
+        line = [True]
+        seat = open_places("j", c.log).seat
+        node = PretendedNode("n0", lambda: c.seat() if line else "", seated=seat.still)
+        spare: PretendedNode | None = None
+        try:
+            until(lambda: node.running, "n0 runs")
+            spare = PretendedNode("n1", c.seat)
+            line.clear()
+            connection = node.link._connection
+            assert connection is not None
+            connection._sock.shutdown(socket.SHUT_RDWR)
+            until(lambda: spare is not None and spare.running, "n1 runs")
+            assert node.link.lease_until < time.monotonic()
+        finally:
+            node.close()
+            if spare is not None:
+                spare.close()
 
 
 def test_orders_of_all_kinds(tmp_path: Path) -> None:

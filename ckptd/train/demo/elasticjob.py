@@ -158,6 +158,7 @@ class _Job:
         tokens = spec.microbatches * spec.shape.seq
         scale_gradients(self.model.parameters(), tokens, averaged=True)
         self.optimizer.step()
+        at = time.monotonic()
         self.optimizer.zero_grad()
         distributed.all_reduce(total)
         ids = sampler.schedule.samples(sampler.consumed, sampler.schedule.batch).tolist()
@@ -169,7 +170,7 @@ class _Job:
             ranks=world.world_size,
             loss=float(total[0]) / tokens,
             ids=ids,
-            at=time.monotonic(),
+            at=at,
         )
         return row, bool(total[1])
 
@@ -202,9 +203,16 @@ def _tell(path: Path, row: msgspec.Struct) -> None:
 
 
 def main() -> None:
-    """Train in whatever generations there are."""
+    """Train in whatever generations there are: ``elasticjob FOLDER [--once]``.
+
+    With ``--once`` as a script without a session does: each generation takes new processes.
+    """
     torch.set_num_threads(1)
-    session(train, Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    if "--once" in sys.argv[2:]:
+        train(World.of(os.environ), folder)
+    else:
+        session(train, folder)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ class Nodes:
         The script and its arguments.
     env
         Variables besides those of this process.
+
+    Attributes
+    ----------
+    cli
+        Python that runs the command line, for launchers started from then on.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Nodes:
         self._seen: list[psutil.Process] = []
         self._beside: list[psutil.Popen] = []
         self.processes: dict[str, psutil.Popen] = {}
+        self.cli = _CLI
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +80,16 @@ class Nodes:
         """Start a launcher under a name, again if it was there before."""
         with self.log(name).open("ab") as log:
             self.processes[name] = psutil.Popen(
-                [sys.executable, "-c", _CLI, "run", *self.flags, "--node", name, *self._command],
+                [
+                    sys.executable,
+                    "-c",
+                    self.cli,
+                    "run",
+                    *self.flags,
+                    "--node",
+                    name,
+                    *self._command,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

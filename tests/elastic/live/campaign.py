@@ -1,407 +1,295 @@
-"""Random faults in real jobs: launchers, workers, controllers and agents that die, stop and return.
+"""Random faults in real jobs: launchers, ranks, controllers and agents that die, stop and return.
 
-``python -m tests.elastic.live.campaign FIRST LAST [--out FILE]`` plays one job a seed. Each is a
-small GPT on nodes of this machine under ``ckptd run``; faults come at random moments; then all
-heals, and the job must end by itself or refuse plainly, and have trained what an uninterrupted run
-trains.
+``python -m tests.elastic.live.campaign FIRST LAST [--each N] [--out FILE] [--keep FOLDER]`` plays a
+schedule a seed, N one after the other in one job. A job is a small GPT on nodes of this machine
+under ``ckptd run``. In a schedule faults come at random moments; then all heals, and the job must
+train on, or have refused plainly. At its end it must have trained what an uninterrupted run trains.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
-import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import psutil
 
-from ckptd.elastic.log import StoreLog
-from ckptd.store import open_store
-from ckptd.train.demo.elasticjob import ElasticSpec, RankRow, TrainedRow
-from ckptd.train.demo.elasticjudge import lives_of, violations
+from ckptd.train.demo.elasticjob import ElasticSpec, TrainedRow
+from ckptd.train.demo.elasticjudge import largest_gap, violations
 from ckptd.train.demo.launch import read_rows
-from ckptd.train.demo.nodes import Nodes, free_port
+from tests.elastic.live.faults import play_fault
+from tests.elastic.live.job import MODES, STEPS, LiveJob, spec_in
+from tests.elastic.live.reference import reference
 
-STEPS = 60
-_PAUSE_S = 0.12
-_START_S = 90.0
+_START_S = 120.0
 _HEAL_S = 120.0
-_CLI = (sys.executable, "-c", "import sys; from ckptd.cli.main import main; main(sys.argv[1:])")
-SETTINGS = {
-    "silent_s": 3,
-    "lease_s": 12,
-    "settle_s": 2,
-    "grow_s": 2,
-    "nodes_s": 120,
-    "gather_s": 20,
-}
-PLAIN_ENDS = ("no-progress", "no-nodes")
+_AFTER_STEPS = 3
+_TOLERANCE = 1e-4
+"""Of losses, relative, over `STEPS` steps on other numbers of ranks; a step that is lost or made
+twice changes them by hundreds of times as much."""
+PLAIN_ENDS = (75, 76, 77)
+"""Exit codes: to be submitted again, no nodes, no progress."""
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class Result(msgspec.Struct, kw_only=True):
     """What one schedule came to.
 
     Attributes
     ----------
-    seed, nodes, faults
+    seed, mode, nodes, faults
         What was played; each fault with the moment, seconds from the start of the job.
     end
-        ``finished``, ``refused`` or ``stuck``.
-    wrong
-        What must never be and was.
-    generations, lost
-        That trained, and steps that were trained again.
+        ``progress``, ``refused`` or ``stuck``.
+    generations
+        The newest before and after.
     seconds
-        From the start to the end.
+        From the first fault until it trained on.
+    wrong
+        What must never be and was. The last schedule of a job has what was found at its end.
+    gap, excused
+        Of the whole job, with its last schedule: the largest relative difference of a loss; and
+        promises of near tiers that fell with two nodes at once.
     """
 
     seed: int
+    mode: str
     nodes: int
     faults: list[str]
     end: str
-    wrong: list[str]
-    generations: int
-    lost: int
+    generations: tuple[int, int]
     seconds: float
+    wrong: list[str] = []
+    gap: float = 0.0
+    excused: int = 0
     words: str = ""
 
 
-class Job:
-    """A job and the hands that hurt it."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.seed = seed
-        self.folder = folder
-        self.planned = self.rng.choice([2, 3, 4])
-        self.names = [f"n{k}" for k in range(self.planned + self.rng.choice([0, 0, 1]))]
-        self.port = free_port()
-        self.name = f"campaign-{seed}-{os.getpid()}"
-        self.faults: list[str] = []
-        self.later: list[tuple[float, Callable[[], None]]] = []
-        self.begun = time.monotonic()
-        run = folder / "run"
-        run.mkdir(mode=0o700)
-        self.env = {"CKPTD_RUN_DIR": str(run), "CKPTD_SECRET": secrets.token_hex(16)}
-        self.log_url = str(folder / "log")
-        spec = ElasticSpec(root=str(folder / "root"), steps=STEPS, every=20, pause_s=_PAUSE_S)
-        (folder / "spec.json").write_bytes(msgspec.json.encode(spec))
-        flags = ["--job", self.name, "--nnodes", f"1:{self.planned}", "--nproc-per-node", "1"]
-        flags += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--log", self.log_url, "--no-watch"]
-        for key, value in SETTINGS.items():
-            flags += ["--set", f"{key}={value}"]
-        command = ["-m", "ckptd.train.demo.elasticjob", str(folder)]
-        self.nodes = Nodes(folder, flags, command, self.env)
-
-    # --- what is seen -----------------------------------------------------------------------------
-
-    @property
-    def rows(self) -> list[TrainedRow]:
-        return read_rows(self.folder / "steps.jsonl", TrainedRow)
-
-    @property
-    def ranks(self) -> list[RankRow]:
-        return read_rows(self.folder / "ranks.jsonl", RankRow)
-
-    def step(self) -> int:
-        return max((row.step for row in self.rows), default=0)
-
-    def workers(self) -> list[psutil.Process]:
-        """Return the ranks of the newest generation that live."""
-        rows = self.ranks
-        newest = max((row.generation for row in rows), default=0)
-        return list(_living(row.pid for row in rows if row.generation == newest))
-
-    def processes(self, words: str) -> list[psutil.Process]:
-        """Return processes of this job whose command line has these words."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "environ"]):
-            line = " ".join(process.info["cmdline"] or ())
-            ours = (process.info["environ"] or {}).get("CKPTD_SECRET") == self.env["CKPTD_SECRET"]
-            if ours and words in line:
-                found.append(process)
-        return found
-
-    def promised(self) -> dict[int, int]:
-        """Return the last committed step before each generation, by the membership log."""
-        with open_store(self.log_url) as store:
-            return {r.generation: r.step for r in StoreLog(store).read()}
-
-    # --- what is done -----------------------------------------------------------------------------
-
-    def ctl(self, *words: str) -> None:
-        """Order something; what is refused, or not heard, is no fault of ours."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                [
-                    *_CLI,
-                    "ctl",
-                    *words,
-                    "--job",
-                    self.name,
-                    "--controller",
-                    f"127.0.0.1:{self.port}",
-                ],
-                env={**os.environ, **self.env},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=20,
-                check=False,
-            )
-
-    def then(self, seconds: float, what: Callable[[], None]) -> None:
-        self.later.append((time.monotonic() + seconds, what))
-
-    def turn(self) -> None:
-        """Do what is due."""
-        self.nodes.look()
-        now = time.monotonic()
-        due = [what for at, what in self.later if at <= now]
-        self.later = [(at, what) for at, what in self.later if at > now]
-        for what in due:
-            what()
-
-    def until(self, look: Callable[[], bool], seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not look():
-            if time.monotonic() > end:
-                return False
-            self.turn()
-            time.sleep(0.05)
-        return True
-
-    def rest(self, seconds: float) -> None:
-        self.until(lambda: False, seconds)
-
-    # --- faults -----------------------------------------------------------------------------------
-
-    def fault(self) -> None:
-        """Let one thing go wrong."""
-        kinds = [
-            self.kill_worker,
-            self.kill_worker,
-            self.stop_worker,
-            self.kill_node,
-            self.kill_node,
-            self.stop_node,
-            self.kill_controller,
-            self.kill_zygote,
-            self.kill_agent,
-            self.restart,
-            self.exclude,
-            self.drain,
-            self.pause,
-        ]
-        kind = self.rng.choice(kinds)
-        at = time.monotonic() - self.begun
-        what = kind()
-        self.faults.append(f"{at:.1f} s: {kind.__name__.replace('_', ' ')}{what}")
-
-    def _one(self) -> str:
-        alive = self.nodes.alive()
-        return self.rng.choice(alive) if alive else self.names[0]
-
-    def kill_worker(self) -> str:
-        workers = self.workers()
-        if workers:
-            _send(self.rng.choice(workers), signal.SIGKILL)
-        return ""
-
-    def stop_worker(self) -> str:
-        """Stop a rank; somebody notices after a while, as the monitor would."""
-        workers = self.workers()
-        if not workers:
-            return ""
-        victim = self.rng.choice(workers)
-        _send(victim, signal.SIGSTOP)
-        self.then(self.rng.uniform(0.5, 3), lambda: self.ctl("restart"))
-        self.then(self.rng.uniform(3, 20), lambda: _send(victim, signal.SIGCONT))
-        return ""
-
-    def kill_node(self) -> str:
-        name = self._one()
-        if self.nodes.processes[name].poll() is None:
-            self.nodes.kill(name)
-            if self.rng.random() < 0.85:
-                self.then(self.rng.uniform(0.2, 8), lambda: self._back(name))
-        return f" {name}"
-
-    def stop_node(self) -> str:
-        """Freeze a launcher alone: its workers train on until their lease is over."""
-        name = self._one()
-        process = self.nodes.processes[name]
-        _send(process, signal.SIGSTOP)
-        self.then(self.rng.uniform(0.5, 20), lambda: _send(process, signal.SIGCONT))
-        return f" {name}"
-
-    def kill_controller(self) -> str:
-        for process in self.processes(" controller "):
-            _send(process, signal.SIGKILL)
-        return ""
-
-    def kill_zygote(self) -> str:
-        found = self.processes("ckptd.train.zygote")
-        if found:
-            _send(self.rng.choice(found), signal.SIGKILL)
-        return ""
-
-    def kill_agent(self) -> str:
-        found = self.processes("-m ckptd.agent ")
-        if found:
-            _send(self.rng.choice(found), signal.SIGKILL)
-        return ""
-
-    def restart(self) -> str:
-        self.ctl("restart")
-        return ""
-
-    def exclude(self) -> str:
-        name = self._one()
-        self.ctl("exclude", name)
-        self.then(self.rng.uniform(1, 8), lambda: self.ctl("add", name))
-        return f" {name}"
-
-    def drain(self) -> str:
-        name = self._one()
-        self.ctl("drain", name)
-        self.then(self.rng.uniform(1, 8), lambda: self.ctl("add", name))
-        return f" {name}"
-
-    def pause(self) -> str:
-        self.ctl("pause")
-        for seconds in (2.0, 6.0, 12.0):
-            self.then(seconds, lambda: self.ctl("resume"))
-        return ""
-
-    def _back(self, name: str) -> None:
-        if self.nodes.processes[name].poll() is not None and not self.over():
-            self.nodes.start(name)
-
-    def over(self) -> bool:
-        """Whether the job has ended: who was not killed has gone in good order, or refused."""
-        return any(code is not None and code >= 0 for code in self.nodes.codes().values())
-
-    # --- the whole --------------------------------------------------------------------------------
-
-    def play(self) -> str:
-        """Start, hurt, heal; return how it ended."""
-        for name in self.names:
-            self.nodes.start(name)
-        if not self.until(lambda: self.step() >= 3 or self.over(), _START_S):
-            return "stuck"
-        for _ in range(self.rng.randint(1, 5)):
-            gap = self.rng.choice([0.0, 0.3, 2.0, 5.0])
-            self.rest(self.rng.uniform(0, 2 * gap))
-            if self.over():
-                break
-            self.fault()
-        self.until(lambda: not self.later or self.over(), 30.0)
-        self.heal()
-        if not self.nodes.wait(_HEAL_S):
-            return "stuck"
-        codes = [code for code in self.nodes.codes().values() if code is not None and code >= 0]
-        return "finished" if codes and not any(codes) else "refused"
-
-    def heal(self) -> None:
-        for process in [*self.workers(), *self.nodes.processes.values()]:
-            _send(process, signal.SIGCONT)
-        for name in self.names:
-            self._back(name)
-        if not self.over():
-            for name in self.names:
-                self.ctl("add", name)
-            self.ctl("resume")
-
-    def words(self) -> str:
-        """Return what the launchers said last."""
-        texts = []
-        for name in self.names:
-            if self.nodes.log(name).exists():
-                lines = self.nodes.log(name).read_text(errors="replace").splitlines()
-                texts += [f"{name}: {line}" for line in lines[-12:]]
-        return "\n".join(texts)
+# --- a schedule -----------------------------------------------------------------------------------
 
 
-def _living(pids: Iterator[int] | Any) -> Iterator[psutil.Process]:
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE:
-                yield process
+def _schedule(job: LiveJob, seed: int) -> Result:
+    """Hurt the job, heal it, and wait until it trains on."""
+    job.rng, job.faults = random.Random(seed), []
+    begun, before = time.monotonic(), _generation(job)
+    for _ in range(job.rng.randint(1, 4)):
+        gap = job.rng.choice([0.0, 0.5, 1.0, 4.0])
+        job.rest(job.rng.uniform(0, 2 * gap))
+        if job.over():
+            break
+        play_fault(job)
+    job.until(lambda: not job.later or job.over(), 30.0)
+    job.heal()
+    healed, row_at = job.step(), time.monotonic()
+
+    def trained() -> bool:
+        new = [row for row in job.rows[-_AFTER_STEPS:] if row.at > row_at]
+        return len(new) == _AFTER_STEPS and job.step() >= healed
+
+    done = job.until(lambda: trained() or job.over(), _HEAL_S)
+    return Result(
+        seed=seed,
+        mode=job.mode,
+        nodes=len(job.names),
+        faults=job.faults,
+        end="progress" if done and not job.over() else "over" if done else "stuck",
+        generations=(before, _generation(job)),
+        seconds=round(time.monotonic() - begun, 1),
+    )
 
 
-def _send(process: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
+def _generation(job: LiveJob) -> int:
+    return max((row.generation for row in job.ranks), default=0)
 
 
-def reference() -> dict[int, TrainedRow]:
-    """Return the steps of the run that nobody disturbs."""
-    with tempfile.TemporaryDirectory(prefix="ckptd-campaign-") as name:
-        job = Job(Path(name), 0)
-        job.planned, job.names = 1, ["n0"]
-        with job.nodes:
-            job.nodes.start("n0")
-            if not job.nodes.wait(_HEAL_S):
-                raise TimeoutError(f"the uninterrupted run does not end\n{job.words()}")
-            if len(job.rows) != STEPS:
-                raise RuntimeError(f"the uninterrupted run failed\n{job.words()}")
-            return {row.step: row for row in job.rows}
+# --- a job ----------------------------------------------------------------------------------------
 
 
-def play(seed: int, right: dict[int, TrainedRow], keep: Path | None = None) -> Result:
-    """Play one schedule; what is wrong is in the result."""
+def play(
+    seeds: Sequence[int], mode: str, right: dict[int, TrainedRow], keep: Path | None = None
+) -> list[Result]:
+    """Play schedules in one job, until it is over; what is wrong is in the results."""
     folder = Path(tempfile.mkdtemp(prefix="ckptd-live-"))
     try:
-        job = Job(folder, seed)
+        job = LiveJob(folder, seeds[0], mode)
         with job.nodes:
-            end = job.play()
-            words = job.words()
-        wrong = _wrong(job, end, right, words)
-        lives = lives_of(job.rows, job.ranks)
-        result = Result(
-            seed=seed,
-            nodes=len(job.names),
-            faults=job.faults,
-            end=end,
-            wrong=wrong,
-            generations=len(lives),
-            lost=sum(life.lost for life in lives),
-            seconds=time.monotonic() - job.begun,
-            words=words if wrong else "",
-        )
-        if wrong and keep is not None:
-            shutil.copytree(folder, keep / f"seed-{seed}", ignore=_sockets, dirs_exist_ok=True)
-        return result
+            results = _play(job, seeds)
+            finished = _end(job, results)
+        job.close()
+        _judge(job, results, finished, right)
+        if any(result.wrong for result in results) and keep is not None:
+            kept = keep / f"seed-{results[-1].seed}"
+            shutil.copytree(folder, kept, ignore=_sockets, dirs_exist_ok=True)
+        return results
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _play(job: LiveJob, seeds: Sequence[int]) -> list[Result]:
+    job.start()
+    results: list[Result] = []
+    if not job.until(lambda: job.step() >= 3 or job.over(), _START_S) or job.over():
+        results.append(
+            Result(
+                seed=seeds[0],
+                mode=job.mode,
+                nodes=len(job.names),
+                faults=[],
+                end="not begun",
+                generations=(0, 0),
+                seconds=time.monotonic() - job.begun,
+                wrong=[f"the job does not begin: {job.nodes.codes()}"],
+                words=job.words(),
+            )
+        )
+        return results
+    for seed in seeds:
+        results.append(_schedule(job, seed))
+        if results[-1].end != "progress":
+            break
+    return results
+
+
+def _end(job: LiveJob, results: list[Result]) -> bool:
+    """Let the job finish; return whether it did, and say of its last schedule how it ended."""
+    last = results[-1]
+    if last.end == "progress":
+        job.finish()
+    if last.end in ("progress", "over") and not job.nodes.wait(_HEAL_S):
+        last.end = "stuck"
+    codes = {code for code in job.nodes.codes().values() if code is not None and code >= 0}
+    if last.end in ("progress", "over") and codes == {0}:
+        last.end = "progress"
+        return True
+    if last.end in ("progress", "over") and len(codes) == 1 and codes <= set(PLAIN_ENDS):
+        last.end = "refused"
+    elif last.end in ("progress", "over", "stuck"):
+        last.wrong = [f"the job is {last.end}: {job.nodes.codes()}; {job.status()}"[:3000]]
+        last.words = job.words()
+    return False
+
+
+def _judge(
+    job: LiveJob, results: list[Result], finished: bool, right: dict[int, TrainedRow]
+) -> None:
+    rows, ranks, last = job.rows, job.ranks, results[-1]
+    if not rows or last.end == "not begun":
+        return
+    promised, last.excused = _promises(job)
+    last.gap = largest_gap(rows, right)
+    until = rows[-1].step if finished or last.wrong else max(row.step for row in rows)
+    found = violations(
+        rows,
+        ranks,
+        right,
+        until=until,
+        promised=promised,
+        tolerance=_TOLERANCE,
+    )
+    if not finished:
+        found = [text for text in found if not text.startswith("the last step is")]
+    last.wrong += found
+    last.words = job.words() if last.wrong else ""
+
+
+def _promises(job: LiveJob) -> tuple[dict[int, int], int]:
+    """Return what was promised to each generation, and how many promises fell with two nodes.
+
+    Near tiers hold a step on two nodes. Where two of a generation cannot be reached when the next
+    one begins, that one goes on from what is left, at worst from the root; from then on what it
+    makes is what counts.
+    """
+    out, since, fallen = {}, 0, 0
+    for generation, step in sorted(job.promised().items()):
+        if since:
+            made = [r.step for r in job.rows if since <= r.generation < generation]
+            began = [r.resumed for r in job.ranks if r.generation == since]
+            step = min(step, max([*made, *began], default=0))
+        out[generation] = step
+        if _two_were_away(job, generation, step):
+            out[generation], since, fallen = 0, generation, fallen + 1
+    return out, fallen
+
+
+def _two_were_away(job: LiveJob, generation: int, step: int) -> bool:
+    """Whether two nodes, between a step and the generation that began with it, were not there."""
+    ranks = [row for row in job.ranks if row.generation == generation]
+    until = min((row.at for row in ranks), default=0.0)
+    made = [row.at for row in job.rows if row.step == step and row.at < until]
+    since = max(made, default=until)
+    names = {name for begun, end, name in job.away if begun <= until and end >= since}
+    dead = {name for begun, end, name in job.away if begun == end}
+    return len(names - ({row.node for row in ranks} - dead)) > 1
+
+
 def _sockets(folder: str, names: list[str]) -> list[str]:
-    return [
-        n for n in names if not (Path(folder) / n).is_file() and not (Path(folder) / n).is_dir()
-    ]
+    here = Path(folder)
+    return [n for n in names if not (here / n).is_file() and not (here / n).is_dir()]
 
 
-def _wrong(job: Job, end: str, right: dict[int, TrainedRow], words: str) -> list[str]:
-    if end == "refused" and any(kind in words for kind in PLAIN_ENDS):
-        until = job.step()
-    elif end != "finished":
-        return [f"the job is {end}: {job.nodes.codes()}"]
-    else:
-        until = STEPS
-    return violations(job.rows, job.ranks, right, until=until, promised=job.promised())
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def campaign(
+    seeds: Sequence[int],
+    *,
+    each: int,
+    right: Callable[[str], dict[int, TrainedRow]],
+    keep: Path | None = None,
+    modes: Sequence[str] = MODES,
+    tell: Callable[[Result], None] = lambda _: None,
+    pause: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    """Play all seeds; a job has `each` of them, and the mode that its first seed says."""
+    left, results = list(seeds), []
+    while left:
+        pause()
+        part = left[:each]
+        mode = modes[part[0] // each % len(modes)]
+        played = play(part, mode, right(mode), keep)
+        left = left[len(played) :]
+        for result in played:
+            tell(result)
+        results += played
+    return results
+
+
+class References:
+    """What uninterrupted runs train, by mode.
+
+    Parameters
+    ----------
+    kept
+        Folder to keep them in, for the next campaign.
+    """
+
+    def __init__(self, kept: Path | None = None) -> None:
+        self._kept = kept
+        self._found: dict[int, dict[int, TrainedRow]] = {}
+
+    def __call__(self, mode: str) -> dict[int, TrainedRow]:
+        spec = spec_in(Path("/"), mode)
+        if spec.microbatches not in self._found:
+            self._found[spec.microbatches] = self._read(spec)
+        return self._found[spec.microbatches]
+
+    def _read(self, spec: ElasticSpec) -> dict[int, TrainedRow]:
+        path = self._kept and self._kept / f"reference-{spec.microbatches}.jsonl"
+        if path is not None and path.exists():
+            return {row.step: row for row in read_rows(path, TrainedRow)}
+        right = reference(spec, STEPS)
+        if path is not None:
+            path.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in right.values()))
+        return right
+
+
+def _wait_while(path: Path | None) -> None:
+    while path is not None and path.exists():
+        time.sleep(5.0)
 
 
 def main() -> int:
@@ -409,20 +297,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("first", type=int)
     parser.add_argument("last", type=int)
+    parser.add_argument("--each", type=int, default=5, help="schedules of a job")
+    parser.add_argument("--modes", nargs="+", default=MODES, help="of jobs, in turn")
     parser.add_argument("--out", type=Path, help="results as JSON lines")
     parser.add_argument("--keep", type=Path, help="folder for the files of jobs that went wrong")
+    parser.add_argument("--reference", type=Path, help="folder for uninterrupted runs")
+    parser.add_argument("--quiet", type=Path, help="begin no job while this file exists")
     arguments = parser.parse_args()
-    right = reference()
-    results = []
-    for seed in range(arguments.first, arguments.last):
-        result = play(seed, right, arguments.keep)
-        results.append(result)
+
+    def tell(result: Result) -> None:
         line = msgspec.json.encode(result).decode()
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         if arguments.out is not None:
             with arguments.out.open("a") as file:
                 file.write(line + "\n")
+
+    results = campaign(
+        range(arguments.first, arguments.last),
+        each=arguments.each,
+        right=References(arguments.reference),
+        keep=arguments.keep,
+        modes=arguments.modes,
+        tell=tell,
+        pause=lambda: _wait_while(arguments.quiet),
+    )
     bad = sum(bool(r.wrong) for r in results)
     sys.stdout.write(f"{len(results)} schedules, {bad} with violations\n")
     return 1 if bad else 0
