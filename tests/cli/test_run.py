@@ -112,6 +112,8 @@ def environments(command: list[str], script: Path) -> list[dict[str, str]]:
         [*command, "--nproc-per-node", "2", "--tee", "0", str(script)],
         capture_output=True,
         text=True,
+        # Without it they get what libraries have set behind Python's back: readline COLUMNS.
+        env=dict(os.environ),
         timeout=DEADLINE_S,
     )
     assert done.returncode == 0, done.stderr
