@@ -207,20 +207,18 @@ def test_who_is_cut_off_and_reaches_the_log_renews_no_lease_beside_its_follower(
         line = [True]
         seat = open_places("j", c.log).seat
         node = PretendedNode("n0", lambda: c.seat() if line else "", seated=seat.still)
-        spare: PretendedNode | None = None
+        spare = PretendedNode("n1", lambda: "" if line else c.seat())
         try:
             until(lambda: node.running, "n0 runs")
-            spare = PretendedNode("n1", c.seat)
             line.clear()
             connection = node.link._connection
             assert connection is not None
             connection._sock.shutdown(socket.SHUT_RDWR)
-            until(lambda: spare is not None and spare.running, "n1 runs")
+            until(lambda: spare.running, "n1 runs")
             assert node.link.lease_until < time.monotonic()
         finally:
             node.close()
-            if spare is not None:
-                spare.close()
+            spare.close()
 
 
 def test_orders_of_all_kinds(tmp_path: Path) -> None:

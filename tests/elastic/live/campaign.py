@@ -53,7 +53,7 @@ class Result(msgspec.Struct, kw_only=True):
         What must never be and was. The last schedule of a job has what was found at its end.
     gap, excused
         Of the whole job, with its last schedule: the largest relative difference of a loss; and
-        promises of near tiers that fell with two nodes at once.
+        promises of near tiers that fell with all nodes that held them.
     """
 
     seed: int
@@ -197,11 +197,11 @@ def _judge(
 
 
 def _promises(job: LiveJob) -> tuple[dict[int, int], int]:
-    """Return what was promised to each generation, and how many promises fell with two nodes.
+    """Return what was promised to each generation, and how many promises fell.
 
-    Near tiers hold a step on two nodes. Where two of a generation cannot be reached when the next
-    one begins, that one goes on from what is left, at worst from the root; from then on what it
-    makes is what counts.
+    Near tiers hold a step on two nodes, or on one where there was no other. Where those cannot be
+    reached, or were ordered out, when the next generation begins, that one goes on from what is
+    left, at worst from the root; from then on what it makes is what counts.
     """
     out, since, fallen = {}, 0, 0
     for generation, step in sorted(job.promised().items()):
@@ -210,20 +210,24 @@ def _promises(job: LiveJob) -> tuple[dict[int, int], int]:
             began = [r.resumed for r in job.ranks if r.generation == since]
             step = min(step, max([*made, *began], default=0))
         out[generation] = step
-        if _two_were_away(job, generation, step):
+        if _fell(job, generation, step):
             out[generation], since, fallen = 0, generation, fallen + 1
     return out, fallen
 
 
-def _two_were_away(job: LiveJob, generation: int, step: int) -> bool:
-    """Whether two nodes, between a step and the generation that began with it, were not there."""
+def _fell(job: LiveJob, generation: int, step: int) -> bool:
+    """Whether those that held a step were away when the generation after it began."""
     ranks = [row for row in job.ranks if row.generation == generation]
     until = min((row.at for row in ranks), default=0.0)
-    made = [row.at for row in job.rows if row.step == step and row.at < until]
-    since = max(made, default=until)
-    names = {name for begun, end, name in job.away if begun <= until and end >= since}
-    dead = {name for begun, end, name in job.away if begun == end}
-    return len(names - ({row.node for row in ranks} - dead)) > 1
+    made = [row for row in job.rows if row.step == step and row.generation < generation]
+    if not ranks or not made:
+        return False
+    last = max(made, key=lambda row: row.generation)
+    holders = {row.node for row in job.ranks if row.generation == last.generation}
+    away = {name for begun, end, name in job.away if begun <= until and end >= last.at}
+    dead = {name for begun, end, name in job.away if last.at <= begun == end <= until}
+    lost = holders & (away - ({row.node for row in ranks} - dead))
+    return len(lost) >= min(2, len(holders))
 
 
 def _sockets(folder: str, names: list[str]) -> list[str]:

@@ -157,7 +157,9 @@ class _Faults:
     def _without(self, kind: OrderKind) -> str:
         job, name = self._job, self._one()
         job.order(kind, name)
-        job.then(self._rng.uniform(1, 8), lambda: job.order(OrderKind.ADD, name))
+        seconds = self._rng.uniform(1, 8)
+        job.gone(name, seconds)
+        job.then(seconds, lambda: job.order(OrderKind.ADD, name))
         return name
 
     def pause(self) -> str:
