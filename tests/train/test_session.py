@@ -23,6 +23,9 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PROGRAMS = Path(__file__).parent / "session_programs.py"
 MakeJob = Callable[..., MiniJob]
 
+# Several starts of PyTorch and several waits in one test: on a busy machine each may take long.
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture
 def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJob]:

@@ -21,6 +21,9 @@ from tests.processes import lives
 
 DEADLINE_S = 60.0
 
+# All in one test process: the zygote that they share imports PyTorch, which takes long.
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
 SCRIPT = """\
 import atexit, multiprocessing, os, pickle, signal, sys, threading, time
 print(__name__, __file__, __spec__, sys.argv, sys.path[0], os.getcwd())

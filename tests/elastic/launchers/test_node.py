@@ -20,6 +20,9 @@ from tests.processes import lives, stop
 
 DEADLINE_S = 110.0
 
+# Several starts of PyTorch in one test, each with that deadline.
+pytestmark = pytest.mark.timeout(300)
+
 TRAIN = """\
 import os, sys, time
 import torch
