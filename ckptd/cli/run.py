@@ -398,7 +398,7 @@ class _Run:
         if self._steward is not None:
             self._steward.turn(silent_s, order)
             if self._watch is not None:
-                self._watch.turn(self._steward.host, self._steward.since)
+                self._watch.turn(self._steward)
 
     def _daemon_at(self, url: str) -> None:
         if self._watch is not None:

@@ -129,6 +129,11 @@ class Steward:
         """Whether this launcher has started a controller."""
         return self._lives > 0
 
+    @property
+    def seated(self) -> bool:
+        """Whether the controller of this launcher has the seat, as far as is known."""
+        return self._part is not None and bool(self._announced)
+
     def addresses(self) -> str:
         """Return where the controller is now; for `NodeLink`."""
         if self._announced and self._part is not None:
@@ -285,26 +290,20 @@ class Watch:
         """Take in what a controller says of where the daemon is."""
         self._told, self._told_at = url, time.monotonic()
 
-    def turn(self, host: str, since: float) -> None:
-        """Start what can be started now.
-
-        Parameters
-        ----------
-        host, since
-            Of the `Steward` whose controller the daemon is to stand beside.
-        """
+    def turn(self, steward: Steward) -> None:
+        """Start what can be started now, the daemon beside the controller of `steward`."""
         if self._lost:
             return
         try:
-            self._turn(host, since)
+            self._turn(steward)
         except (CkptdError, OSError) as error:
             self._lost = True
             self._say(f"{error}\ntraining goes on unwatched")
 
-    def _turn(self, host: str, since: float) -> None:
-        if self._is_mine(since):
-            self._start_daemon(host)
-        self._look_at_daemon(since)
+    def _turn(self, steward: Steward) -> None:
+        if self._is_mine(steward.since, steward.seated):
+            self._start_daemon(steward.host)
+        self._look_at_daemon(steward.since)
         if self._agent is not None and self._agent.process.poll() is not None:
             raise self._agent.failed("has ended")
         login = self._login()
@@ -314,13 +313,15 @@ class Watch:
         if url and self._watcher_arguments is not None:
             self._watch(url)
 
-    def _is_mine(self, since: float) -> bool:
+    def _is_mine(self, since: float, seated: bool) -> bool:
         """Whether the daemon is this launcher's to start."""
         if self._url is not None or self._daemon is not None or since in (0.0, self._another_at):
             return False
-        # One that outlives a controller tells the next one where it is.
-        known = self._told_at > since
-        return not known and (not self._told or time.monotonic() - since > _TELLS_S)
+        if not self._told:
+            return True
+        # One that outlives a controller tells the next one where it is; and of launchers that stand
+        # in, one has the seat.
+        return seated and self._told_at < since < time.monotonic() - _TELLS_S
 
     def _start_daemon(self, host: str) -> None:
         name = f"daemon-{self._started}" if self._started else "daemon"

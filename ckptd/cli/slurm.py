@@ -315,7 +315,7 @@ class _Batch:
             self._looked = time.monotonic()
             steward.turn(_ALWAYS_S, 0)
             if self._watch is not None:
-                self._watch.turn(steward.host, steward.since)
+                self._watch.turn(steward)
 
     def _await_controller(self, steward: Steward, link: OperatorLink) -> None:
         end = time.monotonic() + _CONTROLLER_S
