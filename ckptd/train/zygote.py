@@ -177,14 +177,14 @@ def main(arguments: list[str]) -> Callable[[], None]:
     Parameters
     ----------
     arguments
-        Descriptor of the socket; process id of the launcher; ``plain`` if nothing is to be imported
-        and commands are to be run.
+        Descriptor of the socket; process id of the launcher; ``preload``, or ``plain`` if nothing
+        is to be imported and commands are to be run. What follows is only to be seen by people.
     """
     launcher = int(arguments[1])
     die_with(launcher, signal.SIGKILL)
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
-    unsafe = "as ordered" if "plain" in arguments[2:] else _preload()
+    unsafe = "as ordered" if arguments[2] == "plain" else _preload()
     zygote = Zygote(sock, unsafe)
     # From now on there may be workers, which the handler takes along.
     die_with(launcher, signal.SIGTERM)

@@ -32,6 +32,7 @@ from ckptd.elastic.workerwire import Go
 __all__ = ["Crew", "Program"]
 
 _AGAIN_S = 1.0
+_UNREADY_S = 60.0
 _FAILED = 1
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -105,7 +106,19 @@ class Crew:
         self._host: _Host | None = None
         self._hosts: dict[int, _Host] = {}
         self._spawner: Spawner | None = None
+        self._unready_since: float | None = None
         self._begin_spawner()
+
+    @property
+    def ready(self) -> bool:
+        """Whether workers can be started, or run, without waiting for what the zygote imports.
+
+        A minute is waited for it at most: then they are started however long it takes.
+        """
+        since = self._unready_since
+        if since is None or self._spawner is None or self.workers.live():
+            return True
+        return time.monotonic() - since >= _UNREADY_S
 
     # --- a generation -----------------------------------------------------------------------------
 
@@ -187,7 +200,9 @@ class Crew:
     # --- the zygote -------------------------------------------------------------------------------
 
     def _begin_spawner(self) -> None:
-        self._spawner = Spawner(self._program.environ, plain=self._program.plain)
+        program = self._program
+        self._spawner = Spawner(program.environ, plain=program.plain, shown=program.argv)
+        self._unready_since = self._unready_since or time.monotonic()
         self._selector.register(self._spawner, selectors.EVENT_READ, self._hear)
 
     def _hear(self) -> None:
@@ -203,6 +218,7 @@ class Crew:
 
     def _heard(self, message: FromZygote) -> None:
         if isinstance(message, Ready):
+            self._unready_since = None
             if message.unsafe and not self._program.plain:
                 self._say(f"{message.unsafe}: workers are started as commands, which takes longer")
         elif isinstance(message, Forked):

@@ -234,7 +234,8 @@ class NodeLauncher:
         return NodeUp(
             node=self._s.node,
             life=self._life,
-            slots=self._s.slots,
+            # Others train on meanwhile: they are stopped once these can really join.
+            slots=self._s.slots if self._crew.ready else 0,
             fenced=self._fenced,
             running=self._running,
             sessions=bool(mine) and all(w.session for w in mine),
@@ -259,6 +260,7 @@ class NodeLauncher:
         if silent != self._silent:
             self._silent = silent
             self._say_silence(silent, now)
+        self._refresh()
         if not self._link.alive and self._ending is None:
             self._ending = Ending("defect", "the link to the controller has failed", 1)
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -31,6 +31,8 @@ if sys.path and not sys.path[-1]:
     sys.path.pop()
 rest()
 """
+_MOST_SHOWN = 4096
+"""Of the characters of the command that are shown: an argument list has a limit."""
 _ONLY_THERE = {"OPENBLAS_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """No thread may be started in the zygote; device back-ends are loaded by its forks."""
 
@@ -44,6 +46,8 @@ class Spawner:
         Of a worker, as far as it is the same for all.
     plain
         Import nothing, and run commands.
+    shown
+        What its forks will run: it stands behind its own command line, for ``ps`` and ``pgrep``.
 
     Raises
     ------
@@ -51,13 +55,16 @@ class Spawner:
         It cannot be started.
     """
 
-    def __init__(self, environ: Mapping[str, str], *, plain: bool) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], *, plain: bool, shown: Sequence[str] = ()
+    ) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-u", "-c", _CODE, str(theirs.fileno()), str(os.getpid())]
+        command += ["plain" if plain else "preload", *_beginning(shown)]
         try:
             with theirs:
                 self.process = subprocess.Popen(
-                    [*command, *(["plain"] if plain else [])],
+                    command,
                     env={**environ, **_ONLY_THERE},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -117,3 +124,15 @@ class Spawner:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+def _beginning(words: Sequence[str]) -> list[str]:
+    """Return the words that are shown of a command, the last one perhaps shortened."""
+    out: list[str] = []
+    left = _MOST_SHOWN
+    for word in words:
+        if left <= 0:
+            break
+        out.append(word[:left])
+        left -= len(word) + 1
+    return out

@@ -1,0 +1,92 @@
+"""The processes of a node: when its zygote is ready, and what is seen of it."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckptd.elastic.launchers import crew as module
+from ckptd.elastic.launchers.crew import Crew, Program
+from ckptd.elastic.launchers.output import Output
+
+DEADLINE_S = 110.0
+
+
+@contextmanager
+def a_crew(folder: Path, *argv: str, plain: bool) -> Iterator[tuple[Crew, Callable[..., None]]]:
+    selector = selectors.DefaultSelector()
+    crew = Crew(
+        Program(mode="script", argv=argv, environ=dict(os.environ), plain=plain),
+        Output(None, folder, "j", "default"),
+        selector,
+        lambda _: None,
+        lambda *_: None,
+        lambda _: None,
+    )
+
+    def until(what: Callable[[], object]) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not what():
+            assert time.monotonic() < end
+            for key, _ in selector.select(0.05):
+                key.data()
+
+    try:
+        yield crew, until
+    finally:
+        crew.close()
+        selector.close()
+
+
+def zygote() -> psutil.Process:
+    (found,) = [
+        p
+        for p in psutil.Process().children()
+        if p.status() != psutil.STATUS_ZOMBIE
+        and any("ckptd.train.zygote" in word for word in p.cmdline())
+    ]
+    return found
+
+
+@pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_it_is_ready_when_its_zygote_is_and_shows_what_runs(tmp_path: Path, plain: bool) -> None:
+    with a_crew(tmp_path, "a folder/train.py", "--lr", "1", plain=plain) as (crew, until):
+        assert not crew.ready
+        until(lambda: crew.ready)
+        assert zygote().cmdline()[-3:] == ["a folder/train.py", "--lr", "1"]
+
+
+def test_a_zygote_that_dies_is_not_ready_until_the_next_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AGAIN_S", 0.0)
+    with a_crew(tmp_path, "train.py", plain=True) as (crew, until):
+        until(lambda: crew.ready)
+        os.kill(zygote().pid, signal.SIGKILL)
+        until(lambda: not crew.ready)
+        until(lambda: crew.ready)
+
+
+def test_a_zygote_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_crew(tmp_path, "train.py", plain=True) as (crew, _):
+        assert not crew.ready
+        monkeypatch.setattr(module, "_UNREADY_S", 0.0)
+        assert crew.ready
+
+
+def test_a_very_long_command_is_shown_in_part(tmp_path: Path) -> None:
+    with a_crew(tmp_path, "train.py", *["x" * 100] * 10_000, plain=True) as (crew, until):
+        until(lambda: crew.ready)
+        shown = zygote().cmdline()
+        assert "train.py" in shown
+        assert sum(map(len, shown)) < 8192
