@@ -72,6 +72,15 @@ def test_ranks_launchers_and_nodes_are_lost(slurm: Cluster, job: Callable[..., J
         slurm.revive("n4")
 
 
+def test_a_rank_that_is_stopped_is_found(slurm: Cluster, job: Callable[..., Job]) -> None:
+    one = job(100_000)
+    first = one.until_on(ALL, more=20)
+    one.until(lambda: "is watched: http" in one.out(), "the job is watched")
+    os.kill(one.newest()[1]["n3"], signal.SIGSTOP)
+    one.until_on(ALL - {"n3"}, after=first)
+    assert "non-communication hang" in one.out()
+
+
 def test_a_drained_node_is_left_and_usr1_requeues(slurm: Cluster, job: Callable[..., Job]) -> None:
     one = job(100_000, every=100_000)  # nothing is saved otherwise
     first = one.until_on(ALL)
