@@ -30,7 +30,8 @@ class Chronicle:
     ----------
     events
         File to which each change of state is appended as a line of JSON; None for none. A line is
-        written at once and not made durable.
+        written at once and not made durable; once one cannot be written, none is any more, which is
+        said.
     epoch
         Seconds since 1970 at which the moments were 0.
     say
@@ -92,9 +93,10 @@ class Chronicle:
             self._say(text)
 
     def refused(self, text: str) -> None:
-        """Keep that a connection was refused; of many in a row, people are told of the first."""
-        self._write({"event": "refused", "at": time.time(), "text": text})
+        """Keep that a connection was refused; of many in a row, only the first."""
+        # Whoever reaches the port can do this without end, and must not fill the disk.
         if time.monotonic() - self._refused_at > _REFUSED_S:
+            self._write({"event": "refused", "at": time.time(), "text": text})
             self.tell(f"a connection was refused: {text}")
         self._refused_at = time.monotonic()
 
@@ -135,8 +137,14 @@ class Chronicle:
         self._write({"event": "recovered", **msgspec.to_builtins(recovery)})
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(msgspec.json.encode(row) + b"\n")
+        except OSError as error:
+            # A full disk must not end the controller.
+            self.close()
+            self.tell(f"no more events are kept: {error.strerror or error}")
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -21,6 +21,7 @@ import msgspec
 from ckptd.elastic.appending import Appender
 from ckptd.elastic.chronicle import Chronicle
 from ckptd.elastic.controller_server import Peer
+from ckptd.elastic.frames import MOST_FRAME_BYTES
 from ckptd.elastic.messages import (
     Abort,
     Action,
@@ -96,6 +97,7 @@ class _Node:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.up: NodeUp | None = None
+        self.queued: NodeUp | None = None
         self.heard = 0
         self.fenced: tuple[int, int] = (0, 0)
         self.begun = 0
@@ -148,6 +150,8 @@ class Controller:
         self._events: deque[tuple[Event, Callable[[], None] | None]] = deque()
         self._awake = asyncio.Event()
         self._nodes: dict[str, _Node] = {}
+        self._broken: dict[str, asyncio.TimerHandle] = {}
+        """Of nodes whose connection broke: when they are lost."""
         self._parts: Parts | None = None
         self._store: StoreAt | None = None
         self._subscribers: set[Peer] = set()
@@ -163,6 +167,8 @@ class Controller:
             return
         before = self._nodes.get(peer.name)
         self._nodes[peer.name] = _Node(peer)
+        if (timer := self._broken.pop(peer.name, None)) is not None:
+            timer.cancel()
         if before is not None:
             before.peer.cut()
         if self.daemon:
@@ -176,10 +182,11 @@ class Controller:
         node = self._nodes.get(peer.name)
         if peer.role == "node" and node is not None and node.peer is peer:
             del self._nodes[peer.name]
-            self._loop.call_later(_BACK_S, self._lost, peer.name)
+            self._broken[peer.name] = self._loop.call_later(_BACK_S, self._lost, peer.name)
 
     def _lost(self, name: str) -> None:
-        if name not in self._nodes and name in self.machine.nodes and self.machine.nodes[name].up:
+        del self._broken[name]
+        if name in self.machine.nodes and self.machine.nodes[name].up:
             self.put(Lost(node=name))
 
     def heard(self, peer: Peer, message: Any) -> None:
@@ -217,8 +224,16 @@ class Controller:
             # Nothing is new but the moment, and this is what a large job sends most of.
             known.seen = max(known.seen, time.monotonic())
             return
-        node.up = beat.up
-        self.put(beat.up)
+        if node.queued == beat.up:
+            # While the log is slow, nothing is decided, and beats must not pile up.
+            return
+        node.up = node.queued = beat.up
+        self.put(beat.up, lambda: self._has_taken(node, beat.up))
+
+    @staticmethod
+    def _has_taken(node: _Node, up: NodeUp) -> None:
+        if node.queued is up:
+            node.queued = None
 
     @staticmethod
     def _has_heard(node: _Node, number: int) -> None:
@@ -444,6 +459,13 @@ class Controller:
         if not self._subscribers:
             return
         body = msgspec.msgpack.encode(self._status())
+        if len(body) > MOST_FRAME_BYTES:
+            # Of more nodes than anybody can look at; only who watches loses something.
+            self._chronicle.tell("the status is too large to be sent to operators")
+            for peer in list(self._subscribers):
+                peer.cut()
+            self._subscribers.clear()
+            return
         for peer in list(self._subscribers):
             peer.send_body(body)
 

@@ -92,6 +92,8 @@ class Goodput:
         return {str(kind): spent for kind, spent in self._seconds.items()}
 
     def _spend(self, now: float) -> None:
+        # A change is told after it was: a look at the seconds may have come in between.
+        now = max(now, self._since)
         kind = _KINDS.get(self._state)
         if kind is not None:
             self._seconds[kind] += now - self._since

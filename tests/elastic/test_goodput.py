@@ -81,3 +81,10 @@ def test_each_second_is_in_one_kind(story: list[tuple[float, State, bool]]) -> N
         g.moved(move(now, state, after))
         state = after
     assert sum(g.seconds(now).values()) == pytest.approx(now)
+
+
+def test_a_change_that_is_told_late_leaves_no_negative_seconds() -> None:
+    kept = trained()
+    kept.committed(7.0)
+    kept.moved(move(6.9, State.RUNNING, State.FENCE))
+    assert min(kept.seconds(8.0).values()) >= 0.0

@@ -1,0 +1,29 @@
+"""What a controller keeps for people must never end it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptd.elastic.chronicle import Chronicle
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing() -> None:
+    said: list[str] = []
+    chronicle = Chronicle(Path("/dev/full"), say=said.append)
+    chronicle.tell("one")
+    chronicle.tell("two")
+    chronicle.close()
+    assert [text for text in said if "no more events" in text] == [
+        "no more events are kept: No space left on device"
+    ]
+    assert set(chronicle.told) == set(said) > {"one", "two"}
+
+
+def test_strangers_cannot_fill_the_disk(tmp_path: Path) -> None:
+    chronicle = Chronicle(tmp_path / "events")
+    chronicle.refused("a stranger")
+    size = (tmp_path / "events").stat().st_size
+    for _ in range(100):
+        chronicle.refused("a stranger")
+    chronicle.close()
+    assert (tmp_path / "events").stat().st_size == size

@@ -1,0 +1,107 @@
+"""What a controller makes of peers that come, go and wait; without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckptd.elastic.appending import Appender
+from ckptd.elastic.chronicle import Chronicle
+from ckptd.elastic.controller import Controller
+from ckptd.elastic.controller_server import Door, Peer
+from ckptd.elastic.frames import MOST_FRAME_BYTES
+from ckptd.elastic.log import StoreLog
+from ckptd.elastic.messages import NodeUp
+from ckptd.elastic.statemachine import ControllerSettings, StateMachine
+from ckptd.elastic.status import Setting, status_of
+from ckptd.elastic.wire import Beat, Status, Subscribe
+from ckptd.store import open_store
+from tests.elastic.driven import JOB
+
+
+class At(Peer):
+    """A peer whose connection goes nowhere."""
+
+    def __init__(self, door: Door, role: str, name: str) -> None:
+        super().__init__(door)
+        self.role, self.name, self.was_cut = role, name, False
+
+    def cut(self) -> None:
+        self.was_cut = True
+
+
+class Made:
+    """A controller that is not run, and its door."""
+
+    def __init__(self, folder: Path) -> None:
+        self.machine = StateMachine(JOB, ControllerSettings(), (), 0.0)
+        self.chronicle = Chronicle()
+        log = StoreLog(open_store(str(folder)))
+        self.controller = Controller(
+            self.machine, Appender(log, 0, print), self.chronicle, self.status, self.reseat
+        )
+        self.door = Door("j", b"s" * 32, "1", self.controller, lambda _, __: None)
+        self.url = "log"
+
+    def status(self) -> Status:
+        return status_of(Setting("j", self.url, "127.0.0.1:1", "1"), self.machine, self.chronicle)
+
+    async def reseat(self) -> None:
+        return
+
+    def join(self, role: str, name: str) -> At:
+        peer = At(self.door, role, name)
+        self.controller.joined(peer)
+        return peer
+
+    @property
+    def waiting(self) -> list[Any]:
+        return [event for event, _ in self.controller._events]
+
+
+def test_beats_do_not_pile_up_while_nothing_is_decided(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        node = made.join("node", "a")
+        up = NodeUp(node="a", life="1", slots=1)
+        other = msgspec.structs.replace(up, slots=2)
+        for number in range(100):
+            made.controller.heard(node, Beat(number=number, up=up))
+        for number in range(100, 200):
+            made.controller.heard(node, Beat(number=number, up=other))
+        assert made.waiting == [up, other]
+
+    asyncio.run(case())
+
+
+def test_a_node_that_was_back_in_between_gets_the_whole_grace_again(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        first = made.join("node", "a")
+        made.controller.gone(first)
+        timers = made.controller._broken
+        timer = timers["a"]
+        second = made.join("node", "a")
+        assert timer.cancelled()
+        assert not timers
+        made.controller.gone(second)
+        assert not timers["a"].cancelled()
+        timers["a"].cancel()
+
+    asyncio.run(case())
+
+
+def test_a_status_that_is_too_large_costs_only_who_watches(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        operator = made.join("operator", "o")
+        made.controller.heard(operator, Subscribe(number=1))
+        made.url = "x" * MOST_FRAME_BYTES
+        made.controller._send_status()
+        assert operator.was_cut
+        assert "too large" in made.chronicle.told[-1]
+
+    asyncio.run(case())
