@@ -101,6 +101,7 @@ class _Node:
         self.heard = 0
         self.fenced: tuple[int, int] = (0, 0)
         self.begun = 0
+        self.left = False
 
 
 class Controller:
@@ -207,6 +208,7 @@ class Controller:
         elif isinstance(message, Said):
             if getattr(message.event, "node", name) != name:
                 raise _not_its_own(name, getattr(message.event, "node", ""))
+            node.left |= isinstance(message.event, Left)
             self.put(message.event, lambda: self._has_heard(node, message.number))
         elif isinstance(message, Hosting):
             self._hosting(StoreAt(message.generation, message.host, message.port))
@@ -369,7 +371,10 @@ class Controller:
         if before != (self.machine.state, self.machine.generation, self.machine.step):
             self._dirty = True
         if isinstance(event, Left):
-            self._nodes.pop(event.node, None)
+            # Its name may be on another connection already, of a launcher that was started anew.
+            node = self._nodes.get(event.node)
+            if node is not None and node.left:
+                del self._nodes[event.node]
 
     async def _carry(self, action: Action) -> None:
         if isinstance(action, Append):

@@ -14,10 +14,10 @@ from ckptd.elastic.controller import Controller
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.frames import MOST_FRAME_BYTES
 from ckptd.elastic.log import StoreLog
-from ckptd.elastic.messages import NodeUp
+from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.statemachine import ControllerSettings, StateMachine
 from ckptd.elastic.status import Setting, status_of
-from ckptd.elastic.wire import Beat, Status, Subscribe
+from ckptd.elastic.wire import Beat, Said, Status, Subscribe
 from ckptd.store import open_store
 from tests.elastic.driven import JOB
 
@@ -90,6 +90,20 @@ def test_a_node_that_was_back_in_between_gets_the_whole_grace_again(tmp_path: Pa
         made.controller.gone(second)
         assert not timers["a"].cancelled()
         timers["a"].cancel()
+
+    asyncio.run(case())
+
+
+def test_a_node_that_left_and_came_again_at_once_is_heard(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        controller, left = made.controller, Left(node="a")
+        controller.heard(made.join("node", "a"), Said(event=left, number=1))
+        again = made.join("node", "a")
+        await controller._handle(left)
+        up = NodeUp(node="a", life="2", slots=1)
+        controller.heard(again, Beat(number=1, up=up))
+        assert made.waiting == [left, up]
 
     asyncio.run(case())
 
