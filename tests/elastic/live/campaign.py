@@ -205,12 +205,13 @@ def _promises(job: LiveJob) -> tuple[dict[int, int], int]:
     """
     out, since, fallen = {}, 0, 0
     for generation, step in sorted(job.promised().items()):
+        began = [r.resumed for r in job.ranks if r.generation == generation]
         if since:
             made = [r.step for r in job.rows if since <= r.generation < generation]
-            began = [r.resumed for r in job.ranks if r.generation == since]
-            step = min(step, max([*made, *began], default=0))
+            before = [r.resumed for r in job.ranks if r.generation == since]
+            step = min(step, max([*made, *before], default=0))
         out[generation] = step
-        if _fell(job, generation, step):
+        if min(began, default=step) < step and _fell(job, generation, step):
             out[generation], since, fallen = 0, generation, fallen + 1
     return out, fallen
 
