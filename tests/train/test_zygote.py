@@ -264,6 +264,10 @@ def until(what: Any) -> None:
         time.sleep(0.02)
 
 
+def test_one_that_does_not_listen_yet_is_not_waited_for() -> None:
+    assert Spawner(os.environ, plain=True).end() == -signal.SIGKILL
+
+
 @pytest.mark.long
 def test_what_a_fork_would_break_is_seen() -> None:
     code = (

@@ -73,6 +73,7 @@ class Spawner:
             ours.close()
             raise WorkerError("the zygote cannot be started", found=str(error)) from error
         self.began = time.monotonic()
+        self._listens = False
         self._sock = ours
         self._channel = SocketChannel(ours, FromZygote)
 
@@ -110,6 +111,7 @@ class Spawner:
         try:
             while (item := self._channel.receive(_READ_S)) is not None:
                 out.append(item[0])
+                self._listens = True
         except (EOFError, msgspec.MsgspecError) as error:
             if out:  # it is found again the next time
                 return out
@@ -119,6 +121,8 @@ class Spawner:
     def end(self) -> int:
         """End it, and with it what it has forked; return its exit code."""
         self._channel.close()
+        if not self._listens:  # it imports, and has forked nothing
+            self.process.kill()
         try:
             return self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
