@@ -182,7 +182,7 @@ class Checkpointer:
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = grace_s
         self._watch = LauncherWatch(save_on)
-        self._elastic = ElasticHooks(self, self._board, self._watch)
+        self._elastic = ElasticHooks(self, self._board, self._watch, anew=fresh_line)
         self._cadence = Cadence(
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
         )
@@ -295,7 +295,7 @@ class Checkpointer:
         else:
             step = getattr(self._lineage.newest(), "step", None)
         if step is None:
-            self._elastic.loaded(0)
+            self._elastic.begins(self._store.url)
         return step
 
     def load(

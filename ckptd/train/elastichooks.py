@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from ckptd.elastic.worker import WorkerLink
 from ckptd.engine.board import Board
 from ckptd.engine.handle import SaveHandle
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, RefusedError
 from ckptd.train.interrupt import Interrupter
 from ckptd.train.leaseguard import check_lease, guard_steps
 from ckptd.train.signals import SAVE, SignalWatch
@@ -72,10 +73,15 @@ class ElasticHooks:
     ----------
     board
         Of the ranks that share the state: only of what all ranks of the job share is told.
+    anew
+        Whether the job may begin from nothing though the controller knows of a committed step.
     """
 
-    def __init__(self, checkpointer: _Abandonable, board: Board, watch: LauncherWatch) -> None:
+    def __init__(
+        self, checkpointer: _Abandonable, board: Board, watch: LauncherWatch, *, anew: bool = False
+    ) -> None:
         self._link = link = WorkerLink.current()
+        self._anew = anew
         self._watch = watch
         if link is None:
             return
@@ -86,6 +92,34 @@ class ElasticHooks:
         link.mark("imported")
         link.mark("initialised")
         _open.add(checkpointer)
+
+    def begins(self, where: str) -> None:
+        """Take in that there is nothing to load: this job begins from nothing, if that is right.
+
+        Parameters
+        ----------
+        where
+            URL of the root, for the error.
+
+        Raises
+        ------
+        RefusedError
+            kind ``lost-step``: the controller knows of a committed step. Training that began
+            again without a word would be taken for training that goes on.
+        """
+        promised = os.environ.get("CKPTD_STEP", "")
+        known = int(promised) if promised.isdecimal() else 0
+        if self._link is not None and self._tells and known > 0 and not self._anew:
+            raise RefusedError(
+                f"step {known} was committed, and nothing of this job is found any more",
+                kind="lost-step",
+                where=where,
+                wanted=f"a snapshot or a checkpoint; step {known} was the newest",
+                found="none, neither at the root nor in the near tiers of the nodes that are here",
+                hint="bring back the nodes that held it, or the root that it was saved to; "
+                "to begin from nothing on purpose start a new job, with another --log",
+            )
+        self.loaded(0)
 
     def loaded(self, step: int) -> None:
         """Tell that this rank has the state of `step`."""

@@ -1,0 +1,37 @@
+"""What a checkpointer does with what the controller promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptd
+from ckptd.elastic.worker import WorkerLink
+from ckptd.elastic.workerend import LauncherEnd
+from ckptd.errors import RefusedError
+
+
+@pytest.fixture(autouse=True)
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLink]:
+    """A generation that is to go on from step 7."""
+    launcher = LauncherEnd(tmp_path / "s", lambda worker, said: None)
+    monkeypatch.setenv("CKPTD_LAUNCHER", str(launcher.path))
+    monkeypatch.setenv("CKPTD_GENERATION", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("CKPTD_STEP", "7")
+    found = WorkerLink.current()
+    assert found is not None
+    yield found
+    found.close()
+    launcher.close()
+
+
+def test_nobody_begins_from_nothing_where_a_step_was_committed(tmp_path: Path) -> None:
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        with pytest.raises(RefusedError) as refused:
+            ck.latest()
+        assert refused.value.kind == "lost-step"
+        assert "step 7" in refused.value.message
+        assert refused.value.where == str(tmp_path / "root")
