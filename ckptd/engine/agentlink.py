@@ -104,7 +104,7 @@ def run_folder(folder: str | None = None) -> Path:
             where=str(path),
             wanted=f"a folder of user {os.geteuid()} with mode 0700",
             found=f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}",
-            hint="remove it, or set CKPTD_RUN_DIR to a folder of your own",
+            hint="remove it, chmod 700 it if only you wrote there, or set CKPTD_RUN_DIR",
         )
     return path
 
