@@ -15,6 +15,8 @@ from ckptd.errors import RefusedError
 
 __all__ = ["ACTIVE", "Decisions"]
 
+_READY_S = 60.0
+"""By so much longer the first start waits for nodes that are there and not ready yet."""
 _CLEAN = 24
 """Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
 ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
@@ -169,6 +171,8 @@ class Decisions:
             return
         waited = now - self.since
         patience = self.settings.gather_s if self._gathering else self.settings.patience_s
+        if self._gathering and self._coming(now):
+            patience += _READY_S
         whole = self.job.planned.world
         few = self.nodes.usable_slots(now) < whole and waited < patience
         choice = None if few else self._choice(now)
@@ -184,7 +188,11 @@ class Decisions:
             return False
         if self.nodes.usable_slots(now) >= self.job.planned.world:
             return False  # somebody else came
-        return any(n.dismissed is not None and not n.up for n in self.nodes)
+        return self._coming(now) or any(n.dismissed is not None and not n.up for n in self.nodes)
+
+    def _coming(self, now: float) -> bool:
+        """Whether a node is there that cannot start workers yet, but soon."""
+        return any(n.usable(now) and n.slots == 0 for n in self.nodes)
 
     def _begin(self, choice: Choice, now: float) -> None:
         self.generation += 1

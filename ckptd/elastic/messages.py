@@ -53,7 +53,7 @@ class NodeUp(Event, frozen=True, kw_only=True, tag=True):
     life
         Which process of it speaks: another one after a restart, whose workers are gone.
     slots
-        Ranks that it can run.
+        Ranks that it can run; 0 while it cannot start any yet, which takes a minute at most.
     fenced
         No worker of this or an earlier generation runs on it.
     running

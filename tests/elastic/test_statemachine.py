@@ -419,6 +419,25 @@ def test_the_first_start_waits_for_the_planned_world() -> None:
     assert one(d.pass_time(10, "a", "b"), Start).record.shape == Shape(dp=2)
 
 
+def test_the_first_start_waits_for_a_node_that_is_about_to_be_ready() -> None:
+    d = Driver("abc", gather_s=5.0)
+    d.up("a", "b")
+    for _ in range(40):
+        d.hear(NodeUp(node="c", life="1", slots=0))
+        assert none(d.pass_time(1, "a", "b"), Start)
+    assert one(d.hear(d.said("c")), Start).record.nodes == {"a", "b", "c"}
+
+
+def test_the_first_start_waits_for_no_node_without_end() -> None:
+    d = Driver("abc", gather_s=5.0)
+    d.up("a", "b")
+    for _ in range(80):
+        d.hear(NodeUp(node="c", life="1", slots=0))
+        d.pass_time(1, "a", "b")
+    assert d.machine.record is not None
+    assert d.machine.record.nodes == {"a", "b"}
+
+
 def test_fewer_ranks_than_asked_for_are_refused_with_what_was_there() -> None:
     d = Driver("ab", gather_s=1.0, nodes_s=20.0)
     d.machine.job = Job(microbatches=6, planned=Shape(dp=3), least=3)
