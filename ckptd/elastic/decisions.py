@@ -69,6 +69,8 @@ class Decisions:
         self._changed = True
         """Whether a plan that was refused may succeed now: looking costs time."""
         self._broken: tuple[float, str] | None = None
+        self._accused: tuple[float, str] | None = None
+        """When a worker failed by itself, and on which node, if that may be another one's fault."""
         self._reseating = False
         self._reseated = -math.inf
         """Since when no lease is renewed without this controller."""
@@ -99,17 +101,20 @@ class Decisions:
         self, node: str, reason: str, now: float, detect_s: float = 0.0, *, known: bool = True
     ) -> None:
         """Restart because something failed; `known` as for `Ladder.failed`."""
-        s = self.settings
-        mended = bool(node) and self.nodes.blame(
-            node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s
-        )
-        if mended:
-            self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
+        mended = bool(node) and self._blame(node, now)
         self.ladder.failed(self.step, known=known, mended=mended)
         verdict = self.ladder.verdict(self._cheapest())
         self._fence(reason, now, detect_s=detect_s)
         if verdict:
             self._abort(verdict, now)
+
+    def _blame(self, node: str, now: float) -> bool:
+        """Count a fault of a node; return whether it is left out because of it."""
+        s = self.settings
+        out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s)
+        if out:
+            self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
+        return out
 
     def _cheapest(self) -> int:
         """Return 0 if all survivors can go on as they are, 1 if workers must be started."""

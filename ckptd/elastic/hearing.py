@@ -99,8 +99,10 @@ class Hearing(Decisions):
         node = self.nodes[event.node]
         node.up, node.running, self._changed = False, 0, True
         node.fenced = max(node.fenced, self.generation)
-        if self.state in ACTIVE and self._is_member(event.node):
-            self._fault(event.node, f"{event.node} is gone", now)
+        if self._is_member(event.node):
+            self._acquit(event.node, now)
+            if self.state in ACTIVE:
+                self._fault(event.node, f"{event.node} is gone", now)
 
     def _lost(self, event: Lost, now: float) -> None:
         if event.node in self.nodes and self.nodes[event.node].up:
@@ -110,8 +112,17 @@ class Hearing(Decisions):
     def _gone(self, node: Node, reason: str, now: float) -> None:
         """Give a node up, whose workers may run on."""
         node.up, self._changed = False, True
-        if self.state in ACTIVE and self._is_member(node.name):
-            self._fault(node.name, reason, now, self._silence(node, now))
+        if self._is_member(node.name):
+            self._acquit(node.name, now)
+            if self.state in ACTIVE:
+                self._fault(node.name, reason, now, self._silence(node, now))
+
+    def _acquit(self, culprit: str, now: float) -> None:
+        """Blame a node that is gone for what failed elsewhere just before that was heard."""
+        if self._accused is not None and self._accused[1] != culprit:
+            self._accused = None
+            if self.state not in ACTIVE:
+                self._blame(culprit, now)
 
     def _notice(self, event: Notice, now: float) -> None:
         node = self.nodes[event.node]
@@ -145,7 +156,12 @@ class Hearing(Decisions):
         self.nodes[event.node].running = 0
         if event.code:
             self._code = event.code
-            self._fault(event.node, f"a worker on {event.node} ended with {event.code}", now)
+            # Who exits by itself may do so because another node is gone, which is told later: its
+            # collective failed. A signal has no such excuse.
+            excused = event.code > 0 and len(self.members) > 1
+            self._accused = (now, event.node) if excused else None
+            culprit = "" if excused else event.node
+            self._fault(culprit, f"a worker on {event.node} ended with {event.code}", now)
             return
         self._done.add(event.node)
         if len(self._done) == len(self.members):

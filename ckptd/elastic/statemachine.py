@@ -38,6 +38,9 @@ from ckptd.elastic.states import ControllerSettings, Move, State
 
 __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
 
+_EXCUSED_S = 2.0
+"""For so long after a worker exited by itself the loss of another node explains it."""
+
 
 class StateMachine(Hearing):
     """The decisions for one job.
@@ -118,6 +121,8 @@ class StateMachine(Hearing):
             elif node.idle_since is not None:
                 self._look_at_idle(node, now - node.idle_since, now)
         self._changed = True
+        if self._accused is not None and now - self._accused[0] >= _EXCUSED_S:
+            self._convict(self._accused[1], now)
         if self.state in ACTIVE and self._broken is not None:
             self._wait_for_cause(*self._broken, now)
         if self.state is State.FENCE:
@@ -125,6 +130,12 @@ class StateMachine(Hearing):
         waiting = _WAITING.get(self.state)
         if waiting is not None:
             waiting(self, now)
+
+    def _convict(self, node: str, now: float) -> None:
+        """Blame a node whose worker failed by itself, since no other one was lost."""
+        self._accused = None
+        if self._blame(node, now) and self._is_member(node) and self.state in ACTIVE:
+            self._planned(f"{node} is left out", now)
 
     def _look_at_idle(self, node: Node, waited: float, now: float) -> None:
         running = self.state in ACTIVE and not self._settling

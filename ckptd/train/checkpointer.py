@@ -295,7 +295,7 @@ class Checkpointer:
         else:
             step = getattr(self._lineage.newest(), "step", None)
         if step is None:
-            self._elastic.begins(self._store.url)
+            self._elastic.begins(self._store)
         return step
 
     def load(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ckptd.elastic.worker import WorkerLink
 from ckptd.engine.board import Board
 from ckptd.engine.handle import SaveHandle
+from ckptd.engine.index import Index
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.train.interrupt import Interrupter
 from ckptd.train.leaseguard import check_lease, guard_steps
@@ -20,6 +21,7 @@ from ckptd.train.signals import SAVE, SignalWatch
 
 if TYPE_CHECKING:
     from ckptd.elastic.workerwire import Welcome
+    from ckptd.store import Store
 
 __all__ = ["ElasticHooks", "LauncherWatch", "abandon_all", "launcher_says"]
 
@@ -93,13 +95,14 @@ class ElasticHooks:
         link.mark("initialised")
         _open.add(checkpointer)
 
-    def begins(self, where: str) -> None:
+    def begins(self, root: Store) -> None:
         """Take in that there is nothing to load: this job begins from nothing, if that is right.
 
         Parameters
         ----------
-        where
-            URL of the root, for the error.
+        root
+            The checkpointer's. Where nothing was ever saved nothing can be lost: a job may have
+            other checkpointers, of which the step is.
 
         Raises
         ------
@@ -109,11 +112,12 @@ class ElasticHooks:
         """
         promised = os.environ.get("CKPTD_STEP", "")
         known = int(promised) if promised.isdecimal() else 0
-        if self._link is not None and self._tells and known > 0 and not self._anew:
+        asked = self._link is not None and self._tells and known > 0 and not self._anew
+        if asked and Index(root).generations():
             raise RefusedError(
                 f"step {known} was committed, and nothing of this job is found any more",
                 kind="lost-step",
-                where=where,
+                where=root.url,
                 wanted=f"a snapshot or a checkpoint; step {known} was the newest",
                 found="none, neither at the root nor in the near tiers of the nodes that are here",
                 hint="bring back the nodes that held it, or the root that it was saved to; "

@@ -163,9 +163,37 @@ def test_a_node_that_is_often_at_fault_is_left_out_while_others_suffice() -> Non
         assert "a" in record.nodes
         generation = record.generation
         d.hear(Progress(generation=generation, step=d.machine.step + 1))
-        d.hear(Ended(node="a", generation=generation, code=1))
+        d.hear(Ended(node="a", generation=generation, code=-9))
         d.all_fenced("a", "b", "c", "d")
         d.pass_time(2, "a", "b", "c", "d")
+    record = d.machine.record
+    assert record is not None
+    assert record.nodes == {"b", "c", "d"}
+
+
+def test_a_worker_that_fails_because_another_node_is_lost_is_no_fault_of_its_node() -> None:
+    d = Driver("abcd", gather_s=1.0, patience_s=1.0, flaps=1)
+    d.up("d", "a", "b", "c")
+    d.hear(Ended(node="a", generation=d.machine.generation, code=1))
+    d.all_fenced("a", "b", "c", "d")
+    d.hear(Lost(node="b"), after=0.5)
+    d.all_fenced("a", "c", "d")
+    d.pass_time(5, "a", "c", "d")
+    record = d.machine.record
+    assert record is not None
+    assert record.nodes == {"a", "c", "d"}
+    assert not d.machine.nodes["a"].faults
+    assert d.machine.nodes["b"].faults
+
+
+def test_a_worker_that_fails_by_itself_costs_its_node_a_fault_a_little_later() -> None:
+    d = Driver("abcd", gather_s=1.0, patience_s=1.0, flaps=1)
+    d.up("d", "a", "b", "c")
+    d.hear(Ended(node="a", generation=d.machine.generation, code=1))
+    d.all_fenced("a", "b", "c", "d")
+    d.pass_time(6, "a", "b", "c", "d")
+    d.all_fenced("a", "b", "c", "d")
+    d.pass_time(6, "a", "b", "c", "d")
     record = d.machine.record
     assert record is not None
     assert record.nodes == {"b", "c", "d"}
@@ -488,7 +516,7 @@ def test_found_by_the_month_two_bad_nodes_in_a_row_do_not_end_a_job() -> None:
     d.up(*"abcdefgh")
     d.hear(Progress(generation=1, step=1))
     for name in "aabb":
-        actions = d.hear(Ended(node=name, generation=d.machine.generation, code=1))
+        actions = d.hear(Ended(node=name, generation=d.machine.generation, code=-9))
         assert none(actions, Abort)
         restart(d, *"abcdefgh")
     assert d.machine.members == {"c", "d", "e"}

@@ -10,7 +10,9 @@ import pytest
 import ckptd
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd
+from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import RefusedError
+from ckptd.store import open_store
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +30,30 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLink
     launcher.close()
 
 
+def claim(root: Path) -> None:
+    """Make a root whose job saved something, of which nothing is left."""
+    with open_store(str(root)) as store:
+        catalogue = Catalogue(store)
+        catalogue.create_or_open()
+        catalogue.claim(None, 1, "start")
+
+
 def test_nobody_begins_from_nothing_where_a_step_was_committed(tmp_path: Path) -> None:
+    claim(tmp_path / "root")
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
         with pytest.raises(RefusedError) as refused:
             ck.latest()
         assert refused.value.kind == "lost-step"
         assert "step 7" in refused.value.message
         assert refused.value.where == str(tmp_path / "root")
+
+
+def test_a_root_at_which_nothing_was_ever_saved_has_lost_nothing(tmp_path: Path) -> None:
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        assert ck.latest() is None
+
+
+def test_who_wants_a_fresh_line_begins_from_nothing(tmp_path: Path) -> None:
+    claim(tmp_path / "root")
+    with ckptd.Checkpointer(str(tmp_path / "root"), fresh_line=True) as ck:
+        assert ck.latest() is None
