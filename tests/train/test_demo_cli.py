@@ -82,6 +82,9 @@ REPORT = Report(
         ],
     ),
     watch_note="",
+    elastic=None,
+    elastic_note="left out",
+    elastic_plot=None,
     checks=[Check("one", True), Check("another", True)],
     next=["ckptd ls /demo/checkpoints"],
 )

@@ -36,11 +36,11 @@ CLI = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, "demo", *arguments], capture_output=True, text=True, timeout=500)
+    return subprocess.run([*CLI, "demo", *arguments], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(540)
+@pytest.mark.timeout(640)
 def test_the_whole_demo(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     done = _run("--dir", str(folder), "--quick", "--json", "--keep")
