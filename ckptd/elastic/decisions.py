@@ -83,10 +83,15 @@ class Decisions:
 
     # --- restarts ---------------------------------------------------------------------------------
 
-    def _planned(self, reason: str, now: float, *, within_s: float = math.inf) -> None:
-        """Restart because somebody wants it, but let the ranks save first where they train."""
+    def _planned(
+        self, reason: str, now: float, *, within_s: float = math.inf, leaving: bool = False
+    ) -> None:
+        """Restart because somebody wants it, but let the ranks save first where they train.
+
+        Who is `leaving` may hold the only copy of its part of a step in its memory.
+        """
         if self.state is State.RUNNING and self.record is not None:
-            if self._cheapest() == 0 and self._each_step:
+            if self._cheapest() == 0 and self._each_step and not leaving:
                 self._fence(reason, now, planned=True)  # each step is kept already
                 return
             self._become(State.SUSPECT, reason, now)

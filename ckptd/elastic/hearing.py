@@ -138,7 +138,7 @@ class Hearing(Decisions):
             if self.record is not None and self.state is State.RUNNING:
                 self._out.append(Save(generation=self.record.generation))
             return
-        self._planned(text, now, within_s=max(event.seconds, 0.0))
+        self._planned(text, now, within_s=max(event.seconds, 0.0), leaving=True)
 
     def _fenced(self, event: Fenced, now: float) -> None:
         node = self.nodes[event.node]
@@ -235,7 +235,7 @@ class Hearing(Decisions):
         if kind is OrderKind.STOP:
             self._then = State.ABORTED
             self.reason = text
-        self._planned(text, now)
+        self._planned(text, now, leaving=kind is not OrderKind.RESTART)
 
     def _resume(self, text: str, now: float) -> None:
         if self._then is State.PARKED:

@@ -135,7 +135,7 @@ class StateMachine(Hearing):
         """Blame a node whose worker failed by itself, since no other one was lost."""
         self._accused = None
         if self._blame(node, now) and self._is_member(node) and self.state in ACTIVE:
-            self._planned(f"{node} is left out", now)
+            self._planned(f"{node} is left out", now, leaving=True)
 
     def _look_at_idle(self, node: Node, waited: float, now: float) -> None:
         running = self.state in ACTIVE and not self._settling

@@ -427,6 +427,18 @@ def test_sessions_that_commit_each_step_grow_without_a_save(driver: Driver) -> N
     assert next(a for a in out if isinstance(a, Fence) and a.level == 0)
 
 
+def test_who_is_drained_saves_first_also_where_each_step_is_kept_in_memory(driver: Driver) -> None:
+    # Its memory goes with it, and may hold the only copy of its part.
+    with_sessions(driver, "a", "b", "c")
+    for step in (2, 3):
+        driver.hear(Progress(generation=1, step=step))
+    with_sessions(driver, "a", "b", "c")
+    one(driver.hear(Order(kind=OrderKind.DRAIN, nodes=("a",))), Save)
+    driver.hear(Saved(generation=1, step=4))
+    assert driver.machine.state is State.FENCE
+    assert driver.machine.level == 0
+
+
 def test_a_job_that_tells_nothing_is_taken_to_run() -> None:
     d = Driver(gather_s=1.0, steady_s=30.0)
     d.up("a", "b", "c")

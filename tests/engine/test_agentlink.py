@@ -118,7 +118,7 @@ def test_an_agent_that_ended_is_no_zombie(tmp_path: Path) -> None:
 def test_where_no_agent_can_be_started_saves_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.engine.client.START_S", 0.5)
+    monkeypatch.setattr("ckptd.engine.joining.START_S", 0.5)
     monkeypatch.setattr("sys.executable", "/bin/false")
     place = AgentPlace(str(tmp_path), "node")
     client = WriterClient(StoreSpec(str(tmp_path)), LocalBoard(), agent=AgentSpec(place))

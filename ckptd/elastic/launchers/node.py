@@ -261,7 +261,8 @@ class NodeLauncher:
             self._silent = silent
             self._say_silence(silent, now)
         self._refresh()
-        if not self._link.alive and self._ending is None:
+        # Its last word may lie in the inbox still: it ends as soon as it has put that there.
+        if not self._link.alive and self._inbox.empty() and self._ending is None:
             self._ending = Ending("defect", "the link to the controller has failed", 1)
 
     def _say_silence(self, silent: bool, now: float) -> None:
