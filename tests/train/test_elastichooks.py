@@ -23,11 +23,16 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLink
     monkeypatch.setenv("CKPTD_GENERATION", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("CKPTD_STEP", "7")
-    found = WorkerLink.current()
-    assert found is not None
-    yield found
-    found.close()
-    launcher.close()
+    # A process asks once whether it has a launcher; this one had none, or that of another test.
+    monkeypatch.setattr(WorkerLink, "_tried", 0)
+    monkeypatch.setattr(WorkerLink, "_current", None)
+    try:
+        found = WorkerLink.current()
+        assert found is not None
+        yield found
+        found.close()
+    finally:
+        launcher.close()
 
 
 def claim(root: Path) -> None:
