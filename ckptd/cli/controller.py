@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, note, print_document
 from ckptd.engine.agentlink import run_folder
-from ckptd.errors import RefusedError, StoreError, UsageError
+from ckptd.errors import RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptd.elastic.states import ControllerSettings
 
 __all__ = ["ControllerDocument", "controller"]
-
-_BACKLOG = 1024
 
 
 class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
@@ -121,6 +119,7 @@ def controller(
     Killed at any instant and started again with the same log, it goes on; training goes on
     meanwhile. TERM or INT ends the controller and not the job: ckptd ctl stop does that.
     """
+    from ckptd.elastic.dial import listen_at
     from ckptd.elastic.places import open_places
     from ckptd.elastic.running import Setup, run_controller
     from ckptd.elastic.signpost import Signpost, put_up
@@ -130,7 +129,7 @@ def controller(
     settings = _settings(setting)
     secret = _secret(name, bind)
     places = open_places(name, log)
-    with _listen(bind, port) as sock:
+    with listen_at(bind, port, "the controller") as sock:
         setup = Setup(
             name=name,
             secret=secret,
@@ -273,28 +272,6 @@ def _secret(job: str, bind: str) -> bytes:
             hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
         )
     return job_secret(job, run_folder())
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
-            # What comes before the log is read waits.
-            sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    except OSError as error:
-        raise StoreError(
-            "the controller cannot listen there",
-            kind="listen",
-            where=f"{host}:{port}",
-            found=error.strerror or str(error),
-        ) from error
 
 
 def _address(sock: socket.socket, host: str | None) -> str:

@@ -150,9 +150,9 @@ def serve(
     job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulated.simulate else "default")
     secret = _secret(job, bind)
     with ExitStack() as stack:
-        from ckptd.daemon.server import listen_at
+        from ckptd.elastic.dial import listen_at
 
-        sock = stack.enter_context(listen_at(bind, port))
+        sock = stack.enter_context(listen_at(bind, port, "the daemon"))
         if forward_to is not None:
             return _forward(stack, sock, job, secret, forward_to, name, json)
         from ckptd.daemon.service import Setup

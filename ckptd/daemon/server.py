@@ -15,9 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from ckptd.errors import StoreError
-
-__all__ = ["Serving", "listen_at", "url_of"]
+__all__ = ["Serving", "url_of"]
 
 _HEAD_S = 15.0
 _IDLE_S = 75
@@ -25,34 +23,6 @@ _END_S = 5
 _BACKLOG = 2048
 _MOST_CONNECTIONS = 8192
 _LOOK_S = 0.25
-
-
-def listen_at(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 takes any that is free.
-
-    Raises
-    ------
-    StoreError
-        kind ``listen``: the address cannot be had.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
-            sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    except OSError as error:
-        raise StoreError(
-            "the daemon cannot listen there",
-            kind="listen",
-            where=f"{host}:{port}",
-            found=error.strerror or str(error),
-        ) from error
 
 
 def url_of(sock: socket.socket, name: str | None = None) -> str:

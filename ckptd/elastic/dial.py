@@ -18,11 +18,45 @@ from ckptd.elastic.frames import (
     encode_line,
     new_nonce,
 )
-from ckptd.errors import CorruptError, UsageError
+from ckptd.errors import CorruptError, StoreError, UsageError
 
-__all__ = ["Connection", "dial", "split_address"]
+__all__ = ["Connection", "dial", "listen_at", "split_address"]
 
 _READ = 1 << 16
+_BACKLOG = 2048
+
+
+def listen_at(host: str, port: int, who: str) -> socket.socket:
+    """Return a socket that listens; port 0 takes any that is free.
+
+    Parameters
+    ----------
+    who
+        Wants to, for the error: ``the daemon``.
+
+    Raises
+    ------
+    StoreError
+        kind ``listen``: the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    except OSError as error:
+        raise StoreError(
+            f"{who} cannot listen there",
+            kind="listen",
+            where=f"{host}:{port}",
+            found=error.strerror or str(error),
+        ) from error
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -85,7 +85,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Partner(msgspec.Struct, frozen=True, tag=True):
-    """Whose memory the peer tier is: what that node's agent answered in its `Ready`."""
+    """Whose memory the peer tier is: what that node's agent answered in its `Ready`.
+
+    Empty where no other node is there: what an earlier generation said holds no more.
+    """
 
     url: str
     secret: str

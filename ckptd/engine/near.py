@@ -142,13 +142,13 @@ class Near:
             return self._peer
 
     def set_peer(self, url: str, secret: str) -> None:
-        """Say whose memory the peer tier is."""
+        """Say whose memory the peer tier is; an empty URL: nobody's."""
         with self._lock:
             if url == self._peer_of:
                 return
             # Not tried for long: meanwhile a slot is taken, and the next save brings another peer.
             options = {"secret": secret, "retry_s": _PEER_RETRY_S}
-            old, self._peer = self._peer, StoreSpec(url, options).open()
+            old, self._peer = self._peer, StoreSpec(url, options).open() if url else None
             self._peer_of = url
         if old is not None:
             old.close()

@@ -109,6 +109,9 @@ class Nearby:
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
         self._nodes[own.name] = own
         self._met, self._partner = client, None
+        if self._chosen() is None:
+            # The agent may still know that of an earlier generation, and would try it at each save.
+            client.meet(Partner("", ""))
         self._refresh(client)
 
     def _introduce(self, client: WriterClient) -> _Node:
@@ -117,12 +120,16 @@ class Nearby:
         domain = os.environ.get("CKPTD_DOMAIN") or self._node
         return _Node(self._node, domain, answer.memory, answer.local, answer.secret)
 
+    def _chosen(self) -> str | None:
+        """Return which node is to keep this one's snapshots; None if there is no other."""
+        return partners({n.name: n.domain for n in self._nodes.values()}).get(self._node)
+
     def _key(self, node: str) -> str:
         return f"agents/{node}"
 
     def _refresh(self, client: WriterClient) -> None:
         """Tell the agent of its peer, if that is another one than it was."""
-        chosen = partners({n.name: n.domain for n in self._nodes.values()}).get(self._node)
+        chosen = self._chosen()
         if chosen is None:
             return
         raw = self._agreement.board.peek(self._key(chosen))

@@ -16,9 +16,10 @@ import msgspec
 from ckptd.daemon.access import Access
 from ckptd.daemon.app import make_app
 from ckptd.daemon.client import DaemonClient
-from ckptd.daemon.server import Serving, listen_at, url_of
+from ckptd.daemon.server import Serving, url_of
 from ckptd.daemon.service import Service, Setup
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
+from ckptd.elastic.dial import listen_at
 from ckptd.monitor.limits import Limits
 from ckptd.monitor.signing import access_token, sign_request
 from ckptd.monitor.view import Phase
@@ -119,7 +120,7 @@ def running(
         job=JOB, secret=SECRET, history=history, settings=settings or quick_settings(), **setup
     )
     token = access_token(SECRET)
-    with listen_at("127.0.0.1", port) as sock:
+    with listen_at("127.0.0.1", port, "the daemon") as sock:
         service = Service(given)
         serving = Serving(
             make_app(service, access or Access(token=token, job=JOB)),

@@ -14,8 +14,9 @@ import pytest
 
 from ckptd.daemon.access import Access
 from ckptd.daemon.forward import Forwarder, _with_rows_of
-from ckptd.daemon.server import Serving, listen_at, url_of
+from ckptd.daemon.server import Serving, url_of
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
+from ckptd.elastic.dial import listen_at
 from ckptd.monitor.gather import merge
 from ckptd.monitor.sheet import SHEET_RANK, STEP, AgentState, Sheet
 from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
@@ -24,7 +25,7 @@ from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, r
 @contextmanager
 def forwarding(above: str) -> Iterator[tuple[Forwarder, str]]:
     forwarder = Forwarder(JOB, SECRET, above)
-    with listen_at("127.0.0.1", 0) as sock:
+    with listen_at("127.0.0.1", 0, "the daemon") as sock:
         serving = Serving(
             forwarder.app(Access(token="t", job=JOB)),
             sock,
@@ -78,7 +79,7 @@ def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> Non
 
 
 def test_root_that_was_away_hears_how_things_are(tmp_path: Path) -> None:
-    with listen_at("127.0.0.1", 0) as sock:
+    with listen_at("127.0.0.1", 0, "the daemon") as sock:
         url = url_of(sock)
     with forwarding(url) as (forwarder, _), feeding(forwarder, ranks=16):
         until(lambda: forwarder.up.away)

@@ -6,26 +6,27 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon import server
-from ckptd.daemon.server import listen_at, url_of
+from ckptd.daemon.server import url_of
+from ckptd.elastic.dial import listen_at
 from ckptd.errors import StoreError
 from tests.daemon.daemons import Running, running
 
 
 def test_address_that_is_taken() -> None:
-    with listen_at("127.0.0.1", 0) as sock, pytest.raises(StoreError) as caught:
-        listen_at("127.0.0.1", sock.getsockname()[1])
+    with listen_at("127.0.0.1", 0, "the daemon") as sock, pytest.raises(StoreError) as caught:
+        listen_at("127.0.0.1", sock.getsockname()[1], "the daemon")
     assert caught.value.kind == "listen"
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
 def test_address_that_is_not_ours(host: str) -> None:
     with pytest.raises(StoreError) as caught:
-        listen_at(host, 0)
+        listen_at(host, 0, "the daemon")
     assert caught.value.kind == "listen"
 
 
 def test_urls() -> None:
-    with listen_at("127.0.0.1", 0) as sock:
+    with listen_at("127.0.0.1", 0, "the daemon") as sock:
         port = sock.getsockname()[1]
         assert url_of(sock) == f"http://127.0.0.1:{port}"
         assert url_of(sock, "::1") == f"http://[::1]:{port}"

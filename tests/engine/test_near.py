@@ -46,6 +46,18 @@ def test_what_is_not_there_is_said() -> None:
     near.close()
 
 
+def test_a_peer_of_an_earlier_generation_is_tried_no_more_when_there_is_none() -> None:
+    # Each save waited a second for a node that was gone, and held a slot meanwhile.
+    near = Near()
+    near.set_peer("http://127.0.0.1:1", "s" * 32)
+    assert near.peer
+    near.set_peer("", "")
+    with pytest.raises(StoreError) as caught:
+        _ = near.peer
+    assert caught.value.kind == "no-peer"
+    near.close()
+
+
 def test_a_folder_keeps_the_newest_complete_ones_and_what_is_newer(near: Near) -> None:
     in_folder(near, 1, 2, 3, 4, 5)
     near.completed("local", CommitName(1, 1))
