@@ -24,7 +24,7 @@ from elastic_systems import SYSTEMS, Run
 
 _START_S = 120.0
 _WITHIN_S = 75.0
-_RATE_S = 4.0
+_RATE_S = 2.0
 OURS = ("ckptd-torchrun", "ckptd-run", "ckptd-session")
 STOCK = ("torchrun", "torchrun-tuned")
 
@@ -151,6 +151,8 @@ def once(name: str, system: str) -> dict[str, Any]:
     try:
         for node in range(case.nodes):
             run.start(node)
+            if node == 0 and system not in STOCK and not run.has_controller(_START_S):
+                return {"failed": "no controller", "logs": run.logs()}
         world = min(case.nodes, run.most)
         before = run.wait(
             lambda e: e["what"] == "step" and e["world"] == world and e["step"] >= 12, _START_S

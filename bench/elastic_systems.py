@@ -20,6 +20,7 @@ import psutil
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
+from ckptd.elastic.seat import SeatBook
 from ckptd.monitor.signing import job_secret
 
 HERE = Path(__file__).parent
@@ -144,14 +145,27 @@ class Run:
 
     def operator(self) -> OperatorLink:
         """Return a link to the controller, wherever it is now."""
-        os.environ["CKPTD_RUN_DIR"] = self._run_folder()
-        seat = open_places(self.job).seat
+        seat = self._seat()
 
         def address() -> str:
             newest = seat.newest()
             return newest.address if newest is not None else f"127.0.0.1:{self.port}"
 
         return OperatorLink(address, self.job, job_secret(self.job, Path(self._run_folder())))
+
+    def _seat(self) -> SeatBook:
+        os.environ["CKPTD_RUN_DIR"] = self._run_folder()
+        return open_places(self.job).seat
+
+    def has_controller(self, within_s: float) -> bool:
+        """Wait for the controller: node 0 hosts it then, whichever launcher is quicker."""
+        end = time.monotonic() + within_s
+        seat = self._seat()
+        while seat.newest() is None:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.02)
+        return True
 
     # --- what happened ----------------------------------------------------------------------------
 

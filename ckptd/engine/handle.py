@@ -265,10 +265,21 @@ class SaveHandle:
         self._emit(events.SaveFailed, tier=tier, kind=error.kind, message=message)
 
     def _when_safe(self, call: Callable[[], None]) -> None:
-        """Call `call` when the checkpoint exists on any tier; it may be called more than once."""
+        """Call `call` once the checkpoint exists; it may be called more than once.
+
+        It exists with the first tier that has all of it. Only memory and the folder of its own node
+        do not do while the peer's copy is still on its way: the next to go may be that node, and
+        with it a step that was said to be kept.
+        """
         self._safe = call
-        if self.progress.phase == "durable" or "complete" in self.tiers.values():
-            call()
+        self._tell_safe()
+
+    def _tell_safe(self) -> None:
+        with self._changed:
+            near = None in self._tiers.values()
+            safe = self._phase == "durable" or (near and self._tiers.get("peer") != "pending")
+        if safe and self._safe is not None:
+            self._safe()
 
     def _sealed(self) -> None:
         """Every byte is copied."""
@@ -281,8 +292,8 @@ class SaveHandle:
         **fields: Any,
     ) -> None:
         """Tell what happened, if the save was begun where somebody said whose it is."""
-        if what is events.SaveDurable and self._safe is not None:
-            self._safe()
+        if what is not events.SaveStaged:
+            self._tell_safe()
         if self._scope.save is not None:
             events.emit(what(**self._scope.save.fields(), at_ns=events.now_ns(), **fields))
 

@@ -75,3 +75,33 @@ def test_a_tier_that_the_save_does_not_go_to() -> None:
     with pytest.raises(UsageError) as caught:
         handle("memory").durable(tier="peer")
     assert caught.value.kind == "bad-tier"
+
+
+@pytest.mark.parametrize(
+    ("near", "settled", "told"),
+    [
+        (["memory"], ["memory"], 1),
+        (["memory", "peer"], ["memory"], 0),
+        (["memory", "peer", "local"], ["memory", "local"], 0),
+        (["memory", "peer"], ["memory", "peer"], 1),
+        (["memory", "peer"], ["memory", "!peer"], 1),
+        (["memory", "peer"], ["!peer", "memory"], 1),
+        (["memory", "peer"], ["!memory", "!peer"], 0),
+    ],
+)
+def test_a_step_counts_when_no_single_node_can_take_it_along(
+    near: list[str], settled: list[str], told: int
+) -> None:
+    # A step was promised while only its own nodes had it, and one of them was lost.
+    save, heard = handle(*near, root=True), list[str]()
+    save._when_safe(lambda: heard.append("safe"))
+    for tier in settled:
+        save._settle(tier.removeprefix("!"), ERROR if tier.startswith("!") else None)
+    assert min(len(heard), 1) == told
+
+
+def test_a_step_at_the_root_counts_whatever_becomes_of_the_peer() -> None:
+    save, heard = handle("memory", "peer", root=True), list[str]()
+    save._advance("durable")
+    save._when_safe(lambda: heard.append("safe"))
+    assert heard
