@@ -72,7 +72,7 @@ __all__ = ["Controller", "Ending"]
 _TICK_S = 0.1
 _LEASE_PART = 0.9
 _BACK_S = 0.5
-"""A connection that broke and is not back after so long is lost."""
+"""A connection that broke and is not back after so long is lost, even if nothing else failed."""
 _PUSH_S = 0.2
 _PUSH_AT_LEAST_S = 2.0
 
@@ -184,9 +184,19 @@ class Controller:
         if peer.role == "node" and node is not None and node.peer is peer:
             del self._nodes[peer.name]
             self._broken[peer.name] = self._loop.call_later(_BACK_S, self._lost, peer.name)
+            self._believe()
+
+    def _believe(self) -> None:
+        """Take a broken connection for a lost node if something failed elsewhere just now.
+
+        A launcher that connects anew breaks no collective: there is nothing to wait for.
+        """
+        if self._broken and self.machine.lacks_cause:
+            for name in list(self._broken):
+                self._lost(name)
 
     def _lost(self, name: str) -> None:
-        del self._broken[name]
+        self._broken.pop(name).cancel()
         if name in self.machine.nodes and self.machine.nodes[name].up:
             self.put(Lost(node=name))
 
@@ -364,6 +374,7 @@ class Controller:
         if self.machine.step > before[2]:
             self._chronicle.committed(self.machine.step, time.monotonic())
         self._chronicle.moved(self.machine.moves())
+        self._believe()
         if not isinstance(event, Tick) or actions:
             self._dirty = True
         for action in actions:

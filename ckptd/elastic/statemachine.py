@@ -103,6 +103,11 @@ class StateMachine(Hearing):
         moves, self._moves = self._moves, []
         return moves
 
+    @property
+    def lacks_cause(self) -> bool:
+        """Whether something failed just now that the loss of another node would explain."""
+        return self._broken is not None or self._accused is not None
+
     def may_renew(self, node: str) -> bool:
         """Return whether a beat of this node is to be echoed, which renews its workers' lease.
 

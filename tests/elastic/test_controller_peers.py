@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from ckptd.elastic.appending import Appender
 from ckptd.elastic.chronicle import Chronicle
@@ -14,8 +15,8 @@ from ckptd.elastic.controller import Controller
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.frames import MOST_FRAME_BYTES
 from ckptd.elastic.log import StoreLog
-from ckptd.elastic.messages import Left, NodeUp
-from ckptd.elastic.statemachine import ControllerSettings, StateMachine
+from ckptd.elastic.messages import Broken, Ended, Left, Loaded, Lost, NodeUp, Progress, Tick
+from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.status import Setting, status_of
 from ckptd.elastic.wire import Beat, Said, Status, Subscribe
 from ckptd.store import open_store
@@ -57,6 +58,16 @@ class Made:
         self.controller.joined(peer)
         return peer
 
+    def trains(self, *names: str) -> None:
+        """Have these nodes train in generation 1."""
+        for name in names:
+            self.machine.handle(NodeUp(node=name, life="1", slots=1), 0.0)
+        self.machine.handle(Tick(), 1.0)
+        for name in names:
+            self.machine.handle(Loaded(node=name, generation=1), 1.0)
+        self.machine.handle(Progress(generation=1, step=1), 1.0)
+        assert self.machine.state is State.RUNNING
+
     @property
     def waiting(self) -> list[Any]:
         return [event for event, _ in self.controller._events]
@@ -90,6 +101,33 @@ def test_a_node_that_was_back_in_between_gets_the_whole_grace_again(tmp_path: Pa
         made.controller.gone(second)
         assert not timers["a"].cancelled()
         timers["a"].cancel()
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("failed", ["broken", "ended"])
+@pytest.mark.parametrize("first", ["link", "failure"])
+def test_a_broken_link_and_a_failure_elsewhere_are_a_lost_node_at_once(
+    tmp_path: Path, failed: str, first: str
+) -> None:
+    event = {
+        "broken": Broken(node="b", generation=1, reason="a peer has closed"),
+        "ended": Ended(node="b", generation=1, code=1),
+    }[failed]
+
+    async def case() -> None:
+        made = Made(tmp_path)
+        made.trains("a", "b", "c")
+        peer = made.join("node", "a")
+        if first == "link":
+            made.controller.gone(peer)
+            assert made.waiting == []
+            await made.controller._handle(event)
+        else:
+            await made.controller._handle(event)
+            made.controller.gone(peer)
+        assert made.waiting == [Lost(node="a")]
+        assert not made.controller._broken
 
     asyncio.run(case())
 
