@@ -34,6 +34,7 @@ from ckptd.engine.job import (
     Leave,
     Lost,
     NearFailed,
+    Neighbours,
     Partner,
     Progress,
     Reached,
@@ -175,6 +176,10 @@ class WriterClient:
     def meet(self, partner: Partner) -> None:
         """Say whose memory the peer tier is."""
         self._send(partner)
+
+    def remember(self, neighbours: Neighbours) -> None:
+        """Say of which nodes the agent is to tell the next life."""
+        self._send(neighbours)
 
     @property
     def dead(self) -> WorkerError | None:

@@ -5,10 +5,11 @@ Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from ckptd.engine.neighbours import MOST_TOLD, KnownNode
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.tiers import TierSpec
@@ -34,6 +35,7 @@ __all__ = [
     "Leave",
     "Lost",
     "NearFailed",
+    "Neighbours",
     "Part",
     "Partner",
     "Progress",
@@ -92,6 +94,15 @@ class Partner(msgspec.Struct, frozen=True, tag=True):
 
     url: str
     secret: str
+
+
+_Known = Annotated[tuple[KnownNode, ...], msgspec.Meta(max_length=MOST_TOLD)]
+
+
+class Neighbours(msgspec.Struct, frozen=True, tag=True):
+    """Nodes of which the agent tells the trainers that come next, instead of those it knew."""
+
+    nodes: _Known
 
 
 class Complete(msgspec.Struct, frozen=True, tag=True):
@@ -224,6 +235,7 @@ Request = (
     | Abort
     | Stop
     | Partner
+    | Neighbours
     | Complete
     | Lost
     | AskStatus
@@ -244,6 +256,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         For both.
     pid_space
         Whose numbers `pid` is of: an agent in another container counts otherwise.
+    neighbours
+        Nodes of the life before, as its trainers told them.
     """
 
     pid: int
@@ -252,6 +266,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     local: str = ""
     secret: str = ""
     pid_space: str = ""
+    neighbours: _Known = ()
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ckptd.engine.neighbours import KnownNode
 from ckptd.engine.shelf import Shelf
 from ckptd.engine.slots import KEEPING
 from ckptd.engine.tiers import NEAR, TierSpec
@@ -40,11 +41,14 @@ class Near:
         What lies in memory, guests included.
     here
         Where trainers of this node read it; empty before `serve_here`.
+    neighbours
+        Nodes of which the next trainers are told, as the last ones said.
     """
 
     def __init__(self) -> None:
         self.shelf = Shelf()
         self.here = ""
+        self.neighbours: tuple[KnownNode, ...] = ()
         self._lock = threading.RLock()
         self._arrived = threading.Condition()
         self._last_came = 0.0

@@ -39,14 +39,16 @@ def root_spec(
     return StoreSpec(str(url), dict(options or {}), wrappers)
 
 
-def served_spec(url: str, secret: str = "") -> StoreSpec | None:
+def served_spec(url: str, secret: str = "", **options: Any) -> StoreSpec | None:
     """Return what another process serves at `url`; None where there is none.
 
     Parameters
     ----------
     secret
         What it asks for over TCP; a Unix socket asks for none.
+    options
+        Further ones of `ckptd.store.net.NetOptions`.
     """
     if not url:
         return None
-    return StoreSpec(url, {"secret": secret} if secret else {})
+    return StoreSpec(url, {"secret": secret, **options} if secret else options)

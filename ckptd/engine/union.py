@@ -50,12 +50,16 @@ class Source(NamedTuple):
     keys
         What it has, where that is known: it is asked for nothing else. Among thousands of nodes
         nobody can ask one after the other who has what.
+    former
+        Of a node that was part of an earlier life only: nobody asks it before it may have what
+        no other has.
     """
 
     store: Store
     tier: str
     name: str = ""
     keys: frozenset[str] | None = None
+    former: bool = False
 
 
 class UnionStore(ReadOnlyStore):
@@ -245,7 +249,7 @@ class UnionStore(ReadOnlyStore):
         return sorted({n for names in self._each(lambda s: s.children(prefix)) for n in names})
 
     def _each(self, act: Callable[[Store], T]) -> tuple[T, ...]:
-        """Return what every source gives that does not fail."""
+        """Return what every source gives that does not fail and is not known to be empty."""
         out: tuple[T, ...] = ()
         now = time.monotonic()
 
@@ -256,7 +260,7 @@ class UnionStore(ReadOnlyStore):
                 self._set_aside(source, error)
                 return ()
 
-        asked = [s for s in self._sources if s.aside_until <= now]
+        asked = [s for s in self._sources if s.aside_until <= now and s.keys != frozenset()]
         with ThreadPoolExecutor(max(1, min(_ASKING, len(asked)))) as pool:
             for found in pool.map(ask, asked):
                 out += found
@@ -292,7 +296,7 @@ class _Held:
     def __init__(self, source: Store | Source, place: int) -> None:
         if not isinstance(source, Source):
             source = Source(source, tier_of(source))
-        self.store, self.tier, _, self.keys = source
+        self.store, self.tier, self.keys = source.store, source.tier, source.keys
         self.place = place
         self.aside_until = 0.0
         self.error: StoreError | None = None

@@ -38,6 +38,7 @@ from ckptd.engine.job import (
     Leave,
     Lost,
     NearFailed,
+    Neighbours,
     Partner,
     Progress,
     Ready,
@@ -152,7 +153,8 @@ class Worker:
         self._lanes = Lanes(self._near, self.tell, self._share_to_root)
         served = self._near.serve(hello.bind) if hello.bind else ()
         ready = Ready(os.getpid(), self._near.here, *served)
-        return msgspec.structs.replace(ready, pid_space=pid_space())
+        known = self._near.neighbours
+        return msgspec.structs.replace(ready, pid_space=pid_space(), neighbours=known)
 
     @property
     def linger_s(self) -> float:
@@ -185,6 +187,8 @@ class Worker:
             self._drains.submit(self._drain, message, self._plan)
         elif isinstance(message, Partner) and self._near is not None:
             self._near.set_peer(message.url, message.secret)
+        elif isinstance(message, Neighbours) and self._near is not None:
+            self._near.neighbours = message.nodes
         elif isinstance(message, Complete) and self._lanes is not None:
             self._lanes.completed(message)
         elif isinstance(message, Lost) and self._lanes is not None:

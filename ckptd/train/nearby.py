@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,8 +13,16 @@ import msgspec
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.engine.client import WriterClient
 from ckptd.engine.distant import Distant
-from ckptd.engine.job import Partner
+from ckptd.engine.job import Neighbours, Partner
 from ckptd.engine.joining import AgentSpec
+from ckptd.engine.neighbours import (
+    MOST_TOLD,
+    KnownNode,
+    followers,
+    former_nodes,
+    known_node,
+    older,
+)
 from ckptd.engine.opening import served_spec
 from ckptd.engine.partners import partners
 from ckptd.engine.policy import check_positive
@@ -21,15 +30,19 @@ from ckptd.engine.tiers import Tier, tier_specs
 from ckptd.engine.union import Source
 from ckptd.errors import CkptdError, UsageError
 from ckptd.train.agree import Agreement
-from ckptd.train.hosts import bind_address, host_count, host_id
+from ckptd.train.hosts import bind_address, host_id, host_members
 from ckptd.train.tierrules import TierRules
 
 if TYPE_CHECKING:
+    from ckptd.store import StoreSpec
     from ckptd.store.base import Store
 
 __all__ = ["Nearby", "near_tiers"]
 
 _log = logging.getLogger("ckptd")
+
+_PATIENCE = {"connect_s": 1.5, "retry_s": 0.2}
+"""Options for nodes that may be gone, in seconds: long enough for one lost packet, no more."""
 
 
 class _Node(msgspec.Struct, frozen=True):
@@ -43,6 +56,20 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 _Nodes = dict[str, _Node]
+
+
+class _Report(msgspec.Struct, frozen=True):
+    """What a rank tells: of its node, and of those that this node's agent knew."""
+
+    node: _Node
+    former: tuple[KnownNode, ...] = ()
+
+
+class _Table(msgspec.Struct, frozen=True):
+    """What all ranks then know: the nodes that are there, and those that were."""
+
+    nodes: _Nodes
+    former: list[KnownNode]
 
 
 class Nearby:
@@ -74,10 +101,14 @@ class Nearby:
         self._node = host_id()
         specs = tier_specs(tiers)
         self._folder = next((s.store for s in specs if s.store is not None), None)
-        alone = host_count(agreement) == 1
+        members = host_members(agreement)
+        alone = len(members) == agreement.board.world
+        self._speaks = members[0] == agreement.board.rank
         self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
         self.agent = AgentSpec(self._place, specs, linger_s, "" if alone else bind_address())
         self._nodes: _Nodes = {}
+        self._former: list[KnownNode] = []
+        self._gone: set[str] = set()
         self._here = ""
         self._met: WriterClient | None = None
         self._partner: _Node | None = None
@@ -86,10 +117,11 @@ class Nearby:
     # -- who is there ------------------------------------------------------------------------------
 
     def meet(self, client: WriterClient) -> None:
-        """Learn of the other agents, and tell this node's who its peer is; once a client.
+        """Learn of the other agents, and tell this node's who they are; once a client.
 
         The first time is a round of all ranks; a client that came later, because its agent had
-        died, tells the others through the board.
+        died, tells the others through the board. One rank a node says besides which nodes its
+        agent knew in the life before: those may be left out of this one and live.
 
         Raises
         ------
@@ -97,15 +129,17 @@ class Nearby:
             The node's agent does not answer.
         """
         if client is self._met:
-            self._refresh(client)
+            if self._refresh(client):
+                client.remember(self._neighbours())
             return
         if self._nodes:
-            own = self._introduce(client)
+            own = self._introduce(client).node
         else:
             # Nobody waits for the report of a rank that has no agent.
-            own = self._agreement.on_every_rank(lambda: self._introduce(client))
-            raw = self._agreement.all_reports("agents", msgspec.json.encode(own), _tabulate)
-            self._nodes = msgspec.json.decode(raw, type=_Nodes)
+            report = self._agreement.on_every_rank(lambda: self._introduce(client))
+            raw = self._agreement.all_reports("agents", msgspec.json.encode(report), _tabulate)
+            table = msgspec.json.decode(raw, type=_Table)
+            own, self._nodes, self._former = report.node, table.nodes, table.former
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
         self._nodes[own.name] = own
         self._met, self._partner = client, None
@@ -113,12 +147,28 @@ class Nearby:
             # The agent may still know that of an earlier generation, and would try it at each save.
             client.meet(Partner("", ""))
         self._refresh(client)
+        client.remember(self._neighbours())
 
-    def _introduce(self, client: WriterClient) -> _Node:
+    def _introduce(self, client: WriterClient) -> _Report:
         answer = client.answer()
         self._here = answer.here
         domain = os.environ.get("CKPTD_DOMAIN") or self._node
-        return _Node(self._node, domain, answer.memory, answer.local, answer.secret)
+        node = _Node(self._node, domain, answer.memory, answer.local, answer.secret)
+        return _Report(node, answer.neighbours if self._speaks else ())
+
+    def _neighbours(self) -> Neighbours:
+        """Return what this node's agent is to remember for the next life.
+
+        Nodes that this life left out stay known, for some lives: it may end before it has a
+        snapshot of its own, and theirs are wanted again.
+        """
+        there = [known_node(n.name, n.memory, n.local, n.secret) for n in self._nodes.values()]
+        known: dict[str, list[KnownNode]] = {}
+        for node in (*there, *map(older, self._former)):
+            if node is not None:
+                known.setdefault(node.name, []).append(node)
+        told = [n for name in followers(known, self._node) for n in known[name]]
+        return Neighbours(tuple(told[:MOST_TOLD]))
 
     def _chosen(self) -> str | None:
         """Return which node is to keep this one's snapshots; None if there is no other."""
@@ -127,23 +177,26 @@ class Nearby:
     def _key(self, node: str) -> str:
         return f"agents/{node}"
 
-    def _refresh(self, client: WriterClient) -> None:
-        """Tell the agent of its peer, if that is another one than it was."""
+    def _refresh(self, client: WriterClient) -> bool:
+        """Tell the agent of its peer, if that is another one than it was; return whether it is."""
         chosen = self._chosen()
         if chosen is None:
-            return
+            return False
         raw = self._agreement.board.peek(self._key(chosen))
         node = self._nodes[chosen] if raw is None else msgspec.json.decode(raw, type=_Node)
-        if node != self._partner and node.memory:
-            self._nodes[chosen] = self._partner = node
-            client.meet(Partner(node.memory, node.secret))
+        if node == self._partner or not node.memory:
+            return False
+        self._nodes[chosen] = self._partner = node
+        client.meet(Partner(node.memory, node.secret))
+        return True
 
     # -- what they have ----------------------------------------------------------------------------
 
     def sources(self) -> list[Source]:
-        """Return what may hold snapshots, nearest first: this node, then the others.
+        """Return what may hold snapshots, nearest first: this node, the others, former ones.
 
-        Other nodes are connected to when something is wanted of them.
+        Other nodes are connected to when something is wanted of them. Former ones are not waited
+        for long, and those that could not be reached have nothing.
         """
         self.close()
         for tier, spec in (("memory", served_spec(self._here)), ("local", self._folder)):
@@ -159,11 +212,35 @@ class Nearby:
             self._add("peer", node, "memory", node.memory)
         for node in others:
             self._add("local", node, "local", node.local)
+        for known in self._former:
+            self._add_former("peer", known, "memory", known.memory)
+        for known in self._former:
+            self._add_former("local", known, "local", known.local)
         return list(self._sources)
 
     def _add(self, tier: str, node: _Node, what: str, url: str) -> None:
         if (spec := served_spec(url, node.secret)) is not None:
             self._sources.append(Source(Distant(url, spec.open), tier, f"{node.name} {what}"))
+
+    def _add_former(self, tier: str, node: KnownNode, what: str, url: str) -> None:
+        spec = served_spec(url, node.secret, **_PATIENCE)
+        if spec is None:
+            return
+        # One name may have several addresses, and ranks tell one another by the source's.
+        name = f"{node.name} {what} at {url}"
+        keys: frozenset[str] | None = frozenset() if url in self._gone else None
+        store = Distant(url, partial(self._reached, spec))
+        self._sources.append(Source(store, tier, name, keys, former=True))
+
+    def _reached(self, spec: StoreSpec) -> Store:
+        """Open what a former node serves; who does not answer is asked once in this life."""
+        try:
+            store = spec.open()
+            _ = store.capabilities
+        except CkptdError:
+            self._gone.add(spec.url)
+            raise
+        return store
 
     def close(self) -> None:
         """Let go of the connections that `sources` made. Idempotent."""
@@ -195,6 +272,8 @@ def near_tiers(
     return Nearby(tiers, store.url, agreement, linger_s)
 
 
-def _tabulate(reports: list[bytes]) -> bytes:
-    nodes = [msgspec.json.decode(raw, type=_Node) for raw in reports]
-    return msgspec.json.encode({n.name: n for n in nodes})
+def _tabulate(raw: list[bytes]) -> bytes:
+    reports = [msgspec.json.decode(each, type=_Report) for each in raw]
+    nodes = {report.node.name: report.node for report in reports}
+    former = former_nodes(nodes, (known for report in reports for known in report.former))
+    return msgspec.json.encode(_Table(nodes, former))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,7 +23,14 @@ from ckptd.errors import CkptdError, CorruptError, NotFoundError, SaveError, Sto
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest
-from ckptd.format.names import DATA, WITNESS, digests_key, file_key, rank_of_file
+from ckptd.format.names import (
+    DATA,
+    WITNESS,
+    digests_key,
+    file_key,
+    parse_data_folder,
+    rank_of_file,
+)
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.format.witness_full import FullWitness
 from ckptd.train.agree import Agreement
@@ -41,6 +49,9 @@ _log = logging.getLogger("ckptd")
 _NEXT: tuple[Next, ...] = ("raise", "again", "older")
 _ASKING = 16
 """Nodes that rank 0 asks at a time what they hold."""
+_ASKING_FORMER = 64
+_FORMER_S = 10.0
+"""Former nodes that are not asked by then are passed over, in seconds: most may be gone."""
 _PIECE_CHARS = 4 << 20
 """Of what rank 0 tells the others at a time; a board takes no value above 8 MB."""
 _NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
@@ -86,10 +97,7 @@ class LoadSources:
         """
 
         def find() -> Any:
-            self._survey()
-            near = UnionStore(self._near) if self._near else None
-            found = find_candidates(self._catalogue, near, step=step, without_root=without_root)
-            return msgspec.to_builtins(found)
+            return msgspec.to_builtins(self._find(step, without_root))
 
         found = msgspec.convert(self._agreement.on_rank_zero("candidates", find), Candidates)
         if not found.items:
@@ -138,21 +146,77 @@ class LoadSources:
         root = [Source(self._catalogue.store, tier_of(self._catalogue.store))]
         self.store = UnionStore([*self._near, *(root if self._rooted or not self._near else ())])
 
-    def _survey(self) -> None:
-        """On rank 0: ask every source what it has; those that do not answer are not asked again."""
+    # -- what there is, on rank 0 ------------------------------------------------------------------
+
+    def _find(self, step: int | None, without_root: bool) -> Candidates:
+        """Ask the nodes of this life, and former ones where these may have something newer.
+
+        Of a snapshot that is newer than all that is found, a node that this life left out may have
+        the missing shares. It is not asked else: it may be gone, and that costs time to see.
+        """
+
+        def find() -> Candidates:
+            self._unite()
+            near = UnionStore(self._near) if self._near else None
+            return find_candidates(self._catalogue, near, step=step, without_root=without_root)
+
+        former = [s for s in self._near if s.former]
+        there = self._asked([s for s in self._near if not s.former])
+        self._near = [*there, *(s._replace(keys=frozenset()) for s in former)]
+        first: Candidates | CkptdError
+        try:
+            first = find()
+        except NotFoundError as error:
+            first = error
+        except StoreError as error:
+            if not without_root:
+                raise
+            first = error
+        if former and self._may_be_more(first, step):
+            asked = self._asked(former)
+            if any(s.keys for s in asked):
+                self._near = [*there, *asked]
+                return find()
+        if isinstance(first, CkptdError):
+            raise first
+        return first
+
+    def _may_be_more(self, found: Candidates | CkptdError, step: int | None) -> bool:
+        """Tell whether former nodes may have what is better than `found`.
+
+        So it is where a newer attempt has left something among the nodes that are there; where
+        they have nothing at all; and where the newest life has left nothing with them.
+        """
+        if isinstance(found, CkptdError) or step is not None:
+            return isinstance(found, CkptdError)
+        seen = _attempts(key for s in self._near for key in s.keys or ())
+        best = max(((c.generation, c.step) for c in found.items), default=(0, -1))
+        newest = max(seen, default=(0, -1))
+        if not seen or newest > best or not found.rooted:
+            return True
+        return self._catalogue.newest_generation() > best[0]
+
+    def _asked(self, sources: Sequence[Source]) -> list[Source]:
+        """Return sources with what they have; those that do not answer are not asked again."""
+        end = time.monotonic() + _FORMER_S
 
         def look(source: Source) -> Source:
-            if not source.name:
+            if not source.name or source.keys is not None:
                 return source
+            if source.former and time.monotonic() > end:
+                return source._replace(keys=frozenset())
             try:
                 return source._replace(keys=frozenset(i.key for i in source.store.list(DATA)))
-            except StoreError as error:
-                _log.warning("the snapshots of %s cannot be read: %s", source.name, error.message)
+            except CkptdError as error:
+                level = logging.INFO if source.former else logging.WARNING
+                what = "the snapshots of %s cannot be read: %s"
+                _log.log(level, what, source.name, error.message)
                 return source._replace(keys=frozenset())
 
-        with ThreadPoolExecutor(_ASKING) as pool:
-            self._near = [*pool.map(look, self._near)]
-        self._unite()
+        if not sources:
+            return []
+        with ThreadPoolExecutor(_ASKING_FORMER if sources[0].former else _ASKING) as pool:
+            return [*pool.map(look, sources)]
 
     def _holders(self, candidate: Candidate) -> tuple[str, dict[str, list[int]]]:
         """Return a checkpoint's folder, and by source the ranks whose data files it has."""
@@ -239,6 +303,13 @@ def _keys_of(folder: str, ranks: Sequence[int]) -> list[str]:
     """Return the keys of what ranks wrote, besides the parts."""
     files = [file_key(folder, rank) for rank in ranks]
     return [key for file in files for key in (file, digests_key(file))]
+
+
+def _attempts(keys: Iterable[str]) -> set[tuple[int, int]]:
+    """Return generation and step of all attempts of which there are keys."""
+    folders = {key.removeprefix(DATA).partition("/")[0] for key in keys}
+    parsed = map(parse_data_folder, folders)
+    return {(found[0].generation, found[0].step) for found in parsed if found is not None}
 
 
 def _as_next(raw: bytes) -> Next:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.engine.board import LocalBoard
+from ckptd.engine.job import Neighbours
+from ckptd.engine.neighbours import KnownNode
 from ckptd.errors import CkptdError
 from tests.crash.mounts import Mounted, tmpfs
 from tests.engine.nearjob import WAIT_S, NearJob, newest_at, until
@@ -116,6 +118,22 @@ def test_a_peer_that_cannot_be_reached_fails_its_tier_only(root: str) -> None:
         handle.durable(tier="peer")
     pid = alone.agent
     alone.close()
+    until(lambda: not lives(pid))
+
+
+def test_the_next_life_hears_which_nodes_were_there(root: str) -> None:
+    job = NearJob(root)
+    assert job.client.answer().neighbours == ()
+    nodes = tuple(KnownNode(f"n{i}", "ckptd://127.0.0.1:1", "", "ab" * 16, i) for i in range(3))
+    job.client.remember(Neighbours(nodes[:1]))
+    job.client.remember(Neighbours(nodes))
+    job.save(1).durable(WAIT_S)
+    pid = job.agent
+    job.client.leave()
+    again = NearJob(root)
+    assert again.agent == pid
+    assert again.client.answer().neighbours == nodes
+    again.close()
     until(lambda: not lives(pid))
 
 

@@ -149,6 +149,18 @@ def test_what_is_raised_when_nobody_has_it(make: Make) -> None:
         UnionStore([make(TransientStoreError), make(TransientStoreError)]).children()
 
 
+def test_what_is_known_to_be_empty_is_not_asked(make: Make) -> None:
+    dead, full = make(TransientStoreError), make(a=b"1")
+    known = Source(dead, "peer", "dead", frozenset())
+    union = UnionStore([known, Source(full, "memory", "full", frozenset({"a"}))])
+    assert [info.key for info in union.list()] == union.children() == ["a"]
+    assert union.get("a") == b"1"
+    with pytest.raises(NotFoundError):
+        union.get("b")
+    assert dead.calls == 0
+    assert [*UnionStore([known, known]).list()] == []
+
+
 def test_a_single_source_is_passed_through(make: Make) -> None:
     only = make(TransientStoreError, a=b"1")
     union = UnionStore([only])

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ckptd
 from ckptd.engine import client
@@ -18,6 +20,7 @@ from ckptd.engine.tiers import Local, Memory, Peer
 from ckptd.errors import CkptdError, UsageError, WorkerError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
+from tests.cli.agents import make_place
 
 WAIT_S = 60.0
 
@@ -60,6 +63,49 @@ def test_two_nodes_of_two_ranks_reach_every_tier(tmp_path: Path) -> None:
         ]
     catalogue = Catalogue(open_store(root))
     assert catalogue.latest() is not None
+
+
+def rows_of(value: float) -> dict[str, Any]:
+    """Give each rank a part of one tensor: whoever lacks one share lacks the tensor."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rows = 600 // mesh.size()
+    part = torch.full((rows, 7), value) + torch.arange(rows)[:, None] + rows * mesh.get_rank()
+    return {"w": DTensor.from_local(part, mesh, [Shard(0)], run_check=False)}
+
+
+def life(root: str, nodes: list[str], steps: list[int]) -> tuple[int, dict[str, int]]:
+    """Load, save some steps to the memory of nodes, and the 10th to the root, and go on."""
+    torch.set_num_threads(1)
+    os.environ["CKPTD_NODE"] = nodes[torch.distributed.get_rank()]
+    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1)], linger_s=WAIT_S)
+    state, found = rows_of(-1), 0
+    if ck.latest() is not None:
+        found = ck.load(state)
+        assert torch.equal(state["w"].to_local(), rows_of(found)["w"].to_local())
+    for step in steps:
+        handle = ck.save(step, rows_of(step))
+        assert handle is not None
+        handle.durable(WAIT_S)
+        handle.durable(WAIT_S, tier="memory")
+    torch.distributed.barrier()
+    ck.abandon()
+    return found, {} if ck.last_load is None else ck.last_load.sources
+
+
+@pytest.mark.dist
+def test_shares_on_nodes_that_new_lives_leave_out_are_found(tmp_path: Path) -> None:
+    with make_place(tmp_path) as place:
+
+        def ranks(nodes: list[str], steps: list[int]) -> list[tuple[int, dict[str, int]]]:
+            return run_ranks(len(nodes), life, place.root, nodes, steps, env=place.env)
+
+        assert ranks(["n0", "n1", "n2"], [10, 11]) == [(0, {})] * 3
+        found = ranks(["n0", "n1"], [])
+        assert [step for step, _ in found] == [11, 11], "n2 was left out, and lives"
+        assert any("peer" in sources for _, sources in found)
+        ((step, sources),) = ranks(["n0"], [])
+        assert step == 11, "n2 was left out two lives ago"
+        assert {*sources} == {"memory", "peer"}
 
 
 def begin_without_an_agent(root: str) -> str:
