@@ -156,17 +156,28 @@ class Hearing(Decisions):
         self.nodes[event.node].running = 0
         if event.code:
             self._code = event.code
-            # Who exits by itself may do so because another node is gone, which is told later: its
-            # collective failed. A signal has no such excuse.
-            excused = event.code > 0 and len(self.members) > 1
-            self._accused = (now, event.node) if excused else None
-            culprit = "" if excused else event.node
+            culprit = "" if self._excused(event, now) else event.node
             self._fault(culprit, f"a worker on {event.node} ended with {event.code}", now)
             return
         self._done.add(event.node)
         if len(self._done) == len(self.members):
             self._become(State.DONE, "all workers have ended in good order", now)
             self._out.append(Finish())
+
+    def _excused(self, event: Ended, now: float) -> bool:
+        """Return whether another node's loss, told later, may be why a worker failed.
+
+        Its collective failed then, and it exits by itself: a signal has no such excuse. Nor has who
+        needed it before; or else a node whose workers fail as soon as they start is never left out.
+        """
+        if self._accused is not None:
+            # A whole generation lies between, and no node was lost.
+            self._blame(self._accused[1], now)
+        faults = self.nodes.recent(event.node, now, self.settings.flap_window_s)
+        excused = event.code > 0 and len(self.members) > 1
+        excused = excused and (not faults or faults + 1 < self.settings.flaps)
+        self._accused = (now, event.node) if excused else None
+        return excused
 
     def _broken_(self, event: Broken, now: float) -> None:
         if self._is_current(event.generation) and self._is_member(event.node):

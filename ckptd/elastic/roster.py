@@ -121,6 +121,10 @@ class Roster:
         """Return how many ranks the usable nodes can run."""
         return sum(n.slots for n in self if n.usable(now))
 
+    def recent(self, name: str, now: float, window_s: float) -> int:
+        """Return how many faults of the last so many seconds are counted against a node."""
+        return sum(now - at < window_s for at in self[name].faults)
+
     def blame(self, name: str, now: float, *, window_s: float, most: int, out_s: float) -> bool:
         """Count a fault; return whether the node is left out from now on because of it."""
         node = self[name]

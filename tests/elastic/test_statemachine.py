@@ -534,6 +534,23 @@ def test_found_by_the_month_two_bad_nodes_in_a_row_do_not_end_a_job() -> None:
     assert d.machine.members == {"c", "d", "e"}
 
 
+@pytest.mark.parametrize("life_s", [0.1, 5.0])
+def test_found_by_the_month_a_bad_node_whose_workers_exit_by_themselves_does_not_end_a_job(
+    life_s: float,
+) -> None:
+    d = Driver("abcd", gather_s=1.0)
+    d.up("d", "a", "b", "c")
+    d.hear(Progress(generation=1, step=1))
+    for _ in range(2):
+        d.pass_time(life_s, *"abcd")
+        actions = d.hear(Ended(node="a", generation=d.machine.generation, code=1))
+        assert none(actions, Abort)
+        d.all_fenced(*"abcd")
+        d.pass_time(0.5, *"abcd")
+    restart(d, *"abcd")
+    assert d.machine.members == {"b", "c", "d"}
+
+
 def test_found_by_the_month_who_was_left_out_comes_back_as_the_last_spare() -> None:
     d = Driver("abcde", gather_s=1.0, flaps=1, out_s=10.0)
     d.up(*"abcde")
