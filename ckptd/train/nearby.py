@@ -162,12 +162,15 @@ class Nearby:
         Nodes that this life left out stay known, for some lives: it may end before it has a
         snapshot of its own, and theirs are wanted again.
         """
-        there = [known_node(n.name, n.memory, n.local, n.secret) for n in self._nodes.values()]
-        known: dict[str, list[KnownNode]] = {}
-        for node in (*there, *map(older, self._former)):
-            if node is not None:
-                known.setdefault(node.name, []).append(node)
-        told = [n for name in followers(known, self._node) for n in known[name]]
+        former: dict[str, list[KnownNode]] = {}
+        for aged in filter(None, map(older, self._former)):
+            former.setdefault(aged.name, []).append(aged)
+        told: list[KnownNode] = []
+        for name in followers({*self._nodes, *former}, self._node):
+            if (node := self._nodes.get(name)) is None:
+                told += former[name]
+            elif known := known_node(name, node.memory, node.local, node.secret):
+                told.append(known)
         return Neighbours(tuple(told[:MOST_TOLD]))
 
     def _chosen(self) -> str | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckptd
 from ckptd.engine import client
+from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.neighbours import KnownNode
 from ckptd.engine.tiers import Local, Memory, Peer
 from ckptd.errors import CkptdError, UsageError, WorkerError
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
-from tests.cli.agents import make_place
+from ckptd.train.agree import Agreement
+from ckptd.train.nearby import Nearby
+from tests.cli.agents import gone, make_place, until
 
 WAIT_S = 60.0
 
@@ -89,7 +96,7 @@ def life(root: str, nodes: list[str], steps: list[int]) -> tuple[int, dict[str, 
         handle.durable(WAIT_S, tier="memory")
     torch.distributed.barrier()
     ck.abandon()
-    return found, {} if ck.last_load is None else ck.last_load.sources
+    return found, {} if ck.last_load is None else dict(ck.last_load.sources)
 
 
 @pytest.mark.dist
@@ -106,6 +113,27 @@ def test_shares_on_nodes_that_new_lives_leave_out_are_found(tmp_path: Path) -> N
         ((step, sources),) = ranks(["n0"], [])
         assert step == 11, "n2 was left out two lives ago"
         assert {*sources} == {"memory", "peer"}
+        for agent in place.statuses():
+            if agent.node != "n0":
+                os.kill(agent.pid, signal.SIGKILL)
+                until(partial(gone, agent.pid), "the end of an agent")
+        ((step, _),) = ranks(["n0"], [])
+        assert step == 10, "n1 and n2 are known, and gone"
+
+
+def test_a_former_node_that_is_gone_is_tried_once_in_a_life(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"ckptd://127.0.0.1:{taken.getsockname()[1]}"
+    board = LocalBoard()
+    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(board, WAIT_S), 1.0)
+    nearby._former = [KnownNode("gone", url, "", "ab" * 16), KnownNode("odd", "ckptd://x", "", "")]
+    for empty in (False, True):
+        for source in nearby.sources():
+            assert (source.former, source.tier) == (True, "peer")
+            assert source.keys == (frozenset() if empty else None)
+            with pytest.raises(CkptdError):
+                source.store.list()
+    nearby.close()
 
 
 def begin_without_an_agent(root: str) -> str:
