@@ -25,7 +25,7 @@ from ckptd.elastic.wire import (
     Timed,
     ToNode,
 )
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, RefusedError
 
 __all__ = ["NodeLink", "OperatorLink"]
 
@@ -33,6 +33,12 @@ _DIAL_S = 2.0
 _SEND_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
+_MOST_UNHEARD = 3
+"""Connections in a row that a controller may close before it answers: it may be about to end."""
+
+
+class _UnheardError(ConnectionError):
+    """A controller has shaken hands, and closed the connection before it answered anything."""
 
 
 class NodeLink:
@@ -93,6 +99,10 @@ class NodeLink:
         self._lease_until = 0.0
         self._echoed_at = time.monotonic()
         self._connection: Connection | None = None
+        self._here = ""
+        self._met = self._answered = False
+        self._unheard = 0
+        self._problem, self._refused = "", False
         self._closing = False
         self._ended = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -148,9 +158,23 @@ class NodeLink:
 
     @property
     def here(self) -> str:
-        """Address of this machine towards the controller's; empty while there is no connection."""
-        connection = self._connection
-        return connection.here if connection is not None else ""
+        """Address of this machine towards the controller's; empty before the first connection."""
+        return self._here
+
+    @property
+    def met(self) -> bool:
+        """Whether a controller was ever heard of."""
+        return self._met
+
+    @property
+    def problem(self) -> str:
+        """Why no controller hears this node, for people; empty while one does."""
+        return self._problem
+
+    @property
+    def refused(self) -> bool:
+        """Whether a controller is there, and `problem` is why it takes no word of this node."""
+        return self._refused
 
     @property
     def alive(self) -> bool:
@@ -181,10 +205,12 @@ class NodeLink:
         try:
             while not self._over():
                 began = time.monotonic()
-                with contextlib.suppress(OSError, CkptdError):
+                try:
+                    self._once()
+                except (OSError, CkptdError, UnicodeError) as error:
                     # Whatever is wrong with this connection, another attempt is the answer: the
                     # lease ends what no controller can be reached for.
-                    self._once()
+                    self._note(error)
                 if time.monotonic() - began > _LAST_PAUSE_S:
                     pause = _FIRST_PAUSE_S
                 if not self._over():
@@ -203,6 +229,7 @@ class NodeLink:
         self._renew_alone()
         address = self._addresses()
         if not address:
+            self._problem, self._refused = "nobody knows where it is", False
             return
         connection = dial(
             address,
@@ -213,11 +240,26 @@ class NodeLink:
             kind=ToNode,
             timeout_s=_DIAL_S,
         )
-        self._connection = connection
+        self._connection, self._here = connection, connection.here
+        self._answered = False
         try:
             self._serve(connection)
+        except ConnectionError as error:
+            if self._answered:
+                raise
+            self._unheard += 1
+            raise _UnheardError(f"{address} closes the connection before it answers") from error
         finally:
             self._disconnect()
+
+    def _note(self, error: Exception) -> None:
+        """Remember why nobody hears this node."""
+        another = isinstance(error, RefusedError)
+        secret = self._unheard >= _MOST_UNHEARD and isinstance(error, _UnheardError)
+        text = f"{error.message}: {error.found}" if isinstance(error, CkptdError) else str(error)
+        if secret:
+            text += ": most likely its secret is not the one that is used here"
+        self._problem, self._refused = text, another or secret
 
     def _renew_alone(self) -> None:
         """Renew the lease while there is no controller, if no other one can have begun anything."""
@@ -259,6 +301,7 @@ class NodeLink:
         return False
 
     def _take(self, message: ToNode) -> None:
+        self._answered, self._unheard = True, 0
         if self._ended:
             return
         if isinstance(message, Echo):
@@ -275,7 +318,8 @@ class NodeLink:
         sent = self._sent_at.pop(echo.number, None)
         if sent is None:
             return
-        self._echoed_at = time.monotonic()
+        self._echoed_at, self._met = time.monotonic(), True
+        self._problem, self._refused = "", False
         # From the sending: a node that was stopped in between must not think itself alive.
         if echo.lease_s > 0:
             self._lease_s = echo.lease_s

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,8 +117,9 @@ class LauncherEnd:
             while not self._closing:
                 try:
                     sock, _ = self._listener.accept()
-                except OSError:
-                    return
+                except OSError as error:
+                    self._refused(error)
+                    continue
                 pid, uid = peer_of(sock)
                 if uid not in (-1, os.geteuid()) or (pid > 0 and not self._known(pid)):
                     _log.warning("process %d of user %d is no worker of this node", pid, uid)
@@ -126,6 +128,11 @@ class LauncherEnd:
                 threading.Thread(
                     target=self._serve, args=(sock, pid), name=f"ckptd-worker-{pid}", daemon=True
                 ).start()
+
+    def _refused(self, error: OSError) -> None:
+        if not self._closing:  # of descriptors there may be enough again in a moment
+            _log.warning("no worker can be heard: %s", error)
+            time.sleep(_POLL_S)
 
     def _serve(self, sock: socket.socket, pid: int) -> None:
         with self._lock:

@@ -46,6 +46,22 @@ def test_the_lease_counts_from_sending_and_goes_on_while_nobody_follows(tmp_path
         assert not link.alive
 
 
+def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> None:
+    with controlled(tmp_path) as c:
+        for job, secret, word in (("k", SECRET, "job 'j'"), ("j", "y" * 32, "secret")):
+            link = NodeLink(
+                c.seat,
+                job,
+                secret.encode(),
+                lambda: NodeUp(node="n0", life="l", slots=1),
+                lambda _: None,
+            ).start()
+            until(lambda link=link: link.refused)
+            assert word in link.problem
+            assert not link.met
+            link.close(0.0)
+
+
 @pytest.mark.long
 def test_a_controller_that_moves_is_found(tmp_path: Path) -> None:
     with controlled(tmp_path) as c, pretended(1, c.seat) as nodes:

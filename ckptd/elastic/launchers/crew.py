@@ -234,7 +234,8 @@ class Crew:
         if host is not None:
             host.pid = said.pid
             if host is not self._host:
-                os.kill(said.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has died with its zygote
+                    os.kill(said.pid, signal.SIGKILL)
         worker = self.workers.get(said.number)
         if worker is None:
             return
@@ -270,6 +271,7 @@ class Crew:
 
     def _gone(self, worker: Worker, code: int) -> None:
         worker.dead, worker.code = True, code
+        self._output.ended(worker.error_file)
         if worker.pidfd >= 0:
             self._unregister(worker.pidfd)
         self.workers.remove(worker)
@@ -312,6 +314,8 @@ class Crew:
             self._spawner.order(order, write)
 
     def _told(self, host: _Host) -> None:
+        if host.pipe < 0:  # let go of since it was found readable
+            return
         said = os.read(host.pipe, 64)
         host.told += said
         if host.told.endswith(b"\n"):

@@ -61,11 +61,17 @@ from ckptd.elastic.workerwire import (
     StateLoaded,
     Welcome,
 )
+from ckptd.engine.agentlink import run_folder
+from ckptd.monitor.signing import SECRET_VARIABLE, secret_path
 
 __all__ = ["NO_ORDER", "Ending", "NodeLauncher", "NodeSettings"]
 
 _TURN_S = 0.1
 _SILENT_S = 3.0
+_FIRST_SILENT_S = 15.0
+"""While none was heard of: this launcher, or another one, may be about to start it."""
+_SAVED_S = 5.0
+"""After which nothing is waited for any more that was to follow from a last save."""
 _DEAD_S = 5.0
 _FORGET_S = 2.0
 NO_ORDER = 1 << 20
@@ -169,6 +175,8 @@ class NodeLauncher:
         self._marks: dict[str, float] = {}
         self._lease_until = 0.0
         self._silent = False
+        self._refusal = ""
+        """What was said of a controller that takes no word of this node."""
         self._order = NO_ORDER
         self._ending: Ending | None = None
         self._leaving: signal.Signals | None = None
@@ -216,7 +224,7 @@ class NodeLauncher:
 
     def _post(self, what: Callable[[], None]) -> None:
         self._inbox.put(what)
-        with suppress(BlockingIOError, OSError):  # it is awake, or it has ended
+        with suppress(OSError, ValueError):  # it is awake, or it has ended
             os.eventfd_write(self._wake, 1)
 
     def _woken(self) -> None:
@@ -256,7 +264,8 @@ class NodeLauncher:
                 worker.kill()
         if self._leaving and (now >= self._leave_by or not self._crew.workers.live()):
             self._left()
-        silent = self._link.silent_s > _SILENT_S
+        self._look_at_refusal()
+        silent = self._link.silent_s > (_SILENT_S if self._link.met else _FIRST_SILENT_S)
         if silent != self._silent:
             self._silent = silent
             self._say_silence(silent, now)
@@ -264,6 +273,15 @@ class NodeLauncher:
         # Its last word may lie in the inbox still: it ends as soon as it has put that there.
         if not self._link.alive and self._inbox.empty() and self._ending is None:
             self._ending = Ending("defect", "the link to the controller has failed", 1)
+
+    def _look_at_refusal(self) -> None:
+        if self._link.refused and (problem := self._link.problem) != self._refusal:
+            self._refusal = problem
+            self._say(
+                f"the controller takes no word of this node, and is tried again: {problem}\n"
+                f"all nodes of job {self._s.job} need the same {SECRET_VARIABLE}; here it is "
+                f"{_secret_from(self._s.job)}"
+            )
 
     def _say_silence(self, silent: bool, now: float) -> None:
         if not silent:
@@ -274,20 +292,31 @@ class NodeLauncher:
                 f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
             )
         else:
-            self._say("the controller cannot be reached yet")
+            problem = self._link.problem
+            self._say(f"the controller cannot be reached yet{problem and ': '}{problem}")
 
     # --- the lease --------------------------------------------------------------------------------
 
     def _leased(self, until: float) -> None:
         self._lease_until = max(self._lease_until, until)
         self._lease.extend(self._lease_until)
+        if self._begin is not None and self._started < self._begin.generation:
+            self._settle()
+
+    @property
+    def _lease_over(self) -> bool:
+        return 0.0 < self._lease_until <= time.monotonic()
 
     def _look_at_lease(self) -> None:
-        live = self._crew.workers.live(lambda w: not w.killed)
-        if not live or not 0.0 < self._lease_until <= time.monotonic():
+        # Those as well that were only told to end: they may step meanwhile.
+        live = self._crew.workers.live()
+        if not live or not self._lease_over:
             return
+        known = all(worker.killed for worker in live)
         for worker in live:
             worker.kill()
+        if known:
+            return
         self._say("the lease is over, nothing was heard of the controller: workers are killed")
         if self._running and self._ended_of < self._running:
             self._ended_of = self._running
@@ -330,7 +359,9 @@ class NodeLauncher:
                 continue
             worker.kill()
         if order.level == 0:
-            self._interrupted_until = time.monotonic() + self._s.interrupt_s
+            # Who is late already does not get more time because it is ordered once more.
+            by = self._interrupted_until or time.monotonic() + self._s.interrupt_s
+            self._interrupted_until = by
         else:
             for worker in self._crew.workers.live(lambda w: w.generation < self._fencing):
                 worker.kill()
@@ -344,7 +375,7 @@ class NodeLauncher:
             return
         self._begun, self._begin, self._began_at = begin.generation, begin, time.monotonic()
         self._marks, self._order = {}, begin.node_rank
-        for worker in self._crew.workers.live(lambda w: begin.level > 0 or not w.out):
+        for worker in self._crew.workers.live(lambda w: begin.level > 0 or not w.idle):
             worker.kill()
         self._settle()
 
@@ -367,7 +398,9 @@ class NodeLauncher:
 
     def _may_start(self, begin: Begin) -> bool:
         old = self._crew.workers.live(lambda w: w.generation < begin.generation and not w.idle)
-        return self._started < begin.generation and not old and self._ending is None
+        # A Begin may be heard before the echo that renews a lease which was over.
+        may = self._ending is None and not self._lease_over
+        return may and self._started < begin.generation and not old
 
     def _start(self, begin: Begin) -> None:
         self._started = self._running = begin.generation
@@ -406,8 +439,8 @@ class NodeLauncher:
             return
         if code:
             self._say(_death(worker, code))
-        elif self._crew.workers.live(self._is_current):
-            return
+        elif any(map(self._is_current, self._crew.workers)):
+            return  # it runs, or nobody has told yet with what it has ended
         self._ended_of = self._running
         self._link.tell(Ended(node=self._s.node, generation=self._running, code=code))
 
@@ -419,12 +452,14 @@ class NodeLauncher:
 
     def _hear(self, end: WorkerEnd, message: FromWorker | None) -> None:
         worker = self._crew.workers.of_session(end.pid)
-        if worker is None or worker.dead:
-            return
+        if worker is None or (worker.dead and not isinstance(message, Committed)):
+            return  # a step that it told of before it died counts
         if message is None:
             worker.end = None if worker.end is end else worker.end
         elif isinstance(message, Attach):
             self._attached(worker, end, message)
+        elif worker.end is not end:
+            return  # said by another program than the worker; see `_attached`
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
         elif message.generation == worker.generation == self._running:
@@ -433,6 +468,8 @@ class NodeLauncher:
         self._settle()
 
     def _attached(self, worker: Worker, end: WorkerEnd, message: Attach) -> None:
+        if worker.end is not None and end.pid not in (worker.end.pid, worker.pid):
+            return  # a program that the worker has started, with its environment
         worker.end, worker.session = end, message.session
         begin = self._begin
         if begin is not None:
@@ -452,6 +489,10 @@ class NodeLauncher:
             self._link.tell(Progress(generation=generation, step=message.step))
         elif isinstance(message, SavedNow):
             self._link.tell(Saved(generation=generation, step=message.step))
+            if self._leaving:
+                # Where others go on without this node, it is fenced now; else there is no use in
+                # waiting for that.
+                self._leave_by = min(self._leave_by, time.monotonic() + _SAVED_S)
         elif isinstance(message, BrokenNow):
             self._link.tell(Broken(node=node, generation=generation, reason=message.reason))
 
@@ -495,6 +536,8 @@ class NodeLauncher:
     def _close(self) -> None:
         """End all that is left of the generation, and say goodbye."""
         ending = self._ending
+        # From now on nothing is begun, also where it ends by an error.
+        self._ending = ending or Ending("defect", "", 1)
         for worker in self._crew.workers:
             worker.kill()
         end = time.monotonic() + _DEAD_S
@@ -509,7 +552,15 @@ class NodeLauncher:
         self._lease.close()
         self._output.finish()
         self._selector.close()
-        os.close(self._wake)
+        # A signal, or a worker's thread, may still come: its number is another file's soon.
+        wake, self._wake = self._wake, -1
+        os.close(wake)
+
+
+def _secret_from(job: str) -> str:
+    if os.environ.get(SECRET_VARIABLE):
+        return "set"
+    return f"not set, and that of {secret_path(job, run_folder())} is used"
 
 
 def _count(number: int, what: str) -> str:

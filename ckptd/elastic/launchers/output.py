@@ -19,6 +19,8 @@ __all__ = ["Output", "Streams", "error_of", "parse_streams"]
 _OUT, _ERR = 1, 2
 _LOOK_S = 0.1
 _MOST_BYTES = 1 << 20
+_MOST_LINE = 1 << 16
+"""Characters that are shown at a time of a line that does not end."""
 
 
 class Streams(msgspec.Struct, frozen=True):
@@ -93,6 +95,8 @@ class Output:
         """Make the folder of a worker, and return its files; what is to be shown is followed."""
         folder = self.folder / f"attempt_{attempt}" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
+        error_file = str(folder / "error.json")
+        self._tails = [tail for tail in self._tails if tail.runs]
         teed = _bits(self._tee, local_rank)
         to_file = _bits(self._redirects, local_rank) | teed
         silent = bool(self._shown) and local_rank not in self._shown
@@ -101,9 +105,16 @@ class Output:
             path = str(folder / f"{name}.log") if to_file & bit else ""
             if teed & bit and not silent:
                 Path(path).touch()
-                self._tails.append(_Tail(Path(path), f"[{self._role}{local_rank}]:", console))
+                prefix = f"[{self._role}{local_rank}]:"
+                self._tails.append(_Tail(error_file, Path(path), prefix, console))
             files.append(path or ("/dev/null" if silent else ""))
-        return Streams(files[0], files[1], str(folder / "error.json"))
+        return Streams(files[0], files[1], error_file)
+
+    def ended(self, error_file: str) -> None:
+        """Follow the streams of a worker no further than they are now: it is dead."""
+        for tail in self._tails:
+            if tail.whose == error_file:
+                tail.end()
 
     def finish(self) -> None:
         """Show what is still to be shown of workers that are dead. Idempotent."""
@@ -114,7 +125,8 @@ class Output:
 
 def error_of(path: str) -> str:
     """Return what a worker has left in its error file; empty if nothing can be read there."""
-    with suppress(OSError, msgspec.MsgspecError, KeyError, TypeError):
+    wrong = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError)
+    with suppress(OSError, *wrong):
         with open(path, "rb") as file:
             said: Mapping[str, Mapping[str, str]] = msgspec.json.decode(file.read(_MOST_BYTES))
         return str(said["message"]["message"])
@@ -128,23 +140,39 @@ def _bits(said: dict[int, int] | int, local_rank: int) -> int:
 class _Tail:
     """Shows the lines of a file as they come, in a thread."""
 
-    def __init__(self, path: Path, prefix: str, console: TextIO) -> None:
+    def __init__(self, whose: str, path: Path, prefix: str, console: TextIO) -> None:
+        self.whose = whose
         self._path, self._prefix, self._console = path, prefix, console
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="ckptd-tail", daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self) -> None:
         self._ended.set()
+
+    def finish(self) -> None:
+        self.end()
         self._thread.join(_LOOK_S * 50)
 
     def _follow(self) -> None:
-        with open(self._path, errors="replace") as file:
+        # Where nobody reads the console any more, the files still have all of it.
+        with suppress(OSError, ValueError), open(self._path, errors="replace") as file:
             while True:
                 ended = self._ended.is_set()
-                for line in file:
-                    self._console.write(f"{self._prefix}{line}")
+                while line := file.readline(_MOST_LINE):
+                    self._show(f"{self._prefix}{line}")
                 self._console.flush()
                 if ended:
                     return
                 self._ended.wait(_LOOK_S)
+
+    def _show(self, text: str) -> None:
+        try:
+            self._console.write(text)
+        except UnicodeEncodeError:
+            coding = self._console.encoding
+            self._console.write(text.encode(coding, "replace").decode(coding))

@@ -85,7 +85,8 @@ class Worker:
     def open_gate(self, environ: dict[str, str]) -> None:
         """Let it go on with `environ` besides."""
         gate, self.gate = self.gate, -1
-        with os.fdopen(gate, "wb") as file, suppress(BrokenPipeError):
+        # What is written goes out when the file is closed: whoever waited may have died just now.
+        with suppress(BrokenPipeError), os.fdopen(gate, "wb") as file:
             file.write(msgspec.msgpack.encode(environ))
 
     def close_gate(self) -> None:

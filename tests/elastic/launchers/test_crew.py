@@ -90,3 +90,12 @@ def test_a_very_long_command_is_shown_in_part(tmp_path: Path) -> None:
         shown = zygote().cmdline()
         assert "train.py" in shown
         assert sum(map(len, shown)) < 8192
+
+
+def test_a_job_store_that_is_let_go_of_is_not_read(tmp_path: Path) -> None:
+    with a_crew(tmp_path, "train.py", plain=True) as (crew, _):
+        crew._start_host(1, "127.0.0.1")
+        host = crew._host
+        assert host is not None
+        crew._end_host()  # a new generation begins
+        crew._told(host)  # what was found readable before that

@@ -1,0 +1,207 @@
+"""A node's launcher without a controller: orders and ends that come in any order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptd.elastic.launchers.crew import Crew, Program
+from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
+from ckptd.elastic.launchers.output import Output
+from ckptd.elastic.launchers.workers import Worker
+from ckptd.elastic.messages import Ended
+from ckptd.elastic.policy import Shape
+from ckptd.elastic.wire import Begin, FenceNow, Said, Seat
+from ckptd.elastic.workerend import WorkerEnd
+from ckptd.elastic.workerwire import Attach, FromWorker
+from ckptd.engine.channel import SocketChannel
+from tests.elastic.controlled import controlled
+
+DEADLINE_S = 60.0
+
+
+class Alone:
+    """A launcher of two ranks, which wait at their gates."""
+
+    def __init__(
+        self,
+        folder: Path,
+        addresses: Callable[[], str] = lambda: "",
+        secret: bytes = b"x" * 32,
+    ) -> None:
+        self.said: list[str] = []
+        self.closed = False
+        program = Program(mode="exec", argv=("sleep", "600"), environ=dict(os.environ), plain=True)
+        self.launcher = NodeLauncher(
+            NodeSettings(job="j", node="n", slots=2, beat_s=0.05),
+            program,
+            Output(None, folder, "j", "default"),
+            folder,
+            addresses,
+            secret,
+            self.said.append,
+        )
+        self.link = self.launcher._link
+        self.crew: Crew = self.launcher._crew
+        self.link.start()
+
+    def until(self, what: Callable[[], object]) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not what():
+            assert time.monotonic() < end, self.said
+            self.launcher._once(0.05)
+
+    def begin(self, generation: int = 1, level: int = 1) -> None:
+        self.launcher._ordered(
+            Begin(
+                generation=generation,
+                level=level,
+                shape=Shape(1, 2, 1),
+                step=0,
+                reason="a test",
+                nodes=1,
+                node_rank=0,
+                seats=(Seat(0, 0, 0, 0, 0), Seat(1, 1, 0, 1, 0)),
+                world=2,
+            )
+        )
+
+    def started(self) -> list[Worker]:
+        """Begin generation 1, and return its workers."""
+        self.begin()
+        self.until(lambda: self.crew.workers.live() and all(w.pid for w in self.crew.workers))
+        return list(self.crew.workers)
+
+    def codes(self) -> list[int]:
+        """Codes of ends that were told."""
+        said = [one.event for one in self.link._kept.values() if isinstance(one, Said)]
+        return [event.code for event in said if isinstance(event, Ended)]
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.launcher._close()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[Alone]:
+    one = Alone(folder)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_a_node_has_not_ended_well_before_all_codes_are_known(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        first, second = one.started()
+        second.dead = True  # its descriptor says so, and the zygote has not told its code yet
+        one.crew._gone(first, 0)
+        assert one.codes() == []
+        one.crew._gone(second, 3)
+        assert one.codes() == [3]
+
+
+def test_a_generation_waits_for_the_lease_that_a_controller_renews(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        one.launcher._leased(time.monotonic() - 1.0)
+        one.begin()
+        one.launcher._once(0.0)
+        assert not list(one.crew.workers)
+        one.launcher._leased(time.monotonic() + 1000.0)
+        one.launcher._once(0.0)
+        assert [w.killed for w in one.crew.workers] == [False, False]
+
+
+@pytest.mark.long
+def test_the_end_of_a_lease_kills_those_too_that_were_told_to_end(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        for worker in one.started():
+            worker.killed = True
+        one.launcher._leased(time.monotonic() - 1.0)
+        one.until(lambda: not one.crew.workers.live())
+        assert one.codes() == []
+
+
+@pytest.mark.long
+def test_who_is_late_gets_no_more_time_by_another_fence(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        one.started()
+        one.launcher._ordered(FenceNow(generation=2, level=0))
+        before = one.launcher._interrupted_until
+        one.launcher._ordered(FenceNow(generation=3, level=0))
+        assert one.launcher._interrupted_until == before > 0.0
+
+
+def test_who_has_left_a_generation_and_cannot_be_told_to_go_on_is_killed(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        first, _ = one.started()
+        first.out = True
+        one.begin(generation=3, level=0)
+        assert first.killed
+        one.until(lambda: "generation 3" in one.said[-1])
+
+
+def test_a_launcher_that_ends_begins_nothing(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        one.started()
+        one.begin(generation=3)  # it waits for those of generation 1 to be dead
+        one.close()
+        assert not any("generation 3" in text for text in one.said)
+        one.launcher.leave(signal.SIGTERM)  # harmless
+
+
+@pytest.mark.long
+def test_a_program_that_a_worker_has_started_does_not_take_its_place(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        worker, other = one.started()
+        here, there = socket.socketpair()
+        with here, there:
+            attach = Attach(worker.pid, 0, 1)
+            channel = SocketChannel(here, FromWorker)
+            end = WorkerEnd(channel, worker.pid, attach)
+            one.launcher._attached(worker, end, attach)
+            one.launcher._attached(worker, WorkerEnd(channel, other.pid, attach), attach)
+            assert worker.end is end
+            channel.close()
+
+
+def test_people_are_told_that_no_controller_is_there_only_after_a_while(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        one.link._echoed_at -= 5.0
+        one.until(lambda: one.link.problem)
+        assert one.said == []
+        one.link._echoed_at -= 20.0
+        one.until(lambda: one.said)
+        assert one.said == ["the controller cannot be reached yet: nobody knows where it is"]
+
+
+def test_people_are_told_that_the_secret_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTD_SECRET", "another one" * 3)
+    folder = tmp_path / "n"
+    folder.mkdir()
+    with controlled(tmp_path) as c:
+        one = Alone(folder, c.seat, b"another one" * 3)
+        try:
+            one.until(lambda: one.said)
+        finally:
+            one.close()
+    assert "its secret is not the one that is used here" in one.said[0]
+    assert "need the same CKPTD_SECRET; here it is set" in one.said[0]
+
+
+def test_a_gate_opens_for_nobody() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    worker = Worker(1, 1, Seat(0, 0, 0, 0, 0), 0, gate=write)
+    worker.open_gate({"A": "b"})
+    assert worker.gate == -1
