@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,7 +141,7 @@ def controller(
             address=_address(sock, host),
             after=after,
             events=events,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            say=_say,
         )
         post = Signpost(job=name, address=setup.address, log=places.url, pid=os.getpid())
         with put_up(post):
@@ -149,6 +150,11 @@ def controller(
             note("this controller ends; the job goes on, and waits for another one")
             return 0
         return ending.code
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more, and the job goes on
+        print(text, file=sys.stderr, flush=True)
 
 
 def _announce(setup: Setup, json: bool) -> None:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["RunDocument", "run"]
 
 _PREFIX = "run-"
-_LAST_WORD_S = 5.0
-_CONTROLLER_S = 8.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -263,7 +261,7 @@ class _Run:
 
     def say(self, text: str) -> None:
         if not self._o.json:
-            print(f"ckptd: {text}", file=sys.stderr, flush=True)
+            _print(f"ckptd: {text}")
 
     def run(self, mode: str, files: tuple[Path | None, str, str, str], grace_s: float) -> int:
         """Launch; return the exit code."""
@@ -273,7 +271,7 @@ class _Run:
 
         if self._o.endpoint:
             need_secret(self._o.endpoint, self._env)
-        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        before = {number: signal.signal(number, self._signalled) for number in _signals()}
         base = run_folder()
         for old in old_folders(base, _PREFIX):
             shutil.rmtree(old, ignore_errors=True)
@@ -445,5 +443,17 @@ class _Run:
                 text=ending.text,
                 exit_code=code,
             )
-            print(msgspec.json.encode(document).decode(), file=sys.stderr)
+            _print(msgspec.json.encode(document).decode())
         return code
+
+
+def _print(text: str) -> None:
+    """Tell people; that nobody reads it any more is no reason to end a job."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _signals() -> list[signal.Signals]:
+    """Return those that end the launcher: not the one that ``nohup`` has it ignore."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in _SIGNALS if not (ignored and number is signal.SIGHUP)]

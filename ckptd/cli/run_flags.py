@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from ckptd.errors import UsageError
@@ -50,6 +52,7 @@ _FROM_ENVIRONMENT = (
 )
 """torchrun takes these from variables ``PET_...`` as well."""
 _TRUE = ("1", "true", "yes")
+_DEVICE = re.compile(r"\d+$|(GPU|MIG)-")
 
 
 def separated(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -131,7 +134,9 @@ def gpu_count() -> int:
     """Return the GPUs that ranks would see, without asking a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
     if visible is not None:
-        return len([word for word in visible.split(",") if word.strip() not in ("", "-1")])
+        # What is no device hides all behind it: "-1", or Slurm's "NoDevFiles".
+        words = (word.strip() for word in visible.split(","))
+        return len(list(itertools.takewhile(_DEVICE.match, words)))
     try:
         names = os.listdir("/dev")
     except OSError:

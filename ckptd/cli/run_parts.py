@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import socket
 import sys
 import time
@@ -29,6 +30,14 @@ _AGAIN_S = 0.5
 _MOST_AGAIN_S = 10.0
 _TELLS_S = 5.0
 """After which a daemon that outlives a controller has told the next one where it is."""
+_QUIET_S = 1.0
+"""Two beats: a controller that was heard of within it is there."""
+_LIVED_S = 60.0
+_MOST_STARTS = 4
+"""Of a daemon or a watcher, in a row, each of which has lived for less than `_LIVED_S`."""
+_END_S = 10.0
+_USAGE = 2
+"""Exit code of a daemon whose command line would be refused again."""
 _REFUSED = 5
 """Exit code of a daemon that finds another one of its job on this machine."""
 
@@ -39,7 +48,7 @@ def is_here(host: str) -> bool:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as sock:
             sock.bind(address)
-    except OSError:
+    except (OSError, UnicodeError):  # no name can look like that
         return False
     return True
 
@@ -122,7 +131,11 @@ class Steward:
         self.since = 0.0
         self._not_before = 0.0
         self._again_s = _AGAIN_S
-        self._pause_s: float | None = None
+        self._pause_of, self._pause_s = -1, 0.0
+        """How long is waited in silence, and by a node of which rank."""
+        self._silent_s = 0.0
+        self._met = self._follows = False
+        """Whether one was ever heard of; and whether this launcher's has ended for another one."""
 
     @property
     def started(self) -> bool:
@@ -171,17 +184,26 @@ class Steward:
         CkptdError
             None can be started, and no generation of the job has begun here.
         """
+        self._met |= silent_s < self._silent_s
+        self._silent_s = silent_s
         if self._part is not None:
             self._look(self._part, order < NO_ORDER)
             return
         if self._places is None or time.monotonic() < self._not_before:
             return
-        if self._pause_s is None:
-            self._pause_s = stand_in_pause_s(order)
-        first = not self.started and not self._seated()
+        if self._pause_of != order:
+            self._pause_of, self._pause_s = order, stand_in_pause_s(order)
+        if self._met and silent_s <= self._quiet_s():
+            return  # all is well: the place of the seat, perhaps far away, is not asked
+        first = not self.started and not self._met and not self._seated()
         mine = self.started or (first and (not self._endpoint or self._endpoint_here()))
         if (mine or silent_s > self._pause_s) and not _answers(self.addresses()):
             self._start()
+
+    def _quiet_s(self) -> float:
+        if not self.started:
+            return self._pause_s
+        return _QUIET_S if self._follows else 0.0
 
     def _endpoint_here(self) -> bool:
         return is_here(split_address(self._endpoint)[0])
@@ -198,6 +220,7 @@ class Steward:
         command = [*_CKPTD, "controller", "--json", *self._arguments]
         command += ["--bind", host, "--host", host, "--port", str(port), "--after", str(after)]
         self._lives += 1
+        self._follows = False
         self.host, self.since = host, time.monotonic()
         self._announced = ""
         self._part = Part(name, command, self._env, self._folder)
@@ -210,11 +233,12 @@ class Steward:
         code = part.process.poll()
         if code is None:
             return
-        self._part, self._announced, self._pause_s = None, "", None
+        self._part, self._announced, self._pause_of = None, "", -1
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
         # Launchers of one machine may each have started one: all but one end again.
-        if code <= 0 or not _answers(self.addresses()):
+        self._follows = code > 0 and _answers(self.addresses())
+        if not self._follows:
             self._judge(part, code, begun)
 
     def _judge(self, part: Part, code: int, begun: bool) -> None:
@@ -274,6 +298,11 @@ class Watch:
         self._env, self._folder = env, folder
         self._daemon: Part | None = None
         self._agent: Part | None = None
+        self._agent_by = 0.0
+        """When a watcher is killed that was told to end, for another one; 0.0: none was."""
+        self._starts: dict[str, tuple[float, int]] = {}
+        """When a part was started last, and how often in a row, by its name."""
+        self._given_up = False
         self._watching = ""
         """URL of the daemon that the watcher tells."""
         self._told, self._told_at = "", 0.0
@@ -304,8 +333,7 @@ class Watch:
         if self._is_mine(steward.since, steward.seated):
             self._start_daemon(steward.host)
         self._look_at_daemon(steward.since)
-        if self._agent is not None and self._agent.process.poll() is not None:
-            raise self._agent.failed("has ended")
+        self._look_at_agent()
         login = self._login()
         if self._daemon is not None and login and self._reader is None:
             self._read_out(login)
@@ -317,6 +345,8 @@ class Watch:
         """Whether the daemon is this launcher's to start."""
         if self._url is not None or self._daemon is not None or since in (0.0, self._another_at):
             return False
+        if self._given_up:
+            return False
         if not self._told:
             return True
         # One that outlives a controller tells the next one where it is; and of launchers that stand
@@ -326,6 +356,7 @@ class Watch:
     def _start_daemon(self, host: str) -> None:
         name = f"daemon-{self._started}" if self._started else "daemon"
         self._started += 1
+        self._note_start("daemon")
         command = [*_CKPTD, "serve", "--json", "--job", self._job, "--bind", host]
         self._daemon = Part(name, [*command, *self._daemon_arguments], self._env, self._folder)
         self._told = ""
@@ -335,7 +366,7 @@ class Watch:
         if daemon is None or (code := daemon.process.poll()) is None:
             return
         if code != _REFUSED and self._told in ("", self._own):
-            raise daemon.failed("has ended")
+            self._again(daemon, code)
         # Another launcher of this machine, for a node of this job, was first: it is found. Or the
         # job has a newer daemon, and this one has ended because no watcher told it anything.
         daemon.end()
@@ -345,6 +376,41 @@ class Watch:
             self._reader = None
         if code == _REFUSED:
             self._another_at = since
+
+    def _again(self, daemon: Part, code: int) -> None:
+        """Have another daemon started in the place of one that has ended, or say what to do."""
+        self._told = self._own = ""
+        self._given_up = code == _USAGE or self._too_often("daemon")
+        what = "another one is started"
+        if self._given_up:
+            command = ["ckptd", "serve", "--job", self._job, *self._daemon_arguments]
+            what = f"training goes on unwatched, until you start one: {shlex.join(command)}"
+        self._say(f"{daemon.failed(f'has ended with {code}')}\n{what}")
+
+    def _look_at_agent(self) -> None:
+        agent = self._agent
+        if agent is None:
+            return
+        if (code := agent.process.poll()) is None:
+            if self._agent_by and time.monotonic() > self._agent_by:
+                agent.process.kill()
+            return
+        if not self._agent_by:
+            error = agent.failed(f"has ended with {code}")
+            if self._too_often("agent"):
+                raise error
+            self._say(f"{error}\nanother one is started")
+        agent.end()
+        self._agent, self._agent_by, self._watching = None, 0.0, ""
+
+    def _note_start(self, name: str) -> None:
+        at, number = self._starts.get(name, (0.0, 0))
+        now = time.monotonic()
+        self._starts[name] = now, (number if now - at < _LIVED_S else 0) + 1
+
+    def _too_often(self, name: str) -> bool:
+        at, number = self._starts.get(name, (0.0, 0))
+        return number >= _MOST_STARTS and time.monotonic() - at < _LIVED_S
 
     def _login(self) -> str:
         """Return the URL of a daemon on this machine, with its token; empty while there is none."""
@@ -366,8 +432,14 @@ class Watch:
         if url == self._watching:
             return
         if self._agent is not None:
-            self._say(f"the job's daemon is now {url}")
-            self._agent.end()
+            # It is not waited for: a node that was lost is often why there is another daemon, and
+            # the controller's orders are to be followed meanwhile.
+            if not self._agent_by:
+                self._say(f"the job's daemon is now {url}")
+                self._agent.process.terminate()
+                self._agent_by = time.monotonic() + _END_S
+            return
+        self._note_start("agent")
         command = [sys.executable, "-m", "ckptd.agent.watched", "--job", self._job]
         command += ["--daemon", url, *(self._watcher_arguments or ())]
         env = {**self._env, "PYTHONUNBUFFERED": "1"}

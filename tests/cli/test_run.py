@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from ckptd.cli import controller, run
 from ckptd.cli.run_flags import cpu_count, gpu_count, ranks_filter, separated, slots_of
 from ckptd.errors import UsageError
 from tests.cli.running import COMMAND, Cli
@@ -67,6 +71,9 @@ def test_torchruns_variables_are_taken_where_an_option_is_not_given() -> None:
 def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert (gpu_count(), slots_of("gpu"), slots_of("auto"), slots_of("5")) == (2, 2, 2, 5)
+    for visible, wanted in (("0,-1,1", 1), ("NoDevFiles", 0), ("GPU-a1, MIG-b2", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert gpu_count() == wanted
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert slots_of("auto") == slots_of("cpu") == cpu_count() >= 1
     for bad in ("gpu", "0", "-1", "many"):
@@ -75,6 +82,28 @@ def test_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks_filter("0, 2") == {0, 2}
     with pytest.raises(UsageError):
         ranks_filter("0;1")
+
+
+@pytest.mark.parametrize("say", [run._print, controller._say])
+def test_nobody_has_to_read_what_is_said(
+    say: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with suppress(BrokenPipeError), open(write, "w") as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        say("a word")
+        monkeypatch.undo()
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in run._signals()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in run._signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

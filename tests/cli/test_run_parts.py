@@ -1,0 +1,111 @@
+"""What runs beside a node's workers: who starts a controller, and what is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckptd.cli.run_parts import Steward, Watch, is_here
+from ckptd.elastic.launchers.node import NO_ORDER
+from ckptd.elastic.places import open_places
+
+DEADLINE_S = 60.0
+
+
+def until(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + DEADLINE_S
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = str(tmp_path / "log")
+    places = open_places("j", log)
+    places.seat.take(0, "127.0.0.1:9", "another")
+    asked: list[int] = []
+    newest = places.seat.newest
+    monkeypatch.setattr(places.seat, "newest", lambda: asked.append(1) or newest())
+    arguments = ["--job", "j", "--log", log]
+    steward = Steward(places, "", "127.0.0.1", arguments, os.environ, tmp_path, lambda _: None)
+    try:
+        steward.turn(0.5, NO_ORDER)
+        assert asked
+        asked.clear()
+        steward.turn(0.1, 1)  # one was heard of
+        steward.turn(0.2, 1)
+        assert (asked, steward.started) == ([], False)
+        steward.turn(2.9, 1)  # not the pause of a node without a rank
+        assert steward.started
+    finally:
+        steward.end(0.0)
+
+
+def test_no_host_has_such_a_name() -> None:
+    assert is_here("localhost")
+    assert not is_here("a..b")
+
+
+class Watched:
+    """A `Watch` beside a controller that this launcher is said to have."""
+
+    def __init__(self, folder: Path, daemon: str | None, *arguments: str) -> None:
+        self.said: list[str] = []
+        env = {**os.environ, "CKPTD_RUN_DIR": str(folder / "run")}
+        rings = ["--rings", str(folder / "rings")] if daemon else None
+        self.watch = Watch("j", daemon, arguments, rings, env, folder, self.said.append)
+        self._steward: Any = SimpleNamespace(since=time.monotonic(), seated=True, host="127.0.0.1")
+
+    def turn(self) -> Watch:
+        self.watch.turn(self._steward)
+        return self.watch
+
+    def pid(self, part: str) -> int:
+        found = getattr(self.turn(), f"_{part}")
+        return found.process.pid if found is not None else 0
+
+
+def test_a_daemon_that_cannot_be_started_is_not_tried_without_end(tmp_path: Path) -> None:
+    one = Watched(tmp_path, None, "--no-such-option")
+    until(lambda: one.turn() and one.said)
+    assert "ckptd serve --job j --no-such-option" in one.said[0]
+    assert (one.pid("daemon"), len(one.said)) == (0, 1)
+    one.watch.end(0.0)
+
+
+def test_a_watcher_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    one = Watched(tmp_path, "http://127.0.0.1:9")
+    first = until(lambda: one.pid("agent"))
+    os.kill(first, signal.SIGKILL)
+    until(lambda: one.pid("agent") not in (0, first))
+    assert "has ended with -9" in one.said[0]
+    assert "another one is started" in one.said[0]
+    one.watch.end(0.0)
+
+
+@pytest.mark.long
+def test_a_daemon_that_is_killed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
+    one = Watched(tmp_path, None, "--history", str(tmp_path / "history.sqlite"))
+    try:
+        until(lambda: one.turn() and one.said)
+        first = one.pid("daemon")
+        os.kill(first, signal.SIGKILL)
+        until(lambda: one.pid("daemon") not in (0, first))
+        until(lambda: one.turn() and len(one.said) == 3)
+        words = ["is watched: http", "another one is started", "is watched: http"]
+        assert all(word in text for word, text in zip(words, one.said, strict=True))
+    finally:
+        one.watch.end(0.0)
