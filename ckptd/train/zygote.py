@@ -83,7 +83,7 @@ class Zygote:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._terminated = signal.signal(signal.SIGTERM, self._end)
-        self._mine = {int(name) for name in os.listdir("/proc/self/fd")}
+        self._mine = _open_descriptors()
         """Of the interpreter and of what it has imported; a fork keeps no other."""
         self._tell(Ready(unsafe))
 
@@ -159,12 +159,21 @@ class Zygote:
         os._exit(0)
 
 
+def _open_descriptors() -> set[int]:
+    out = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one through which they were listed
+            os.fstat(int(name))
+            out.add(int(name))
+    return out
+
+
 def _preload() -> str:
     try:
         for name in PRELOADED:
             importlib.import_module(name)
-    except ImportError as error:
-        return f"PyTorch cannot be imported: {error}"
+    except Exception as error:  # noqa: BLE001 - a program that needs none of this can run
+        return f"PyTorch cannot be imported: {type(error).__name__}: {error}"
     # What is never looked at again need not be copied for each fork, nor torn down at its end.
     gc.collect()
     gc.freeze()

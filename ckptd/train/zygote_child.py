@@ -178,7 +178,8 @@ def _set_blas_threads(environ: Mapping[str, str]) -> None:
     if number == 1:
         return
     with open("/proc/self/maps") as maps:
-        paths = {line.split()[-1] for line in maps if "openblas" in line}
+        # The sixth field is the path, which may hold spaces.
+        paths = {line.split(maxsplit=5)[-1].rstrip("\n") for line in maps if "openblas" in line}
     for path in paths:
         library = ctypes.CDLL(path)
         for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_"):
