@@ -41,8 +41,11 @@ __all__ = ["Nearby", "near_tiers"]
 
 _log = logging.getLogger("ckptd")
 
-_PATIENCE = {"connect_s": 1.5, "retry_s": 0.2}
-"""Options for nodes that may be gone, in seconds: long enough for one lost packet, no more."""
+_PATIENCE = {"connect_s": 1.5, "retry_s": 0.0}
+"""Options for nodes that may be gone, in seconds: a lost packet may come again, and no more.
+
+A restart waits for this where a node was lost: an agent that has ended refuses at once.
+"""
 
 
 class _Node(msgspec.Struct, frozen=True):
