@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["RunDocument", "run"]
 
 _PREFIX = "run-"
+_ELSEWHERE = "192.0.2.1"
+"""No host's address; what is sent there takes the usual way out."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -293,8 +294,6 @@ class _Run:
         from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
 
         o = self._o
-        if not o.named:  # nobody will ask for it later: nothing of it is to stay
-            self._env.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
         given = self._env.get(SECRET_VARIABLE)
         secret = given.encode() if given else job_secret(o.job, run_folder())
         self._steward = self._make_steward(folder)
@@ -340,6 +339,8 @@ class _Run:
         own = o.log is not None or is_here(host)
         places = open_places(o.job, o.log) if own else None
         address = o.local_addr or address_towards(host)
+        if not o.endpoint:
+            address = self._own_address()
         if self._watched is not None:
             url = places.url if places is not None else o.endpoint
             rings = ["--rings", str(folder / "rings"), *self._floors]
@@ -348,6 +349,18 @@ class _Run:
                 watched += ["--history", str(folder / "history.sqlite")]
             self._watch = Watch(o.job, self._daemon, watched, rings, self._env, folder, self.say)
         return Steward(places, o.endpoint, address, self._controller, self._env, folder, self.say)
+
+    def _own_address(self) -> str:
+        """Return where a controller listens that other nodes find by the log alone."""
+        from ckptd.engine.hostinfo import address_towards
+        from ckptd.monitor.signing import SECRET_VARIABLE
+
+        if self._o.high == 1:
+            return "127.0.0.1"
+        if self._o.local_addr or os.environ.get(SECRET_VARIABLE):
+            return self._o.local_addr or address_towards(_ELSEWHERE)
+        self.say(f"without {SECRET_VARIABLE}, only launchers on this machine find this one")
+        return "127.0.0.1"
 
     def _program(self, mode: str, folder: Path) -> Program:
         from ckptd.elastic.launchers.crew import Program
@@ -423,7 +436,10 @@ class _Run:
         """Remove what belongs to the name of a job that nobody will use again."""
         from ckptd.daemon.place import DaemonPlace
         from ckptd.elastic.places import own_log
+        from ckptd.engine.agentlink import run_folder
+        from ckptd.monitor.signing import secret_path
 
+        secret_path(self._o.job, run_folder()).unlink(missing_ok=True)
         if self._o.log is None:
             shutil.rmtree(own_log(self._o.job), ignore_errors=True)
         DaemonPlace(self._o.job).lock.unlink(missing_ok=True)

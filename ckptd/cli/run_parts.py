@@ -95,7 +95,7 @@ class Steward:
     endpoint
         Where the job's nodes meet, ``HOST:PORT``; empty on one machine: any free port.
     address
-        Of this machine, for a controller that stands in for one that was elsewhere.
+        Of this machine, for a controller that does not listen at `endpoint`.
     arguments
         Of ``ckptd controller``.
     env, folder
@@ -134,6 +134,8 @@ class Steward:
         self._pause_of, self._pause_s = -1, 0.0
         """How long is waited in silence, and by a node of which rank."""
         self._silent_s = 0.0
+        self._problem = ""
+        """Why none could be started, as it was said last."""
         self._met = self._follows = False
         """Whether one was ever heard of; and whether this launcher's has ended for another one."""
 
@@ -198,7 +200,7 @@ class Steward:
         first = not self.started and not self._met and not self._seated()
         mine = self.started or (first and (not self._endpoint or self._endpoint_here()))
         if (mine or silent_s > self._pause_s) and not _answers(self.addresses()):
-            self._start()
+            self._try_start(order < NO_ORDER)
 
     def _quiet_s(self) -> float:
         if not self.started:
@@ -208,8 +210,21 @@ class Steward:
     def _endpoint_here(self) -> bool:
         return is_here(split_address(self._endpoint)[0])
 
+    def _try_start(self, begun: bool) -> None:
+        try:
+            self._start()
+        except CkptdError as error:
+            # Workers that run go on for as long as their lease: a store may be back by then.
+            if not begun:
+                raise
+            self._not_before = time.monotonic() + self._again_s
+            self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
+            if self._problem != error.message:
+                self._problem = error.message
+                self._say(f"no controller can be started, which is tried again: {error}")
+
     def _start(self) -> None:
-        host, port = "127.0.0.1", 0
+        host, port = self._address, 0
         if self._endpoint:
             host, port = split_address(self._endpoint)
             if not is_here(host):
@@ -229,7 +244,7 @@ class Steward:
         if not self._announced:
             with suppress(msgspec.MsgspecError, KeyError, TypeError):
                 self._announced = str(msgspec.json.decode(part.out.read_bytes())["address"])
-                self._again_s = _AGAIN_S
+                self._again_s, self._problem = _AGAIN_S, ""
         code = part.process.poll()
         if code is None:
             return

@@ -111,6 +111,8 @@ class Supervisor:
         self._problems: dict[str, str] = {}
         self._leaving: set[str] = set()
         """Nodes that were to be taken away."""
+        self._owed: set[str] = set()
+        """Nodes on which a launcher was to be started and could not be."""
 
     def stop(self, reason: str, *, requeue: bool) -> None:
         """Have the job save and end, to be submitted again if `requeue`."""
@@ -195,7 +197,7 @@ class Supervisor:
         if anew:
             self._say(f"launchers are started anew on {', '.join(anew)}: {status.reason}")
             self._launcher.stop(anew, self.settings.call_s)
-            self._launcher.start(anew, self.settings.call_s)
+            self._begin(anew)
         for node in gone:
             if node in by_name:
                 self._replace(node)
@@ -207,7 +209,13 @@ class Supervisor:
             self._say(f"{node} is gone, and there is no other node in its place")
         else:
             self._say(f"{new} takes the place of {node}")
-            self._launcher.start([new], self.settings.call_s)
+            self._begin([new])
+
+    def _begin(self, nodes: list[str]) -> None:
+        """Start launchers where none are now; `_revive` does where that fails."""
+        self._owed.update(nodes)
+        self._launcher.start(nodes, self.settings.call_s)
+        self._owed.difference_update(nodes)
 
     def _poll(self) -> None:
         for hint in self._launcher.hints(self.settings.call_s):
@@ -237,24 +245,29 @@ class Supervisor:
         if not ended or self._link.status().ended:
             return
         for machine in ended:
-            self._say(
-                f"the launcher on {machine.name} ended with {machine.code}: another is started"
-            )
+            if machine.code is None:
+                self._say(f"the launcher on {machine.name} is started now")
+            else:
+                self._say(
+                    f"the launcher on {machine.name} ended with {machine.code}: another is started"
+                )
             _, pause = self._tries.get(machine.name, (0.0, self.settings.again_s / 2))
             self._tries[machine.name] = (
                 time.monotonic(),
                 min(2 * pause, self.settings.most_again_s),
             )
-        self._launcher.start([m.name for m in ended], self.settings.call_s)
+        self._begin([m.name for m in ended])
 
     def _is_due(self, machine: Machine) -> bool:
         now = time.monotonic()
         at, pause = self._tries.get(machine.name, (0.0, 0.0))
         if machine.running:
+            self._owed.discard(machine.name)
             if at and now - at > self.settings.most_again_s:
                 del self._tries[machine.name]
             return False
-        here = machine.state is MachineState.UP and machine.code is not None
+        ended = machine.code is not None or machine.name in self._owed
+        here = machine.state is MachineState.UP and ended
         return here and (not at or now - at >= pause)
 
     def _try(self, what: str, act: Callable[[], None]) -> None:

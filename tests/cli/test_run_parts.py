@@ -15,6 +15,8 @@ import pytest
 from ckptd.cli.run_parts import Steward, Watch, is_here
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import open_places
+from ckptd.elastic.seat import SeatRecord
+from ckptd.errors import StoreError
 
 DEADLINE_S = 60.0
 
@@ -37,7 +39,7 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
     newest = places.seat.newest
     monkeypatch.setattr(places.seat, "newest", lambda: asked.append(1) or newest())
     arguments = ["--job", "j", "--log", log]
-    steward = Steward(places, "", "127.0.0.1", arguments, os.environ, tmp_path, lambda _: None)
+    steward = Steward(places, "", "127.0.0.2", arguments, os.environ, tmp_path, lambda _: None)
     try:
         steward.turn(0.5, NO_ORDER)
         assert asked
@@ -47,8 +49,27 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
         assert (asked, steward.started) == ([], False)
         steward.turn(2.9, 1)  # not the pause of a node without a rank
         assert steward.started
+        assert steward.host == "127.0.0.2"
     finally:
         steward.end(0.0)
+
+
+def test_a_store_that_is_away_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away() -> SeatRecord:
+        raise StoreError("the store is away", kind="io")
+
+    places = open_places("j", str(tmp_path / "log"))
+    monkeypatch.setattr(places.seat, "newest", away)
+    said: list[str] = []
+    steward = Steward(places, "", "127.0.0.1", [], os.environ, tmp_path, said.append)
+    with pytest.raises(StoreError):  # nothing has begun
+        steward.turn(9.0, NO_ORDER)
+    steward.turn(9.1, 0)
+    assert "the store is away" in said[0]
+    steward.turn(9.2, 0)
+    assert len(said) == 1
 
 
 def test_no_host_has_such_a_name() -> None:

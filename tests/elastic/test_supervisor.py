@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ckptd.elastic.launchers.local import Local
 from ckptd.elastic.supervisor import Outcome, Supervisor, SupervisorSettings
+from ckptd.errors import StoreError
 from tests.elastic.controlled import LONG_S, ControllerProcess, controlled, status_when, until
 
 _ROOT = Path(__file__).parents[2]
@@ -117,6 +120,33 @@ def test_without_progress_launchers_are_started_anew_then_the_job_is_submitted_a
         assert (outcome.kind, outcome.requeue) == ("requeue", True)
         assert any("started anew on n0, n1, n2" in text for text in one.said), one.said
         assert all(len(one.pids(name)) >= 2 for name in NAMES)
+
+
+class Refusing(Local):
+    """A scheduler that refuses the first start."""
+
+    refused = 0
+
+    def start(self, nodes: Sequence[str], timeout_s: float) -> None:
+        self.refused += 1
+        if self.refused == 1:
+            raise StoreError("busy", kind="scheduler")
+        super().start(nodes, timeout_s)
+
+
+def test_a_launcher_that_was_stopped_and_could_not_be_started_is_started_later() -> None:
+    said: list[str] = []
+    link: Any = SimpleNamespace(status=lambda: SimpleNamespace(ended=""))
+    status: Any = SimpleNamespace(relaunch=("n0",), reason="no progress")
+    with Refusing(["n0"], lambda _: ["sleep", "600"]) as launcher:
+        supervisor = Supervisor(launcher, link, said.append, settings=_QUICK)
+        with pytest.raises(StoreError):
+            supervisor._relaunch(status)
+        supervisor._revive()
+        assert launcher.pid("n0") is not None
+        assert said[-1] == "the launcher on n0 is started now"
+        supervisor._revive()
+        assert len(said) == 2
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from ckptd.elastic.launchers.environ import of_seat, of_store
-from ckptd.elastic.launchers.output import Output
+from ckptd.elastic.launchers.output import Output, Streams
 from ckptd.elastic.launchers.spawn import Spawner
 from ckptd.elastic.launchers.workers import Worker, Workers
 from ckptd.elastic.launchers.zygotewire import (
@@ -160,7 +160,7 @@ class Crew:
     def _fork(self, begin: Begin, seat: Seat, local_rank: int) -> None:
         if self._spawner is None:
             self._begin_spawner()
-        files = self._output.streams(begin.generation - 1, local_rank)
+        files = self._streams(begin.generation - 1, local_rank)
         environ = {**self._program.environ, **of_seat(begin, seat, local_rank)}
         worker = Worker(self._number(), begin.generation, seat, local_rank)
         worker.error_file = files.error_file
@@ -168,13 +168,20 @@ class Crew:
             number=worker.number,
             mode=self._program.mode,
             argv=self._program.argv,
-            environ={**environ, "TORCHELASTIC_ERROR_FILE": files.error_file},
+            environ={**environ, **_error_file(files.error_file)},
             stdout=files.stdout,
             stderr=files.stderr,
         )
         self.workers.add(worker)
         if self._spawner is not None:
             worker.gate = self._spawner.fork(order)
+
+    def _streams(self, attempt: int, local_rank: int) -> Streams:
+        try:
+            return self._output.streams(attempt, local_rank)
+        except OSError as error:
+            self._say(f"files of local rank {local_rank} cannot be made, it goes without: {error}")
+            return Streams("", "", "")
 
     def _number(self) -> int:
         self._numbers += 1
@@ -353,3 +360,7 @@ class Crew:
             if worker.pidfd >= 0:
                 self._unregister(worker.pidfd)
             self.workers.remove(worker)
+
+
+def _error_file(path: str) -> dict[str, str]:
+    return {"TORCHELASTIC_ERROR_FILE": path} if path else {}

@@ -72,6 +72,11 @@ class Output:
         As `parse_streams` returns them.
     shown
         Local ranks that may write to the console; empty: all.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: no folder can be made there.
     """
 
     def __init__(
@@ -85,14 +90,29 @@ class Output:
         shown: frozenset[int] = frozenset(),
     ) -> None:
         base = private / "logs" if folder is None else folder
-        base.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{name.replace('/', '-')}_", dir=base))
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{name.replace('/', '-')}_", dir=base))
+        except OSError as error:
+            raise UsageError(
+                "files of workers cannot be made there",
+                kind="bad-argument",
+                where=str(base),
+                wanted="--log-dir names a folder that can be written",
+                found=error.strerror or str(error),
+            ) from error
         self._role, self._shown = role, shown
         self._redirects, self._tee = redirects, tee
         self._tails: list[_Tail] = []
 
     def streams(self, attempt: int, local_rank: int) -> Streams:
-        """Make the folder of a worker, and return its files; what is to be shown is followed."""
+        """Make the folder of a worker, and return its files; what is to be shown is followed.
+
+        Raises
+        ------
+        OSError
+            They cannot be made: the disk is full, say.
+        """
         folder = self.folder / f"attempt_{attempt}" / str(local_rank)
         folder.mkdir(parents=True, exist_ok=True)
         error_file = str(folder / "error.json")

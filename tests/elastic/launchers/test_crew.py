@@ -99,3 +99,10 @@ def test_a_job_store_that_is_let_go_of_is_not_read(tmp_path: Path) -> None:
         assert host is not None
         crew._end_host()  # a new generation begins
         crew._told(host)  # what was found readable before that
+
+
+def test_ranks_are_started_without_files_where_none_can_be_made(tmp_path: Path) -> None:
+    with a_crew(tmp_path, "train.py", plain=True) as (crew, _):
+        (tmp_path / "logs" / "taken").touch()
+        crew._output.folder = tmp_path / "logs" / "taken"
+        assert crew._streams(0, 0).stdout == crew._streams(0, 0).error_file == ""

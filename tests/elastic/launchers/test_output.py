@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.elastic.launchers.output import Output, error_of
+from ckptd.errors import UsageError
 
 DEADLINE_S = 60.0
 
@@ -49,6 +50,12 @@ def test_what_a_console_cannot_show_is_shown_otherwise(
     assert lines[:2] == [b"[default0]:?", b"[default0]:?\0"]
     assert lines[2].count(b"y") == 200_000
     assert lines[3] == b"[default0]:end"
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="files of workers"):
+        Output(tmp_path / "file" / "logs", tmp_path, "j", "default")
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", b'{"message": {"message": "\xff"}}', b"[" * 99_999])
