@@ -179,3 +179,33 @@ def test_an_option_that_the_controller_refuses_ends_the_launcher() -> None:
     )
     assert done.returncode == 2
     assert "NAME=NUMBER" in done.stderr
+
+
+ASK = """
+import os, subprocess, sys
+
+if os.environ["RANK"] == "0":
+    kept = {k: v for k, v in os.environ.items() if k[:6] != "CKPTD_" or k == "CKPTD_RUN_DIR"}
+    ask = "from ckptd.cli.main import main; main()"
+    ask = [sys.executable, "-c", ask, "ctl", "status", "--json"]
+    sys.exit(subprocess.run(ask, env=kept, timeout=60).returncode)
+"""
+
+
+@pytest.mark.long
+def test_a_job_without_a_name_is_told_of_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    script, runs = tmp_path / "ask.py", tmp_path / "runs"
+    script.write_text(ASK)
+    runs.mkdir(mode=0o700)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+    done = subprocess.run(
+        [*COMMAND, "run", "--no-watch", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        env=environ | {"CKPTD_RUN_DIR": str(runs), "OMP_NUM_THREADS": "1"},
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert status["verb"] == "ctl status"
+    assert not list(runs.iterdir())
