@@ -101,6 +101,8 @@ class Crew:
         self._numbers = 0
         self._begin: Begin | None = None
         self._store: StoreAt | None = None
+        self._early: StoreAt | None = None
+        """Of a generation that is not started here yet: another node's store was faster."""
         self._going: list[Worker] = []
         """Workers that wait for nothing but the store."""
         self._host: _Host | None = None
@@ -127,7 +129,9 @@ class Crew:
 
         Idle workers take seats first, each the one of its own slot if it is free.
         """
-        self._begin, self._store, self._going = begin, None, []
+        early, self._early = self._early, None
+        known = early is not None and early.generation == begin.generation
+        self._begin, self._store, self._going = begin, early if known else None, []
         self._end_host()
         if begin.hosts_store:
             self._start_host(begin.generation, address)
@@ -145,7 +149,9 @@ class Crew:
 
     def store_at(self, store: StoreAt) -> None:
         """Let the workers of the generation go on: their job store is there."""
-        if self._begin is not None and store.generation == self._begin.generation:
+        if self._begin is None or store.generation > self._begin.generation:
+            self._early = store
+        elif store.generation == self._begin.generation:
             self._store = store
             for worker in self._going:
                 self._let_go(worker)

@@ -70,7 +70,7 @@ _TURN_S = 0.1
 _SILENT_S = 3.0
 _FIRST_SILENT_S = 15.0
 """While none was heard of: this launcher, or another one, may be about to start it."""
-_SAVED_S = 5.0
+_SAVED_S = 3.0
 """After which nothing is waited for any more that was to follow from a last save."""
 _DEAD_S = 5.0
 _FORGET_S = 2.0

@@ -18,7 +18,7 @@ from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workers import Worker
 from ckptd.elastic.messages import Ended
 from ckptd.elastic.policy import Shape
-from ckptd.elastic.wire import Begin, FenceNow, Said, Seat
+from ckptd.elastic.wire import Begin, FenceNow, Said, Seat, StoreAt
 from ckptd.elastic.workerend import WorkerEnd
 from ckptd.elastic.workerwire import Attach, FromWorker
 from ckptd.engine.channel import SocketChannel
@@ -197,6 +197,20 @@ def test_people_are_told_that_the_secret_is_another_one(
             one.close()
     assert "its secret is not the one that is used here" in one.said[0]
     assert "need the same CKPTD_SECRET; here it is set" in one.said[0]
+
+
+def test_a_store_that_is_there_before_a_generation_can_begin_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    with alone(tmp_path) as one:
+        one.launcher._leased(time.monotonic() - 1.0)
+        one.begin()
+        one.launcher._ordered(StoreAt(1, "localhost", 9))
+        one.launcher._leased(time.monotonic() + 1000.0)
+        workers = list(one.crew.workers)
+        assert len(workers) == 2
+        one.until(lambda: all(w.pid and w.gate == -1 for w in workers))
+        assert not any(w.killed for w in workers)
 
 
 def test_a_gate_opens_for_nobody() -> None:
