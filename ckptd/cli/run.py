@@ -128,6 +128,8 @@ def _options(
     port, alone = torchrun.master_port, torchrun.standalone
     endpoint = torchrun.rdzv_endpoint or (f"{torchrun.master_addr}:{port}" if port else "")
     low, high = _range("1" if alone else torchrun.nnodes)
+    if high == 1 and endpoint.endswith(":0"):  # torchrun's way of asking for any free port
+        endpoint = ""
     if high > 1 and not endpoint and own.log is None:
         raise UsageError(
             "nodes of one job have to find each other",

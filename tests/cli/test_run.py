@@ -15,6 +15,7 @@ import pytest
 
 from ckptd.cli import controller, run
 from ckptd.cli.run_flags import cpu_count, gpu_count, ranks_filter, separated, slots_of
+from ckptd.cli.run_options import JobOptions, TorchrunOptions
 from ckptd.errors import UsageError
 from tests.cli.running import COMMAND, Cli
 
@@ -94,6 +95,12 @@ def test_nobody_has_to_read_what_is_said(
         monkeypatch.setattr(sys, "stderr", broken)
         say("a word")
         monkeypatch.undo()
+
+
+def test_any_free_port_of_one_machine_needs_no_endpoint() -> None:
+    given = TorchrunOptions(rdzv_endpoint="localhost:0")
+    options = run._options(("train.py",), given, JobOptions(node="n"), False)
+    assert (options.endpoint, options.named) == ("", False)
 
 
 def test_a_hangup_that_is_ignored_stays_so() -> None:
