@@ -204,5 +204,6 @@ class OperatorLink:
             kind="no-controller",
             where=address or f"job {self._job}",
             found=str(found)[:300],
-            hint="does it run? ckptd controller starts one; --controller HOST:PORT names one",
+            hint="has the job ended? if it runs, CKPTD_SECRET is to be what the job has; "
+            "--controller HOST:PORT names a controller, ckptd controller starts one",
         )
