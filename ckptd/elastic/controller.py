@@ -250,6 +250,8 @@ class Controller:
     @staticmethod
     def _has_heard(node: _Node, number: int) -> None:
         node.heard = max(node.heard, number)
+        if node.left:  # its beats are not echoed any more, and it waits for this before it ends
+            node.peer.send(Echo(number=0, heard=node.heard))
 
     def _hosting(self, store: StoreAt) -> None:
         """Tell all members where the job store is; who begins later is told then."""

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.elastic.dial import split_address
 from ckptd.elastic.link import NodeLink
-from ckptd.elastic.messages import NodeUp
+from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.places import open_places
 from tests.elastic.controlled import SECRET, controlled, pretended, until
 
@@ -44,6 +44,21 @@ def test_the_lease_counts_from_sending_and_goes_on_while_nobody_follows(tmp_path
         assert leases == sorted(leases)
         link.close()
         assert not link.alive
+
+
+def test_a_goodbye_is_acknowledged(tmp_path: Path) -> None:
+    with controlled(tmp_path) as c:
+        link = NodeLink(
+            c.seat,
+            "j",
+            SECRET.encode(),
+            lambda: NodeUp(node="n0", life="l", slots=1),
+            lambda _: None,
+        ).start()
+        until(lambda: link.met)
+        link.tell(Left(node="n0"))
+        until(link._all_heard)
+        link.close(0.0)
 
 
 def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> None:
