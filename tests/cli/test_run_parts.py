@@ -37,7 +37,12 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
     places.seat.take(0, "127.0.0.1:9", "another")
     asked: list[int] = []
     newest = places.seat.newest
-    monkeypatch.setattr(places.seat, "newest", lambda: asked.append(1) or newest())
+
+    def ask() -> SeatRecord | None:
+        asked.append(1)
+        return newest()
+
+    monkeypatch.setattr(places.seat, "newest", ask)
     arguments = ["--job", "j", "--log", log]
     steward = Steward(places, "", "127.0.0.2", arguments, os.environ, tmp_path, lambda _: None)
     try:
@@ -87,18 +92,20 @@ class Watched:
         self.watch = Watch("j", daemon, arguments, rings, env, folder, self.said.append)
         self._steward: Any = SimpleNamespace(since=time.monotonic(), seated=True, host="127.0.0.1")
 
-    def turn(self) -> Watch:
+    def turn(self) -> int:
+        """Have it look; return how much it has said."""
         self.watch.turn(self._steward)
-        return self.watch
+        return len(self.said)
 
     def pid(self, part: str) -> int:
-        found = getattr(self.turn(), f"_{part}")
+        self.turn()
+        found = getattr(self.watch, f"_{part}")
         return found.process.pid if found is not None else 0
 
 
 def test_a_daemon_that_cannot_be_started_is_not_tried_without_end(tmp_path: Path) -> None:
     one = Watched(tmp_path, None, "--no-such-option")
-    until(lambda: one.turn() and one.said)
+    until(one.turn)
     assert "ckptd serve --job j --no-such-option" in one.said[0]
     assert (one.pid("daemon"), len(one.said)) == (0, 1)
     one.watch.end(0.0)
@@ -121,11 +128,11 @@ def test_a_daemon_that_is_killed_is_started_again(
     monkeypatch.setenv("CKPTD_RUN_DIR", str(tmp_path / "run"))
     one = Watched(tmp_path, None, "--history", str(tmp_path / "history.sqlite"))
     try:
-        until(lambda: one.turn() and one.said)
+        until(one.turn)
         first = one.pid("daemon")
         os.kill(first, signal.SIGKILL)
         until(lambda: one.pid("daemon") not in (0, first))
-        until(lambda: one.turn() and len(one.said) == 3)
+        until(lambda: one.turn() == 3)
         words = ["is watched: http", "another one is started", "is watched: http"]
         assert all(word in text for word, text in zip(words, one.said, strict=True))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> No
                 lambda: NodeUp(node="n0", life="l", slots=1),
                 lambda _: None,
             ).start()
-            until(lambda link=link: link.refused)
+            until(partial(getattr, link, "refused"))
             assert word in link.problem
             assert not link.met
             link.close(0.0)
