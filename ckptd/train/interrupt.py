@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ckptd.errors import UsageError
-from ckptd.train.sockets import GroupSockets
+from ckptd.train import sockets
 
 __all__ = ["Interrupted", "Interrupter"]
 
@@ -72,7 +72,7 @@ class Interrupter:
         self._wanted = threading.Event()
         self._out = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._sockets = GroupSockets()
+        self._sockets = sockets.GroupSockets()
         self._sockets.watch()
         self._before = signal.signal(_SIGNAL, self._on_signal)
 
@@ -87,8 +87,17 @@ class Interrupter:
             raise Interrupted
 
     def enter(self) -> None:
-        """The main thread is in a generation from now on."""
-        self._inside = True
+        """The main thread is in a generation from now on.
+
+        Raises
+        ------
+        Interrupted
+            The generation ended before this: whoever ends it saw nobody inside, and is done.
+        """
+        with self._out:
+            if self._wanted.is_set():
+                raise Interrupted
+            self._inside = True
 
     def leave(self) -> None:
         """The main thread is out: nothing is raised in it any more."""
@@ -145,7 +154,8 @@ class Interrupter:
 
 def _is_whole(frame: FrameType) -> bool:
     """Whether what runs there must not be cut short; it is short, and soon asked again."""
-    return frame.f_code.co_name in _WHOLE or frame.f_code.co_filename == __file__
+    code = frame.f_code
+    return code.co_name in _WHOLE or code.co_filename in (__file__, sockets.__file__)
 
 
 def _store_ports() -> frozenset[int]:

@@ -117,8 +117,8 @@ class _Session:
                 return None
             self._training = True
         try:
-            self._interrupter.enter()
             try:
+                self._interrupter.enter()
                 return train(World.of(os.environ))
             finally:
                 self._interrupter.leave()

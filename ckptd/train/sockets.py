@@ -60,9 +60,10 @@ class GroupSockets:
             self._undo.pop()()
 
     def forget(self) -> None:
-        """Forget the groups that were made so far."""
+        """Forget the groups that were made so far, also those whose making was cut short."""
         with self._lock:
             self._known.clear()
+            self._depth = 0
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -102,15 +103,19 @@ class GroupSockets:
             wanted = (self._known | making) & now.keys()
         count = 0
         for link, fd in now.items():
-            count += _shut(fd, link in wanted, store_ports, stores)
+            count += _shut(link, fd, link in wanted, store_ports, stores)
         return count
 
 
-def _shut(fd: int, of_group: bool, store_ports: frozenset[int], stores: bool) -> bool:
+def _shut(link: str, fd: int, of_group: bool, store_ports: frozenset[int], stores: bool) -> bool:
     """Shut down one socket if it is a connection of a group, or of a store; tell whether."""
     try:
         # A descriptor of its own: what is closed meanwhile must not be another one's number.
-        with socket.socket(fileno=os.dup(fd)) as sock:
+        copy = os.dup(fd)
+        if os.readlink(f"/proc/self/fd/{copy}") != link:
+            os.close(copy)  # it was another one's by then
+            return False
+        with socket.socket(fileno=copy) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             ours, theirs = sock.getsockname()[1], sock.getpeername()[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ckptd.elastic.workerend import LauncherEnd
 from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import RefusedError
 from ckptd.store import open_store
+from ckptd.train import elastichooks
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,18 @@ def test_who_wants_a_fresh_line_begins_from_nothing(tmp_path: Path) -> None:
     claim(tmp_path / "root")
     with ckptd.Checkpointer(str(tmp_path / "root"), fresh_line=True) as ck:
         assert ck.latest() is None
+
+
+@pytest.mark.parametrize("error", [BufferError, ValueError, OSError])
+def test_no_checkpointer_in_disorder_keeps_the_next_generation_from_beginning(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Disorder:
+        def abandon(self) -> None:
+            raise error("cut short")
+
+    one = Disorder()
+    opened: weakref.WeakSet[Disorder] = weakref.WeakSet([one])
+    monkeypatch.setattr(elastichooks, "_open", opened)
+    elastichooks.abandon_all()
+    assert not opened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -266,3 +267,36 @@ def test_only_the_main_thread_can_be_interrupted() -> None:
     thread.start()
     thread.join()
     assert [error.kind for error in raised] == ["main-thread"]
+
+
+def test_who_enters_a_generation_that_has_just_ended_is_out_at_once() -> None:
+    from ckptd.train.interrupt import Interrupted, Interrupter
+
+    interrupter = Interrupter()
+    try:
+        interrupter.interrupt()  # between the look at the generation and the call
+        with pytest.raises(Interrupted):
+            interrupter.enter()
+        interrupter.leave()
+        interrupter.again()
+        interrupter.enter()
+        interrupter.check()
+    finally:
+        interrupter.close()
+
+
+def test_sockets_are_watched_again_after_the_making_of_a_group_was_cut_short() -> None:
+    from ckptd.train.sockets import GroupSockets
+
+    watched = GroupSockets()
+    watched._begin()  # interrupted before its end
+    watched.forget()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_connection(server.getsockname()) as other, server.accept()[0] as end:
+            other.settimeout(DEADLINE_S)
+            assert watched.shut(store_ports=frozenset()) == 0
+            watched._begin()
+            watched._end()
+            assert watched.shut(store_ports=frozenset()) == 0
+            end.sendall(b"x")
+            assert other.recv(1) == b"x"
