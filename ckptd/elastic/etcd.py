@@ -13,7 +13,7 @@ import json
 import time
 import urllib.parse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,8 +24,29 @@ from ckptd.errors import ConflictError, CorruptError, TransientStoreError, Usage
 
 __all__ = ["Etcd", "EtcdLog", "EtcdSeat"]
 
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+
 _MOST_ANSWER_BYTES = 64 << 20
 _PAGE = 64
+
+
+class _Pair(msgspec.Struct):
+    key: str
+    value: str = ""
+
+
+class _Range(msgspec.Struct):
+    kvs: list[_Pair] = []
+    more: bool = False
+
+
+class _Response(msgspec.Struct):
+    response_range: _Range = msgspec.field(default_factory=_Range)
+
+
+class _Transaction(msgspec.Struct):
+    succeeded: bool = False
+    responses: list[_Response] = []
 
 
 class Etcd:
@@ -67,12 +88,13 @@ class Etcd:
                 "success": [{"request_put": {"key": name, "value": _b64(raw)}}],
                 "failure": [{"request_range": {"key": name}}],
             },
+            _Transaction,
         )
-        if answer.get("succeeded"):
+        if answer.succeeded:
             return True
         # A request that was sent again, because its answer was lost, meets its own record.
-        pairs = answer["responses"][0]["response_range"].get("kvs", [])
-        return [_unb64(pair.get("value", ""), self.where) for pair in pairs] == [raw]
+        pairs = [pair for response in answer.responses for pair in response.response_range.kvs]
+        return [_unb64(pair.value, self.where) for pair in pairs] == [raw]
 
     def below(self, prefix: str, *, last: bool = False) -> dict[str, bytes]:
         """Return the keys below a prefix, without it, and their values.
@@ -87,7 +109,7 @@ class Etcd:
         Raises
         ------
         CorruptError
-            kind ``bad-log``: etcd answers in no base64.
+            kind ``bad-log``: etcd answers in no base64, or with the same keys again and again.
         TransientStoreError
             No member answers.
         """
@@ -102,23 +124,32 @@ class Etcd:
                     "limit": 1 if last else _PAGE,
                     "sort_order": "DESCEND" if last else "ASCEND",
                 },
+                _Range,
             )
-            pairs = answer.get("kvs", [])
-            for pair in pairs:
-                begin = _unb64(pair["key"], self.where)
+            before = begin
+            for pair in answer.kvs:
+                begin = _unb64(pair.key, self.where)
                 name = begin.decode(errors="replace").removeprefix(prefix)
-                found[name] = _unb64(pair.get("value", ""), self.where)
+                found[name] = _unb64(pair.value, self.where)
                 begin += b"\0"
-            if last or not pairs or not answer.get("more"):
+            if last or not answer.kvs or not answer.more:
                 return found
+            if begin <= before:
+                raise CorruptError("etcd repeats its keys", kind="bad-log", where=self.where)
 
-    def _ask(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, verb: str, request: dict[str, Any], kind: type[_Answer]) -> _Answer:
         failures = []
         for turn in range(len(self._members)):
             member = self._members[turn]
             try:
-                answer = self._post(member, verb, request)
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                answer = msgspec.json.decode(self._post(member, verb, request), type=kind)
+            except (
+                OSError,
+                http.client.HTTPException,
+                msgspec.MsgspecError,
+                ValueError,
+                RecursionError,
+            ) as error:
                 failures.append(f"{member[1]}:{member[2]}: {error!r}")
                 continue
             # Whoever answers is asked first from now on.
@@ -128,9 +159,7 @@ class Etcd:
             "no member of etcd answers", where=self.where, found="; ".join(failures)[:500]
         )
 
-    def _post(
-        self, member: tuple[str, str, int], verb: str, request: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _post(self, member: tuple[str, str, int], verb: str, request: dict[str, Any]) -> bytes:
         scheme, host, port = member
         kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
         connection = kind(host, port, timeout=self._timeout_s)
@@ -147,10 +176,9 @@ class Etcd:
             connection.close()
         if response.status != 200:
             raise OSError(f"status {response.status}: {raw[:200]!r}")
-        answer = json.loads(raw)
-        if len(raw) > _MOST_ANSWER_BYTES or not isinstance(answer, dict):
-            raise ValueError(f"an answer of {len(raw)} bytes that is none")
-        return answer
+        if len(raw) > _MOST_ANSWER_BYTES:
+            raise ValueError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
+        return raw
 
 
 class EtcdLog:

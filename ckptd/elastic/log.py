@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
@@ -13,6 +14,7 @@ __all__ = ["FOLDER", "MembershipLog", "StoreLog", "entry_key", "entry_number"]
 FOLDER = "membership/"
 _MOST_ENTRY_BYTES = 16 << 20
 _DIGITS = 12
+_READERS = 16
 
 
 class MembershipLog(Protocol):
@@ -80,10 +82,6 @@ class StoreLog:
             if info.size > _MOST_ENTRY_BYTES:
                 raise CorruptError("a record is too large", kind="bad-log", where=where + info.key)
             found[number] = info.key
-        records = [
-            decode_record(self._store.get(found[n]), f"{where}{entry_key(n)}")
-            for n in sorted(found)
-        ]
         if sorted(found) != list(range(len(found))):
             missing = next(n for n in range(len(found)) if n not in found)
             raise CorruptError(
@@ -93,6 +91,13 @@ class StoreLog:
                 wanted=entry_key(missing),
                 found=f"{len(found)} records",
             )
+
+        def record(number: int) -> Record:
+            return decode_record(self._store.get(found[number]), f"{where}{entry_key(number)}")
+
+        # One after the other, a bucket's log of some thousand generations would take minutes.
+        with ThreadPoolExecutor(_READERS, "ckptd-membership-read") as pool:
+            records = list(pool.map(record, sorted(found)))
         check_log(records, where)
         return records
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import shutil
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,3 +165,44 @@ def test_an_etcd_that_is_away_is_told(etcd: str) -> None:
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(UsageError, match="no endpoint"):
         EtcdLog([endpoint], "jobs")
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", "{", '{"kvs":[{"value":"YQ=="}]}', '{"kvs":7}', "[" * 9999]
+)
+def test_an_etcd_that_answers_nonsense_is_told(answer: str) -> None:
+    with _answering(answer) as url, pytest.raises(TransientStoreError, match="no member"):
+        EtcdLog([url], "jobs/a").read()
+
+
+def test_an_etcd_that_repeats_itself_is_told() -> None:
+    pair = '{"key":"am9icy9hLzAwMDAwMDAwMDAwMC5qc29u","value":""}'
+    with _answering(f'{{"kvs":[{pair}],"more":true}}') as url, pytest.raises(CorruptError):
+        EtcdLog([url], "jobs/a").read()
+
+
+def test_a_transaction_that_says_nothing_has_not_created() -> None:
+    with _answering("{}") as url, pytest.raises(ConflictError):
+        EtcdLog([url], "jobs/a").append(record(Shape(), 1), 0)
+
+
+@contextmanager
+def _answering(answer: str) -> Iterator[str]:
+    class Nonsense(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
