@@ -240,6 +240,9 @@ class WorkerLink:
         self._outbox.put(None)
         self._writer.join(_LAST_WORDS_S)
         self._gone = True
+        self._channel.shut()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(2 * _POLL_S)  # it must not read what has this number next
         self._channel.close()
         if WorkerLink._current is self:
             WorkerLink._current, WorkerLink._tried = None, 0
@@ -262,7 +265,10 @@ class WorkerLink:
                 self._hear(None)
                 return
             if item is not None:
-                self._hear(item[0])
+                message, fd = item
+                if fd is not None:
+                    os.close(fd)  # no message of a launcher has one
+                self._hear(message)
 
     def _hear(self, message: ToWorker | None) -> None:
         with self._changed:

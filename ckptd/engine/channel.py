@@ -8,6 +8,7 @@ other process can see.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import struct
@@ -105,7 +106,10 @@ class SocketChannel:
             return None
         body = bytes(self._buffer[_HEAD.size : _HEAD.size + length])
         del self._buffer[: _HEAD.size + length]
-        return self._decoder.decode(body), (self._fds.pop(0) if with_fd else None)
+        if with_fd and not self._fds:
+            raise EOFError("a descriptor is missing")  # this process may open no more files
+        message = self._decoder.decode(body)
+        return message, (self._fds.pop(0) if with_fd else None)
 
     def shut(self) -> None:
         """See `Channel`."""
@@ -113,9 +117,11 @@ class SocketChannel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See `Channel`."""
+        """See `Channel`; descriptors that nobody took are closed."""
         self._out.close()
         self._sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class QueueChannel:
