@@ -78,6 +78,8 @@ class Decisions:
         """Nodes whose fence is waited for."""
         self._done: set[str] = set()
         self._loaded: set[str] = set()
+        self._found = math.inf
+        """The oldest step that a node of the generation has loaded."""
         self._out: list[Action] = []
         self._moves: list[Move] = []
 
@@ -220,6 +222,7 @@ class Decisions:
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False
+        self._found = math.inf
         self._gathering, self._relaunch_until = False, -math.inf
         for name in sorted(self.members):
             self.nodes[name].running = self.generation

@@ -189,9 +189,23 @@ class Hearing(Decisions):
             return
         self._tells = True
         self._loaded.add(event.node)
+        if event.step > 0:
+            self._found = min(self._found, event.step)
         if self.state is State.RESHARD and len(self._loaded) == len(self.members):
+            self._tell_of_lost_steps()
             self._loaded_at = now
             self._become(State.RESUME, self.reason, now, keep_since=True)
+
+    def _tell_of_lost_steps(self) -> None:
+        """Say so if an older state was found than the one that is known to be committed.
+
+        The log keeps the committed step, which never falls: steps that are made again are no
+        progress.
+        """
+        known = self.record.step if self.record is not None else 0
+        if self._found < known:
+            text = f"{known - self._found:.0f} committed steps were lost: step {known} was"
+            self._out.append(Tell(text=f"{text} promised, and step {self._found:.0f} found"))
 
     def _progress(self, event: Progress, now: float) -> None:
         if self.record is None or event.generation != self.record.generation:

@@ -147,10 +147,19 @@ class Fenced(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Loaded(Event, frozen=True, kw_only=True, tag=True):
-    """All ranks of a node have the state from which a generation goes on."""
+    """All ranks of a node have the state from which a generation goes on.
+
+    Attributes
+    ----------
+    node, generation
+        Where, and of which generation.
+    step
+        The state's, the oldest of its ranks; 0 if they began from nothing, -1 if it is not known.
+    """
 
     node: str
     generation: int
+    step: int = -1
 
 
 class Progress(Event, frozen=True, kw_only=True, tag=True):

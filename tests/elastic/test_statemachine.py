@@ -26,6 +26,7 @@ from ckptd.elastic.messages import (
     Saved,
     Start,
     Suspected,
+    Tell,
     Tick,
 )
 from ckptd.elastic.policy import Job, Shape
@@ -57,6 +58,17 @@ def test_a_generation_is_logged_before_it_is_started() -> None:
     assert states == [State.RESHARD, State.RESHARD, State.RESHARD, State.RESUME]
     d.hear(Progress(generation=1, step=5))
     assert (d.machine.state, d.machine.step) == (State.RUNNING, 5)
+
+
+def test_steps_that_were_lost_are_told(driver: Driver) -> None:
+    driver.hear(Progress(generation=1, step=40))
+    driver.hear(Ended(node="b", generation=1, code=-9))
+    driver.all_fenced("a", "b", "c")
+    for name, step in zip("ab", (40, 31), strict=True):
+        assert none(driver.hear(Loaded(node=name, generation=3, step=step)), Tell)
+    told = one(driver.hear(Loaded(node="c", generation=3, step=40)), Tell)
+    assert told.text == "9 committed steps were lost: step 40 was promised, and step 31 found"
+    assert (driver.machine.state, driver.machine.step) == (State.RESUME, 40)
 
 
 def test_a_dead_worker_fences_all_and_the_same_nodes_go_on(driver: Driver) -> None:

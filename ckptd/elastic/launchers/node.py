@@ -484,7 +484,8 @@ class NodeLauncher:
             live = self._crew.workers.live(self._is_current)
             if self._loaded_of < generation and all(w.loaded >= 0 for w in live):
                 self._loaded_of = generation
-                self._link.tell(Loaded(node=node, generation=generation))
+                step = min((w.loaded for w in live), default=-1)
+                self._link.tell(Loaded(node=node, generation=generation, step=step))
         elif isinstance(message, Committed):
             self._link.tell(Progress(generation=generation, step=message.step))
         elif isinstance(message, SavedNow):

@@ -49,7 +49,7 @@ class Reports:
         """By rank."""
         self._marks: dict[str, float] = {}
         self._marked: dict[str, set[int]] = {}
-        self._loaded: set[int] = set()
+        self._loaded: dict[int, int] = {}
         self._end = LauncherEnd(path, self._heard)
 
     @property
@@ -61,7 +61,7 @@ class Reports:
         """Go on with a new generation, whose `Begin` came at this moment of `time.monotonic`."""
         with self._lock:
             self._begin, self._at, self._workers = begin, at, 0
-            self._marks, self._marked, self._loaded = {}, {}, set()
+            self._marks, self._marked, self._loaded = {}, {}, {}
             self._ends.clear()
 
     def spawned(self, workers: int) -> None:
@@ -103,7 +103,7 @@ class Reports:
                 case Mark():
                     self._mark(message.name, rank)
                 case StateLoaded():
-                    self._loaded.add(rank)
+                    self._loaded[rank] = message.step
                     self._look_loaded()
                 case Committed():
                     self._tell(Progress(generation=begin.generation, step=message.step))
@@ -121,4 +121,5 @@ class Reports:
 
     def _look_loaded(self) -> None:
         if 0 < self._workers <= len(self._loaded):
-            self._tell(Loaded(node=self._node, generation=self._generation))
+            step = min(self._loaded.values())
+            self._tell(Loaded(node=self._node, generation=self._generation, step=step))
