@@ -40,6 +40,10 @@ class Decisions:
         self.settings = settings or ControllerSettings()
         self.nodes = Roster()
         self.record = records[-1] if records else None
+        self._out_before = set(self.record.out if self.record else ())
+        """Nodes that were ordered out under a controller before this one."""
+        for name in self._out_before:
+            self.nodes[name].out_until = math.inf
         self.members = self.record.nodes if self.record else frozenset[str]()
         self.generation = self.record.generation if self.record else 0
         self.step = self.record.step if self.record else 0
@@ -219,6 +223,7 @@ class Decisions:
             level=self.level,
             failures=self.ladder.failures,
             fruitless=self.ladder.in_vain(self.step),
+            out=tuple(sorted(n.name for n in self.nodes if n.out_until == math.inf)),
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False

@@ -250,6 +250,7 @@ class Hearing(Decisions):
         if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
             for name in event.nodes:
                 self.nodes[name].out_until = math.inf
+                self._out_before.discard(name)
             if not any(self._is_member(name) for name in event.nodes):
                 return
         if kind is OrderKind.RESUME:

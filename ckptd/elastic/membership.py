@@ -62,6 +62,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         Faults of the job so far; planned restarts are none.
     fruitless
         Generations in a row before this one that failed without a new committed step.
+    out
+        Nodes that somebody has ordered out: a controller that follows uses them no more than this
+        one did.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -74,6 +77,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     level: Annotated[int, msgspec.Meta(ge=0, le=3)] = 1
     failures: _Count = 0
     fruitless: _Count = 0
+    out: tuple[_Word, ...] = ()
 
     @property
     def nodes(self) -> frozenset[str]:

@@ -7,6 +7,7 @@ fault needs no rule of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +186,8 @@ class StateMachine(Hearing):
         else:
             self._gathering = True
             self.ladder.submitted()
+            for name in self._out_before:
+                self.nodes[name].out_until = -math.inf  # those orders were the last run's
             self._fence(text, now)
             self.level = 1  # the launchers are new already
 

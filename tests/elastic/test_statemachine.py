@@ -60,6 +60,35 @@ def test_a_generation_is_logged_before_it_is_started() -> None:
     assert (d.machine.state, d.machine.step) == (State.RUNNING, 5)
 
 
+def test_a_stand_in_controller_leaves_out_whom_people_ordered_out(driver: Driver) -> None:
+    driver.hear(Order(kind=OrderKind.EXCLUDE, nodes=("c",)))
+    driver.hear(Saved(generation=1, step=1))
+    restart(driver, "a", "b", "c")
+    record = driver.machine.record
+    assert record is not None
+    assert (record.nodes, record.out) == ({"a", "b"}, ("c",))
+    again = Driver(records=[record], grow_s=1.0)
+    again.running.update(a=record.generation, b=record.generation)
+    again.up("a", "b", "c")
+    again.hear(Tick())
+    again.hear(Progress(generation=record.generation, step=record.step + 1))
+    assert none(again.pass_time(5, "a", "b", "c"), Save)
+    again.hear(Order(kind=OrderKind.ADD, nodes=("c",)))
+    one(again.pass_time(5, "a", "b", "c"), Save)  # it is taken in
+
+
+def test_a_job_that_is_started_anew_has_all_its_nodes(driver: Driver) -> None:
+    driver.hear(Order(kind=OrderKind.EXCLUDE, nodes=("c",)))
+    driver.hear(Saved(generation=1, step=1))
+    restart(driver, "a", "b", "c")
+    assert driver.machine.record is not None
+    assert driver.machine.record.out == ("c",)
+    again = Driver(records=[driver.machine.record], settle_s=1.0, gather_s=5.0, lease_s=1.0)
+    out = again.pass_time(5, "a", "b", "c")
+    out += restart(again, "a", "b", "c")
+    assert one(out, Start).record.nodes == {"a", "b", "c"}
+
+
 def test_steps_that_were_lost_are_told(driver: Driver) -> None:
     driver.hear(Progress(generation=1, step=40))
     driver.hear(Ended(node="b", generation=1, code=-9))
