@@ -124,6 +124,7 @@ def _ranks(ranks: dict[str, Any], rows: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
     table.add_column("RANK", justify="right")
     table.add_column("NODE", no_wrap=True)
+    table.add_column("PID", justify="right", no_wrap=True)
     table.add_column("STATUS", no_wrap=True)
     for name in ("STEP", "MOVED", "SELF", "SCORE"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -135,6 +136,7 @@ def _ranks(ranks: dict[str, Any], rows: int) -> Table:
         table.add_row(
             str(ranks["rank"][row]),
             Text(shorten(ranks["nodes"][ranks["node"][row]], 24)),
+            str(ranks["pid"][row] or "-"),
             Text(f"{letter} {name}", look),
             f"{step:,}" if step >= 0 else "-",
             _seconds(ranks["progress_age_s"][row]),

@@ -132,6 +132,7 @@ class Api:
             "now": board.at,
             "rank": rank,
             "node": board.job.nodes[row["node"]],
+            "pid": int(row["pid"]) or None,
             "alive": bool(row["alive"]),
             "exit_code": None if code == NO_EXIT else code,
             "state": row["state"].decode("ascii", "replace"),

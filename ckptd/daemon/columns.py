@@ -29,6 +29,7 @@ SHOWN: np.dtype[Any] = np.dtype(
     [
         ("rank", "<i8"),
         ("node", "<i4"),
+        ("pid", "<i8"),
         ("alive", "?"),
         ("exit_code", "<i4"),
         ("state", "S1"),
@@ -92,7 +93,7 @@ class Ranks:
     def _rows(self, job: Job, scores: Mapping[int, float], self_s: Mapping[int, float]) -> Array:
         ranks = job.ranks[np.argsort(job.ranks["rank"], kind="stable")]
         new = np.zeros(len(ranks), SHOWN)
-        for name in ("rank", "alive", "exit_code", "state", "phase", "step"):
+        for name in ("rank", "pid", "alive", "exit_code", "state", "phase", "step"):
             new[name] = ranks[name]
         place = np.array([self._place(name) for name in job.nodes], np.int32)
         new["node"] = place[ranks["node"]] if len(ranks) else 0
@@ -146,6 +147,7 @@ class Ranks:
             "nodes": self.nodes,
             "rank": rows["rank"],
             "node": rows["node"],
+            "pid": [pid or None for pid in rows["pid"].tolist()],
             "alive": rows["alive"],
             "exit_code": [None if c == NO_EXIT else c for c in codes],
             "state": [letter.decode("ascii", "replace") for letter in rows["state"].tolist()],
@@ -207,7 +209,10 @@ def _blame(rows: Array, incidents: Sequence[Incident], places: Mapping[str, int]
 
 def _differs(old: Array, new: Array) -> Array:
     out = np.zeros(len(new), bool)
-    for name in ("node", "alive", "exit_code", "phase", "step", "group", "seq", "op", "status"):
+    for name in (
+        *("node", "pid", "alive", "exit_code", "phase", "step"),
+        *("group", "seq", "op", "status"),
+    ):
         out |= old[name] != new[name]
     for name in ("heartbeat_age_s", "progress_age_s", "pending_age_s"):
         out |= np.searchsorted(_AGES, old[name]) != np.searchsorted(_AGES, new[name])

@@ -22,6 +22,7 @@ RANK: np.dtype[Any] = np.dtype(
     [
         ("rank", "<i8"),
         ("node", "<i4"),  # index in Job.nodes
+        ("pid", "<i8"),  # in its own space of process ids; 0 is unknown
         ("alive", "?"),
         ("exit_code", "<i4"),  # NO_EXIT if none
         ("state", "S1"),
@@ -175,6 +176,7 @@ def _row(v: RankView, node: int) -> tuple[Any, ...]:
     return (
         v.rank,
         node,
+        v.pid,
         v.alive,
         NO_EXIT if v.exit_code is None else v.exit_code,
         v.process_state.encode(),

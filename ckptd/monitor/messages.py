@@ -35,9 +35,14 @@ VERSION = 1
 
 SHEET_RANK: np.dtype[Any] = np.dtype(
     [
-        *[(name, "u1" if name == "alive" else RANK[name].str) for name in RANK.names or ()],
+        # The process id stands where it stood before the columns of a job had it.
+        *[
+            (name, "u1" if name == "alive" else RANK[name].str)
+            for name in RANK.names or ()
+            if name != "pid"
+        ],
         ("world", "<i8"),  # ranks that it believes the job to have
-        ("pid", "<i8"),
+        ("pid", RANK["pid"].str),
         ("generation", "<i8"),
         ("lived", "<f8"),  # age of the process, s; NaN is unknown
         ("recorder", "u1"),  # ckptd.monitor.ringlayout.RecorderState

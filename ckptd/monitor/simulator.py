@@ -373,6 +373,7 @@ def views(job: Job) -> list[RankView]:
                 rank=int(rank["rank"]),
                 world=job.world,
                 node=job.nodes[rank["node"]],
+                pid=int(rank["pid"]),
                 at=0.0,
                 alive=bool(rank["alive"]),
                 exit_code=None if rank["exit_code"] == NO_EXIT else int(rank["exit_code"]),

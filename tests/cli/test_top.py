@@ -20,6 +20,7 @@ def columns(status: list[int], age: list[float | None]) -> dict[str, Any]:
     return {
         "rank": list(range(n)),
         "node": [0] * n,
+        "pid": [4711 + i if i else None for i in range(n)],
         "nodes": ["a[red]node"],
         "status": status,
         "progress_age_s": age,
@@ -53,6 +54,25 @@ def test_names_are_not_markup_and_lost_is_said() -> None:
     assert "[bold]j" in text
     assert "a[red]node" in text
     assert "lost since 12:00:00" in text
+
+
+def test_process_ids_are_told_where_they_are_known() -> None:
+    job = {
+        "job": "j",
+        "state": "ok",
+        "step": None,
+        "ranks_reporting": 2,
+        "world": 2,
+        "agents": {"up": 1, "silent": 0},
+        "goodput": None,
+        "phases": {},
+    }
+    out = StringIO()
+    Console(width=120, file=out).print(screen(job, columns([0, 0], [0.2, 0.1]), [], 5))
+    lines = out.getvalue().splitlines()
+    head = next(n for n, line in enumerate(lines) if line.startswith("RANK"))
+    place = lines[head].split().index("PID")
+    assert [line.split()[place] for line in lines[head + 1 :]] == ["-", "4712"]
 
 
 @pytest.fixture(scope="module")

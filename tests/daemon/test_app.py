@@ -48,6 +48,7 @@ def test_ranks_are_columns(stuck: Running) -> None:
     assert ranks["rank"] == list(range(RANKS))
     columns = {k: v for k, v in ranks.items() if isinstance(v, list) and k != "nodes"}
     assert {len(column) for column in columns.values()} == {RANKS}
+    assert ranks["pid"] == [ranks["pid"][0] + rank for rank in range(RANKS)]
     assert ranks["status"][HUNG] == 2
     assert ranks["status"].count(1) == RANKS - 1
     assert ranks["pending"][HUNG] is None
@@ -70,6 +71,7 @@ def test_ranks_that_did_not_change_are_left_out(stuck: Running) -> None:
 def test_one_rank(stuck: Running) -> None:
     rank = get(stuck, f"/ranks/{HUNG}")
     assert (rank["rank"], rank["node"], rank["alive"]) == (HUNG, "n1", True)
+    assert rank["pid"] == get(stuck, "/ranks")["pid"][HUNG] > 0
     assert {g["kind"] for g in rank["groups"]} >= {"tp", "dp"}
     assert all(c["start_s"] <= c["end_s"] <= rank["now"] for c in rank["calls"])
     assert "simulated rank" in rank["stack"]["text"]

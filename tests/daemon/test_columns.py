@@ -58,6 +58,17 @@ def test_only_what_changed_is_told() -> None:
     assert told(ranks, ranks.revision - 1) == []
 
 
+def test_another_process_of_a_rank_is_told() -> None:
+    now = job()
+    ranks = Ranks()
+    ranks.update(now, (), {}, {})
+    assert ranks.document(NAMES, 0.0)["pid"] == [None] * 16
+    now.ranks["pid"][3] = 4711
+    ranks.update(now, (), {}, {})
+    assert told(ranks, ranks.revision - 1) == [3]
+    assert ranks.document(NAMES, 0.0)["pid"][2:5] == [None, 4711, None]
+
+
 def test_ages_are_told_when_they_pass_a_limit() -> None:
     hang = Fault(Planted.HANG, 5, 2)
     ranks = Ranks()

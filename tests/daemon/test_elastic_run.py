@@ -120,7 +120,11 @@ def test_a_fault_of_a_rank(tmp_path: Path, fault: str) -> None:
         until(lambda: len(one.pids(one.newest())) == 3, "it does not begin")
         first = one.newest()
         until(lambda: steps(client, first), "it makes no steps")
-        pid = one.pids(first)[1]
+        told = client.get("/ranks")
+        assert len(told["nodes"]) == 1  # ranks and their watcher have one name for it
+        assert client.get("/job")["agents"] == {"up": 1, "silent": 0}
+        pid = told["pid"][1]
+        assert pid == one.pids(first)[1]
         if fault == "stop":
             stop(pid)
         else:

@@ -88,7 +88,7 @@ def test_of_a_rank_that_two_tell_one_counts(dead: bool, one: RankNote, other: Ra
         both((second, other), (first, one)),
     ):
         job, rows = gathered(sheets, {})
-        assert rows["pid"].tolist() == [2]
+        assert rows["pid"].tolist() == job.ranks["pid"].tolist() == [2]
         assert job.nodes[job.ranks["node"][0]] == "b"
 
 

@@ -35,9 +35,10 @@ def test_columns() -> None:
     job = jobs.job(
         jobs.view(2, alive=False, exit_code=-9, process_state="Z", answers=False),
         jobs.view(0),
-        jobs.outside(1, 5, 3, 1.0, 4, members={5: (0, 1, 2, 3)}),
+        jobs.outside(1, 5, 3, 1.0, 4, pid=4711, members={5: (0, 1, 2, 3)}),
     )
     assert job.ranks["rank"].tolist() == [2, 0, 1]
+    assert job.ranks["pid"].tolist() == [0, 0, 4711]
     assert job.ranks["exit_code"].tolist() == [-9, NO_EXIT, NO_EXIT]
     assert job.ranks["state"].tolist() == [b"Z", b"", b""]
     assert job.ranks["answers"].tolist() == [0, -1, -1]

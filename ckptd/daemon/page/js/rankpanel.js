@@ -54,6 +54,7 @@ export class RankPanel {
     const facts = [
       ["node", ranks.nodeName(row)],
       ...(ranks.mesh ? [["place", ranks.place(row)]] : []),
+      ["process id", ranks.pid[row] ? String(ranks.pid[row]) : "unknown"],
       ["process", ranks.alive[row] ? PROCESS[ranks.state[row]] ?? "runs" : ended(ranks.exit_code[row])],
       ["phase", String(ranks.phase[row]).toLowerCase()],
       ["step", ranks.step[row] < 0 ? "not marked" : count(ranks.step[row])],

@@ -1,6 +1,6 @@
 // What the page knows of the job: answers of the API, kept up to date by the stream.
 
-const COLUMNS = ["rank", "node", "alive", "exit_code", "state", "phase", "step", "heartbeat_age_s",
+const COLUMNS = ["rank", "node", "pid", "alive", "exit_code", "state", "phase", "step", "heartbeat_age_s",
   "progress_age_s", "pending_age_s", "pending", "self_s", "score", "status"];
 
 /** The daemon tells an age again when it passes one of these, seconds: between them it only grows. */
