@@ -1,6 +1,7 @@
 """Watching the ranks of a node: in the node's agent, or in a process of its own.
 
-``python -m ckptd.agent.watched --job NAME --daemon URL [--rings FOLDER] [--floor PHASE=SECONDS]``
+``python -m ckptd.agent.watched --job NAME --daemon URL [--node NAME] [--rings FOLDER]
+[--floor PHASE=SECONDS]``
 watches until a signal, or until its standard input is closed: so it ends with whoever started it.
 """
 
@@ -128,13 +129,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", required=True)
     parser.add_argument("--daemon", required=True)
+    parser.add_argument("--node", help="as its ranks call it; by default this host's name")
     parser.add_argument("--rings", type=Path)
     parser.add_argument("--floor", action="append", default=[])
     given = parser.parse_args()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     try:
         limits = floors_of({k: _seconds(v) for k, _, v in (f.partition("=") for f in given.floor)})
-        with watching(given.daemon, given.job, rings=given.rings, limits=limits):
+        with watching(given.daemon, given.job, node=given.node, rings=given.rings, limits=limits):
             _until_told()
     except CkptdError as error:
         sys.exit(str(error))

@@ -345,11 +345,12 @@ class _Run:
             address = self._own_address()
         if self._watched is not None:
             url = places.url if places is not None else o.endpoint
-            rings = ["--rings", str(folder / "rings"), *self._floors]
+            # The ranks' rings have the launcher's name of the node, which the host need not have.
+            watcher = [f"--node={o.node}", "--rings", str(folder / "rings"), *self._floors]
             watched = [*self._watched, *self._floors, "--controller", url]
             if not o.named:
                 watched += ["--history", str(folder / "history.sqlite")]
-            self._watch = Watch(o.job, self._daemon, watched, rings, self._env, folder, self.say)
+            self._watch = Watch(o.job, self._daemon, watched, watcher, self._env, folder, self.say)
         return Steward(places, o.endpoint, address, self._controller, self._env, folder, self.say)
 
     def _own_address(self) -> str:

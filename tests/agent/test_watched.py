@@ -64,13 +64,14 @@ def test_an_agent_that_a_checkpointer_starts_watches(
                 os.kill(pid, signal.SIGTERM)
 
 
-def test_a_watcher_ends_with_its_standard_input(tmp_path: Path) -> None:
+def test_a_watcher_ends_with_its_standard_input() -> None:
     with daemon() as there:
-        command = [sys.executable, "-m", "ckptd.agent.watched", "--job", "j"]
+        command = [sys.executable, "-m", "ckptd.agent.watched", "--job", "j", "--node", "n"]
         with subprocess.Popen(
             [*command, "--daemon", there.url, "--floor", "train=3"], stdin=subprocess.PIPE
         ) as process:
             there.until(lambda: there.sheets, "a sheet")
+            assert there.sheets[0].nodes == ("n",)
             assert process.stdin is not None
             process.stdin.close()
             assert process.wait(60) == 0
