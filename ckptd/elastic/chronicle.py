@@ -30,8 +30,8 @@ class Chronicle:
     ----------
     events
         File to which each change of state is appended as a line of JSON; None for none. A line is
-        written at once and not made durable; once one cannot be written, none is any more, which is
-        said.
+        written at once and not made durable; once one cannot be written, or the file not opened,
+        none is any more, which is said.
     epoch
         Seconds since 1970 at which the moments were 0.
     say
@@ -47,7 +47,7 @@ class Chronicle:
     ) -> None:
         self._epoch = time.time() - time.monotonic() if epoch is None else epoch
         self._say = say
-        self._file: BinaryIO | None = None if events is None else events.open("ab", buffering=0)
+        self._file: BinaryIO | None = None
         self._told: deque[str] = deque(maxlen=_MOST_TOLD)
         self._splitter = Splitter(self._epoch)
         self._goodput = Goodput(time.monotonic())
@@ -56,6 +56,8 @@ class Chronicle:
         self._first: float | None = None
         self.changes = 0
         """Rises with everything that is kept."""
+        if events is not None:
+            self._open(events)
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -135,6 +137,13 @@ class Chronicle:
 
     def _recovered(self, recovery: Recovery) -> None:
         self._write({"event": "recovered", **msgspec.to_builtins(recovery)})
+
+    def _open(self, events: Path) -> None:
+        try:
+            self._file = events.open("ab", buffering=0)
+        except OSError as error:
+            # A job must not be without a controller for want of a file that people read.
+            self.tell(f"no events are kept in {events}: {error.strerror or error}")
 
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is None:

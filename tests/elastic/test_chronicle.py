@@ -27,3 +27,13 @@ def test_strangers_cannot_fill_the_disk(tmp_path: Path) -> None:
         chronicle.refused("a stranger")
     chronicle.close()
     assert (tmp_path / "events").stat().st_size == size
+
+
+def test_a_file_that_cannot_be_opened_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    chronicle = Chronicle(tmp_path / "no" / "events")
+    chronicle.tell("one")
+    chronicle.close()
+    assert chronicle.told == (
+        f"no events are kept in {tmp_path}/no/events: No such file or directory",
+        "one",
+    )
