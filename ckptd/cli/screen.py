@@ -122,8 +122,9 @@ def _incidents(incidents: list[dict[str, Any]]) -> Table:
 
 def _ranks(ranks: dict[str, Any], rows: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, expand=True)
-    table.add_column("RANK", justify="right")
-    table.add_column("NODE", no_wrap=True)
+    table.add_column("RANK", justify="right", no_wrap=True)
+    # Columns that may wrap are the first to shrink: of a narrow terminal, names of nodes get less.
+    table.add_column("NODE")
     table.add_column("PID", justify="right", no_wrap=True)
     table.add_column("STATUS", no_wrap=True)
     for name in ("STEP", "MOVED", "SELF", "SCORE"):
@@ -135,7 +136,9 @@ def _ranks(ranks: dict[str, Any], rows: int) -> Table:
         score, step = ranks["score"][row], ranks["step"][row]
         table.add_row(
             str(ranks["rank"][row]),
-            Text(shorten(ranks["nodes"][ranks["node"][row]], 24)),
+            Text(
+                shorten(ranks["nodes"][ranks["node"][row]], 24), no_wrap=True, overflow="ellipsis"
+            ),
             str(ranks["pid"][row] or "-"),
             Text(f"{letter} {name}", look),
             f"{step:,}" if step >= 0 else "-",

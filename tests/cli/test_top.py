@@ -56,7 +56,8 @@ def test_names_are_not_markup_and_lost_is_said() -> None:
     assert "lost since 12:00:00" in text
 
 
-def test_process_ids_are_told_where_they_are_known() -> None:
+@pytest.mark.parametrize("width", [60, 120])
+def test_process_ids_are_told_where_they_are_known(width: int) -> None:
     job = {
         "job": "j",
         "state": "ok",
@@ -68,11 +69,13 @@ def test_process_ids_are_told_where_they_are_known() -> None:
         "phases": {},
     }
     out = StringIO()
-    Console(width=120, file=out).print(screen(job, columns([0, 0], [0.2, 0.1]), [], 5))
+    ranks = columns([0, 0], [0.2, 0.1]) | {"nodes": ["a-node-of-a-long-name.example.org"]}
+    Console(width=width, file=out).print(screen(job, ranks, [], 5))
     lines = out.getvalue().splitlines()
-    head = next(n for n, line in enumerate(lines) if line.startswith("RANK"))
-    place = lines[head].split().index("PID")
-    assert [line.split()[place] for line in lines[head + 1 :]] == ["-", "4712"]
+    head = next(n for n, line in enumerate(lines) if "RANK" in line)
+    assert lines[head].split()[:3] == ["RANK", "NODE", "PID"]
+    cells = [line.split() for line in lines[head + 1 :]]
+    assert [(c[0], c[2]) for c in cells] == [("0", "-"), ("1", "4712")]
 
 
 @pytest.fixture(scope="module")

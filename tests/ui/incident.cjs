@@ -23,6 +23,7 @@ drive(async ({ open, found }) => {
   await page.locator(".suspects a").first().click();
   await page.locator(".rank-panel").waitFor();
   found.panel = await page.locator("#rank-title").textContent();
+  found.facts = await text(".rank-panel dt, .rank-panel dd");
   found.odd = await text(".odd-list b");
   // Digits go through the views; the theme switch goes round.
   for (const [i, view] of VIEWS.entries()) {

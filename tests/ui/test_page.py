@@ -135,6 +135,8 @@ def test_an_incident_opens_with_its_evidence(tmp_path: Path) -> None:
     )
     assert "seen <b>by a test</b>" in found["acknowledged"]
     assert found["panel"].startswith("Rank 5")
+    facts = dict(zip(found["facts"][::2], found["facts"][1::2], strict=True))
+    assert int(facts["process id"]) > 0
     assert "Rank 5" in found["odd"]
     assert found["theme"] == "dark"
     assert all(n <= 0 for n in found["sideways"].values()), found["sideways"]
