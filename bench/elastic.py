@@ -256,14 +256,20 @@ def report(data: dict[str, Any]) -> None:
             if good and "world" in good[0]
             else nan
         )
+        told = [r["controller"] for r in good if system == "ckptd-session"]
+        pauses = [recovery["total"] for recovery in told if recovery]
+        row.append(statistics.median(pauses) if pauses else nan)
         loads = [r["load_avg"] for r in runs]
         rows.append([*row, statistics.median(loads) if loads else nan])
     head = ["case", "system", "recovered", "median s", "p95 s", "agree", "import", "init", "load"]
-    head += ["first step", "steps lost", "steps/s after", "of ideal", "load average"]
+    head += ["first step", "steps lost", "steps/s after", "of ideal", "pause", "load average"]
     text = (
         "From the fault to the first step of all ranks after it; seconds, medians of the runs that "
         f"recovered within {_WITHIN_S:.0f} s. A step takes 0.1 s, the state is 100 MiB, each rank "
-        "one core of a machine of 2 that others use as well; raw runs in results/elastic.json.\n\n"
+        "one core of a machine of 2 that others use as well; raw runs in results/elastic.json. "
+        "Growing counts from the start of another launcher, which imports torch while the others "
+        "train on. Pause: what training stood still by the controller's account, where a script "
+        "tells of its steps.\n\n"
     )
     publish("elastic", "python bench/elastic.py", text + table(head, rows), data)
 

@@ -288,6 +288,7 @@ class References:
             return {row.step: row for row in read_rows(path, TrainedRow)}
         right = reference(spec, STEPS)
         if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"".join(msgspec.json.encode(r) + b"\n" for r in right.values()))
         return right
 
