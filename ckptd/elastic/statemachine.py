@@ -217,9 +217,11 @@ class StateMachine(Hearing):
         # A controller that was restarted may never have heard of a member, which trains on.
         names = self.members | {n.name for n in self.nodes if n.running}
         running = [self.nodes[name] for name in names]
-        # One dead rank keeps its whole generation from another step. If no death is sure, all
-        # that helps is the lease, which workers give up by themselves.
-        if not running or any(n.fenced >= self.generation for n in running):
+        # One dead rank keeps its whole generation from another step, and no other one: who ran an
+        # older one says nothing of the newest. If no death is sure, all that helps is the lease,
+        # which workers give up by themselves.
+        ranks = [n for n in running if n.name in self.members] or running
+        if not running or any(n.fenced >= self.generation for n in ranks):
             self._after_fence(now)
             return
         last = max(n.leased(self._born) for n in running)

@@ -605,6 +605,25 @@ def test_found_by_the_month_who_was_left_out_comes_back_as_the_last_spare() -> N
     assert d.machine.members == {"c", "d", "e"}
 
 
+def test_found_51787_the_fence_of_an_older_generation_proves_nothing_of_the_newest() -> None:
+    d = Driver("abc", gather_s=1.0, lease_s=20.0)
+    d.up("a", "b", "c")
+    d.hear(Progress(generation=1, step=1))
+    for name in "bc":
+        d.hear(Lost(node=name))
+    d.all_fenced("a")
+    assert d.machine.members == {"a"}
+    d.hear(Progress(generation=d.machine.generation, step=2))
+    d.hear(Lost(node="a"))  # and trains on, alone
+    d.hear(Reseated(generation=d.machine.generation))
+    d.up("b", "c")  # with workers of generation 1
+    d.all_fenced("b", "c")
+    d.pass_time(19, "b", "c")
+    assert d.machine.members == {"a"}
+    d.pass_time(2, "b", "c")
+    assert d.machine.members == {"b", "c"}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_faults(seed: int) -> None:
     run(seed)
