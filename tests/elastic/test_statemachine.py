@@ -618,6 +618,7 @@ def test_found_51787_the_fence_of_an_older_generation_proves_nothing_of_the_newe
     d.hear(Reseated(generation=d.machine.generation))
     d.up("b", "c")  # with workers of generation 1
     d.all_fenced("b", "c")
+    d.hear(NodeUp(node="b", life="1", slots=1, running=1))  # said before, heard after
     d.pass_time(19, "b", "c")
     assert d.machine.members == {"a"}
     d.pass_time(2, "b", "c")
