@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptd
-from ckptd.engine import client
+from ckptd.engine import client, joining
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.neighbours import KnownNode
@@ -140,7 +140,7 @@ def begin_without_an_agent(root: str) -> str:
     rank = torch.distributed.get_rank()
     os.environ["CKPTD_NODE"] = f"n{rank}"
     if rank == 1:
-        client.START_S = 1.0
+        client.START_S = joining.START_S = 1.0
         sys.executable = "/bin/false"
     ck = ckptd.Checkpointer(root, tiers=[Memory()], timeout_s=600.0)
     try:
