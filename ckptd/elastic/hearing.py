@@ -50,6 +50,10 @@ class Hearing(Decisions):
         other = self.nodes.hear(said, now)
         node = self.nodes[said.node]
         self._changed |= other or had != (node.up, node.slots)
+        if not node.running and node.fenced >= self.generation:
+            # It may have fenced while it was cut off: nobody will hear of that by itself.
+            self._changed |= node.stuck_at is not None
+            node.stuck_at = None
         if known > self.generation:
             # A controller before this one had begun a generation that the log does not know.
             self.generation = known

@@ -625,6 +625,20 @@ def test_found_51787_the_fence_of_an_older_generation_proves_nothing_of_the_newe
     assert d.machine.members == {"b", "c"}
 
 
+def test_found_66239_who_fenced_while_it_was_cut_off_is_used_again() -> None:
+    d = Driver("abc", gather_s=1.0, fence_s=3.0)
+    d.up("a", "b", "c")
+    d.hear(Progress(generation=1, step=1))
+    d.hear(Ended(node="a", generation=1, code=-9))
+    d.all_fenced("a", "b")
+    d.pass_time(10, "a", "b", "c")  # c is stuck
+    assert d.machine.nodes["c"].stuck_at is not None
+    d.hear(Lost(node="c"))
+    d.running["c"], d.fenced["c"] = 0, d.machine.generation
+    d.pass_time(2, "a", "b", "c")
+    assert d.machine.nodes["c"].stuck_at is None
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_faults(seed: int) -> None:
     run(seed)
