@@ -92,7 +92,9 @@ def regroups(world: World, folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optim": optimizer}
     tiers = (ckptd.Memory(every=1), ckptd.Peer(every=1))
-    with ckptd.Checkpointer(str(folder / "ckpts"), every=1000, tiers=tiers) as checkpointer:
+    root = str(folder / "ckpts")
+    # The test ends by killing: agents are not to wait for another life.
+    with ckptd.Checkpointer(root, every=1000, tiers=tiers, linger_s=5.0) as checkpointer:
         step = checkpointer.load(state) if checkpointer.latest() is not None else 0
         model(torch.ones(64)).sum().backward()
         optimizer.step()
