@@ -164,6 +164,7 @@ class NodeLauncher:
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         self._life = secrets.token_hex(8)
         self._running = self._fenced = self._begun = 0
+        self._sessions = False
         self._fencing = 0
         self._interrupted_until = 0.0
         self._begin: Begin | None = None
@@ -239,6 +240,8 @@ class NodeLauncher:
 
     def _state(self) -> NodeUp:
         mine = self._crew.workers.live(lambda w: w.generation == self._running)
+        if mine:  # one that is dead is started anew, and costs the others nothing
+            self._sessions = all(w.session for w in mine)
         return NodeUp(
             node=self._s.node,
             life=self._life,
@@ -246,7 +249,7 @@ class NodeLauncher:
             slots=self._s.slots if self._crew.ready else 0,
             fenced=self._fenced,
             running=self._running,
-            sessions=bool(mine) and all(w.session for w in mine),
+            sessions=self._sessions,
             host=self._s.address,
         )
 

@@ -149,6 +149,18 @@ def test_who_has_left_a_generation_and_cannot_be_told_to_go_on_is_killed(tmp_pat
         one.until(lambda: "generation 3" in one.said[-1])
 
 
+def test_a_node_whose_workers_have_died_does_not_cost_others_their_sessions(tmp_path: Path) -> None:
+    with alone(tmp_path) as one:
+        workers = one.started()
+        assert not one.launcher._state().sessions
+        for worker in workers:
+            worker.session = True
+        assert one.launcher._state().sessions
+        for worker in workers:
+            worker.dead = True
+        assert one.launcher._state().sessions
+
+
 def test_a_launcher_that_ends_begins_nothing(tmp_path: Path) -> None:
     with alone(tmp_path) as one:
         one.started()
