@@ -191,9 +191,8 @@ class Controller:
 
         A launcher that connects anew breaks no collective: there is nothing to wait for.
         """
-        if self._broken and self.machine.lacks_cause:
-            for name in list(self._broken):
-                self._lost(name)
+        for name in [name for name in self._broken if self.machine.explains(name)]:
+            self._lost(name)
 
     def _lost(self, name: str) -> None:
         self._broken.pop(name).cancel()
@@ -371,6 +370,8 @@ class Controller:
             return
 
     async def _handle(self, event: Event) -> None:
+        if isinstance(event, Lost) and event.node in self._nodes:
+            return  # it was back before this was looked at
         before = (self.machine.state, self.machine.generation, self.machine.step)
         actions = self.machine.handle(event, time.monotonic())
         if self.machine.step > before[2]:

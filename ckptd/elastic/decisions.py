@@ -72,7 +72,8 @@ class Decisions:
         self._refused = ""
         self._changed = True
         """Whether a plan that was refused may succeed now: looking costs time."""
-        self._broken: tuple[float, str] | None = None
+        self._broken: tuple[float, str, str] | None = None
+        """When a collective failed, on which node, and what is known of it."""
         self._accused: tuple[float, str] | None = None
         """When a worker failed by itself, and on which node, if that may be another one's fault."""
         self._reseating = False

@@ -186,7 +186,7 @@ class Hearing(Decisions):
     def _broken_(self, event: Broken, now: float) -> None:
         if self._is_current(event.generation) and self._is_member(event.node):
             reason = event.reason or "a collective failed"
-            self._broken = self._broken or (now, f"{event.node}: {reason}")
+            self._broken = self._broken or (now, event.node, f"{event.node}: {reason}")
 
     def _loaded_(self, event: Loaded, now: float) -> None:
         if not self._is_current(event.generation) or not self._is_member(event.node):

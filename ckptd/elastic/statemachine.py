@@ -104,10 +104,11 @@ class StateMachine(Hearing):
         moves, self._moves = self._moves, []
         return moves
 
-    @property
-    def lacks_cause(self) -> bool:
-        """Whether something failed just now that the loss of another node would explain."""
-        return self._broken is not None or self._accused is not None
+    def explains(self, node: str) -> bool:
+        """Return whether the loss of a node would explain what failed on another one just now."""
+        failed = [self._broken[1]] if self._broken is not None else []
+        failed += [self._accused[1]] if self._accused is not None else []
+        return any(name != node for name in failed)
 
     def may_renew(self, node: str) -> bool:
         """Return whether a beat of this node is to be echoed, which renews its workers' lease.
@@ -157,7 +158,7 @@ class StateMachine(Hearing):
         if self.state is State.PLAN and self._changed:
             self._plan(now)
 
-    def _wait_for_cause(self, since: float, reason: str, now: float) -> None:
+    def _wait_for_cause(self, since: float, _: str, reason: str, now: float) -> None:
         if now - since >= self.settings.broken_s:
             self._fault("", reason, now, now - since)
 

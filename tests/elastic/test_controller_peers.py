@@ -132,6 +132,21 @@ def test_a_broken_link_and_a_failure_elsewhere_are_a_lost_node_at_once(
     asyncio.run(case())
 
 
+def test_who_connects_anew_while_its_own_worker_fails_is_not_lost(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        made.trains("a", "b", "c")
+        made.controller.gone(made.join("node", "b"))
+        await made.controller._handle(Broken(node="b", generation=1, reason="a peer has closed"))
+        assert made.waiting == []
+        made.controller._lost("b")
+        made.join("node", "b")  # before that was looked at
+        await made.controller._handle(made.waiting[0])
+        assert made.machine.nodes["b"].up
+
+    asyncio.run(case())
+
+
 def test_a_node_that_left_and_came_again_at_once_is_heard(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
