@@ -98,8 +98,10 @@ class Decisions:
         Who is `leaving` may hold the only copy of its part of a step in its memory.
         """
         if self.state is State.RUNNING and self.record is not None:
-            if self._cheapest() == 0 and self._each_step and not leaving:
-                self._fence(reason, now, planned=True)  # each step is kept already
+            kept = self._cheapest() == 0 and self._each_step and not leaving
+            if kept or not self._tells:
+                # Each step is kept already, or the program cannot be asked to save.
+                self._fence(reason, now, planned=True)
                 return
             self._become(State.SUSPECT, reason, now)
             self._save_until = now + min(self.settings.save_s, within_s)

@@ -255,6 +255,17 @@ def test_a_save_that_does_not_come_does_not_hold_up_a_restart(driver: Driver) ->
     assert not none(driver.pass_time(31, "a", "b", "c"), Fence)
 
 
+def test_a_job_that_tells_nothing_is_not_waited_for_to_save() -> None:
+    # Each order cost a plain script half a minute.
+    d = Driver(steady_s=1.0)
+    d.up("a", "b", "c")
+    d.pass_time(3, "a", "b", "c")
+    assert d.machine.state is State.RUNNING
+    actions = d.hear(Order(kind=OrderKind.RESTART))
+    assert none(actions, Save)
+    assert d.machine.state is State.FENCE
+
+
 def test_pause_and_resume(driver: Driver) -> None:
     driver.hear(Order(kind=OrderKind.PAUSE))
     driver.hear(Saved(generation=1, step=4))
