@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -191,10 +192,16 @@ class Run:
             time.sleep(0.05)
 
     def logs(self) -> str:
-        """Return the ends of the launchers' logs."""
+        """Return the ends of the launchers' logs; of paths, which are this machine's, the names."""
         paths = sorted(self.folder.glob("node-*.log"))
-        ends = [(path.name, path.read_text(errors="replace")[-3000:]) for path in paths]
+        ends = [
+            (path.name, _FOLDERS.sub("", path.read_text(errors="replace")[-3000:]))
+            for path in paths
+        ]
         return "\n".join(f"== {name}\n{end}" for name, end in ends)
+
+
+_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+")
 
 
 def _nnodes(run: Run) -> str:

@@ -212,7 +212,14 @@ class WriterClient:
         if not self._connected.is_set():
             self.answer()
         with self._sending:
-            self._channel.send(message, fd)
+            try:
+                self._channel.send(message, fd)
+            except WorkerError as error:
+                # Before the monitor hears of it: who is told now begins the next save with another.
+                # One that only takes nothing is not dead: the monitor ends it (see `_hangs`).
+                if not isinstance(error.__cause__, TimeoutError):
+                    self._dead = self._dead or error
+                raise
 
     # -- the trainer's thread --------------------------------------------------------------------
 

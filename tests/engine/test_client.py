@@ -345,3 +345,22 @@ def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyP
     client.abandon(99, "the end")
     client.close(20.0)
     job.store.close()
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_who_hears_first_that_the_worker_is_gone_says_so(
+    root: str, monkeypatch: pytest.MonkeyPatch, stuck: bool
+) -> None:
+    job = Job(StoreSpec(root))
+    job.save(1, values(1)).durable(20.0)
+
+    def broken(message: msgspec.Struct, fd: int | None = None) -> None:
+        error = WorkerError("the other process is gone")
+        raise error from (TimeoutError() if stuck else ConnectionResetError())
+
+    monkeypatch.setattr(job.client._channel, "send", broken)
+    with pytest.raises(WorkerError):
+        job.save(2, values(2))
+    assert (job.client.dead is None) == stuck, "the monitor has not heard of it yet"
+    monkeypatch.undo()
+    job.close()
