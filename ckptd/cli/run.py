@@ -408,11 +408,13 @@ class _Run:
             return {}
         return more | {"CKPTD_RINGS": str(folder / "rings")}
 
-    def _turn(self, silent_s: float, order: int) -> None:
-        if self._steward is not None:
-            self._steward.turn(silent_s, order)
-            if self._watch is not None:
-                self._watch.turn(self._steward)
+    def _turn(self, silent_s: float, order: int) -> bool:
+        if self._steward is None:
+            return False
+        listens = self._steward.turn(silent_s, order)
+        if self._watch is not None:
+            self._watch.turn(self._steward)
+        return listens
 
     def _daemon_at(self, url: str) -> None:
         if self._watch is not None:

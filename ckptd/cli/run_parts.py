@@ -171,8 +171,8 @@ class Steward:
             return ""
         return newest.address if newest is not None else ""
 
-    def turn(self, silent_s: float, order: int) -> None:
-        """Start a controller where it is time to.
+    def turn(self, silent_s: float, order: int) -> bool:
+        """Start a controller where it is time to; return whether one has just begun to listen.
 
         Parameters
         ----------
@@ -189,18 +189,18 @@ class Steward:
         self._met |= silent_s < self._silent_s
         self._silent_s = silent_s
         if self._part is not None:
-            self._look(self._part, order < NO_ORDER)
-            return
+            return self._look(self._part, order < NO_ORDER)
         if self._places is None or time.monotonic() < self._not_before:
-            return
+            return False
         if self._pause_of != order:
             self._pause_of, self._pause_s = order, stand_in_pause_s(order)
         if self._met and silent_s <= self._quiet_s():
-            return  # all is well: the place of the seat, perhaps far away, is not asked
+            return False  # all is well: the place of the seat, perhaps far away, is not asked
         first = not self.started and not self._met and not self._seated()
         mine = self.started or (first and (not self._endpoint or self._endpoint_here()))
         if (mine or silent_s > self._pause_s) and not _answers(self.addresses()):
             self._try_start(order < NO_ORDER)
+        return False
 
     def _quiet_s(self) -> float:
         if not self.started:
@@ -240,14 +240,15 @@ class Steward:
         self._announced = ""
         self._part = Part(name, command, self._env, self._folder)
 
-    def _look(self, part: Part, begun: bool) -> None:
-        if not self._announced:
+    def _look(self, part: Part, begun: bool) -> bool:
+        before = self._announced
+        if not before:
             with suppress(msgspec.MsgspecError, KeyError, TypeError):
                 self._announced = str(msgspec.json.decode(part.out.read_bytes())["address"])
                 self._again_s, self._problem = _AGAIN_S, ""
         code = part.process.poll()
         if code is None:
-            return
+            return self._announced != before
         self._part, self._announced, self._pause_of = None, "", -1
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
@@ -255,6 +256,7 @@ class Steward:
         self._follows = code > 0 and _answers(self.addresses())
         if not self._follows:
             self._judge(part, code, begun)
+        return False
 
     def _judge(self, part: Part, code: int, begun: bool) -> None:
         """Say what has become of the controller; give up what another one could not do either."""

@@ -163,7 +163,7 @@ def seat_taken(where: str) -> ConflictError:
     )
 
 
-def stand_in_pause_s(order: int, stand_in_s: float = 1.5) -> float:
+def stand_in_pause_s(order: int, stand_in_s: float = 1.0) -> float:
     """Return how long a node waits in silence before it starts a controller.
 
     Parameters

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ckptd.elastic.decisions import ACTIVE
+from ckptd.elastic.decisions import ACTIVE, CLEAN
 from ckptd.elastic.growth import grown
 from ckptd.elastic.hearing import Hearing
 from ckptd.elastic.messages import (
@@ -41,6 +41,8 @@ __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
 
 _EXCUSED_S = 2.0
 """For so long after a worker exited by itself the loss of another node explains it."""
+_MISSED_S = 0.5
+"""For so long after a collective failed members may still be on their way to a new controller."""
 
 
 class StateMachine(Hearing):
@@ -121,6 +123,7 @@ class StateMachine(Hearing):
 
     def _tick(self, _: Tick, now: float) -> None:
         """Look for silence, and for what has lasted too long."""
+        self.nodes.forget([n.name for n in self.nodes if not n.up and self._is_past(n, now)])
         for node in list(self.nodes):
             # Nothing is known of how long a node was silent before this controller began.
             if node.up and self._silence(node, now) >= self.settings.silent_s:
@@ -137,6 +140,12 @@ class StateMachine(Hearing):
         waiting = _WAITING.get(self.state)
         if waiting is not None:
             waiting(self, now)
+
+    def _is_past(self, node: Node, now: float) -> bool:
+        """Return whether a node that is gone means nothing any more: names must not pile up."""
+        kept_s = max(CLEAN * self.settings.out_s, self.settings.lease_s)
+        there = self._is_member(node.name) or self._silence(node, now) < kept_s
+        return not there and node.out_until <= now
 
     def _convict(self, node: str, now: float) -> None:
         """Blame a node whose worker failed by itself, since no other one was lost."""
@@ -159,8 +168,14 @@ class StateMachine(Hearing):
             self._plan(now)
 
     def _wait_for_cause(self, since: float, _: str, reason: str, now: float) -> None:
-        if now - since >= self.settings.broken_s:
-            self._fault("", reason, now, now - since)
+        waited = now - since
+        missing = [name for name in sorted(self.members) if not self.nodes[name].up]
+        # A stand-in never had a connection that could break: who has not come to it is the cause.
+        explained = self._settling and waited >= _MISSED_S and bool(missing)
+        if explained:
+            reason = f"{reason}; nothing is heard of {missing[0]}"
+        if explained or waited >= self.settings.broken_s:
+            self._fault("", reason, now, waited)
 
     def _suspect(self, now: float) -> None:
         if self._settling:
@@ -176,7 +191,13 @@ class StateMachine(Hearing):
         if all_heard and not missing:
             self._settling, self._loaded_at = False, now
             self._become(State.RESUME, self.reason, now)
+            if self._then is State.PARKED:
+                # It was ordered, and the controller before this one ended first.
+                self._become(State.RUNNING, "", now)
+                self._planned("paused before the controller was restarted", now, leaving=True)
             return
+        if self._then is State.PARKED and not any(n.up for n in self.nodes):
+            return  # whose pause this is, only nodes tell
         # Who has fenced it may still be about to say how its workers ended.
         hopeless = any(n.up and n.fenced < self.generation for n in missing)
         if now - self.since < self.settings.settle_s and not (all_heard and hopeless):
@@ -189,6 +210,7 @@ class StateMachine(Hearing):
             self.ladder.submitted()
             for name in self._out_before:
                 self.nodes[name].out_until = -math.inf  # those orders were the last run's
+            self._then = State.PLAN
             self._fence(text, now)
             self.level = 1  # the launchers are new already
 

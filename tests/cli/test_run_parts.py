@@ -55,6 +55,9 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
         steward.turn(2.9, 1)  # not the pause of a node without a rank
         assert steward.started
         assert steward.host == "127.0.0.2"
+        until(lambda: steward.turn(3.0, 1))  # the launcher connects to it at once
+        assert steward.seated
+        assert not steward.turn(3.1, 1)
     finally:
         steward.end(0.0)
 

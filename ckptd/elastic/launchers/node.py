@@ -131,7 +131,7 @@ class NodeLauncher:
         Tells people a sentence.
     turn
         Is called about ten times a second, with the seconds for which no controller was heard of
-        and the rank of this node in the last generation.
+        and the rank of this node in the last generation; tells whether one is to be tried at once.
     seated
         See `NodeLink`.
     daemon_at
@@ -152,7 +152,7 @@ class NodeLauncher:
         addresses: Callable[[], str],
         secret: bytes,
         say: Callable[[str], None],
-        turn: Callable[[float, int], None] = lambda _, __: None,
+        turn: Callable[[float, int], bool] = lambda _, __: False,
         seated: Callable[[str], bool] | None = None,
         daemon_at: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -221,7 +221,8 @@ class NodeLauncher:
         for key, _ in ready:
             key.data()
         self._look_at_time()
-        self._turn_of_others(self._link.silent_s, self._order)
+        if self._turn_of_others(self._link.silent_s, self._order):
+            self._link.hurry()
 
     def _post(self, what: Callable[[], None]) -> None:
         self._inbox.put(what)
