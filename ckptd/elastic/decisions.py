@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from ckptd.elastic.ladder import DEEPEST, RELAUNCH, Ladder
 from ckptd.elastic.membership import Record, check_log, members_of
 from ckptd.elastic.messages import Abort, Action, Append, Fence, Relaunch, Save, Start, Tell
@@ -13,11 +15,11 @@ from ckptd.elastic.roster import Node, Roster
 from ckptd.elastic.states import ControllerSettings, Move, State
 from ckptd.errors import RefusedError
 
-__all__ = ["ACTIVE", "Decisions"]
+__all__ = ["ACTIVE", "CLEAN", "Decisions"]
 
 _READY_S = 60.0
 """By so much longer the first start waits for nodes that are there and not ready yet."""
-_CLEAN = 24
+CLEAN = 24
 """Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
 ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 
@@ -60,7 +62,8 @@ class Decisions:
         """Whether this job ever told of loading or steps."""
         self._each_step = False
         """Whether each step of the generation was committed, as far as it has told."""
-        self._then = State.PLAN
+        parked = self.record is not None and self.record.parked
+        self._then = State.PARKED if parked else State.PLAN
         """What follows the fence."""
         self._save_until = self._relaunch_until = -math.inf
         self._fenced_at = self._loaded_at = now
@@ -226,7 +229,7 @@ class Decisions:
             level=self.level,
             failures=self.ladder.failures,
             fruitless=self.ladder.in_vain(self.step),
-            out=tuple(sorted(n.name for n in self.nodes if n.out_until == math.inf)),
+            out=self._ordered_out(),
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False
@@ -239,11 +242,25 @@ class Decisions:
         self._out += [Tell(text=line) for line in choice.why[:1]]
         self._become(State.RESHARD, self.reason, now)
 
+    def _ordered_out(self) -> tuple[str, ...]:
+        return tuple(sorted(n.name for n in self.nodes if n.out_until == math.inf))
+
+    def _keep_orders(self, now: float) -> None:
+        """Write the record again if it lacks what people want: all that a follower knows of it."""
+        if self.record is None or self.state in (State.DONE, State.ABORTED):
+            return
+        out, parked = self._ordered_out(), State.PARKED in (self.state, self._then)
+        if (out, parked) != (self.record.out, self.record.parked):
+            self.record = msgspec.structs.replace(
+                self.record, out=out, parked=parked, at=self._epoch + now, by=self._by
+            )
+            self._out.append(Append(record=self.record))
+
     def _choice(self, now: float) -> Choice | None:
         current = self.record.shape if self.record else None
         # Who was left out a while ago comes back as the last of the spares; and a node that is
         # often at fault is better than none.
-        for clean_s, all_up in ((_CLEAN * self.settings.out_s, False), (0.0, False), (0.0, True)):
+        for clean_s, all_up in ((CLEAN * self.settings.out_s, False), (0.0, False), (0.0, True)):
             slots = self.nodes.slots(now, self.record, all_up=all_up, clean_s=clean_s)
             try:
                 choice = choose(self.job, slots, current)

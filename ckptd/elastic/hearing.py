@@ -34,6 +34,9 @@ from ckptd.errors import RefusedError
 
 __all__ = ["Hearing"]
 
+_MOST_REASON = 1000
+"""Characters of a node's reason that are kept: it goes into each status."""
+
 
 class Hearing(Decisions):
     """The half of a `StateMachine` that hears; see there."""
@@ -58,7 +61,9 @@ class Hearing(Decisions):
             # A controller before this one had begun a generation that the log does not know.
             self.generation = known
             if self.state in ACTIVE:
-                self._fence("a generation was begun and not written down", now)
+                paused = self._settling and self._then is State.PARKED
+                text = "a generation was begun and not written down"
+                self._fence("paused before the controller was restarted" if paused else text, now)
         self._repeat(node, came=other or not had[0])
         if self.state not in ACTIVE or self._settling or self.record is None:
             return
@@ -133,7 +138,8 @@ class Hearing(Decisions):
         node.leaving, self._changed = node.life, True
         if not self._is_member(event.node) or self.state not in ACTIVE:
             return
-        text = f"{event.node} will be gone in {event.seconds:.0f} s: {event.reason or 'notice'}"
+        reason = event.reason[:_MOST_REASON] or "notice"
+        text = f"{event.node} will be gone in {event.seconds:.0f} s: {reason}"
         try:
             choose(self.job, self.nodes.slots(now, self.record, all_up=True))
         except RefusedError:
@@ -185,7 +191,7 @@ class Hearing(Decisions):
 
     def _broken_(self, event: Broken, now: float) -> None:
         if self._is_current(event.generation) and self._is_member(event.node):
-            reason = event.reason or "a collective failed"
+            reason = event.reason[:_MOST_REASON] or "a collective failed"
             self._broken = self._broken or (now, event.node, f"{event.node}: {reason}")
 
     def _loaded_(self, event: Loaded, now: float) -> None:
@@ -242,6 +248,10 @@ class Hearing(Decisions):
             self._fault("", event.reason, now, event.since_s)
 
     def _order(self, event: Order, now: float) -> None:
+        self._obey(event, now)
+        self._keep_orders(now)
+
+    def _obey(self, event: Order, now: float) -> None:
         text = event.reason or f"ordered: {event.kind} {' '.join(event.nodes)}".strip()
         kind = event.kind
         self._changed = True

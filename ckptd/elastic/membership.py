@@ -65,6 +65,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     out
         Nodes that somebody has ordered out: a controller that follows uses them no more than this
         one did.
+    parked
+        Whether somebody has paused the job: a controller that follows starts it no more than this
+        one did.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -78,6 +81,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     failures: _Count = 0
     fruitless: _Count = 0
     out: tuple[_Word, ...] = ()
+    parked: bool = False
 
     @property
     def nodes(self) -> frozenset[str]:
@@ -146,13 +150,18 @@ def decode_record(raw: bytes, where: str) -> Record:
 def check_log(records: Sequence[Record], where: str) -> None:
     """Refuse a log whose generations do not rise, or whose steps fall.
 
+    A generation may be written again, with the same ranks, when people have ordered something.
+
     Raises
     ------
     CorruptError
         kind ``bad-log``.
     """
     for before, after in pairwise(records):
-        if after.generation <= before.generation or after.step < before.step:
+        ordered = (after.out, after.parked) != (before.out, before.parked)
+        again = after.generation == before.generation and after.members == before.members
+        rises = after.generation > before.generation or (again and ordered)
+        if not rises or after.step < before.step:
             raise CorruptError(
                 "a membership log goes backwards",
                 kind="bad-log",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -38,6 +39,11 @@ __all__ = [
     "Tick",
 ]
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""As in the log, which no message may make unreadable."""
+_Slots = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+_Word = Annotated[str, msgspec.Meta(max_length=256)]
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something that a controller hears of."""
@@ -66,12 +72,12 @@ class NodeUp(Event, frozen=True, kw_only=True, tag=True):
     """
 
     node: str
-    life: str
-    slots: int
-    fenced: int = 0
-    running: int = 0
+    life: _Word
+    slots: _Slots
+    fenced: _Count = 0
+    running: _Count = 0
     sessions: bool = False
-    host: str = ""
+    host: _Word = ""
 
 
 class Left(Event, frozen=True, kw_only=True, tag=True):
@@ -119,7 +125,7 @@ class Broken(Event, frozen=True, kw_only=True, tag=True):
     """
 
     node: str
-    generation: int
+    generation: _Count
     reason: str = ""
 
 
@@ -135,7 +141,7 @@ class Ended(Event, frozen=True, kw_only=True, tag=True):
     """
 
     node: str
-    generation: int
+    generation: _Count
     code: int
 
 
@@ -143,7 +149,7 @@ class Fenced(Event, frozen=True, kw_only=True, tag=True):
     """No worker of a generation up to this one runs on a node any more."""
 
     node: str
-    generation: int
+    generation: _Count
 
 
 class Loaded(Event, frozen=True, kw_only=True, tag=True):
@@ -158,22 +164,22 @@ class Loaded(Event, frozen=True, kw_only=True, tag=True):
     """
 
     node: str
-    generation: int
-    step: int = -1
+    generation: _Count
+    step: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)] = -1
 
 
 class Progress(Event, frozen=True, kw_only=True, tag=True):
     """A step of a generation is committed."""
 
-    generation: int
-    step: int
+    generation: _Count
+    step: _Count
 
 
 class Saved(Event, frozen=True, kw_only=True, tag=True):
     """What `Save` asked for lies where a planned restart finds it."""
 
-    generation: int
-    step: int
+    generation: _Count
+    step: _Count
 
 
 class Suspected(Event, frozen=True, kw_only=True, tag=True):

@@ -82,3 +82,13 @@ def test_a_log_does_not_go_backwards() -> None:
     for second in (record(Shape(), 1, 3), record(Shape(), 2, 2)):
         with pytest.raises(CorruptError, match="backwards"):
             check_log([record(Shape(), 1, 3), second], "log")
+
+
+def test_a_generation_may_be_written_again_for_what_people_ordered() -> None:
+    began = record(Shape(dp=2), 2, 3)
+    paused = msgspec.structs.replace(began, parked=True, by="another")
+    check_log([began, paused, msgspec.structs.replace(paused, parked=False, out=("x",))], "log")
+    assert decode_record(encode_record(paused), "log") == paused
+    for other in (began, record(Shape(), 2, 3), msgspec.structs.replace(paused, step=2)):
+        with pytest.raises(CorruptError, match="backwards"):
+            check_log([began, msgspec.structs.replace(other, at=2.5)], "log")

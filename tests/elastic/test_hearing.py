@@ -1,0 +1,124 @@
+"""What a controller that follows knows of what people have ordered."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
+from ckptd.elastic.messages import (
+    Append,
+    Broken,
+    Notice,
+    Order,
+    OrderKind,
+    Progress,
+    Save,
+    Saved,
+    Start,
+)
+from ckptd.elastic.statemachine import State
+from tests.elastic.driven import Driver, none, one, restart
+
+
+def follower(before: Driver, **settings: float) -> Driver:
+    """Return a controller that has nothing but the log's last record."""
+    record = before.machine.record
+    assert record is not None
+    return Driver(
+        "".join(before.life), records=[decode_record(encode_record(record), "log")], **settings
+    )
+
+
+@pytest.fixture
+def driver() -> Driver:
+    """Return four nodes, of which three train."""
+    d = Driver("abcd", gather_s=1.0, patience_s=1.0)
+    d.up("a", "b", "c", "d")
+    d.hear(Progress(generation=1, step=1))
+    assert d.machine.state is State.RUNNING
+    assert d.machine.members == {"a", "b", "c"}
+    return d
+
+
+def test_a_spare_that_was_ordered_out_stays_out_under_a_follower(driver: Driver) -> None:
+    before = driver.machine.record
+    record = one(driver.hear(Order(kind=OrderKind.EXCLUDE, nodes=("d",))), Append).record
+    assert before is not None
+    assert (record.generation, record.members, record.out) == (1, before.members, ("d",))
+    check_log([before, record], "log")
+    assert none(driver.hear(Order(kind=OrderKind.EXCLUDE, nodes=("d",))), Append)
+    again = follower(driver)
+    assert not again.machine.nodes["d"].usable(0.0, all_up=True)
+
+
+def test_who_was_let_in_again_is_used_by_a_follower(driver: Driver) -> None:
+    driver.hear(Order(kind=OrderKind.EXCLUDE, nodes=("d",)))
+    record = one(driver.hear(Order(kind=OrderKind.ADD, nodes=("d",))), Append).record
+    assert (record.generation, record.out) == (1, ())
+    again = follower(driver)
+    again.running.update(driver.running)
+    again.up("a", "b", "c", "d")
+    assert again.machine.nodes["d"].usable(again.now)
+
+
+def paused(driver: Driver) -> Driver:
+    driver.hear(Order(kind=OrderKind.PAUSE))
+    driver.hear(Saved(generation=1, step=4))
+    driver.all_fenced("a", "b", "c", "d")
+    assert driver.machine.state is State.PARKED
+    return driver
+
+
+def test_a_paused_job_stays_paused_under_a_follower(driver: Driver) -> None:
+    again = follower(paused(driver), settle_s=1.0, gather_s=1.0, lease_s=1.0)
+    again.fenced = dict(driver.fenced)
+    out = again.pass_time(10)  # nobody has found it yet
+    out += again.pass_time(10, "a")
+    out += restart(again, "a", "b", "c", "d")
+    out += again.pass_time(60, "a", "b", "c", "d")
+    assert (again.machine.state, none(out, Start)) == (State.PARKED, True)
+    assert "paused" in again.machine.reason
+    out = again.hear(Order(kind=OrderKind.RESUME))
+    started = one(out, Start).record
+    assert (started.parked, started.generation > driver.machine.generation) == (False, True)
+    records: list[Record] = [a.record for a in out if isinstance(a, Append)]
+    check_log(records, "log")
+
+
+def test_a_job_that_is_started_anew_is_not_paused(driver: Driver) -> None:
+    again = follower(paused(driver), settle_s=1.0, gather_s=1.0, lease_s=1.0)
+    out = again.pass_time(3)
+    out += again.pass_time(5, "a", "b", "c")
+    out += restart(again, "a", "b", "c")
+    assert one(out, Start).record.nodes == {"a", "b", "c"}
+
+
+def test_a_pause_that_was_ordered_is_carried_out_by_a_follower(driver: Driver) -> None:
+    driver.hear(Order(kind=OrderKind.PAUSE))  # the save is waited for
+    again = follower(driver)
+    again.running = dict(driver.running)
+    again.up("a", "b", "c", "d")
+    out = again.pass_time(1, "a", "b", "c", "d")
+    one(out, Save)
+    again.hear(Saved(generation=1, step=9))
+    again.all_fenced("a", "b", "c", "d")
+    assert again.machine.state is State.PARKED
+    assert again.machine.step == 9
+
+
+def test_a_resumed_job_is_not_paused_by_a_follower(driver: Driver) -> None:
+    paused(driver)
+    one(driver.hear(Order(kind=OrderKind.RESUME)), Start)
+    assert driver.machine.record is not None
+    assert not driver.machine.record.parked
+
+
+def test_what_a_node_says_at_length_is_cut(driver: Driver) -> None:
+    driver.hear(Broken(node="b", generation=1, reason="x" * 100_000))
+    driver.pass_time(5, "a", "b", "c", "d")
+    assert 0 < len(driver.machine.reason) < 2000
+    driver = Driver("abc", gather_s=1.0)
+    driver.up("a", "b", "c")
+    driver.hear(Progress(generation=1, step=1))
+    driver.hear(Notice(node="b", seconds=30.0, reason="x" * 100_000))
+    assert 0 < len(driver.machine.reason) < 2000
