@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptd import events
-from ckptd.errors import CkptdError, DeadlineError, UsageError
+from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 
 __all__ = ["SaveHandle", "SaveProgress"]
 
@@ -269,17 +269,31 @@ class SaveHandle:
 
         It exists with the first tier that has all of it. Only memory and the folder of its own node
         do not do while the peer's copy is still on its way: the next to go may be that node, and
-        with it a step that was said to be kept.
+        with it a step that was said to be kept. Nor where that copy failed, but for want of any
+        other node: it may be that a node is gone already, see `_unsure`.
         """
         self._safe = call
         self._tell_safe()
 
     def _tell_safe(self) -> None:
         with self._changed:
-            near = None in self._tiers.values()
-            safe = self._phase == "durable" or (near and self._tiers.get("peer") != "pending")
+            peer = self._tiers.get("peer")
+            alone = isinstance(peer, CkptdError) and peer.kind == "no-peer"
+            near = None in self._tiers.values() and (peer is None or alone)
+            safe = near or (self.root and self._phase == "durable")
         if safe and self._safe is not None:
             self._safe()
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether all of it was near, and the peer's copy failed.
+
+        Where the node's own writing process is gone, so is what that kept in memory.
+        """
+        with self._changed:
+            peer = self._tiers.get("peer")
+            failed = isinstance(peer, CkptdError) and not isinstance(peer, WorkerError)
+            return failed and None in self._tiers.values()
 
     def _sealed(self) -> None:
         """Every byte is copied."""

@@ -27,7 +27,6 @@ from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence, rule_of
 from ckptd.train.elastichooks import ElasticHooks, LauncherWatch
 from ckptd.train.ending import finish, leave
-from ckptd.train.interrupt import Interrupted
 from ckptd.train.laid import Laid
 from ckptd.train.laid_program import LayoutSpec
 from ckptd.train.lineage import Lineage
@@ -498,7 +497,7 @@ class Checkpointer:
         CkptdError
             The first save that failed, unless somebody has seen it already.
         """
-        if self._closed or self._elastic.interrupted:
+        if self._closed or self._elastic.is_interrupted():
             return self.abandon()
         end = time.monotonic() + self._timeout_s
         late = False
@@ -507,11 +506,10 @@ class Checkpointer:
             if late:
                 raise lost(self._handles, self._cadence.durable_step(), self._grace_s)
             self.wait(max(0.0, end - time.monotonic()))
-        except Interrupted:
-            self.abandon()
-            raise
         finally:
-            if not self._closed:
+            if self._elastic.is_interrupted():
+                self.abandon()
+            elif not self._closed:
                 self._closed = True
                 finish(self, None if late else max(_END_S, self._time_left(end)))
                 self._elastic.closed(self)
@@ -521,10 +519,7 @@ class Checkpointer:
 
         What near tiers have complete stays there; saves under way end as they may. Idempotent.
         """
-        if not self._closed:
-            self._closed = True
-            leave(self)
-            self._elastic.closed(self)
+        leave(self)
 
     def _settle(self, end: float) -> bool:
         """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""

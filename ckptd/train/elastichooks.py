@@ -85,6 +85,8 @@ class ElasticHooks:
         self._link = link = WorkerLink.current()
         self._anew = anew
         self._watch = watch
+        self._saves: list[SaveHandle] = []
+        self._unsure: list[int] = []
         if link is None:
             return
         self._generation = link.generation
@@ -139,15 +141,27 @@ class ElasticHooks:
         self._watch.began(step)
         if self._tells:
             link.loaded(generation, 0)  # a job that began from nothing has loaded nothing
+            self._vouch(link)
+            self._saves.append(handle)
             handle._when_safe(lambda: link.committed(generation, step))
+
+    def _vouch(self, link: WorkerLink) -> None:
+        """Tell of steps that a peer has not, where no node's end was the cause of that.
+
+        Between two saves all ranks make a step together: none was gone that was missed at the one
+        before. A peer without room is no reason for a job to seem to make no progress.
+        """
+        for step in self._unsure:
+            link.committed(self._generation, step)
+        self._unsure = [save.step for save in self._saves if save._unsure]
+        self._saves = [save for save in self._saves if not save.done]
 
     @property
     def in_session(self) -> bool:
         """Whether the program goes on in this process when its generation ends."""
         return Interrupter.current is not None
 
-    @property
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether the generation has ended: others wait for nothing of this rank any more."""
         return Interrupter.current is not None and Interrupter.current.wanted
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptd.train.interrupt import whole
+
 if TYPE_CHECKING:
     from ckptd.train.checkpointer import Checkpointer
 
@@ -32,12 +34,16 @@ def finish(checkpointer: Checkpointer, wait_s: float | None) -> None:
     ck._telling.close()
 
 
+@whole
 def leave(checkpointer: Checkpointer) -> None:
-    """Let go of everything as a process that dies does, without a wait for other ranks.
+    """Let go of everything as a process that dies does, without a wait for other ranks. Idempotent.
 
     Whoever keeps snapshots then takes this life of the job to be over, and awaits the next one.
     """
     ck = checkpointer
+    if ck._closed:
+        return
+    ck._closed = True
     ck._watch.close()
     ck._saver.leave(_COPY_S)
     if ck._client is not None:
@@ -47,3 +53,4 @@ def leave(checkpointer: Checkpointer) -> None:
     ck._store.close()
     ck._telling.close()
     ck._handles = []
+    ck._elastic.closed(ck)

@@ -17,10 +17,12 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
-from types import FrameType
-from typing import Any, ClassVar
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -28,7 +30,9 @@ from torch.distributed import distributed_c10d
 from ckptd.errors import UsageError
 from ckptd.train import sockets
 
-__all__ = ["Interrupted", "Interrupter"]
+__all__ = ["Interrupted", "Interrupter", "whole"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _log = logging.getLogger("ckptd.elastic")
 _SIGNAL = signal.SIGURG
@@ -36,8 +40,25 @@ _SIGNAL = signal.SIGURG
 _POKE_S = 0.02
 _STORES_S = 0.1
 """After so long the connection to the job's store is shut down too."""
+_UNWIND_S = 0.25
+"""For so long blocks that an exception ends are left alone to put back what they have changed.
+
+Whether gradients are recorded, say: it would stay so in the generations to come.
+"""
 _WHOLE = frozenset({"__enter__", "__exit__", "acquire", "release", "_acquire_restore"})
 """A lock that is just being taken would stay taken for ever."""
+_IMPORTS = "<frozen importlib."
+"""A module that is imported by half may not be importable again in this process."""
+_uncut: set[CodeType] = set()
+
+
+def whole(function: F) -> F:
+    """Let `function` and all that it calls not be cut short; what comes after it is.
+
+    For what lets go of things, and is done only once. It is to be done in less than a second.
+    """
+    _uncut.add(cast("FunctionType", function).__code__)
+    return function
 
 
 class Interrupted(BaseException):
@@ -69,6 +90,9 @@ class Interrupter:
             )
         self._main = threading.get_ident()
         self._inside = False
+        self._outermost: CodeType | None = None
+        self._handled: BaseException | None = None
+        self._unwound_by = 0.0
         self._wanted = threading.Event()
         self._out = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -97,12 +121,13 @@ class Interrupter:
         with self._out:
             if self._wanted.is_set():
                 raise Interrupted
+            self._outermost, self._handled = sys._getframe(1).f_code, sys.exc_info()[1]
             self._inside = True
 
     def leave(self) -> None:
         """The main thread is out: nothing is raised in it any more."""
         with self._out:
-            self._inside = False
+            self._inside, self._handled = False, None
             self._out.notify_all()
 
     def again(self) -> None:
@@ -118,6 +143,7 @@ class Interrupter:
         with self._out:
             if self._wanted.is_set():
                 return
+            self._unwound_by = time.monotonic() + _UNWIND_S
             self._wanted.set()
             self._thread = threading.Thread(target=self._drive, name="ckptd-interrupt", daemon=True)
             self._thread.start()
@@ -133,11 +159,13 @@ class Interrupter:
         began = time.monotonic()
         _abort_nccl()
         while True:
+            stores = time.monotonic() - began > _STORES_S
+            # Also where the main thread is out already, by an error: calls that are still under way
+            # in the background wait for one another's ranks, and destroying a group for them.
+            self._sockets.shut(store_ports=_store_ports(), stores=stores)
             with self._out:
                 if not self._inside:
                     return
-            stores = time.monotonic() - began > _STORES_S
-            self._sockets.shut(store_ports=_store_ports(), stores=stores)
             with contextlib.suppress(ProcessLookupError):  # the thread has ended with its process
                 signal.pthread_kill(self._main, _SIGNAL)
             with self._out:
@@ -148,14 +176,22 @@ class Interrupter:
             if callable(self._before):
                 self._before(number, frame)
             return
-        if self._inside and frame is not None and not _is_whole(frame):
+        if self._inside and frame is not None and not self._is_whole(frame):
             raise Interrupted
 
-
-def _is_whole(frame: FrameType) -> bool:
-    """Whether what runs there must not be cut short; it is short, and soon asked again."""
-    code = frame.f_code
-    return code.co_name in _WHOLE or code.co_filename in (__file__, sockets.__file__)
+    def _is_whole(self, frame: FrameType) -> bool:
+        """Whether what runs there must not be cut short; it is short, and soon asked again."""
+        code = frame.f_code
+        if code.co_name in _WHOLE or code.co_filename in (__file__, sockets.__file__):
+            return True
+        if sys.exc_info()[1] is not self._handled and time.monotonic() < self._unwound_by:
+            return True
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code is not self._outermost:
+            if caller.f_code in _uncut or caller.f_code.co_filename.startswith(_IMPORTS):
+                return True
+            caller = caller.f_back
+        return False
 
 
 def _store_ports() -> frozenset[int]:
@@ -167,10 +203,17 @@ def _abort_nccl() -> None:
     """Let collectives of NCCL fail; other backends have no abort that does anything."""
     if not dist.is_nccl_available():
         return
-    groups: dict[Any, Any] = dict(getattr(distributed_c10d._world, "pg_map", {}))
-    for group, (backend, _) in groups.items():
-        if "nccl" in str(backend):
-            try:
-                group.abort()
-            except (RuntimeError, AttributeError) as error:
-                _log.warning("a group's communicators cannot be aborted: %s", error)
+    for group in _groups_with("nccl"):
+        try:
+            group.abort()
+        except (RuntimeError, AttributeError) as error:
+            _log.warning("a group's communicators cannot be aborted: %s", error)
+
+
+def _groups_with(backend: str) -> list[Any]:
+    """Return the groups of which some device's collectives go through `backend`.
+
+    The other table of torch has what the program has named: nothing, more often than not.
+    """
+    configs: dict[Any, str] = dict(getattr(distributed_c10d._world, "pg_backend_config", {}))
+    return [group for group, config in configs.items() if backend in str(config)]

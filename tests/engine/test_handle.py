@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ckptd.engine.handle import SaveHandle
-from ckptd.errors import DeadlineError, SaveError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    DeadlineError,
+    SaveError,
+    StoreError,
+    UsageError,
+    WorkerError,
+)
 
 ERROR = SaveError("the peer is gone", kind="aborted")
 
@@ -84,20 +91,52 @@ def test_a_tier_that_the_save_does_not_go_to() -> None:
         (["memory", "peer"], ["memory"], 0),
         (["memory", "peer", "local"], ["memory", "local"], 0),
         (["memory", "peer"], ["memory", "peer"], 1),
-        (["memory", "peer"], ["memory", "!peer"], 1),
-        (["memory", "peer"], ["!peer", "memory"], 1),
+        (["memory", "peer"], ["memory", "!peer"], 0),
+        (["memory", "peer"], ["!peer", "memory"], 0),
+        (["memory", "peer"], ["memory", "?peer"], 1),
+        (["memory", "peer"], ["?peer", "memory"], 1),
         (["memory", "peer"], ["!memory", "!peer"], 0),
     ],
 )
 def test_a_step_counts_when_no_single_node_can_take_it_along(
     near: list[str], settled: list[str], told: int
 ) -> None:
-    # A step was promised while only its own nodes had it, and one of them was lost.
+    # A step was promised while only its own nodes had it, and one of them was lost: that the peer's
+    # copy fails may be how it is learned.
     save, heard = handle(*near, root=True), list[str]()
     save._when_safe(lambda: heard.append("safe"))
+    errors = {"!": ERROR, "?": StoreError("there is one node", kind="no-peer")}
     for tier in settled:
-        save._settle(tier.removeprefix("!"), ERROR if tier.startswith("!") else None)
+        save._settle(tier.lstrip("!?"), errors.get(tier[0]))
     assert min(len(heard), 1) == told
+
+
+@pytest.mark.parametrize(
+    ("memory", "peer", "unsure"),
+    [
+        (None, ERROR, True),
+        (ERROR, ERROR, False),
+        (None, WorkerError("the agent is gone, and its memory"), False),
+        (None, None, False),
+    ],
+)
+def test_what_is_near_though_the_peer_has_it_not(
+    memory: CkptdError | None, peer: CkptdError | None, unsure: bool
+) -> None:
+    save = handle("memory", "peer", root=True)
+    assert not save._unsure
+    save._settle("memory", memory)
+    save._settle("peer", peer)
+    assert save._unsure is unsure
+
+
+def test_the_folder_of_a_node_is_no_root() -> None:
+    save, heard = handle("memory", "peer", "local"), list[str]()
+    for tier, error in (("memory", None), ("peer", ERROR), ("local", None)):
+        save._settle(tier, error)
+    assert save.progress.phase == "durable"
+    save._when_safe(lambda: heard.append("safe"))
+    assert not heard
 
 
 def test_a_step_at_the_root_counts_whatever_becomes_of_the_peer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,28 @@ import pytest
 import ckptd
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd
+from ckptd.elastic.workerwire import Committed, FromWorker, Out
+from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
-from ckptd.errors import RefusedError
+from ckptd.engine.handle import SaveHandle
+from ckptd.errors import CkptdError, RefusedError, StoreError, WorkerError
 from ckptd.store import open_store
 from ckptd.train import elastichooks
+from ckptd.train.elastichooks import ElasticHooks, LauncherWatch
+
+
+@pytest.fixture
+def heard() -> queue.SimpleQueue[FromWorker | None]:
+    """What the launcher was told."""
+    return queue.SimpleQueue()
 
 
 @pytest.fixture(autouse=True)
-def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerLink]:
+def link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: queue.SimpleQueue[FromWorker | None]
+) -> Iterator[WorkerLink]:
     """A generation that is to go on from step 7."""
-    launcher = LauncherEnd(tmp_path / "s", lambda worker, said: None)
+    launcher = LauncherEnd(tmp_path / "s", lambda worker, said: heard.put(said))
     monkeypatch.setenv("CKPTD_LAUNCHER", str(launcher.path))
     monkeypatch.setenv("CKPTD_GENERATION", "2")
     monkeypatch.setenv("RANK", "0")
@@ -79,3 +92,48 @@ def test_no_checkpointer_in_disorder_keeps_the_next_generation_from_beginning(
     monkeypatch.setattr(elastichooks, "_open", opened)
     elastichooks.abandon_all()
     assert not opened
+
+
+class Nothing:
+    def abandon(self) -> None:
+        """It has nothing to let go of."""
+
+
+def steps_told(link: WorkerLink, heard: queue.SimpleQueue[FromWorker | None]) -> list[int]:
+    """Return the steps that were told until now to be committed."""
+    link.out(2)
+    told = []
+    while not isinstance(said := heard.get(timeout=60.0), Out):
+        told += [said.step] if isinstance(said, Committed) else []
+    return told
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(StoreError("it has no room"), [8]), (WorkerError("this node's agent is gone"), [])],
+)
+def test_a_step_that_the_peer_has_not_counts_once_all_are_known_to_be_there(
+    link: WorkerLink,
+    heard: queue.SimpleQueue[FromWorker | None],
+    error: CkptdError,
+    told: list[int],
+) -> None:
+    # A copy to a peer fails first of all where that node has just been lost: the step was told,
+    # and lost with it.
+    owner = Nothing()
+    hooks = ElasticHooks(owner, LocalBoard(), LauncherWatch(()))
+
+    def save(step: int) -> SaveHandle:
+        handle = SaveHandle(step, 1, "0001", 10, near=("memory", "peer"), root=False)
+        hooks.saving(handle)
+        handle._settle("memory")
+        return handle
+
+    first = save(8)
+    save(9)  # on its way for long
+    first._settle("peer", error)
+    assert steps_told(link, heard) == []
+    save(10)
+    assert steps_told(link, heard) == []
+    save(11)._settle("peer")
+    assert steps_told(link, heard) == [*told, 11]
