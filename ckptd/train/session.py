@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,18 @@ T = TypeVar("T")
 _log = logging.getLogger("ckptd.elastic")
 _LOOK_S = 0.1
 """How often an idle worker looks at its lease, in seconds."""
+_TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""What torch knows of groups, by its own names."""
+_CAUSE_S = 1.5
+"""So long after a failed call a lost rank is probably why; later, the error is shown to people."""
 _BROKEN_S = 5.0
 """So long after a failed call an interrupt explains it; later, the program itself has failed."""
 
@@ -82,8 +95,10 @@ class _Session:
         self._go: Go | None = None
         self._interrupted = 0
         self._training = False
+        self._idle = False
         self._quit = False
         self._settled = False
+        self._excepthook = sys.excepthook
         self._interrupter = Interrupter.current = Interrupter()
 
     def run(self, train: Callable[[World], T]) -> T | None:
@@ -135,11 +150,20 @@ class _Session:
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             return False
         self._link.broken(repr(error))
-        end = time.monotonic() + _BROKEN_S
+        if self._over_within(_CAUSE_S):
+            return True
+        # The controller soon takes it for a fault by itself and ends the generation for it: nobody
+        # would ever see where the program has failed.
+        generation = self._link.generation
+        _log.warning("generation %d failed here, for no known cause", generation, exc_info=error)
+        return self._over_within(_BROKEN_S - _CAUSE_S)
+
+    def _over_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
         with self._changed:
             while not self._is_over() and not self._link.gone and time.monotonic() < end:
                 self._changed.wait(_LOOK_S)
-        return self._is_over()
+            return self._is_over()
 
     def _is_over(self) -> bool:
         return self._interrupted >= self._link.generation
@@ -151,8 +175,11 @@ class _Session:
         abandon_all()
         _destroy_groups()
         forget_boards()
+        sys.excepthook = self._excepthook  # each default group puts one of its own around it
         self._interrupter.again()
-        self._link.out(self._link.generation)
+        with self._changed:
+            self._idle = True
+            self._link.out(self._interrupted)
         # Models and optimizers are full of cycles, and the next generation needs their memory.
         gc.collect()
         if not self._settled:
@@ -167,7 +194,7 @@ class _Session:
                     return False
                 self._check_alive()
                 self._changed.wait(_LOOK_S)
-            self._go = None
+            self._go, self._idle = None, False
         os.environ.update(go.environ)
         world = World.of(os.environ)
         _record_anew(go.generation, world)
@@ -194,6 +221,9 @@ class _Session:
                 self._interrupted = max(self._interrupted, message.generation)
                 if self._training and self._is_over():
                     self._interrupter.interrupt()
+                elif self._idle and message.generation > self._link.generation:
+                    # It has a seat there, and was not told yet, or has not begun: it never will.
+                    self._link.out(message.generation)
             elif isinstance(message, Go):
                 self._go = message
             elif isinstance(message, Quit):
@@ -228,8 +258,15 @@ def _destroy_groups() -> None:
     except (RuntimeError, ValueError, AssertionError) as error:
         _log.warning("process groups were left in disorder: %s", error)
     finally:
+        # Where that has failed, or there was no default group yet, others still have their names.
+        _forget_default_group()
         # Other ranks count groups from 0 in the next generation, and name them by that count.
-        for table in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"):
+        for table in _TABLES:
             getattr(world, table, {}).clear()
-        getattr(world, "tags_to_pg", {}).clear()
         world.group_count = 0
+
+
+def _forget_default_group() -> None:
+    for name, args in (("_update_default_pg", (None,)), ("_unregister_all_process_groups", ())):
+        if (function := getattr(distributed_c10d, name, None)) is not None:  # they are private
+            function(*args)

@@ -54,6 +54,11 @@ def _wait(what: str, world: World, group: dist.ProcessGroup) -> None:
         time.sleep(3600)
     elif what == "raise":
         raise RuntimeError("because a peer has left")
+    elif what == "pending":
+        # Each still waits in the background for a call that the other one will never make.
+        groups = [dist.new_group(timeout=LONG) for _ in range(2)]
+        dist.all_reduce(torch.ones(1), group=groups[world.rank], async_op=True)
+        raise RuntimeError("because a third one has left")
     elif world.rank == 0:
         time.sleep(3600)
     elif what == "all_reduce":
@@ -63,7 +68,8 @@ def _wait(what: str, world: World, group: dist.ProcessGroup) -> None:
 
 
 def fails(world: World, folder: Path) -> None:
-    """Fail."""
+    """Fail, in a group."""
+    dist.init_process_group("gloo")
     raise RuntimeError("of its own")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -9,15 +10,22 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+import ckptd
 from ckptd.elastic import World, session
 from ckptd.elastic.policy import Shape
-from ckptd.elastic.workerwire import LEASE_EXIT_CODE, BrokenNow, Interrupt, Out, Quit
+from ckptd.elastic.workerwire import LEASE_EXIT_CODE, BrokenNow, Go, Interrupt, Out, Quit
 from ckptd.errors import UsageError
+from ckptd.train import interrupt
+from ckptd.train.interrupt import Interrupted, Interrupter, _groups_with, whole
+from ckptd.train.session import _destroy_groups
 from tests.train.minilauncher import DEADLINE_S, MiniJob, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -92,15 +100,18 @@ def test_what_a_program_may_be_in(make_job: MakeJob) -> None:
     """Everybody gets out of it: collectives, sleeps, locks, waits for a store, for a peer."""
     job = make_job(PROGRAMS, "waits")
     names = ("a", "b")
-    for what in ("sleep", "lock", "all_reduce", "recv", "store", "init", "swallow", "raise"):
+    waits = ("sleep", "lock", "all_reduce", "recv", "store", "init", "swallow", "pending", "raise")
+    for what in waits:
         (job.folder / "what").write_text(what)
         job.begin(*names)
         for name in names:
             path = job.folder / f"{job.generation}-{name}"
             wait_for(path.exists, f"{name} does not come to {what}: {job.nodes[name].log[-3:]}")
+        for name in names if what == "pending" else ():
+            job.nodes[name].until(BrokenNow, job.generation)
         job.interrupt()
     for name in names:
-        assert f"{name} left 8" in job.nodes[name].output.read_text()
+        assert f"{name} left {len(waits)}" in job.nodes[name].output.read_text()
 
 
 @pytest.mark.dist
@@ -118,7 +129,10 @@ def test_what_a_session_tells(make_job: MakeJob) -> None:
     job.begin("a")
     node.until(BrokenNow, 2)
     assert node.process.wait(DEADLINE_S) == 1
-    assert "of its own" in node.output.read_text()
+    said = node.output.read_text()
+    assert "[rank0]: RuntimeError: of its own" in said
+    assert "generation 2 failed here" in said
+    assert "[rank0]: [rank0]" not in said, "what the first generation has put in place is gone"
 
 
 @pytest.mark.dist
@@ -130,6 +144,10 @@ def test_an_idle_worker_ends(make_job: MakeJob) -> None:
     job.interrupt()
     a, b, c = (job.nodes[name] for name in "abc")
     assert a.end is not None
+    # It was to be in a second generation, which ended before it was told to go.
+    a.end.send(Interrupt(2))
+    a.until(Out, 2)
+    a.end.send(Go(2, {}))  # overtaken
     a.end.send(Quit())
     b.lease.extend(1e-9)
     c.launcher.close()
@@ -253,8 +271,6 @@ def test_no_world(wrong: dict[str, str]) -> None:
 
 
 def test_only_the_main_thread_can_be_interrupted() -> None:
-    from ckptd.train.interrupt import Interrupter
-
     raised: list[UsageError] = []
 
     def make() -> None:
@@ -270,8 +286,6 @@ def test_only_the_main_thread_can_be_interrupted() -> None:
 
 
 def test_who_enters_a_generation_that_has_just_ended_is_out_at_once() -> None:
-    from ckptd.train.interrupt import Interrupted, Interrupter
-
     interrupter = Interrupter()
     try:
         interrupter.interrupt()  # between the look at the generation and the call
@@ -283,6 +297,155 @@ def test_who_enters_a_generation_that_has_just_ended_is_out_at_once() -> None:
         interrupter.check()
     finally:
         interrupter.close()
+
+
+@pytest.fixture
+def interrupter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupter]:
+    made = Interrupter()
+    monkeypatch.setattr(Interrupter, "current", made)
+    yield made
+    made.close()
+
+
+def interrupted_in(interrupter: Interrupter, call: Callable[[], object]) -> None:
+    """Make a call in a generation, as a session does, and be interrupted in it or after it."""
+
+    def program() -> None:
+        try:
+            interrupter.enter()
+            call()
+            threading.Event().wait(DEADLINE_S)
+        finally:
+            interrupter.leave()
+
+    with pytest.raises(Interrupted):
+        program()
+
+
+def test_what_is_whole_is_not_cut_short(interrupter: Interrupter) -> None:
+    done = []
+
+    @whole
+    def tidy() -> None:
+        interrupter.interrupt()
+        by_degrees()
+        done.append("all")
+
+    def by_degrees() -> None:
+        signal.raise_signal(signal.SIGURG)
+        done.append("half")
+
+    interrupted_in(interrupter, tidy)
+    assert done == ["half", "all"]
+    interrupter.again()
+    interrupted_in(interrupter, lambda: (interrupter.interrupt(), by_degrees()))
+    assert done == ["half", "all"]
+
+
+@pytest.mark.parametrize(("unwind_s", "then"), [(DEADLINE_S, ["put back"]), (0.0, [])])
+def test_what_an_exception_ends_is_left_in_order(
+    interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch, unwind_s: float, then: list[str]
+) -> None:
+    """A call is cut off at the same moment: what is put back on the way out is, if it is quick."""
+    monkeypatch.setattr(interrupt, "_UNWIND_S", unwind_s)
+    done: list[str] = []
+
+    def fails() -> None:
+        try:
+            raise RuntimeError("its connection was shut down")
+        finally:
+            puts_back()
+
+    def puts_back() -> None:
+        interrupter.interrupt()
+        signal.raise_signal(signal.SIGURG)
+        done.append("put back")
+
+    def goes_on() -> None:
+        with suppress(RuntimeError):
+            fails()
+        threading.Event().wait(DEADLINE_S)
+
+    try:
+        raise ValueError("handled, while a session runs")
+    except ValueError:
+        interrupted_in(interrupter, goes_on)
+    assert done == then
+
+
+def test_no_module_is_left_imported_by_half(
+    interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registers_something.py").write_text(
+        "import signal\n"
+        "from ckptd.train.interrupt import Interrupter\n"
+        "Interrupter.current.interrupt()\n"
+        "signal.raise_signal(signal.SIGURG)\n"
+        "registered = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    interrupted_in(interrupter, lambda: importlib.import_module("registers_something"))
+    assert sys.modules.pop("registers_something").registered
+
+
+def test_a_program_within_an_import_is_interrupted(
+    interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what the program imports that is not cut short, not a program that is imported."""
+    (tmp_path / "is_imported.py").write_text(
+        "from ckptd.train.interrupt import Interrupter\nInterrupter.current.program()\n"
+    )
+    program = partial(interrupted_in, interrupter, interrupter.interrupt)
+    monkeypatch.setattr(interrupter, "program", program, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("is_imported")
+    del sys.modules["is_imported"]
+
+
+def test_a_checkpointer_is_let_go_of_in_one_piece(
+    interrupter: Interrupter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an interrupt left open of it once nobody would ever close: a second try does nothing."""
+    checkpointer = ckptd.Checkpointer(str(tmp_path / "root"))
+    client, watch = checkpointer._client, checkpointer._watch
+    closed = watch.close
+
+    def is_interrupted() -> None:
+        closed()
+        interrupter.interrupt()
+        signal.raise_signal(signal.SIGURG)
+
+    monkeypatch.setattr(watch, "close", is_interrupted)
+    interrupted_in(interrupter, checkpointer.abandon)
+    assert client is not None
+    assert client._left
+
+
+def test_groups_by_what_they_communicate_through_though_nobody_named_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts another one in its place
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert _groups_with("gloo") == [dist.group.WORLD]
+        assert _groups_with("nccl") == []
+    finally:
+        _destroy_groups()
+
+
+def test_groups_that_cannot_be_destroyed_are_not_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a communicator was aborted")
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for destroy in (fails, dist.destroy_process_group):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.new_group([0])
+        monkeypatch.setattr(dist, "destroy_process_group", destroy)
+        _destroy_groups()
+        assert not dist.is_initialized()
 
 
 def test_sockets_are_watched_again_after_the_making_of_a_group_was_cut_short() -> None:
