@@ -11,7 +11,7 @@ from ckptd.elastic.ladder import DEEPEST, RELAUNCH, Ladder
 from ckptd.elastic.membership import Record, check_log, members_of
 from ckptd.elastic.messages import Abort, Action, Append, Fence, Relaunch, Save, Start, Tell
 from ckptd.elastic.policy import Choice, Job, choose
-from ckptd.elastic.roster import Node, Roster
+from ckptd.elastic.roster import MOST_DOUBLED, Node, Roster
 from ckptd.elastic.states import ControllerSettings, Move, State
 from ckptd.errors import RefusedError
 
@@ -43,9 +43,14 @@ class Decisions:
         self.nodes = Roster()
         self.record = records[-1] if records else None
         self._out_before = set(self.record.out if self.record else ())
-        """Nodes that were ordered out under a controller before this one."""
+        """Nodes that were left out under a controller before this one."""
         for name in self._out_before:
             self.nodes[name].out_until = math.inf
+        longest = self.settings.out_s * 2**MOST_DOUBLED
+        for name, until in self.record.resting if self.record else ():
+            # By another machine's clock, perhaps.
+            self.nodes[name].out_until = now + min(until - epoch - now, longest)
+            self._out_before.add(name)
         self.members = self.record.nodes if self.record else frozenset[str]()
         self.generation = self.record.generation if self.record else 0
         self.step = self.record.step if self.record else 0
@@ -111,7 +116,7 @@ class Decisions:
             self._out.append(Save(generation=self.record.generation))
         elif self.state in ACTIVE:
             self._fence(reason, now, planned=True)
-        elif self.state is not State.FENCE:
+        elif self.state is not State.FENCE and self._then is not State.PLAN:
             self._after_fence(now)
 
     def _fault(
@@ -230,6 +235,7 @@ class Decisions:
             failures=self.ladder.failures,
             fruitless=self.ladder.in_vain(self.step),
             out=self._ordered_out(),
+            resting=self._resting(now),
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False
@@ -245,14 +251,26 @@ class Decisions:
     def _ordered_out(self) -> tuple[str, ...]:
         return tuple(sorted(n.name for n in self.nodes if n.out_until == math.inf))
 
+    def _resting(self, now: float) -> tuple[tuple[str, float], ...]:
+        left_out = [n for n in self.nodes if now < n.out_until < math.inf]
+        # Whole seconds: a clock that was read anew is no new wish.
+        return tuple(sorted((n.name, float(round(self._epoch + n.out_until))) for n in left_out))
+
     def _keep_orders(self, now: float) -> None:
-        """Write the record again if it lacks what people want: all that a follower knows of it."""
+        """Write the record again if it lacks what is wanted: all that a follower knows of it."""
         if self.record is None or self.state in (State.DONE, State.ABORTED):
             return
-        out, parked = self._ordered_out(), State.PARKED in (self.state, self._then)
-        if (out, parked) != (self.record.out, self.record.parked):
+        out, resting = self._ordered_out(), self._resting(now)
+        parked = State.PARKED in (self.state, self._then)
+        wanted = (out, resting, parked)
+        if wanted != (self.record.out, self.record.resting, self.record.parked):
             self.record = msgspec.structs.replace(
-                self.record, out=out, parked=parked, at=self._epoch + now, by=self._by
+                self.record,
+                out=out,
+                resting=resting,
+                parked=parked,
+                at=self._epoch + now,
+                by=self._by,
             )
             self._out.append(Append(record=self.record))
 

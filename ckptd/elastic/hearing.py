@@ -246,6 +246,7 @@ class Hearing(Decisions):
         meant = not event.nodes or any(self._is_member(name) for name in event.nodes)
         if self.state in ACTIVE and meant and not stale:
             self._fault("", event.reason, now, event.since_s)
+        self._keep_orders(now)
 
     def _order(self, event: Order, now: float) -> None:
         self._obey(event, now)

@@ -65,6 +65,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     out
         Nodes that somebody has ordered out: a controller that follows uses them no more than this
         one did.
+    resting
+        Nodes that are left out for a time, and until when, in seconds since 1970.
     parked
         Whether somebody has paused the job: a controller that follows starts it no more than this
         one did.
@@ -81,6 +83,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     failures: _Count = 0
     fruitless: _Count = 0
     out: tuple[_Word, ...] = ()
+    resting: tuple[tuple[_Word, float], ...] = ()
     parked: bool = False
 
     @property
@@ -150,7 +153,7 @@ def decode_record(raw: bytes, where: str) -> Record:
 def check_log(records: Sequence[Record], where: str) -> None:
     """Refuse a log whose generations do not rise, or whose steps fall.
 
-    A generation may be written again, with the same ranks, when people have ordered something.
+    A generation may be written again, with the same ranks, when somebody has ordered something.
 
     Raises
     ------
@@ -158,9 +161,8 @@ def check_log(records: Sequence[Record], where: str) -> None:
         kind ``bad-log``.
     """
     for before, after in pairwise(records):
-        ordered = (after.out, after.parked) != (before.out, before.parked)
         again = after.generation == before.generation and after.members == before.members
-        rises = after.generation > before.generation or (again and ordered)
+        rises = after.generation > before.generation or (again and _wish(after) != _wish(before))
         if not rises or after.step < before.step:
             raise CorruptError(
                 "a membership log goes backwards",
@@ -169,3 +171,7 @@ def check_log(records: Sequence[Record], where: str) -> None:
                 wanted=f"a generation after {before.generation}, from step {before.step} or later",
                 found=f"generation {after.generation} from step {after.step}",
             )
+
+
+def _wish(record: Record) -> tuple[object, ...]:
+    return record.out, record.resting, record.parked

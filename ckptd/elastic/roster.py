@@ -10,9 +10,9 @@ from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import NodeUp
 from ckptd.elastic.placement import Coordinate, Slot
 
-__all__ = ["Node", "Roster"]
+__all__ = ["MOST_DOUBLED", "Node", "Roster"]
 
-_MOST_DOUBLED = 6
+MOST_DOUBLED = 6
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Roster:
         if len(node.faults) < most or node.out_until > now:
             return False
         # Who comes back and is at fault again stays away longer each time.
-        node.out_until = now + out_s * 2 ** min(node.outs, _MOST_DOUBLED)
+        node.out_until = now + out_s * 2 ** min(node.outs, MOST_DOUBLED)
         node.outs, node.out_at = node.outs + 1, now
         return True
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
 from ckptd.elastic.messages import (
     Append,
     Broken,
+    Ended,
     Notice,
     Order,
     OrderKind,
     Progress,
+    Relaunch,
     Save,
     Saved,
     Start,
+    Suspected,
 )
 from ckptd.elastic.statemachine import State
 from tests.elastic.driven import Driver, none, one, restart
@@ -97,6 +101,7 @@ def test_a_pause_that_was_ordered_is_carried_out_by_a_follower(driver: Driver) -
     driver.hear(Order(kind=OrderKind.PAUSE))  # the save is waited for
     again = follower(driver)
     again.running = dict(driver.running)
+    again.hear(Progress(generation=1, step=2))  # nodes say again what they said
     again.up("a", "b", "c", "d")
     out = again.pass_time(1, "a", "b", "c", "d")
     one(out, Save)
@@ -122,3 +127,41 @@ def test_what_a_node_says_at_length_is_cut(driver: Driver) -> None:
     driver.hear(Progress(generation=1, step=1))
     driver.hear(Notice(node="b", seconds=30.0, reason="x" * 100_000))
     assert 0 < len(driver.machine.reason) < 2000
+
+
+def test_who_was_named_by_the_monitor_stays_away_under_a_follower(driver: Driver) -> None:
+    driver.hear(Suspected(nodes=("d",), reason="corrupts"))
+    again = follower(driver)
+    assert not again.machine.nodes["d"].usable(again.now)
+    hour = again.machine.settings.out_s
+    assert 0 < again.machine.nodes["d"].out_until <= driver.now + hour + 1
+    driver.hear(Suspected(nodes=("b",), reason="hangs"))
+    restart(driver, "a", "b", "c", "d")
+    record = driver.machine.record
+    assert record is not None
+    assert [name for name, _ in record.resting] == ["b", "d"]
+    check_log([record], "log")
+
+
+def test_a_clock_far_ahead_does_not_keep_a_node_away_for_years(driver: Driver) -> None:
+    driver.hear(Suspected(nodes=("d",), reason="corrupts"))
+    record = driver.machine.record
+    assert record is not None
+    wrong = msgspec.structs.replace(record, resting=(("d", 1e12),))
+    machine = Driver(records=[wrong]).machine
+    assert machine.nodes["d"].out_until <= 64 * machine.settings.out_s
+
+
+def test_an_order_while_launchers_are_started_anew_starts_them_no_second_time() -> None:
+    d = Driver(gather_s=1.0, levels=3, flaps=99)
+    d.up("a", "b", "c")
+    d.hear(Ended(node="a", generation=1, code=1))
+    one(d.all_fenced("a", "b", "c"), Relaunch)
+    d.life["a"], d.running["a"], d.fenced["a"] = "2", 0, 0
+    d.up("a")
+    began = d.machine.since
+    assert none(d.hear(Order(kind=OrderKind.DRAIN, nodes=("c",)), 5.0), Relaunch)
+    assert d.machine.nodes["a"].up
+    assert (d.machine.state, d.machine.since) == (State.PLAN, began)
+    d.hear(Order(kind=OrderKind.PAUSE))
+    assert d.machine.state is State.PARKED
