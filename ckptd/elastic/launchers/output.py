@@ -181,16 +181,24 @@ class _Tail:
     def _follow(self) -> None:
         # Where nobody reads the console any more, the files still have all of it.
         with suppress(OSError, ValueError), open(self._path, errors="replace") as file:
+            begun = ""
             while True:
                 ended = self._ended.is_set()
                 while line := file.readline(_MOST_LINE):
-                    self._show(f"{self._prefix}{line}")
+                    # A worker writes its lines piece by piece, and others write as well.
+                    begun += line
+                    if begun.endswith("\n") or len(begun) >= _MOST_LINE:
+                        self._show(begun)
+                        begun = ""
+                if ended and begun:
+                    self._show(f"{begun}\n")
                 self._console.flush()
                 if ended:
                     return
                 self._ended.wait(_LOOK_S)
 
-    def _show(self, text: str) -> None:
+    def _show(self, line: str) -> None:
+        text = self._prefix + line
         try:
             self._console.write(text)
         except UnicodeEncodeError:

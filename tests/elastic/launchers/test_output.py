@@ -37,6 +37,30 @@ def test_followers_end_with_the_workers(tmp_path: Path, monkeypatch: pytest.Monk
     output.finish()
 
 
+def test_lines_of_ranks_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    output = Output(None, tmp_path, "j", "default", tee=1)
+    paths = [Path(output.streams(0, rank).stdout) for rank in range(2)]
+    with paths[0].open("a", buffering=1) as first, paths[1].open("a", buffering=1) as second:
+        first.write("begins\nloss")
+        first.flush()
+        until(lambda: "begins" in shown.getvalue())
+        second.write("other\n")
+        until(lambda: "other" in shown.getvalue())
+        first.write(" 0.5\nlast")
+        second.write("words")
+    output.finish()
+    lines = shown.getvalue().splitlines()
+    assert sorted(lines) == [
+        "[default0]:begins",
+        "[default0]:last",
+        "[default0]:loss 0.5",
+        "[default1]:other",
+        "[default1]:words",
+    ]
+
+
 def test_what_a_console_cannot_show_is_shown_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
