@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,6 +114,8 @@ class Supervisor:
         """Nodes that were to be taken away."""
         self._owed: set[str] = set()
         """Nodes on which a launcher was to be started and could not be."""
+        self._gone: set[str] = set()
+        """Nodes for which others are wanted, and the scheduler could not be asked yet."""
 
     def stop(self, reason: str, *, requeue: bool) -> None:
         """Have the job save and end, to be submitted again if `requeue`."""
@@ -187,29 +190,26 @@ class Supervisor:
     def _relaunch(self, status: Status) -> None:
         """Start the launchers of these nodes anew, or others for nodes that are gone."""
         by_name = {m.name: m for m in self._launcher.machines(self.settings.call_s)}
-        anew, gone = [], []
-        for node in status.relaunch:
-            machine = by_name.get(node)
-            if machine is not None and machine.state is MachineState.UP:
-                anew.append(node)
-            else:
-                gone.append(node)
+        known = [by_name[node] for node in status.relaunch if node in by_name]
+        anew = [m.name for m in known if m.state is MachineState.UP]
+        self._gone.update(m.name for m in known if m.state is not MachineState.UP)
         if anew:
             self._say(f"launchers are started anew on {', '.join(anew)}: {status.reason}")
             self._launcher.stop(anew, self.settings.call_s)
             self._begin(anew)
-        for node in gone:
-            if node in by_name:
-                self._replace(node)
+        self._replace()
 
-    def _replace(self, node: str) -> None:
-        try:
-            new = self._launcher.replace(node, self.settings.call_s)
-        except NotFoundError:
-            self._say(f"{node} is gone, and there is no other node in its place")
-        else:
-            self._say(f"{new} takes the place of {node}")
-            self._begin([new])
+    def _replace(self) -> None:
+        for node in sorted(self._gone):
+            new = ""
+            with suppress(NotFoundError):
+                new = self._launcher.replace(node, self.settings.call_s)
+            self._gone.discard(node)
+            if new:
+                self._say(f"{new} takes the place of {node}")
+                self._begin([new])
+            else:
+                self._say(f"{node} is gone, and there is no other node in its place")
 
     def _begin(self, nodes: list[str]) -> None:
         """Start launchers where none are now; `_revive` does where that fails."""
@@ -229,10 +229,12 @@ class Supervisor:
             del self._notices[0]
         if self._stop is None:
             self._revive()
+            self._replace()
 
     def _revive(self) -> None:
         """Start launchers that ended by themselves, where the job still goes on."""
         machines = self._launcher.machines(self.settings.call_s)
+        self._gone.difference_update(m.name for m in machines if m.state is MachineState.UP)
         for machine in machines:
             if machine.name in self._leaving and machine.state is MachineState.UP:
                 # The controller uses a node that was to go once another launcher speaks for it.

@@ -149,6 +149,38 @@ def test_a_launcher_that_was_stopped_and_could_not_be_started_is_started_later()
         assert len(said) == 2
 
 
+class Busy(Local):
+    """A scheduler that is busy when another node is asked for the first time."""
+
+    asked = 0
+
+    def replace(self, node: str, timeout_s: float) -> str:
+        self.asked += 1
+        if self.asked == 1:
+            raise StoreError("busy", kind="scheduler")
+        return super().replace(node, timeout_s)
+
+
+def test_another_node_that_could_not_be_had_is_asked_for_again() -> None:
+    said: list[str] = []
+    link: Any = SimpleNamespace(notice=lambda _: None)
+    status: Any = SimpleNamespace(relaunch=("n0", "n1"), reason="gone")
+    with Busy(["n0", "n1"], lambda _: ["sleep", "600"], spares=["n2"]) as launcher:
+        launcher.drain("n0", 0.0, "gone")
+        launcher.drain("n1", 0.0, "gone")
+        supervisor = Supervisor(launcher, link, said.append, settings=_QUICK)
+        with pytest.raises(StoreError):
+            supervisor._relaunch(status)
+        supervisor._poll()
+        assert launcher.pid("n2") is not None
+        assert [text for text in said if "place" in text] == [
+            "n2 takes the place of n0",
+            "n1 is gone, and there is no other node in its place",
+        ]
+        supervisor._poll()
+        assert launcher.asked == 3
+
+
 @pytest.mark.long
 def test_a_controller_that_is_killed_is_waited_for(tmp_path: Path) -> None:
     with kept(tmp_path) as one:
