@@ -215,6 +215,12 @@ def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> int:
                 answer.text.partition("\n")[0], kind=answer.kind, hint="see ckptd ctl status"
             )
         now = _awaited(link, kind, nodes, before, how.timeout) if how.wait else link.status()
+        if how.wait and now.state == "aborted" and kind is not OrderKind.STOP:
+            raise RefusedError(
+                f"the job has ended before the order to {kind} was carried out",
+                kind="ended",
+                found=f"{now.ended}: {now.reason}",
+            )
     finally:
         link.close()
     if how.json:

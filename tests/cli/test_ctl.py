@@ -44,6 +44,19 @@ def test_status_and_orders(tmp_path: Path) -> None:
         assert c.wait() == 130
 
 
+def test_an_order_by_which_the_job_ends_is_not_carried_out(tmp_path: Path) -> None:
+    sets = [f"--set={name}_s=0" for name in ("grow", "nodes", "patience")]
+    with (
+        controlled(tmp_path, "--nodes", "2", *sets) as c,
+        pretended(2, c.seat),
+    ):
+        with c.operator() as operator:
+            status_when(operator, lambda s: s.state == "running")
+        out = ctl(c, "exclude", "n1", "--wait")
+        assert out.returncode in (4, 5), out.stdout  # the controller may have ended as well
+        assert c.wait() == 76
+
+
 def test_without_a_controller(tmp_path: Path) -> None:
     nobody = ControllerProcess(tmp_path)
     out = ctl(nobody, "status", "--json")
