@@ -50,12 +50,12 @@ def listen_at(host: str, port: int, who: str) -> socket.socket:
             sock.close()
             raise
         return sock
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # no name can look like that
         raise StoreError(
             f"{who} cannot listen there",
             kind="listen",
             where=f"{host}:{port}",
-            found=error.strerror or str(error),
+            found=getattr(error, "strerror", None) or str(error),
         ) from error
 
 
@@ -169,7 +169,10 @@ def dial(
     """
     end = time.monotonic() + timeout_s
     hello = Hello(job=job, role=role, name=name, nonce=new_nonce())
-    sock = socket.create_connection(split_address(address), timeout=timeout_s)
+    try:
+        sock = socket.create_connection(split_address(address), timeout=timeout_s)
+    except UnicodeError as error:  # no name can look like that
+        raise OSError(f"{address}: {error}") from error
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sock.getsockname() == sock.getpeername():

@@ -267,19 +267,20 @@ class EtcdSeat:
 
 
 def _address(endpoint: str) -> tuple[str, str, int]:
-    parts = urllib.parse.urlsplit(endpoint)
+    scheme, host, port = "", "", 0
     try:
-        port = parts.port or 2379
+        parts = urllib.parse.urlsplit(endpoint)
+        scheme, host, port = parts.scheme, parts.hostname or "", parts.port or 2379
     except ValueError:
         port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+    if scheme not in ("http", "https") or not host or not port:
         raise UsageError(
             "this is no endpoint of etcd",
             kind="bad-url",
             wanted="http://HOST:2379",
             found=endpoint,
         )
-    return parts.scheme, parts.hostname, port
+    return scheme, host, port
 
 
 def _after(prefix: bytes) -> bytes:

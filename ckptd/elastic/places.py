@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import urllib.parse
 from typing import NamedTuple
 
 from ckptd.elastic.etcd import Etcd, EtcdLog, EtcdSeat
@@ -54,7 +53,7 @@ def open_places(job: str, url: str | None = None) -> Places:
         kind ``bad-url``: nothing opens it.
     """
     url = url or own_log(job)
-    if urllib.parse.urlsplit(url).scheme == _ETCD:
+    if url.startswith(f"{_ETCD}://"):
         rest = url.removeprefix(f"{_ETCD}://")
         members, slash, prefix = rest.partition("/")
         if not members or not slash or not prefix.strip("/"):

@@ -161,7 +161,9 @@ def test_an_etcd_that_is_away_is_told(etcd: str) -> None:
     assert len(log.read()) == 1
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:2379", "ftp://a", "http://", "http://a:b"])
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:2379", "ftp://a", "http://", "http://a:b", "http://[::1"]
+)
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(UsageError, match="no endpoint"):
         EtcdLog([endpoint], "jobs")

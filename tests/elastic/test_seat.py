@@ -55,7 +55,7 @@ def test_places_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = open_places("j", "etcd://a:1,b:2/jobs/j")
     assert isinstance(there.log, EtcdLog)
     assert open_places("j").url == own_log("j") != own_log("k")
-    for url in ("etcd://a:1", "etcd:///x", "etcd://a:1/"):
+    for url in ("etcd://a:1", "etcd:///x", "etcd://a:1/", "etcd://[::1/x"):
         with pytest.raises(UsageError) as caught:
             open_places("j", url)
         assert caught.value.kind == "bad-url"

@@ -1,0 +1,30 @@
+"""Addresses that nobody can have."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.elastic.dial import dial, listen_at
+from ckptd.elastic.operator import OperatorLink
+from ckptd.elastic.wire import ToOperator
+from ckptd.errors import NotFoundError, StoreError
+
+NO_NAME = "a..b"
+
+
+def test_a_name_that_cannot_be_is_an_address_where_nobody_answers() -> None:
+    with pytest.raises(OSError, match=r"a\.\.b:9"):
+        dial(
+            f"{NO_NAME}:9",
+            job="j",
+            role="operator",
+            name="o",
+            secret=b"s" * 32,
+            kind=ToOperator,
+            timeout_s=1.0,
+        )
+    with OperatorLink(lambda: f"{NO_NAME}:9", "j", b"s" * 32, timeout_s=0.0) as link:
+        with pytest.raises(NotFoundError, match="no controller answers"):
+            link.status()
+    with pytest.raises(StoreError, match="cannot listen"):
+        listen_at(NO_NAME, 0, "the daemon")
