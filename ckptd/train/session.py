@@ -154,8 +154,8 @@ class _Session:
             return True
         # The controller soon takes it for a fault by itself and ends the generation for it: nobody
         # would ever see where the program has failed.
-        generation = self._link.generation
-        _log.warning("generation %d failed here, for no known cause", generation, exc_info=error)
+        who = self._link.rank, self._link.generation
+        _log.warning("rank %d: generation %d failed here, for no known cause", *who, exc_info=error)
         return self._over_within(_BROKEN_S - _CAUSE_S)
 
     def _over_within(self, seconds: float) -> bool:
