@@ -331,7 +331,7 @@ class _Run:
         return launcher.run()
 
     def _make_steward(self, folder: Path) -> Steward:
-        from ckptd.cli.run_parts import Steward, Watch, is_here
+        from ckptd.cli.run_parts import Steward, Watch, is_here, loopback_of
         from ckptd.elastic.dial import split_address
         from ckptd.elastic.places import open_places
         from ckptd.engine.hostinfo import address_towards
@@ -341,6 +341,11 @@ class _Run:
         own = o.log is not None or is_here(host)
         places = open_places(o.job, o.log) if own else None
         address = o.local_addr or address_towards(host)
+        if o.high > 1 and (here := loopback_of(host)):
+            self.say(
+                f"{host} is {here} on this machine, where others do not reach it; if there are "
+                f"any, name its address: --rdzv-endpoint {address_towards(_ELSEWHERE)}:PORT"
+            )
         if not o.endpoint:
             address = self._own_address()
         if self._watched is not None:

@@ -22,7 +22,7 @@ from ckptd.elastic.seat import stand_in_pause_s
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE
 
-__all__ = ["Steward", "Watch", "is_here", "need_secret"]
+__all__ = ["Steward", "Watch", "is_here", "loopback_of", "need_secret"]
 
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _DIAL_S = 0.5
@@ -53,6 +53,27 @@ def is_here(host: str) -> bool:
     return True
 
 
+def loopback_of(host: str) -> str:
+    """Return the loopback address that a name other than localhost has here; empty if it has none.
+
+    Debian's installer, say, gives it to a machine's own name, which is another address elsewhere.
+    """
+    if _is_loopback(host):
+        return ""
+    try:
+        found = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        return ""
+    return found if _is_loopback(found) else ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
     """Refuse a job of several machines that share no secret.
 
@@ -61,12 +82,7 @@ def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
     RefusedError
         kind ``no-secret``: others reach the endpoint, and ``CKPTD_SECRET`` is not set.
     """
-    host = split_address(endpoint)[0]
-    try:
-        loopback = ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback and not environ.get(SECRET_VARIABLE):
+    if not _is_loopback(split_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
         raise RefusedError(
             "others could reach the controller and the daemon, and no secret is set",
             kind="no-secret",
@@ -81,7 +97,7 @@ def _answers(address: str) -> bool:
     try:
         with socket.create_connection(split_address(address), timeout=_DIAL_S):
             return True
-    except OSError:
+    except (OSError, UnicodeError):
         return False
 
 

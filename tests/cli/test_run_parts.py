@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.run_parts import Steward, Watch, is_here
+from ckptd.cli.run_parts import Steward, Watch, is_here, loopback_of
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import open_places
 from ckptd.elastic.seat import SeatRecord
@@ -83,6 +84,19 @@ def test_a_store_that_is_away_ends_no_training(
 def test_no_host_has_such_a_name() -> None:
     assert is_here("localhost")
     assert not is_here("a..b")
+
+
+def test_a_machine_whose_own_name_is_the_loopback_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def debian(host: str, *args: Any, **more: Any) -> Any:
+        return resolve({"mine": "127.0.1.1", "other": "10.0.0.1"}.get(host, host), *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", debian)
+    hosts = ["mine", "other", "localhost", "127.0.0.1", "a..b"]
+    assert [loopback_of(host) for host in hosts] == ["127.0.1.1", "", "", "", ""]
 
 
 class Watched:
