@@ -62,6 +62,7 @@ from ckptd.elastic.wire import (
     Status,
     StoreAt,
     Subscribe,
+    Taken,
     Timed,
     exit_code,
 )
@@ -94,8 +95,10 @@ class Ending(NamedTuple):
 class _Node:
     """What was said to a node on its present connection, so that nothing is said twice."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, before: _Node | None = None) -> None:
         self.peer = peer
+        self.before = before
+        """On another connection, until the first beat tells whether that is the same launcher's."""
         self.up: NodeUp | None = None
         self.queued: NodeUp | None = None
         self.heard = 0
@@ -167,12 +170,13 @@ class Controller:
             peer.send(Answer(number=0, ok=True))
             return
         before = self._nodes.get(peer.name)
-        self._nodes[peer.name] = _Node(peer)
+        if before is not None and before.up is None and before.before is not None:
+            before.peer.cut()
+            before = before.before
+        self._nodes[peer.name] = _Node(peer, before)
         if (timer := self._broken.pop(peer.name, None)) is not None:
             timer.cancel()
-        if before is not None:
-            before.peer.cut()
-        if self.daemon:
+        if self.daemon and before is None:
             peer.send(DaemonAt(self.daemon))
         if self.ending is not None:
             peer.send(_bye(self.ending))
@@ -181,7 +185,13 @@ class Controller:
         """See `Listener`."""
         self._subscribers.discard(peer)
         node = self._nodes.get(peer.name)
-        if peer.role == "node" and node is not None and node.peer is peer:
+        if peer.role != "node" or node is None:
+            return
+        if node.before is not None and node.before.peer is peer:
+            node.before = None
+        elif node.peer is peer and node.before is not None:
+            self._nodes[peer.name] = node.before
+        elif node.peer is peer:
             del self._nodes[peer.name]
             self._broken[peer.name] = self._loop.call_later(_BACK_S, self._lost, peer.name)
             self._believe()
@@ -227,6 +237,8 @@ class Controller:
     def _beat(self, node: _Node, beat: Beat) -> None:
         # Before it is looked at: a lease must not end because the log is slow.
         name = node.peer.name
+        if node.before is not None and not self._follows(node, beat.up, node.before):
+            return
         nodes = self.machine.nodes
         known = nodes[name] if name in nodes else None  # noqa: SIM401 - a roster is no dict
         lease_s = self._lease_s if self.machine.may_renew(name) else 0.0
@@ -240,6 +252,28 @@ class Controller:
             return
         node.up = node.queued = beat.up
         self.put(beat.up, lambda: self._has_taken(node, beat.up))
+
+    def _follows(self, node: _Node, up: NodeUp, before: _Node) -> bool:
+        """Return whether a launcher takes over a name; it is refused while another one has it.
+
+        If each cut the other one off, neither could train. One that has just been started may wait;
+        one that knows of a generation was taken for gone, and another one has its place.
+        """
+        name, node.before = node.peer.name, None
+        theirs = before.up.life if before.up is not None else up.life
+        known = self.machine.nodes[name]
+        if theirs in (up.life, known.dismissed) or before.left or not known.up:
+            before.peer.cut()
+            if self.daemon:
+                node.peer.send(DaemonAt(self.daemon))
+            return True
+        text = f"another launcher, at {before.peer.where}, is node {name} of this job"
+        self._nodes[name] = before
+        ends = bool(up.running or up.fenced)
+        node.peer.send(_bye(Ending("name-taken", text, 1)) if ends else Taken(text=text))
+        node.peer.close()
+        self._chronicle.refused(f"{node.peer.where}: {text}")
+        return False
 
     @staticmethod
     def _has_taken(node: _Node, up: NodeUp) -> None:
@@ -460,6 +494,8 @@ class Controller:
         self._chronicle.tell(ending.text)
         for node in self._nodes.values():
             node.peer.send(_bye(ending))
+            if node.before is not None:
+                node.before.peer.send(_bye(ending))
         self._send_status()
 
     # --- what operators are told ------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ckptd.elastic.wire import (
     Hosting,
     Said,
     SaidEvent,
+    Taken,
     Timed,
     ToNode,
 )
@@ -58,8 +59,8 @@ class NodeLink:
     up
         Returns what the node is now; called before each beat.
     orders
-        Is given what the controller wants, except echoes, in this order; it must return soon. An
-        order may come twice. After `Bye` nothing follows and the link ends.
+        Is given what the controller wants, except `Echo` and `Taken`, in this order; it must return
+        soon. An order may come twice. After `Bye` nothing follows and the link ends.
     beat_s
         Between two beats.
     lease_s
@@ -102,7 +103,7 @@ class NodeLink:
         self._here = ""
         self._met = self._answered = False
         self._unheard = 0
-        self._problem, self._refused = "", False
+        self._problem, self._refused, self._refusal = "", False, ""
         self._closing = False
         self._ended = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -177,6 +178,16 @@ class NodeLink:
         return self._refused
 
     @property
+    def refusal(self) -> str:
+        """Kind of the error with which a controller refuses this node, if it says one."""
+        return self._refusal
+
+    @property
+    def there(self) -> bool:
+        """Whether the job has a controller: it hears this node, or takes no word of it."""
+        return self.connected or (self._refused and self._refusal != "not-the-controller")
+
+    @property
     def alive(self) -> bool:
         """Whether it still does its work: false after `Bye`, `close`, or a failure of a callback.
 
@@ -207,7 +218,7 @@ class NodeLink:
                 began = time.monotonic()
                 try:
                     self._once()
-                except (OSError, CkptdError, UnicodeError) as error:
+                except (OSError, CkptdError) as error:
                     # Whatever is wrong with this connection, another attempt is the answer: the
                     # lease ends what no controller can be reached for.
                     self._note(error)
@@ -260,6 +271,7 @@ class NodeLink:
         if secret:
             text += ": most likely its secret is not the one that is used here"
         self._problem, self._refused = text, another or secret
+        self._refusal = error.kind if isinstance(error, RefusedError) else ""
 
     def _renew_alone(self) -> None:
         """Renew the lease while there is no controller, if no other one can have begun anything."""
@@ -307,6 +319,10 @@ class NodeLink:
         if isinstance(message, Echo):
             self._echo(message)
             return
+        if isinstance(message, Taken):
+            raise RefusedError(
+                "the name of this node is taken", kind="name-taken", found=message.text
+            )
         if isinstance(message, FenceNow | Begin):
             self._pass(message.generation)
         self._ended = isinstance(message, Bye)

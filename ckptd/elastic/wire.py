@@ -49,6 +49,7 @@ __all__ = [
     "Status",
     "StoreAt",
     "Subscribe",
+    "Taken",
     "Timed",
     "ToNode",
     "ToOperator",
@@ -245,12 +246,13 @@ class DaemonAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):
-    """The job has ended: kill what runs, and end.
+    """The job has ended, or goes on without this launcher: kill what runs, and end.
 
     Attributes
     ----------
     kind
-        ``done``, or the kind of `ckptd.elastic.messages.Abort`.
+        ``done``, or the kind of `ckptd.elastic.messages.Abort`; or ``name-taken``: this launcher
+        was taken for gone, and another one has its name.
     text
         For people.
     code
@@ -260,6 +262,18 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
     kind: str
     text: str
     code: int
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """Another launcher has this node's name: try again later. The connection ends.
+
+    Attributes
+    ----------
+    text
+        For people.
+    """
+
+    text: str
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -420,6 +434,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 FromNode = Beat | Said | Hosting | Timed
-ToNode = Echo | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Bye
+ToNode = Echo | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Bye | Taken
 FromOperator = Ask | Subscribe | Do | Announce
 ToOperator = Status | Answer

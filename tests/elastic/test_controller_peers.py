@@ -18,7 +18,7 @@ from ckptd.elastic.log import StoreLog
 from ckptd.elastic.messages import Broken, Ended, Left, Loaded, Lost, NodeUp, Progress, Tick
 from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.status import Setting, status_of
-from ckptd.elastic.wire import Beat, Said, Status, Subscribe
+from ckptd.elastic.wire import Beat, Bye, Echo, Said, Status, Subscribe, Taken
 from ckptd.store import open_store
 from tests.elastic.driven import JOB
 
@@ -29,6 +29,10 @@ class At(Peer):
     def __init__(self, door: Door, role: str, name: str) -> None:
         super().__init__(door)
         self.role, self.name, self.was_cut = role, name, False
+        self.told: list[Any] = []
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.told.append(message)
 
     def cut(self) -> None:
         self.was_cut = True
@@ -170,5 +174,72 @@ def test_a_status_that_is_too_large_costs_only_who_watches(tmp_path: Path) -> No
         made.controller._send_status()
         assert operator.was_cut
         assert "too large" in made.chronicle.told[-1]
+
+    asyncio.run(case())
+
+
+def test_another_launcher_of_a_name_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        first = made.join("node", "a")
+        up = NodeUp(node="a", life="1", slots=1)
+        made.controller.heard(first, Beat(number=1, up=up))
+        await made.controller._handle(up)
+        second = made.join("node", "a")
+        made.controller.heard(second, Beat(number=1, up=msgspec.structs.replace(up, life="2")))
+        assert isinstance(second.told[-1], Taken)
+        assert "is node a of this job" in second.told[-1].text
+        made.controller.gone(second)
+        back = made.join("node", "a")
+        was = msgspec.structs.replace(up, life="0", fenced=1)
+        made.controller.heard(back, Beat(number=1, up=was))
+        assert back.told == [Bye(kind="name-taken", text=second.told[-1].text, code=1)]
+        made.controller.gone(back)
+        made.controller.heard(first, Beat(number=2, up=up))
+        assert isinstance(first.told[-1], Echo)
+        assert not first.was_cut
+        assert made.machine.nodes["a"].life == "1"
+        assert not made.controller._broken
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("how", ["same", "silent", "dismissed"])
+def test_a_launcher_follows_on_one_that_is_not_heard_any_more(tmp_path: Path, how: str) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        first = made.join("node", "a")
+        up = NodeUp(node="a", life="1", slots=1)
+        made.controller.heard(first, Beat(number=1, up=up))
+        await made.controller._handle(up)
+        if how == "silent":
+            made.machine.nodes["a"].up = False
+        elif how == "dismissed":
+            made.machine.nodes["a"].dismissed = "1"
+        second = made.join("node", "a")
+        other = msgspec.structs.replace(up, life="1" if how == "same" else "2")
+        made.controller.heard(second, Beat(number=1, up=other))
+        assert first.was_cut
+        assert isinstance(second.told[-1], Echo)
+        made.controller.gone(first)
+        assert not made.controller._broken
+
+    asyncio.run(case())
+
+
+def test_who_goes_before_it_has_said_who_it_is_changes_nothing(tmp_path: Path) -> None:
+    async def case() -> None:
+        made = Made(tmp_path)
+        first = made.join("node", "a")
+        up = NodeUp(node="a", life="1", slots=1)
+        made.controller.heard(first, Beat(number=1, up=up))
+        second = made.join("node", "a")
+        third = made.join("node", "a")
+        assert second.was_cut
+        made.controller.gone(second)
+        made.controller.gone(third)
+        made.controller.heard(first, Beat(number=2, up=up))
+        assert isinstance(first.told[-1], Echo)
+        assert not made.controller._broken
 
     asyncio.run(case())

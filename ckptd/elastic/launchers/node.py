@@ -76,6 +76,11 @@ _DEAD_S = 5.0
 _FORGET_S = 2.0
 NO_ORDER = 1 << 20
 """Of a node that no generation has begun on."""
+_NEEDED = {
+    "not-the-controller": "the same --job and --rdzv-endpoint, and two jobs never the same port",
+    "name-taken": "different names (--node, CKPTD_NODE); this one waits until that one has ended",
+}
+"""By the kind of a refusal; of any other, a secret that all have."""
 _MARKS = ("imported", "initialised", "loaded", "stepped")
 
 
@@ -281,10 +286,12 @@ class NodeLauncher:
     def _look_at_refusal(self) -> None:
         if self._link.refused and (problem := self._link.problem) != self._refusal:
             self._refusal = problem
+            need = _NEEDED.get(self._link.refusal) or (
+                f"the same {SECRET_VARIABLE}; here it is {_secret_from(self._s.job)}"
+            )
             self._say(
                 f"the controller takes no word of this node, and is tried again: {problem}\n"
-                f"all nodes of job {self._s.job} need the same {SECRET_VARIABLE}; here it is "
-                f"{_secret_from(self._s.job)}"
+                f"all nodes of job {self._s.job} need {need}"
             )
 
     def _say_silence(self, silent: bool, now: float) -> None:

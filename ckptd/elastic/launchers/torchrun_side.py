@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -30,6 +31,7 @@ from ckptd.monitor.signing import job_secret
 
 __all__ = ["Side", "SideSettings"]
 
+_LOG = logging.getLogger(__name__)
 _PORT = 29400
 _LOOK_S = 0.25
 _LEASE_S = 120.0
@@ -174,6 +176,8 @@ class Side:
             leased=self._lease.extend,
         )
         self._mark_environment(token)
+        self._refusal = ""
+        """What was said of a controller that takes no word of this node."""
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="ckptd-side", daemon=True)
 
@@ -235,8 +239,21 @@ class Side:
         while not self._closed.is_set():
             if self._guard.poll() is not None:
                 self._guard = self._start_guard(self._token)
-            self._controller.keep(self._link.connected, self.node.node_rank)
+            # Who is refused must not take the seat from the controller of the others.
+            self._controller.keep(self._link.there, self.node.node_rank)
+            self._look_at_refusal()
             self._closed.wait(_LOOK_S)
+
+    def _look_at_refusal(self) -> None:
+        if self._link.refused and (problem := self._link.problem) != self._refusal:
+            self._refusal = problem
+            _LOG.warning(
+                "the controller takes no word of node %s, and is tried again: %s. All agents of "
+                "job %s need the same CKPTD_SECRET, and different names (CKPTD_NODE)",
+                self.node.name,
+                problem,
+                self._settings.job,
+            )
 
 
 def _name(job: str, folder: Path) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from ckptd.elastic.wire import Begin, FenceNow, Said, Seat, StoreAt
 from ckptd.elastic.workerend import WorkerEnd
 from ckptd.elastic.workerwire import Attach, FromWorker
 from ckptd.engine.channel import SocketChannel
-from tests.elastic.controlled import controlled
+from tests.elastic.controlled import SECRET, PretendedNode, controlled, until
 
 DEADLINE_S = 60.0
 
@@ -35,12 +35,13 @@ class Alone:
         folder: Path,
         addresses: Callable[[], str] = lambda: "",
         secret: bytes = b"x" * 32,
+        job: str = "j",
     ) -> None:
         self.said: list[str] = []
         self.closed = False
         program = Program(mode="exec", argv=("sleep", "600"), environ=dict(os.environ), plain=True)
         self.launcher = NodeLauncher(
-            NodeSettings(job="j", node="n", slots=2, beat_s=0.05),
+            NodeSettings(job=job, node="n", slots=2, beat_s=0.05),
             program,
             Output(None, folder, "j", "default"),
             folder,
@@ -205,10 +206,46 @@ def test_people_are_told_that_the_secret_is_another_one(
         one = Alone(folder, c.seat, b"another one" * 3)
         try:
             one.until(lambda: one.said)
+            assert one.link.there
         finally:
             one.close()
     assert "its secret is not the one that is used here" in one.said[0]
     assert "need the same CKPTD_SECRET; here it is set" in one.said[0]
+
+
+def test_people_are_told_that_the_port_is_another_jobs(tmp_path: Path) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    with controlled(tmp_path) as c:
+        one = Alone(folder, c.seat, job="another")
+        try:
+            one.until(lambda: one.said)
+            assert not one.link.there
+        finally:
+            one.close()
+    assert "this is the controller of job 'j'" in one.said[0]
+    assert "all nodes of job another need the same --job and --rdzv-endpoint" in one.said[0]
+    assert "CKPTD_SECRET" not in one.said[0]
+
+
+@pytest.mark.long
+def test_a_launcher_whose_name_is_taken_waits_for_the_other_one_to_end(tmp_path: Path) -> None:
+    folder = tmp_path / "n"
+    folder.mkdir()
+    with controlled(tmp_path) as c:
+        first = PretendedNode("n", c.seat)
+        until(lambda: first.begins)
+        one = Alone(folder, c.seat, SECRET.encode())
+        try:
+            one.until(lambda: one.said)
+            assert first.link.connected
+            assert not any(isinstance(order, FenceNow) for order in first.orders)
+            first.close()
+            one.until(lambda: any("generation" in text for text in one.said))
+        finally:
+            one.close()
+    assert "is node n of this job" in one.said[0]
+    assert "need different names" in one.said[0]
 
 
 def test_a_store_that_is_there_before_a_generation_can_begin_is_not_forgotten(

@@ -152,6 +152,19 @@ def test_a_controller_that_is_killed_goes_on_from_its_log(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+def test_an_agent_whose_secret_is_another_one_says_so_and_takes_no_seat(tmp_path: Path) -> None:
+    with _job(tmp_path, 1, most=2, conf=",controller.gather_s=0.5") as job:
+        job.steps(1)
+        life = job.status().life
+        job.start(1, CKPTD_SECRET="another one" * 3)
+        log = tmp_path / "node1.log"
+        job.until(lambda: "takes no word of node node1" in log.read_text(), "words of the agent")
+        made = len(job.events())
+        job.until(lambda: len(job.events()) > made + 300, "steps")  # longer than a stand-in waits
+        assert job.status().life == life
+
+
+@pytest.mark.long
 def test_a_job_that_is_stopped_ends_every_agent(tmp_path: Path) -> None:
     with _job(tmp_path, 3, most=2) as job:
         job.steps(2)
