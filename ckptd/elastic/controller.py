@@ -74,6 +74,8 @@ _TICK_S = 0.1
 _LEASE_PART = 0.9
 _BACK_S = 0.5
 """A connection that broke and is not back after so long is lost, even if nothing else failed."""
+_MOST_AHEAD = 1 << 20
+"""Generations that controllers before this one may have fenced or begun and not written down."""
 _PUSH_S = 0.2
 _PUSH_AT_LEAST_S = 2.0
 
@@ -220,6 +222,7 @@ class Controller:
 
     def _of_node(self, node: _Node, message: Beat | Said | Hosting | Timed) -> None:
         name = node.peer.name
+        self._check_generation(message)
         if isinstance(message, Beat):
             if message.up.node != name:
                 raise _not_its_own(name, message.up.node)
@@ -230,9 +233,26 @@ class Controller:
             node.left |= isinstance(message.event, Left)
             self.put(message.event, lambda: self._has_heard(node, message.number))
         elif isinstance(message, Hosting):
-            self._hosting(StoreAt(message.generation, message.host, message.port))
+            self._hosting(name, StoreAt(message.generation, message.host, message.port))
         else:
             self._chronicle.timed(message)
+
+    def _check_generation(self, message: Beat | Said | Hosting | Timed) -> None:
+        """Refuse what would use up the numbers of generations."""
+        if isinstance(message, Beat):
+            told = max(message.up.fenced, message.up.running)
+        elif isinstance(message, Said):
+            told = getattr(message.event, "generation", 0)
+        else:
+            told = message.generation
+        most = self.machine.generation + _MOST_AHEAD
+        if told > most:
+            raise RefusedError(
+                "a node knows of a generation that cannot be",
+                kind="no-generation",
+                wanted=f"at most {most}",
+                found=str(told),
+            )
 
     def _beat(self, node: _Node, beat: Beat) -> None:
         # Before it is looked at: a lease must not end because the log is slow.
@@ -250,6 +270,8 @@ class Controller:
         if node.queued == beat.up:
             # While the log is slow, nothing is decided, and beats must not pile up.
             return
+        if node.up is None:
+            self._tell_store(node, beat.up.running)
         node.up = node.queued = beat.up
         self.put(beat.up, lambda: self._has_taken(node, beat.up))
 
@@ -286,16 +308,22 @@ class Controller:
         if node.left:  # its beats are not echoed any more, and it waits for this before it ends
             node.peer.send(Echo(number=0, heard=node.heard))
 
-    def _hosting(self, store: StoreAt) -> None:
+    def _hosting(self, name: str, store: StoreAt) -> None:
         """Tell all members where the job store is; who begins later is told then."""
-        if self._store is not None and store.generation < self._store.generation:
-            return
+        record = self.machine.record
+        asked = (record.generation, record.members[0].node) if record is not None else None
+        if asked != (store.generation, name):
+            return  # it is of an older generation, or of a node that was not asked for one
         self._store = store
-        if self._parts is not None and self._parts.generation == store.generation:
-            for name in self._parts.nodes:
-                node = self._nodes.get(name)
-                if node is not None and node.begun == store.generation:
-                    node.peer.send(store)
+        for member in record.nodes if record is not None else ():
+            node = self._nodes.get(member)
+            if node is not None:
+                self._tell_store(node, node.begun or (node.up.running if node.up else 0))
+
+    def _tell_store(self, node: _Node, generation: int) -> None:
+        """Tell a node of a generation's job store; its last connection may have broken before."""
+        if self._store is not None and self._store.generation == generation:
+            node.peer.send(self._store)
 
     def _of_operator(self, peer: Peer, message: Ask | Subscribe | Do | Announce) -> None:
         if isinstance(message, Do):
@@ -479,8 +507,7 @@ class Controller:
 
     def _tell_begin(self, node: _Node, begin: Begin) -> None:
         node.peer.send(begin)
-        if self._store is not None and self._store.generation == begin.generation:
-            node.peer.send(self._store)
+        self._tell_store(node, begin.generation)
 
     def _save(self, save: Save) -> None:
         record = self.machine.record
