@@ -257,7 +257,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pid_space
         Whose numbers `pid` is of: an agent in another container counts otherwise.
     neighbours
-        Nodes of the life before, as its trainers told them.
+        Nodes of the life before, as its trainers told them; None: an agent of a version that
+        takes no `Neighbours` and would end at one.
     """
 
     pid: int
@@ -266,7 +267,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     local: str = ""
     secret: str = ""
     pid_space: str = ""
-    neighbours: _Known = ()
+    neighbours: _Known | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

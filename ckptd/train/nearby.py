@@ -59,6 +59,8 @@ class _Node(msgspec.Struct, frozen=True):
 
 
 _Nodes = dict[str, _Node]
+_AGAIN = "agents-again"
+"""Counts agents that came in place of dead ones; below it are their nodes' names."""
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -112,6 +114,7 @@ class Nearby:
         self._nodes: _Nodes = {}
         self._former: list[KnownNode] = []
         self._gone: set[str] = set()
+        self._heard_again = 0
         self._here = ""
         self._met: WriterClient | None = None
         self._partner: _Node | None = None
@@ -133,9 +136,10 @@ class Nearby:
         """
         if client is self._met:
             if self._refresh(client):
-                client.remember(self._neighbours())
+                self._remember(client)
             return
-        if self._nodes:
+        again = bool(self._nodes)
+        if again:
             own = self._introduce(client).node
         else:
             # Nobody waits for the report of a rank that has no agent.
@@ -144,20 +148,44 @@ class Nearby:
             table = msgspec.json.decode(raw, type=_Table)
             own, self._nodes, self._former = report.node, table.nodes, table.former
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
+        if again:
+            self._say_again(own.name)
         self._nodes[own.name] = own
         self._met, self._partner = client, None
         if self._chosen() is None:
             # The agent may still know that of an earlier generation, and would try it at each save.
             client.meet(Partner("", ""))
         self._refresh(client)
-        client.remember(self._neighbours())
+        self._remember(client)
+
+    def _say_again(self, node: str) -> None:
+        """Say that the agent of `node` is another one: nobody looks for each node's anew."""
+        board = self._agreement.board
+        board.set(f"{_AGAIN}/{board.add(_AGAIN)}", node.encode())
+
+    def _hear_again(self) -> None:
+        """Learn of the agents that others have now in place of those that died."""
+        board = self._agreement.board
+        for number in range(self._heard_again + 1, int(board.peek(_AGAIN) or b"0") + 1):
+            name = board.peek(f"{_AGAIN}/{number}")
+            if name is None:  # it is just being said
+                return
+            raw = board.peek(self._key(name.decode()))
+            if raw is not None:
+                self._nodes[name.decode()] = msgspec.json.decode(raw, type=_Node)
+            self._heard_again = number
+
+    def _remember(self, client: WriterClient) -> None:
+        """Tell the agent of other nodes, for the next life, if it is one that understands."""
+        if client.answer().neighbours is not None:
+            client.remember(self._neighbours())
 
     def _introduce(self, client: WriterClient) -> _Report:
         answer = client.answer()
         self._here = answer.here
         domain = os.environ.get("CKPTD_DOMAIN") or self._node
         node = _Node(self._node, domain, answer.memory, answer.local, answer.secret)
-        return _Report(node, answer.neighbours if self._speaks else ())
+        return _Report(node, (answer.neighbours or ()) if self._speaks else ())
 
     def _neighbours(self) -> Neighbours:
         """Return what this node's agent is to remember for the next life.
@@ -205,6 +233,8 @@ class Nearby:
         for long, and those that could not be reached have nothing.
         """
         self.close()
+        if self._nodes:
+            self._hear_again()
         for tier, spec in (("memory", served_spec(self._here)), ("local", self._folder)):
             if spec is not None:
                 try:

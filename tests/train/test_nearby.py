@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +21,7 @@ import ckptd
 from ckptd.engine import client, joining
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.job import Neighbours, Partner, Ready
 from ckptd.engine.neighbours import KnownNode
 from ckptd.engine.tiers import Local, Memory, Peer
 from ckptd.errors import CkptdError, UsageError, WorkerError
@@ -134,6 +136,66 @@ def test_a_former_node_that_is_gone_is_tried_once_in_a_life(tmp_path: Path) -> N
             with pytest.raises(CkptdError):
                 source.store.list()
     nearby.close()
+
+
+class Client:
+    """Stands for a client whose agent is on another machine: it has an address for all."""
+
+    def __init__(self, ready: Ready) -> None:
+        self.ready = ready
+        self.told: list[Partner | Neighbours] = []
+
+    def answer(self) -> Ready:
+        return self.ready
+
+    def meet(self, partner: Partner) -> None:
+        self.told.append(partner)
+
+    def remember(self, neighbours: Neighbours) -> None:
+        self.told.append(neighbours)
+
+
+def node_on(board: LocalBoard, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CKPTD_NODE", name)
+    return Nearby([Memory()], "/nowhere", Agreement(board, WAIT_S), 1.0)
+
+
+def agent_at(port: int) -> Any:
+    return Client(Ready(1, memory=f"ckptd://127.0.0.1:{port}", secret="ab" * 16, neighbours=()))
+
+
+def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    board = LocalBoard()
+    nodes = [node_on(LocalBoard(peers=board), f"n{i}", monkeypatch) for i in range(3)]
+    for port, node in enumerate(nodes, 1):
+        node.meet(agent_at(port))
+    met = {node._node: node._nodes[node._node] for node in nodes}
+    for node in nodes:
+        node._nodes = dict(met)
+
+    def asked(node: Any) -> list[str]:
+        return [source.store.url for source in node.sources()]
+
+    assert asked(nodes[0]) == ["ckptd://127.0.0.1:2", "ckptd://127.0.0.1:3"]
+    for port in (8, 9):
+        nodes[2].meet(agent_at(port))
+    assert asked(nodes[0]) == ["ckptd://127.0.0.1:2", "ckptd://127.0.0.1:9"]
+    assert asked(nodes[1]) == ["ckptd://127.0.0.1:1", "ckptd://127.0.0.1:9"]
+    for node in nodes:
+        node.close()
+
+
+def test_an_agent_that_knows_no_neighbours_is_told_of_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = msgspec.msgpack.encode({"type": "Ready", "pid": 1, "memory": "ckptd://127.0.0.1:1"})
+    before, now = Client(msgspec.msgpack.decode(raw, type=Ready)), agent_at(1)
+    for agent in (before, now):
+        node_on(LocalBoard(), "n0", monkeypatch).meet(agent)
+    assert not any(isinstance(message, Neighbours) for message in before.told)
+    assert any(isinstance(message, Neighbours) for message in now.told)
 
 
 def begin_without_an_agent(root: str) -> str:
