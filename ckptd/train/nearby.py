@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,12 @@ from ckptd.engine.policy import check_positive
 from ckptd.engine.tiers import Tier, tier_specs
 from ckptd.engine.union import Source
 from ckptd.errors import CkptdError, UsageError
+from ckptd.store import StoreSpec
 from ckptd.train.agree import Agreement
 from ckptd.train.hosts import bind_address, host_id, host_members
 from ckptd.train.tierrules import TierRules
 
 if TYPE_CHECKING:
-    from ckptd.store import StoreSpec
     from ckptd.store.base import Store
 
 __all__ = ["Nearby", "near_tiers"]
@@ -265,18 +266,23 @@ class Nearby:
         # One name may have several addresses, and ranks tell one another by the source's.
         name = f"{node.name} {what} at {url}"
         keys: frozenset[str] | None = frozenset() if url in self._gone else None
-        store = Distant(url, partial(self._reached, spec))
+        store = Distant(url, partial(self._reached, spec, node.secret))
         self._sources.append(Source(store, tier, name, keys, former=True))
 
-    def _reached(self, spec: StoreSpec) -> Store:
-        """Open what a former node serves; who does not answer is asked once in this life."""
-        try:
-            store = spec.open()
-            _ = store.capabilities
-        except CkptdError:
-            self._gone.add(spec.url)
-            raise
-        return store
+    def _reached(self, spec: StoreSpec, secret: str) -> Store:
+        """Open what a former node serves; who does not answer is asked once in this life.
+
+        It lives, once it has answered: what is read of it waits as for any other node, since many
+        may read at a time. Rank 0 has seen so for the others.
+        """
+        if self._agreement.board.rank == 0:
+            try:
+                with closing(spec.open()) as store:
+                    _ = store.capabilities
+            except CkptdError:
+                self._gone.add(spec.url)
+                raise
+        return StoreSpec(spec.url, {"secret": secret} if secret else {}).open()
 
     def close(self) -> None:
         """Let go of the connections that `sources` made. Idempotent."""

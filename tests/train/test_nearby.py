@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ import ckptd
 from ckptd.engine import client, joining
 from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.distant import Distant
 from ckptd.engine.job import Neighbours, Partner, Ready
 from ckptd.engine.neighbours import KnownNode
 from ckptd.engine.tiers import Local, Memory, Peer
 from ckptd.errors import CkptdError, UsageError, WorkerError
 from ckptd.store import open_store
+from ckptd.store.local import LocalStore
+from ckptd.store.net import StoreServer
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.agree import Agreement
 from ckptd.train.nearby import Nearby
@@ -196,6 +199,21 @@ def test_an_agent_that_knows_no_neighbours_is_told_of_none(
         node_on(LocalBoard(), "n0", monkeypatch).meet(agent)
     assert not any(isinstance(message, Neighbours) for message in before.told)
     assert any(isinstance(message, Neighbours) for message in now.told)
+
+
+def test_a_former_node_that_lives_is_read_as_patiently_as_any_other(tmp_path: Path) -> None:
+    secret = "ab" * 16
+    kept = LocalStore(tmp_path / "kept")
+    kept.put("data/x", b"x")
+    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(LocalBoard(), WAIT_S), 1.0)
+    with closing(StoreServer(kept, "ckptd://127.0.0.1:0", secret=secret)) as server:
+        nearby._former = [KnownNode("was", server.url, "", secret)]
+        (source,) = nearby.sources()
+        assert source.store.get("data/x") == b"x"
+        assert isinstance(source.store, Distant)
+        # All ranks may come at once, and a server that has no room is asked again.
+        assert source.store._opened().options == {"secret": secret}
+        nearby.close()
 
 
 def begin_without_an_agent(root: str) -> str:
