@@ -30,12 +30,12 @@ from ckptd.engine.policy import check_positive
 from ckptd.engine.tiers import Tier, tier_specs
 from ckptd.engine.union import Source
 from ckptd.errors import CkptdError, UsageError
-from ckptd.store import StoreSpec
 from ckptd.train.agree import Agreement
 from ckptd.train.hosts import bind_address, host_id, host_members
 from ckptd.train.tierrules import TierRules
 
 if TYPE_CHECKING:
+    from ckptd.store import StoreSpec
     from ckptd.store.base import Store
 
 __all__ = ["Nearby", "near_tiers"]
@@ -260,16 +260,16 @@ class Nearby:
             self._sources.append(Source(Distant(url, spec.open), tier, f"{node.name} {what}"))
 
     def _add_former(self, tier: str, node: KnownNode, what: str, url: str) -> None:
-        spec = served_spec(url, node.secret, **_PATIENCE)
-        if spec is None:
+        hasty, spec = served_spec(url, node.secret, **_PATIENCE), served_spec(url, node.secret)
+        if hasty is None or spec is None:
             return
         # One name may have several addresses, and ranks tell one another by the source's.
         name = f"{node.name} {what} at {url}"
         keys: frozenset[str] | None = frozenset() if url in self._gone else None
-        store = Distant(url, partial(self._reached, spec, node.secret))
+        store = Distant(url, partial(self._reached, hasty, spec))
         self._sources.append(Source(store, tier, name, keys, former=True))
 
-    def _reached(self, spec: StoreSpec, secret: str) -> Store:
+    def _reached(self, hasty: StoreSpec, spec: StoreSpec) -> Store:
         """Open what a former node serves; who does not answer is asked once in this life.
 
         It lives, once it has answered: what is read of it waits as for any other node, since many
@@ -277,12 +277,12 @@ class Nearby:
         """
         if self._agreement.board.rank == 0:
             try:
-                with closing(spec.open()) as store:
+                with closing(hasty.open()) as store:
                     _ = store.capabilities
             except CkptdError:
                 self._gone.add(spec.url)
                 raise
-        return StoreSpec(spec.url, {"secret": secret} if secret else {}).open()
+        return spec.open()
 
     def close(self) -> None:
         """Let go of the connections that `sources` made. Idempotent."""
