@@ -46,7 +46,7 @@ class Case:
     most
         Nodes at most, if not `nodes`.
     past
-        Steps before it: a slow rank is told by its own past.
+        Steps before it: a slow rank is told by its own past, and one of two by nothing.
     """
 
     nodes: int
@@ -122,6 +122,7 @@ def _touch(name: str) -> Callable[[Run], float]:
 
 
 _PG = (("BENCH_TIMEOUT_S", "10"),)
+_OPTIMIZER = (("BENCH_OPTIMIZER", "1"),)
 _WATCHED = ("ckptd-run-watched",)
 _SESSION = ("ckptd-session",)
 CASES: dict[str, Case] = {
@@ -132,7 +133,7 @@ CASES: dict[str, Case] = {
     "stop-worker": Case(2, (1, 2), _stop_worker, (*STOCK, *_WATCHED), _PG),
     "stop-worker-ordered": Case(2, (2,), _stop_and_order, OURS),
     "mismatch": Case(2, (2,), _touch("mismatch"), (*STOCK, *_WATCHED), _PG),
-    "slow-swapped": Case(3, (2,), _touch("slow-1"), _WATCHED, most=2, past=120),
+    "slow-swapped": Case(5, (4,), _touch("slow-1"), _WATCHED, _OPTIMIZER, most=4, past=120),
     "restart": Case(2, (2,), _order("restart"), OURS),
     "shrink": Case(2, (1,), _order("exclude", "node1"), OURS),
     "grow": Case(1, (2,), _grow, most=2),
