@@ -214,8 +214,12 @@ class Steward:
             return False  # all is well: the place of the seat, perhaps far away, is not asked
         first = not self.started and not self._met and not self._seated()
         mine = self.started or (first and (not self._endpoint or self._endpoint_here()))
-        if (mine or silent_s > self._pause_s) and not _answers(self.addresses()):
-            self._try_start(order < NO_ORDER)
+        if mine or silent_s > self._pause_s:
+            if _answers(self.addresses()):
+                # It may refuse this launcher for good: the place of the seat has other guests.
+                self._not_before = time.monotonic() + _AGAIN_S
+            else:
+                self._try_start(order < NO_ORDER)
         return False
 
     def _quiet_s(self) -> float:

@@ -63,6 +63,20 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
         steward.end(0.0)
 
 
+def test_a_launcher_that_is_never_heard_asks_for_the_seat_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.cli.run_parts._AGAIN_S", 600.0)
+    places = open_places("j", str(tmp_path / "log"))
+    with socket.create_server(("127.0.0.1", 0)) as refuses:
+        places.seat.take(0, f"127.0.0.1:{refuses.getsockname()[1]}", "another")
+        steward = Steward(places, "", "127.0.0.1", [], os.environ, tmp_path, lambda _: None)
+        steward.turn(60.0, NO_ORDER)
+        monkeypatch.setattr(places.seat, "newest", lambda: pytest.fail("asked at every turn"))
+        steward.turn(60.1, NO_ORDER)
+    assert not steward.started
+
+
 def test_a_store_that_is_away_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
