@@ -66,7 +66,7 @@ def find_candidates(
         Only this step.
     without_root
         Where the root cannot be reached, take the snapshots of the newest generation that the near
-        tiers know of.
+        tiers know of; none if they are of several roots.
 
     Raises
     ------
@@ -83,6 +83,11 @@ def find_candidates(
         newest = max((s.generation for s in snapshots), default=0)
         found = [s for s in snapshots if s.generation == newest and step in (None, s.step)]
         if not without_root or not found:
+            raise
+        if len({s.root for s in snapshots if s.root}) > 1:
+            # A folder of another run, an agent on the address of one that is gone: the wrong state
+            # would be trained on, and nobody would notice.
+            error.add_note("near tiers hold snapshots of several roots; only the root tells whose")
             raise
         _log.warning("the root cannot be read, only near tiers are looked at: %s", error)
         items = [Candidate(s.step, s.generation, s) for s in sorted(found, reverse=True)]

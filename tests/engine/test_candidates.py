@@ -41,11 +41,13 @@ def made() -> Iterator[Made]:
         forget_memory(name)
 
 
-def snapshot(store: Store, step: int, generation: int, attempt: str = "0001") -> None:
+def snapshot(
+    store: Store, step: int, generation: int, attempt: str = "0001", root: str = ""
+) -> None:
     """Put what makes a snapshot complete; nobody reads its files here."""
     folder = data_folder(CommitName(step, generation), attempt)
     store.put(plan_key(folder), msgspec.msgpack.encode(PLAN))
-    store.put(part_key(folder, 0), Part(0, PLAN.digest).encode())
+    store.put(part_key(folder, 0), Part(0, PLAN.digest, root=root).encode())
 
 
 def found(candidates: Candidates) -> list[tuple[int, int, str]]:
@@ -136,6 +138,11 @@ def test_an_unreachable_root(made: Made, caplog: pytest.LogCaptureFixture) -> No
     error_of(lambda: look(without_root=True, step=10), TransientStoreError)
     error_of(lambda: find_candidates(unreachable, without_root=True), TransientStoreError)
     assert find_candidates(root, UnionStore([near]), without_root=True).rooted
+    snapshot(near, 16, 2, root="ours")
+    assert found(look(without_root=True))[0] == (16, 2, "0001")
+    snapshot(near, 99, 7, root="another run's")
+    told = error_of(lambda: look(without_root=True), TransientStoreError)
+    assert "several roots" in str(told.__notes__)
 
 
 def test_a_damaged_root_is_not_taken_for_an_unreachable_one(made: Made) -> None:
