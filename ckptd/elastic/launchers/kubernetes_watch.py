@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import threading
+import time
 from collections.abc import Mapping
 
 from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, Json
@@ -15,6 +16,10 @@ __all__ = ["Watch"]
 _log = logging.getLogger("ckptd.elastic")
 _LIST_S = 10.0
 _GONE = 410
+_FIRST_PAUSE_S = 0.1
+_LAST_PAUSE_S = 5.0
+_LASTED_S = 1.0
+"""A request that was open for so long was worth it: the next one follows at once."""
 _MOST = 20_000
 """Objects that are kept: no job has more pods, no cluster more nodes."""
 
@@ -76,22 +81,24 @@ class Watch:
         self._stop.set()
 
     def _run(self) -> None:
-        version, pause = "", 0.1
+        version, pause = "", _FIRST_PAUSE_S
         while not self._stop.is_set():
+            began = time.monotonic()
             try:
                 version = version or self._list()
                 version = self._follow(version)
-                self.failure, pause = None, 0.1
-                continue
+                self.failure = None
             except ApiError as error:
                 version = "" if error.status == _GONE else version
                 self._failed(error)
-                if error.status == _GONE:
-                    continue
             except (CkptdError, OSError, http.client.HTTPException) as error:
                 self._failed(error)
-            self._stop.wait(pause)
-            pause = min(2 * pause, 5.0)
+            lasted = time.monotonic() - began >= _LASTED_S
+            pause = _FIRST_PAUSE_S if lasted else pause
+            if self.failure is not None or not lasted:
+                # Also after a good end: a proxy may end each request at once, for as long as it is.
+                self._stop.wait(pause)
+                pause = min(2 * pause, _LAST_PAUSE_S)
 
     def _failed(self, error: CkptdError | OSError | http.client.HTTPException) -> None:
         if self.failure is None and not (isinstance(error, ApiError) and error.status == _GONE):

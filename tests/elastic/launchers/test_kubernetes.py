@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
 from ckptd.elastic.launchers.kubernetes import JobPods, Kubernetes, KubernetesPods, template_of
-from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, in_cluster
+from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, Json, in_cluster
 from ckptd.elastic.launchers.kubernetes_pods import pod_of
 from ckptd.elastic.launchers.kubernetes_watch import Watch
 from ckptd.errors import DeadlineError, StoreError, UsageError
@@ -429,6 +429,23 @@ def test_a_watch_goes_on_after_ends_and_lists_again_after_410(
     kube.delete("a", 0)
     until(lambda: names() == ["b"], "a deletion is seen")
     watch.close()
+
+
+def test_a_watch_that_is_ended_at_once_each_time_is_asked_for_less_and_less(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[float] = []
+
+    def ended(*_: object) -> Iterator[Json]:
+        began.append(time.monotonic())
+        return iter(())
+
+    monkeypatch.setattr(Api, "stream", ended)
+    watch = Watch(api, api.pods(), {})
+    until(lambda: len(began) >= 4, "it is asked for again")
+    watch.close()
+    assert began[3] - began[0] >= 0.1 + 0.2 + 0.4
+    assert watch.failure is None
 
 
 def test_a_watch_outlives_refusals(kube: FakeKube, api: Api) -> None:
