@@ -266,11 +266,14 @@ def test_close_gives_up_with_the_scheduler_and_says_what_is_lost(tmp_path: Path,
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-def loop(root: str, who: int, number: int, pause_s: float, every: Any) -> dict[str, Any]:
+def loop(
+    root: str, who: int, number: int, pause_s: float, every: Any, until: int = 0
+) -> dict[str, Any]:
+    """Train 60 steps, or however many it takes until there are so many saves."""
     saved, stopped = [], None
     handlers = [signal.getsignal(n) for n in (TERM, USR1)]
     with ckptd.Checkpointer(root, every=every, save_on=(TERM, USR1)) as ck:
-        for step in range(1, 61):
+        for step in range(1, 3000 if until else 61):
             dist.barrier()  # as training does
             time.sleep(pause_s)
             if step == 7 and dist.get_rank() == who:
@@ -279,6 +282,8 @@ def loop(root: str, who: int, number: int, pause_s: float, every: Any) -> dict[s
                 saved.append(step)
             if ck.stop_requested:
                 stopped = step
+                break
+            if until and len(saved) == until:
                 break
     restored = handlers == [signal.getsignal(n) for n in (TERM, USR1)]
     return {"saved": saved, "stopped": stopped, "restored": restored}
@@ -330,7 +335,7 @@ def test_the_same_signal_on_two_ranks_is_one_save(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_auto_saves_the_same_steps_on_every_rank(tmp_path: Path) -> None:
     auto = ckptd.Auto(mtbf_hours=1e-4)
-    ranks = run_ranks(3, loop, str(tmp_path), -1, 0, 0.02, auto, deadline_s=200.0)
+    ranks = run_ranks(3, loop, str(tmp_path), -1, 0, 0.02, auto, 3, deadline_s=200.0)
     assert all(r == ranks[0] for r in ranks)
     assert ranks[0]["saved"][0] == 1
-    assert len(ranks[0]["saved"]) > 1
+    assert len(ranks[0]["saved"]) == 3
