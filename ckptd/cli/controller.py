@@ -266,11 +266,9 @@ def _bad(where: str, found: str, wanted: str) -> UsageError:
 
 
 def _secret(job: str, bind: str) -> bytes:
-    try:
-        loopback = ipaddress.ip_address(bind).is_loopback
-    except ValueError:
-        loopback = bind == "localhost"
-    if not loopback and not os.environ.get(SECRET_VARIABLE):
+    from ckptd.elastic.dial import is_loopback
+
+    if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
         raise RefusedError(
             "others could reach the controller, and no secret is set",
             kind="no-secret",

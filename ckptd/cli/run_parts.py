@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 
 import msgspec
 
 from ckptd.cli.watch_parts import Part, Reader
-from ckptd.elastic.dial import split_address
+from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import Places
 from ckptd.elastic.seat import stand_in_pause_s
@@ -58,20 +57,13 @@ def loopback_of(host: str) -> str:
 
     Debian's installer, say, gives it to a machine's own name, which is another address elsewhere.
     """
-    if _is_loopback(host):
+    if is_loopback(host):
         return ""
     try:
         found = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
         return ""
-    return found if _is_loopback(found) else ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return found if is_loopback(found) else ""
 
 
 def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
@@ -82,7 +74,7 @@ def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
     RefusedError
         kind ``no-secret``: others reach the endpoint, and ``CKPTD_SECRET`` is not set.
     """
-    if not _is_loopback(split_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
+    if not is_loopback(split_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
         raise RefusedError(
             "others could reach the controller and the daemon, and no secret is set",
             kind="no-secret",

@@ -330,7 +330,7 @@ def _need_packages() -> None:
 
 
 def _secret(job: str, bind: str) -> bytes:
-    from ckptd.daemon.access import is_loopback
+    from ckptd.elastic.dial import is_loopback
 
     if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
         raise RefusedError(
@@ -345,7 +345,8 @@ def _secret(job: str, bind: str) -> bytes:
 def _access(
     job: str, secret: bytes, bind: str, names: tuple[str, ...], metrics_open: bool
 ) -> Access:
-    from ckptd.daemon.access import Access, is_loopback
+    from ckptd.daemon.access import Access
+    from ckptd.elastic.dial import is_loopback
 
     return Access(
         token=access_token(secret),

@@ -18,7 +18,7 @@ from ckptd.daemon.bodies import refusal
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 
-__all__ = ["LOGIN_PATH", "Access", "Guard", "is_loopback"]
+__all__ = ["LOGIN_PATH", "Access", "Guard"]
 
 LOGIN_PATH = "/api/v1/login"
 _API = "/api/"
@@ -39,14 +39,6 @@ _HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cross-origin-opener-policy", b"same-origin"),
 ]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen at is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(frozen=True)

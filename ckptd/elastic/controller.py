@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,6 +20,7 @@ import msgspec
 from ckptd.elastic.appending import Appender
 from ckptd.elastic.chronicle import Chronicle
 from ckptd.elastic.controller_server import Peer
+from ckptd.elastic.dial import is_loopback
 from ckptd.elastic.frames import MOST_FRAME_BYTES
 from ckptd.elastic.messages import (
     Abort,
@@ -311,11 +311,13 @@ class Controller:
     def _hosting(self, name: str, store: StoreAt) -> None:
         """Tell all members where the job store is; who begins later is told then."""
         record = self.machine.record
-        asked = (record.generation, record.members[0].node) if record is not None else None
-        if asked != (store.generation, name):
+        if record is None or (record.generation, record.members[0].node) != (
+            store.generation,
+            name,
+        ):
             return  # it is of an older generation, or of a node that was not asked for one
         self._store = store
-        for member in record.nodes if record is not None else ():
+        for member in record.nodes:
             node = self._nodes.get(member)
             if node is not None:
                 self._tell_store(node, node.begun or (node.up.running if node.up else 0))
@@ -564,13 +566,9 @@ def _bye(ending: Ending) -> Bye:
 
 def _is_local(url: str) -> bool:
     try:
-        host = urlsplit(url).hostname or ""
+        return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
         return True  # no address at all
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _not_its_own(name: str, said: str) -> RefusedError:

@@ -15,12 +15,13 @@ from ckptd.elastic.roster import MOST_DOUBLED, Node, Roster
 from ckptd.elastic.states import ControllerSettings, Move, State
 from ckptd.errors import RefusedError
 
-__all__ = ["ACTIVE", "CLEAN", "Decisions"]
+__all__ = ["ACTIVE", "CLEAN", "PAUSED_BEFORE", "Decisions"]
 
 _READY_S = 60.0
 """By so much longer the first start waits for nodes that are there and not ready yet."""
 CLEAN = 24
 """Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
+PAUSED_BEFORE = "paused before the controller was restarted"
 ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 
 

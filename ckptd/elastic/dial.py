@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import msgspec
@@ -20,10 +21,18 @@ from ckptd.elastic.frames import (
 )
 from ckptd.errors import CorruptError, StoreError, UsageError
 
-__all__ = ["Connection", "dial", "listen_at", "split_address"]
+__all__ = ["Connection", "dial", "is_loopback", "listen_at", "split_address"]
 
 _READ = 1 << 16
 _BACKLOG = 2048
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen at is reached from this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def listen_at(host: str, port: int, who: str) -> socket.socket:

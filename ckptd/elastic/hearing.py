@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ckptd.elastic.decisions import ACTIVE, Decisions
+from ckptd.elastic.decisions import ACTIVE, PAUSED_BEFORE, Decisions
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import (
     Broken,
@@ -63,7 +63,7 @@ class Hearing(Decisions):
             if self.state in ACTIVE:
                 paused = self._settling and self._then is State.PARKED
                 text = "a generation was begun and not written down"
-                self._fence("paused before the controller was restarted" if paused else text, now)
+                self._fence(PAUSED_BEFORE if paused else text, now)
         self._repeat(node, came=other or not had[0])
         if self.state not in ACTIVE or self._settling or self.record is None:
             return

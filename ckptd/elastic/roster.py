@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptd.elastic.membership import Record
@@ -113,10 +113,9 @@ class Roster:
             node.sessions = said.sessions
         return other
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Know no more of these nodes."""
-        for name in names:
-            del self._nodes[name]
+    def forget(self, name: str) -> None:
+        """Know no more of a node."""
+        del self._nodes[name]
 
     def up(self) -> tuple[str, ...]:
         """Return the names of nodes that are there, sorted."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ckptd.elastic.decisions import ACTIVE, CLEAN
+from ckptd.elastic.decisions import ACTIVE, CLEAN, PAUSED_BEFORE
 from ckptd.elastic.growth import grown
 from ckptd.elastic.hearing import Hearing
 from ckptd.elastic.messages import (
@@ -123,13 +123,14 @@ class StateMachine(Hearing):
 
     def _tick(self, _: Tick, now: float) -> None:
         """Look for silence, and for what has lasted too long."""
-        self.nodes.forget([n.name for n in self.nodes if not n.up and self._is_past(n, now)])
         for node in list(self.nodes):
             # Nothing is known of how long a node was silent before this controller began.
             if node.up and self._silence(node, now) >= self.settings.silent_s:
                 self._gone(node, f"nothing is heard of {node.name}", now)
             elif node.idle_since is not None:
                 self._look_at_idle(node, now - node.idle_since, now)
+            elif not node.up and self._is_past(node, now):
+                self.nodes.forget(node.name)
         self._changed = True
         if self._accused is not None and now - self._accused[0] >= _EXCUSED_S:
             self._convict(self._accused[1], now)
@@ -169,12 +170,12 @@ class StateMachine(Hearing):
 
     def _wait_for_cause(self, since: float, _: str, reason: str, now: float) -> None:
         waited = now - since
-        missing = [name for name in sorted(self.members) if not self.nodes[name].up]
-        # A stand-in never had a connection that could break: who has not come to it is the cause.
-        explained = self._settling and waited >= _MISSED_S and bool(missing)
-        if explained:
-            reason = f"{reason}; nothing is heard of {missing[0]}"
-        if explained or waited >= self.settings.broken_s:
+        missing = None
+        if self._settling and waited >= _MISSED_S:
+            # A stand-in never had a connection that could break: who has not come is the cause.
+            missing = next((n for n in sorted(self.members) if not self.nodes[n].up), None)
+            reason = f"{reason}; nothing is heard of {missing}" if missing else reason
+        if missing or waited >= self.settings.broken_s:
             self._fault("", reason, now, waited)
 
     def _suspect(self, now: float) -> None:
@@ -194,7 +195,7 @@ class StateMachine(Hearing):
             if self._then is State.PARKED:
                 # It was ordered, and the controller before this one ended first.
                 self._become(State.RUNNING, "", now)
-                self._planned("paused before the controller was restarted", now, leaving=True)
+                self._planned(PAUSED_BEFORE, now, leaving=True)
             return
         if self._then is State.PARKED and not any(n.up for n in self.nodes):
             return  # whose pause this is, only nodes tell

@@ -11,21 +11,11 @@ import pytest
 from ckptd.elastic.messages import Fenced, NodeUp
 from ckptd.elastic.wire import Beat, Hosting, Said, StoreAt, Timed
 from ckptd.errors import RefusedError
-from tests.elastic.test_controller_peers import Made
+from tests.elastic.test_controller_peers import At, Made
 
 
-class Told(list[msgspec.Struct]):
-    """What was sent to each node, by name and in order."""
-
-    def of(self, kind: type[msgspec.Struct]) -> list[msgspec.Struct]:
-        return [message for message in self if isinstance(message, kind)]
-
-
-def listen(made: Made, name: str) -> tuple[object, Told]:
-    told = Told()
-    peer = made.join("node", name)
-    peer.send = told.append  # type: ignore[assignment,method-assign]
-    return peer, told
+def stores(node: At) -> list[StoreAt]:
+    return [message for message in node.told if isinstance(message, StoreAt)]
 
 
 def up(name: str, running: int = 1) -> Beat:
@@ -40,15 +30,15 @@ def test_who_reconnects_before_the_store_was_told_is_told(tmp_path: Path, first:
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        host, _ = listen(made, "a")
+        host = made.join("node", "a")
         if first == "store":
-            made.controller.heard(host, STORE)  # type: ignore[arg-type]
-        other, told = listen(made, "b")
-        made.controller.heard(other, up("b"))  # type: ignore[arg-type]
+            made.controller.heard(host, STORE)
+        other = made.join("node", "b")
+        made.controller.heard(other, up("b"))
         if first == "node":
-            assert told.of(StoreAt) == []
-            made.controller.heard(host, STORE)  # type: ignore[arg-type]
-        assert told.of(StoreAt) == [StoreAt(1, "h", 7)]
+            assert stores(other) == []
+            made.controller.heard(host, STORE)
+        assert stores(other) == [StoreAt(1, "h", 7)]
 
     asyncio.run(case())
 
@@ -57,15 +47,15 @@ def test_only_the_node_that_was_asked_hosts_the_store(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        other, told = listen(made, "b")
-        host, _ = listen(made, "a")
-        made.controller.heard(other, up("b"))  # type: ignore[arg-type]
-        made.controller.heard(other, STORE)  # type: ignore[arg-type]
+        other = made.join("node", "b")
+        host = made.join("node", "a")
+        made.controller.heard(other, up("b"))
+        made.controller.heard(other, STORE)
         early = Hosting(generation=99, host="h", port=9)
-        made.controller.heard(host, early)  # type: ignore[arg-type]
-        assert told.of(StoreAt) == []
-        made.controller.heard(host, STORE)  # type: ignore[arg-type]
-        assert told.of(StoreAt) == [StoreAt(1, "h", 7)]
+        made.controller.heard(host, early)
+        assert stores(other) == []
+        made.controller.heard(host, STORE)
+        assert stores(other) == [StoreAt(1, "h", 7)]
 
     asyncio.run(case())
 
@@ -84,9 +74,9 @@ def test_a_generation_that_cannot_be_is_refused(tmp_path: Path, said: msgspec.St
     async def case() -> None:
         made = Made(tmp_path)
         made.trains("a", "b", "c")
-        peer, _ = listen(made, "a")
+        peer = made.join("node", "a")
         with pytest.raises(RefusedError) as caught:
-            made.controller.heard(peer, said)  # type: ignore[arg-type]
+            made.controller.heard(peer, said)
         assert caught.value.kind == "no-generation"
         assert made.machine.generation == 1
         assert made.waiting == []

@@ -62,6 +62,13 @@ class Made:
         self.controller.joined(peer)
         return peer
 
+    async def first(self) -> tuple[At, NodeUp]:
+        """Let the first launcher of node a be heard; return its connection and what it is."""
+        peer, up = self.join("node", "a"), NodeUp(node="a", life="1", slots=1)
+        self.controller.heard(peer, Beat(number=1, up=up))
+        await self.controller._handle(up)
+        return peer, up
+
     def trains(self, *names: str) -> None:
         """Have these nodes train in generation 1."""
         for name in names:
@@ -181,10 +188,7 @@ def test_a_status_that_is_too_large_costs_only_who_watches(tmp_path: Path) -> No
 def test_another_launcher_of_a_name_that_is_in_use_is_refused(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
-        first = made.join("node", "a")
-        up = NodeUp(node="a", life="1", slots=1)
-        made.controller.heard(first, Beat(number=1, up=up))
-        await made.controller._handle(up)
+        first, up = await made.first()
         second = made.join("node", "a")
         made.controller.heard(second, Beat(number=1, up=msgspec.structs.replace(up, life="2")))
         assert isinstance(second.told[-1], Taken)
@@ -208,10 +212,7 @@ def test_another_launcher_of_a_name_that_is_in_use_is_refused(tmp_path: Path) ->
 def test_a_launcher_follows_on_one_that_is_not_heard_any_more(tmp_path: Path, how: str) -> None:
     async def case() -> None:
         made = Made(tmp_path)
-        first = made.join("node", "a")
-        up = NodeUp(node="a", life="1", slots=1)
-        made.controller.heard(first, Beat(number=1, up=up))
-        await made.controller._handle(up)
+        first, up = await made.first()
         if how == "silent":
             made.machine.nodes["a"].up = False
         elif how == "dismissed":
@@ -230,9 +231,7 @@ def test_a_launcher_follows_on_one_that_is_not_heard_any_more(tmp_path: Path, ho
 def test_who_goes_before_it_has_said_who_it_is_changes_nothing(tmp_path: Path) -> None:
     async def case() -> None:
         made = Made(tmp_path)
-        first = made.join("node", "a")
-        up = NodeUp(node="a", life="1", slots=1)
-        made.controller.heard(first, Beat(number=1, up=up))
+        first, up = await made.first()
         second = made.join("node", "a")
         third = made.join("node", "a")
         assert second.was_cut

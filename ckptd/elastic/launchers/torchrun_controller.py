@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
-import ipaddress
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.elastic.dial import split_address
+from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.torchrun_workers import Workers
 from ckptd.elastic.places import open_places
 from ckptd.elastic.seat import SeatRecord, stand_in_pause_s
@@ -83,13 +82,6 @@ def is_here(host: str) -> bool:
             sock.bind(address)
             return True
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Controller:
@@ -230,7 +222,7 @@ class Controller:
 
     def _command(self, after: int) -> list[str]:
         place = self._place
-        bind = place.host if _is_loopback(place.host) else "0.0.0.0"
+        bind = place.host if is_loopback(place.host) else "0.0.0.0"
         # The endpoint's port may still be held by one that is stopped: another one then.
         port = place.port if place.here and self._tries % 2 == 0 else 0
         command = [*_CKPTD, "controller", "--job", place.job]
