@@ -120,6 +120,8 @@ def test_public_names_are_documented() -> None:
         for owner, node in public_definitions(tree(path)):
             if node.name.startswith("test_"):  # contract tests say it in their names
                 continue
+            if "overload" in map(ast.unparse, node.decorator_list):  # the last one is documented
+                continue
             inherited = owner is not None and inherits(owner, node.name, documented)
             if not ast.get_docstring(node) and not inherited:
                 without.append(f"{shown(path)}:{node.lineno} {node.name}")
@@ -173,6 +175,77 @@ def inherits(
             return True
         todo += above
     return False
+
+
+# --- decoding and crashing ---------------------------------------------------------------------
+
+
+def called(node: ast.Call) -> str:
+    return ast.unparse(node.func)
+
+
+def decoders_in_passing(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield calls with which msgspec collects what it knows of a type in the middle of something.
+
+    Two threads that do so at once end the process, see `ckptd/decoding.py`. Within a function only
+    what the caller says may be decoded: the type is one of the parameters.
+    """
+    given = {
+        id(node): {arg.arg for arg in (*f.args.args, *f.args.kwonlyargs)}
+        for f in functions(path)
+        for node in ast.walk(f)
+        if isinstance(node, ast.Call)
+    }
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = called(node)
+        bare = re.fullmatch(r"(msgspec\.)?((json|msgpack)\.Decoder|convert)", name)
+        typed = name.endswith("decode") and any(k.arg == "type" for k in node.keywords)
+        ours = name in {"json_decoder", "msgpack_decoder", "converter"}
+        late = ours and id(node) in given and ast.unparse(node.args[0]) not in given[id(node)]
+        if typed or late or (bare and name != "convert"):
+            yield node.lineno, ast.unparse(node)[:80]
+
+
+def test_decoders_are_made_at_import() -> None:
+    paths = [p for p in python_files("ckptd", "plugins") if p.name != "decoding.py"]
+    found = {shown(p): list(decoders_in_passing(p)) for p in paths}
+    assert not {path: calls for path, calls in found.items() if calls}
+
+
+def test_decoders_in_passing_are_found(tmp_path: Path) -> None:
+    lines = [
+        "import msgspec",
+        "good = json_decoder(int)",
+        "bad = msgspec.json.Decoder(int)",
+        "def f(raw, kind):",
+        "    a = json_decoder(kind).decode(raw)",
+        "    b = json_decoder(int).decode(raw)",
+        "    c = msgspec.json.decode(raw, type=int)",
+        "    d = msgspec.convert(raw, int)",
+        "    e = msgspec.json.decode(raw)",
+    ]
+    path = tmp_path / "module.py"
+    path.write_text("\n".join(lines))
+    assert {line for line, _ in decoders_in_passing(path)} == {3, 6, 7, 8}
+
+
+def test_processes_of_ours_report_their_crashes() -> None:
+    """A writing process that was ended by SIGSEGV had said nothing: its log was empty."""
+    mains = [p for p in python_files("ckptd") if '__name__ == "__main__"' in p.read_text()]
+    mains += [ROOT / "ckptd/cli/main.py", ROOT / "ckptd/train/zygote.py"]
+    assert len(mains) > 8
+    silent = [
+        shown(p)
+        for p in mains
+        if "ckptd/testing" not in shown(p)
+        and not any(
+            isinstance(n, ast.Call) and called(n) in {"report_crashes", "faulthandler.enable"}
+            for n in ast.walk(tree(p))
+        )
+    ]
+    assert not silent
 
 
 # --- packaging ---------------------------------------------------------------------------------

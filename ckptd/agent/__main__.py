@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from ckptd.agent.metrics import parse_address, serve_metrics
 from ckptd.agent.node import NodeAgent, end_on_signals
 from ckptd.agent.watched import DAEMON_VARIABLE, watching
+from ckptd.crashes import report_crashes
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.errors import CkptdError
 
@@ -20,6 +21,7 @@ _METRICS = "CKPTD_AGENT_METRICS"
 
 def main() -> None:
     """Serve on the listening socket that was passed on, until nothing is left to do."""
+    report_crashes()
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--job", required=True)

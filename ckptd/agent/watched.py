@@ -22,6 +22,7 @@ from ckptd.agent.probes import listen_for_probes, shown_address
 from ckptd.agent.rings import Rings
 from ckptd.agent.uplink import Uplink
 from ckptd.agent.watcher import Watcher
+from ckptd.crashes import report_crashes
 from ckptd.engine.agentlink import run_folder
 from ckptd.engine.hostinfo import node_name
 from ckptd.errors import CkptdError, StoreError, UsageError
@@ -126,6 +127,7 @@ def watching(
 
 def main() -> None:
     """Watch until a signal, or the end of standard input."""
+    report_crashes()
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", required=True)
     parser.add_argument("--daemon", required=True)

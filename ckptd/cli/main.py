@@ -15,6 +15,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from ckptd import __version__
+from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["app", "main", "run"]
@@ -119,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     argv
         Arguments without the program's name; by default those of the process.
     """
+    report_crashes()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 

@@ -22,6 +22,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json
 from ckptd.cli.run_options import JobOptions, TorchrunOptions
 from ckptd.cli.watch import check_floors
+from ckptd.decoding import converter
 from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from ckptd.elastic.launchers.node import Ending, NodeLauncher
 
 __all__ = ["RunDocument", "run"]
+
+_programs = converter(Program)
 
 _PREFIX = "run-"
 _ELSEWHERE = "192.0.2.1"
@@ -371,7 +374,6 @@ class _Run:
         return "127.0.0.1"
 
     def _program(self, mode: str, folder: Path) -> Program:
-        from ckptd.elastic.launchers.crew import Program
         from ckptd.elastic.launchers.environ import Told, common
 
         o = self._o
@@ -394,9 +396,7 @@ class _Run:
             argv = (python, "-u", *(["-m"] if mode == "module" else []), *argv)
             mode = "exec"
         plain = mode == "exec" or os.environ.get("CKPTD_ZYGOTE") == "0"
-        return msgspec.convert(
-            {"mode": mode, "argv": argv, "environ": environ, "plain": plain}, Program
-        )
+        return _programs({"mode": mode, "argv": argv, "environ": environ, "plain": plain})
 
     def _recording(self, folder: Path) -> dict[str, str]:
         """Return the variables with which ranks record themselves."""

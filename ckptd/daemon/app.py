@@ -35,12 +35,15 @@ from ckptd.daemon.trace import (
     recent_calls,
     timeline,
 )
+from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.monitor.job import NO_EXIT
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
 
 __all__ = ["Api", "make_app"]
+
+_objects = json_decoder(dict[str, Any])
 
 V1 = "/api/v1"
 _SMALL_BODY = 16 << 10
@@ -338,7 +341,7 @@ def _told(endpoint: Endpoint) -> Endpoint:
 async def _json_body(request: Request) -> dict[str, Any]:
     body = await read_body(request, _SMALL_BODY)
     try:
-        return msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        return _objects.decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad("the body", "a JSON object", "something else") from error
 

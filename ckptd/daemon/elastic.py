@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ckptd.decoding import converter
 from ckptd.elastic.dial import Connection, dial
 from ckptd.elastic.messages import Order, OrderKind, Suspected
 from ckptd.elastic.operator import OperatorLink
@@ -174,6 +175,9 @@ class OrderBody(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+_order_body = converter(OrderBody)
+
+
 _OF_NODES = frozenset({OrderKind.EXCLUDE, OrderKind.ADD, OrderKind.DRAIN})
 
 
@@ -186,7 +190,7 @@ def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
         kind ``bad-request``: it holds none.
     """
     try:
-        asked = msgspec.convert(body, OrderBody)
+        asked = _order_body(body)
         kind = OrderKind(asked.kind)
     except (msgspec.ValidationError, ValueError) as error:
         raise _bad("kind, nodes and reason of an order", str(error)) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.engine.agentlink import run_folder
 from ckptd.errors import ConflictError, NotFoundError
 
@@ -46,6 +47,9 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     def login(self) -> str:
         """URL for a browser; whoever has it may act."""
         return f"{self.url}/?token={self.token}"
+
+
+_addresses = json_decoder(Address)
 
 
 class DaemonPlace:
@@ -117,7 +121,7 @@ class DaemonPlace:
         finally:
             os.close(fd)
         try:
-            return msgspec.json.decode(data, type=Address)
+            return _addresses.decode(data)
         except msgspec.MsgspecError:
             return None
 
@@ -128,7 +132,7 @@ def daemons(folder: Path | None = None) -> list[Address]:
     found = []
     for path in sorted(base.glob("daemon-*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            said = msgspec.json.decode(path.read_bytes()[:_MOST_BYTES], type=Address)
+            said = _addresses.decode(path.read_bytes()[:_MOST_BYTES])
             address = DaemonPlace(said.job, base).read()
             if address is not None:
                 found.append(address)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ckptd.daemon.names import Names
+from ckptd.decoding import msgpack_decoder
 from ckptd.monitor.incident import Incident
 
 __all__ = ["MOST_EVIDENCE", "essence", "from_stored", "shown", "to_stored"]
@@ -14,7 +15,7 @@ __all__ = ["MOST_EVIDENCE", "essence", "from_stored", "shown", "to_stored"]
 MOST_EVIDENCE = 256 << 10
 """Characters of stacks, calls and logs of one incident that are kept."""
 
-_decoder = msgspec.msgpack.Decoder(Incident)
+_decoder = msgpack_decoder(Incident)
 
 
 def to_stored(incident: Incident) -> bytes:

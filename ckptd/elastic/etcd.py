@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.elastic.log import entry_key, entry_number
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
 from ckptd.elastic.seat import SeatRecord, decode_seat, seat_taken
@@ -47,6 +48,11 @@ class _Response(msgspec.Struct):
 class _Transaction(msgspec.Struct):
     succeeded: bool = False
     responses: list[_Response] = []
+
+
+# Now, and not by the first request, in whichever thread that is made.
+json_decoder(_Range)
+json_decoder(_Transaction)
 
 
 class Etcd:
@@ -142,7 +148,7 @@ class Etcd:
         for turn in range(len(self._members)):
             member = self._members[turn]
             try:
-                answer = msgspec.json.decode(self._post(member, verb, request), type=kind)
+                answer = json_decoder(kind).decode(self._post(member, verb, request))
             except (
                 OSError,
                 http.client.HTTPException,

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ckptd.decoding import converter, json_decoder, msgpack_decoder
 from ckptd.errors import CorruptError, RefusedError
 
 __all__ = [
@@ -44,6 +45,8 @@ MOST_FRAME_BYTES = 4 << 20
 _HEAD = struct.Struct("<I16s")
 _NUMBERED = struct.Struct("<QI")
 _Nonce = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+_nonce = converter(_Nonce)
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -92,8 +95,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-_hello = msgspec.json.Decoder(Hello)
-_welcome = msgspec.json.Decoder(Welcome)
+_hello = json_decoder(Hello)
+_welcome = json_decoder(Welcome)
 
 
 def new_nonce() -> str:
@@ -133,7 +136,7 @@ def decode_welcome(raw: bytes) -> Welcome:
     try:
         line = _welcome.decode(raw)
         if not line.error:
-            msgspec.convert(line.nonce, _Nonce)
+            _nonce(line.nonce)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _bad("this is no line of the handshake", error) from error
     if line.error:
@@ -159,7 +162,7 @@ class Frames:
 
     def __init__(self, out_key: bytes, in_key: bytes, kind: Any) -> None:
         self._out_key, self._in_key = out_key, in_key
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgpack_decoder(kind)
         self._sent = self._taken = 0
         self._buffer = bytearray()
 

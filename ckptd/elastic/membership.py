@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.elastic.placement import Coordinate, Place, Slot
 from ckptd.elastic.policy import Shape
 from ckptd.errors import CorruptError
@@ -100,7 +101,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = json_decoder(Record)
 
 
 def members_of(places: Sequence[Place]) -> tuple[Member, ...]:

@@ -13,6 +13,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.elastic.log import entry_key, entry_number
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import Store
@@ -52,6 +53,9 @@ class SeatRecord(msgspec.Struct, frozen=True, kw_only=True):
     address: _Word
     by: _Word
     at: float
+
+
+_records = json_decoder(SeatRecord)
 
 
 class SeatBook(Protocol):
@@ -143,7 +147,7 @@ def decode_seat(raw: bytes, where: str) -> SeatRecord:
         kind ``bad-seat``: it is none.
     """
     try:
-        return msgspec.json.decode(raw, type=SeatRecord)
+        return _records.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(
             "this does not say where a controller is",

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.engine.agentlink import run_folder
 
 __all__ = ["Signpost", "put_up", "signposts"]
@@ -38,6 +39,9 @@ class Signpost(msgspec.Struct, frozen=True, kw_only=True):
     address: _Text
     log: _Text
     pid: Annotated[int, msgspec.Meta(ge=1)]
+
+
+_posts = json_decoder(Signpost)
 
 
 @contextmanager
@@ -70,7 +74,7 @@ def signposts(folder: Path | None = None) -> list[Signpost]:
     found = []
     for path in sorted((folder or run_folder()).glob("controller-*.json")):
         with suppress(OSError, msgspec.MsgspecError):
-            post = msgspec.json.decode(path.read_bytes()[:_MOST_BYTES], type=Signpost)
+            post = _posts.decode(path.read_bytes()[:_MOST_BYTES])
             if _runs(post.pid):
                 found.append(post)
             else:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.messages import (
     Broken,
     Ended,
@@ -437,3 +438,9 @@ FromNode = Beat | Said | Hosting | Timed
 ToNode = Echo | FenceNow | Begin | StoreAt | SaveNow | DaemonAt | Bye | Taken
 FromOperator = Ask | Subscribe | Do | Announce
 ToOperator = Status | Answer
+
+# Now, and not by the first connection, in whichever thread that is opened.
+msgpack_decoder(FromNode)
+msgpack_decoder(ToNode)
+msgpack_decoder(FromOperator)
+msgpack_decoder(ToOperator)

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
+
 __all__ = [
     "LAUNCHER_VARIABLE",
     "LEASE_EXIT_CODE",
@@ -146,3 +148,7 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
 
 FromWorker = Attach | Mark | StateLoaded | Committed | SavedNow | Out | BrokenNow | Done
 ToWorker = Welcome | Interrupt | Go | SaveSoon | Quit
+
+# Now, and not by the first connection, in whichever thread that is opened.
+msgpack_decoder(FromWorker)
+msgpack_decoder(ToWorker)

@@ -15,10 +15,15 @@ from functools import partial
 
 import msgspec
 
+from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.engine.board import Board
 from ckptd.errors import CkptdError, DeadlineError
 
 __all__ = ["STALL_S", "Peers", "Pulse", "agree", "liveness", "wait"]
+
+_errors = json_decoder(dict[int, dict[str, str | None]])
+
+_identities = msgpack_decoder(tuple[int, str, str])
 
 STALL_S = 300.0
 """Longest time in seconds without progress of an awaited rank."""
@@ -102,7 +107,7 @@ class Peers:
             raw = self._board.peek(self._name(rank))
             if raw is None:
                 return True
-            self._tests[rank] = liveness(msgspec.msgpack.decode(raw, type=tuple[int, str, str]))
+            self._tests[rank] = liveness(_identities.decode(raw))
         test = self._tests[rank]
         return test is None or test()
 
@@ -208,9 +213,7 @@ def agree(
                 raise error from None
             raise
         board.delete(f"{key}/{board.rank}")
-    failed: dict[int, dict[str, str | None]] = msgspec.json.decode(
-        verdict, type=dict[int, dict[str, str | None]]
-    )
+    failed: dict[int, dict[str, str | None]] = _errors.decode(verdict)
     if failed:
         raise _choose(board, error, failed)
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.block import Block
@@ -31,6 +32,8 @@ __all__ = [
     "sweep",
     "touched",
 ]
+
+_steps = msgpack_decoder(list[int])
 
 Runs = NDArray[np.int64]
 """Sorted, disjoint, non-touching half-open runs of line positions: shape ``(n, 2)``."""
@@ -187,7 +190,7 @@ def encode_runs(runs: Runs) -> bytes:
 
 def decode_runs(raw: bytes) -> Runs:
     """Invert `encode_runs`."""
-    steps = msgspec.msgpack.decode(raw, type=list[int])
+    steps = _steps.decode(raw)
     return np.cumsum(np.array(steps, dtype=np.int64), dtype=np.int64).reshape(-1, 2)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import WorkerError
 
 __all__ = ["Channel", "QueueChannel", "SocketChannel", "queue_pair"]
@@ -59,7 +60,7 @@ class SocketChannel:
         self._sock = sock
         self._out = sock.dup()
         self._out.settimeout(60.0)
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = msgpack_decoder(kind)
         self._buffer = bytearray()
         self._fds: list[int] = []
 

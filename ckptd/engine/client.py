@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ckptd import events
+from ckptd.decoding import json_decoder
 from ckptd.engine.arena import Slot
 from ckptd.engine.board import Board
 from ckptd.engine.channel import Channel, SocketChannel, queue_pair
@@ -58,6 +59,8 @@ from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
 __all__ = ["WriterClient", "near_key"]
+
+_outcomes = json_decoder(dict[str, str | None])
 
 _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
@@ -444,7 +447,7 @@ class WriterClient:
                     job.aborted = True
                     self._send(Abort(number, raw.decode()))
             elif (raw := self._board.peek(job.outcome_key)) is not None:
-                outcome = msgspec.json.decode(raw, type=dict[str, str | None])
+                outcome = _outcomes.decode(raw)
                 if outcome:
                     error = CkptdError.from_dict(outcome)
                     self._send(Abort(number, error.message))

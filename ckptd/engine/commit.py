@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from ckptd import events
+from ckptd.decoding import msgpack_decoder
 from ckptd.engine.assemble import assemble, check_plans, differing_groups
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.job import Part, Save
@@ -41,6 +42,8 @@ __all__ = [
     "remove_parts",
     "witness_plan",
 ]
+
+_plans = msgpack_decoder(SavePlan)
 
 _FIRST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.5
@@ -69,7 +72,7 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
         kind ``bad-record``: not a plan. kind ``digest``: not the one that its digest names.
     """
     try:
-        plan = msgspec.msgpack.decode(raw, type=SavePlan)
+        plan = _plans.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CorruptError(
             "not a plan", kind="bad-record", where=where, found=str(error)[:200]

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.events.event import AnyEvent, Lost, Opened, Span
 from ckptd.events.sink import SUFFIX
@@ -26,7 +27,7 @@ __all__ = ["EventFolder", "shifts"]
 LINE_BYTES = 64 << 10
 MOST_FILES = 1 << 18
 
-_decoder = msgspec.json.Decoder(Opened | Lost | AnyEvent)
+_decoder = json_decoder(Opened | Lost | AnyEvent)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.engine.agree import STALL_S, Pulse, agree, identity, liveness, wait
 from ckptd.engine.blocks import Runs, decode_runs, encode_runs
 from ckptd.engine.board import Board, LocalBoard
@@ -16,6 +17,8 @@ from ckptd.errors import CkptdError, UsageError
 __all__ = ["HostGroup", "Needs"]
 
 _Post = tuple[bytes, tuple[int, int], bool, tuple[int, str, str]]
+
+_posts = msgpack_decoder(_Post)
 """What a rank needs, its budgets, whether it can open its files, and its process."""
 
 
@@ -146,7 +149,7 @@ class HostGroup:
         From here on the processes of the others are known, so that a dead one is noticed at once.
         """
         post = msgspec.msgpack.encode((encode_runs(runs), budgets, files, identity()))
-        posts = [msgspec.msgpack.decode(raw, type=_Post) for raw in self.exchange("needs", post)]
+        posts = [_posts.decode(raw) for raw in self.exchange("needs", post)]
         for peer, (_, _, _, process) in enumerate(posts):
             if peer != self.local_rank:
                 self._alive[peer] = liveness(process)

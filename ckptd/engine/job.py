@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.engine.neighbours import MOST_TOLD, KnownNode
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan
@@ -344,6 +345,10 @@ Response = (
     | Happened
 )
 
+# Now, and not by the first channel, in whichever thread that is opened.
+msgpack_decoder(Request)
+msgpack_decoder(Response)
+
 
 class Part(msgspec.Struct, frozen=True):
     """What one rank reports of an attempt; kept below ``parts/`` until the commit.
@@ -397,8 +402,11 @@ class Part(msgspec.Struct, frozen=True):
         if raw[-DIGEST_BYTES:] != digest(body):
             raise CorruptError("a part is not what was written", kind="digest", where=where)
         try:
-            return msgspec.msgpack.decode(body, type=Part)
+            return _parts.decode(body)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise CorruptError(
                 "not a part", kind="bad-record", where=where, found=str(error)[:200]
             ) from None
+
+
+_parts = msgpack_decoder(Part)

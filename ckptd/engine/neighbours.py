@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.decoding import converter
+
 __all__ = ["MOST_AGO", "MOST_TOLD", "KnownNode", "followers", "former_nodes", "known_node", "older"]
 
 MOST_AGO = 8
@@ -44,11 +46,14 @@ class KnownNode(msgspec.Struct, frozen=True):
     ago: Annotated[int, msgspec.Meta(ge=0, le=MOST_AGO)] = 0
 
 
+_checked = converter(KnownNode)
+
+
 def known_node(name: str, memory: str, local: str, secret: str) -> KnownNode | None:
     """Return what is remembered of a node of this life; None where nobody could reach it later."""
     node = KnownNode(name, memory, local, secret)
     try:
-        return msgspec.convert(msgspec.to_builtins(node), KnownNode) if memory or local else None
+        return _checked(msgspec.to_builtins(node)) if memory or local else None
     except msgspec.ValidationError:
         return None
 

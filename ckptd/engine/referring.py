@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.fetch import load_index
 from ckptd.engine.job import Part, Save
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from ckptd.engine.drain import RankPlan
 
 __all__ = ["Search", "Unchanged"]
+
+_announced = msgpack_decoder(Announced)
 
 HEAR_S = 10.0
 """How long a rank waits for rank 0's word, in seconds: then it writes everything."""
@@ -220,7 +223,7 @@ class Unchanged:
                 pause = min(2 * pause, 0.5)
                 continue
             try:
-                return msgspec.msgpack.decode(raw, type=Announced)
+                return _announced.decode(raw)
             except msgspec.MsgspecError as error:
                 raise CorruptError(
                     "not what rank 0 announces",

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.engine.agree import identity, liveness
 from ckptd.engine.board import Board
 from ckptd.engine.hostbuffer import SharedMemory
@@ -22,6 +23,8 @@ from ckptd.engine.transport import Pending, gone
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["ShmTransport"]
+
+_posts = msgpack_decoder(tuple[str, int, tuple[int, str, str]])
 
 U8 = NDArray[np.uint8]
 
@@ -90,9 +93,7 @@ class ShmTransport:
             self._set("there", post)
             for peer in range(self.world):
                 raw = self._get("there", peer)
-                path, their_bytes, process = msgspec.msgpack.decode(
-                    raw, type=tuple[str, int, tuple[int, str, str]]
-                )
+                path, their_bytes, process = _posts.decode(raw)
                 if their_bytes != message_bytes:
                     raise UsageError(
                         "ranks have different budgets",

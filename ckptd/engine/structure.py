@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import UsageError
 from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import FileMap
@@ -80,7 +81,10 @@ class Structure(msgspec.Struct, frozen=True):
     @staticmethod
     def decode(raw: bytes) -> Structure:
         """Invert `encode`; msgspec errors when `raw` is something else."""
-        return msgspec.json.decode(raw, type=Structure)
+        return _structures.decode(raw)
+
+
+_structures = json_decoder(Structure)
 
 
 class Group(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from ckptd import events
+from ckptd.crashes import report_crashes
 from ckptd.engine.arena import Slot, half_staged
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.channel import Channel, SocketChannel
@@ -525,6 +526,7 @@ def _turn_s(rank: int) -> float:
 
 def main() -> None:
     """Entry point of the process: the channel is the socket whose number is the only argument."""
+    report_crashes()
     worker = Worker(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
     # A worker in a thread of the trainer tells the same bus, and must not tell it twice.
     events.subscribe(lambda event: worker.tell(Happened(event)))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import zstandard
 
+from ckptd.decoding import converter
 from ckptd.errors import CorruptError
 from ckptd.format.names import CommitName, data_folder
 from ckptd.format.strictjson import parse_json
@@ -165,6 +166,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return [Owners(r) for r in self.owners]
 
 
+converter(Manifest)  # now, and not by the first thread that reads one
+
+
 def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
     """Return ``(file name, bytes)``: JSON, or zstd of it when that is large. Deterministic."""
     stamped = msgspec.structs.replace(manifest, format=FORMAT, version=VERSION)
@@ -224,7 +228,7 @@ def decode_json(raw: bytes, where: str) -> dict[str, Any]:
 def convert(document: dict[str, Any], kind: type[T], where: str) -> T:
     """Turn parsed JSON into a struct, or raise `CorruptError` naming the field."""
     try:
-        return msgspec.convert(document, kind)
+        return converter(kind)(document)
     except (msgspec.ValidationError, RecursionError, OverflowError) as error:
         raise CorruptError(
             f"not a {kind.__name__}", kind="bad-record", where=where, found=str(error)[:300]

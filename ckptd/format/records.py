@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.decoding import converter
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import MAX_MANIFEST_BYTES, convert, decode_json
 from ckptd.format.names import (
@@ -129,6 +130,10 @@ class Pin(msgspec.Struct, frozen=True):
     created: str
     reason: str = ""
     version: int = RECORD_VERSION
+
+
+for _kind in (RootMarker, Generation, Commit, Lease, Pin):
+    converter(_kind)  # now, and not by the first thread that reads one
 
 
 def encode_record(record: RootMarker | Generation | Commit | Lease | Pin) -> bytes:

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from ckptd.decoding import converter, json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.monitor.limits import Limits
 from ckptd.monitor.plainpickle import loads
@@ -95,6 +96,12 @@ class _Dump(msgspec.Struct):
     entries: list[_Entry] = []
     pg_config: dict[str, _Group] = {}
     pg_status: dict[str, _Status] = {}
+
+
+_to_dump = converter(_Dump, strict=False)
+
+
+_dumps = json_decoder(_Dump, strict=False)
 
 
 @dataclass
@@ -179,8 +186,8 @@ def read(path: Path) -> tuple[_Dump, float]:
         raise _bad(path, f"more than {FILE_BYTES} bytes")
     try:
         if data[:1] == b"\x80":
-            return msgspec.convert(loads(data, str(path)), _Dump, strict=False), written.st_mtime
-        return msgspec.json.decode(data, type=_Dump, strict=False), written.st_mtime
+            return _to_dump(loads(data, str(path))), written.st_mtime
+        return _dumps.decode(data), written.st_mtime
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _bad(path, str(error)[:200]) from error
 

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError
 from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
 
@@ -73,6 +74,9 @@ class RasReport(msgspec.Struct, frozen=True):
     communicators: tuple[RasCommunicator, ...] = ()
 
 
+_reports = json_decoder(RasReport)
+
+
 def parse(data: bytes) -> RasReport:
     """Return what RAS answered in JSON; what its text says is for people and not read.
 
@@ -84,7 +88,7 @@ def parse(data: bytes) -> RasReport:
     try:
         if len(data) > REPORT_BYTES:
             raise ValueError(f"more than {REPORT_BYTES} bytes")
-        return msgspec.json.decode(data, type=RasReport)
+        return _reports.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptError(
             "this is not an answer of NCCL's RAS",

@@ -17,6 +17,7 @@ from typing import Self
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
 from ckptd.monitor.incident import Changes, Incident
 from ckptd.monitor.sheet import SheetLimits, unpack, unpack_fencing, unpack_found
@@ -66,6 +67,9 @@ class Frame(msgspec.Struct, frozen=True):
 class _Header(msgspec.Struct, frozen=True):
     job: str
     epoch: float = 0.0
+
+
+_headers = json_decoder(_Header)
 
 
 def _head(job: str, epoch: float) -> bytes:
@@ -213,7 +217,7 @@ class Recording:
             raw = file.read(size) if size <= _HEADER_BYTES else b""
             if len(raw) == size and zlib.crc32(raw) == check:
                 try:
-                    return msgspec.json.decode(raw, type=_Header)
+                    return _headers.decode(raw)
                 except msgspec.MsgspecError as error:
                     raise self._bad(str(error)) from error
         raise self._bad(f"a file that begins with {start[:16]!r}")

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 import zstandard
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.monitor.messages import (
     GAP,
     SHEET_RANK,
@@ -62,10 +63,10 @@ _PLAIN, _PACKED = b"\x00", b"\x01"
 _PACK_ABOVE = 4096
 _RATIO = 512
 _encoder = msgspec.msgpack.Encoder()
-_sheets = msgspec.msgpack.Decoder(Sheet)
-_orders = msgspec.msgpack.Decoder(Orders)
-_found = msgspec.msgpack.Decoder(Found)
-_fencing = msgspec.msgpack.Decoder(Fencing)
+_sheets = msgpack_decoder(Sheet)
+_orders = msgpack_decoder(Orders)
+_found = msgpack_decoder(Found)
+_fencing = msgpack_decoder(Fencing)
 _MOST_GENERATION = 1 << 62
 _MOST_REASON = 2000
 

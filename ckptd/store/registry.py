@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ckptd.decoding import converter
 from ckptd.errors import CkptdError, UsageError
 from ckptd.store.base import Store
 
@@ -77,7 +78,7 @@ def register_store(scheme: str, opener: Opener | str, *, replace: bool = False) 
 def parse_options(url: str, options: dict[str, Any], form: type[_Options]) -> _Options:
     """Return `options` as `form`; an unknown name or a wrong type is a `UsageError`."""
     try:
-        return msgspec.convert(options, form)
+        return converter(form)(options)
     except msgspec.ValidationError as error:
         raise UsageError(
             "the store does not take these options",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def from_json(data: bytes | str) -> StoreSpec:
         """Return the description that `to_json` encoded; `UsageError` when it is none."""
         try:
-            return msgspec.json.decode(data, type=StoreSpec)
+            return _specs.decode(data)
         except msgspec.MsgspecError as error:
             raise UsageError(
                 "not a description of a store", kind="bad-store-spec", found=error
@@ -209,3 +210,6 @@ class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __repr__(self) -> str:
         return f"StoreSpec({self.redacted()})"
+
+
+_specs = json_decoder(StoreSpec)

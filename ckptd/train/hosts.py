@@ -6,10 +6,13 @@ import os
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.engine.hostinfo import address_towards, host_id
 from ckptd.train.agree import Agreement
 
 __all__ = ["bind_address", "host_count", "host_id", "host_members"]
+
+_members = json_decoder(dict[str, tuple[int, ...]])
 
 
 def host_members(agreement: Agreement) -> tuple[int, ...]:
@@ -32,7 +35,7 @@ def _hosts(agreement: Agreement) -> dict[str, tuple[int, ...]]:
         return msgspec.json.encode(table)
 
     raw = agreement.all_reports("hosts", own.encode(), tabulate)
-    return msgspec.json.decode(raw, type=dict[str, tuple[int, ...]])
+    return _members.decode(raw)
 
 
 def bind_address() -> str:

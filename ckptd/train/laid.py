@@ -14,6 +14,7 @@ from functools import cached_property
 import msgspec
 from torch.distributed.tensor import DTensor
 
+from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.engine.reshard.layouts import Program
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.digest import digest_hex
@@ -28,6 +29,8 @@ from ckptd.train.laid_writers import Writers
 from ckptd.train.leaves import Leaves
 
 __all__ = ["JobLayout", "Laid", "NameKind", "Seen"]
+
+_groups = json_decoder(dict[str, tuple[int, ...]])
 
 _FLAT = re.compile(r"(?:.*\.)?(flat\.[0-9]+\.[^.]+)")
 
@@ -187,6 +190,9 @@ class _Post(msgspec.Struct, frozen=True):
     shapes: dict[str, Shape]
 
 
+_posts = msgpack_decoder(_Post)
+
+
 @dataclass
 class Laid:
     """Binds a layout to the states of one job.
@@ -320,14 +326,14 @@ class Laid:
             return msgspec.json.encode(ranks)
 
         raw = self.agreement.all_reports("layout", report, tabulate)
-        table = msgspec.json.decode(raw, type=dict[str, tuple[int, ...]])
+        table = _groups.decode(raw)
         if table[own][0] == board.rank and board.world > 1:
             board.set(f"layout/{own}", post)
         out = {}
         for digest, ranks in table.items():
             key = f"layout/{digest}"
             body = post if digest == own else self.agreement.wait(key, ranks[0], 600.0)
-            out[ranks] = msgspec.msgpack.decode(body, type=_Post)
+            out[ranks] = _posts.decode(body)
         return out
 
     # --- binding --------------------------------------------------------------------------------

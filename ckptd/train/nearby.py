@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.engine.client import WriterClient
 from ckptd.engine.distant import Distant
@@ -59,6 +60,9 @@ class _Node(msgspec.Struct, frozen=True):
     secret: str
 
 
+_nodes = json_decoder(_Node)
+
+
 _Nodes = dict[str, _Node]
 _AGAIN = "agents-again"
 """Counts agents that came in place of dead ones; below it are their nodes' names."""
@@ -71,11 +75,17 @@ class _Report(msgspec.Struct, frozen=True):
     former: tuple[KnownNode, ...] = ()
 
 
+_reports = json_decoder(_Report)
+
+
 class _Table(msgspec.Struct, frozen=True):
     """What all ranks then know: the nodes that are there, and those that were."""
 
     nodes: _Nodes
     former: list[KnownNode]
+
+
+_tables = json_decoder(_Table)
 
 
 class Nearby:
@@ -146,7 +156,7 @@ class Nearby:
             # Nobody waits for the report of a rank that has no agent.
             report = self._agreement.on_every_rank(lambda: self._introduce(client))
             raw = self._agreement.all_reports("agents", msgspec.json.encode(report), _tabulate)
-            table = msgspec.json.decode(raw, type=_Table)
+            table = _tables.decode(raw)
             own, self._nodes, self._former = report.node, table.nodes, table.former
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
         if again:
@@ -173,7 +183,7 @@ class Nearby:
                 return
             raw = board.peek(self._key(name.decode()))
             if raw is not None:
-                self._nodes[name.decode()] = msgspec.json.decode(raw, type=_Node)
+                self._nodes[name.decode()] = _nodes.decode(raw)
             self._heard_again = number
 
     def _remember(self, client: WriterClient) -> None:
@@ -218,7 +228,7 @@ class Nearby:
         if chosen is None:
             return False
         raw = self._agreement.board.peek(self._key(chosen))
-        node = self._nodes[chosen] if raw is None else msgspec.json.decode(raw, type=_Node)
+        node = self._nodes[chosen] if raw is None else _nodes.decode(raw)
         if node == self._partner or not node.memory:
             return False
         self._nodes[chosen] = self._partner = node
@@ -315,7 +325,7 @@ def near_tiers(
 
 
 def _tabulate(raw: list[bytes]) -> bytes:
-    reports = [msgspec.json.decode(each, type=_Report) for each in raw]
+    reports = [_reports.decode(each) for each in raw]
     nodes = {report.node.name: report.node for report in reports}
     former = former_nodes(nodes, (known for report in reports for known in report.former))
     return msgspec.json.encode(_Table(nodes, former))

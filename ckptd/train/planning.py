@@ -6,12 +6,15 @@ import contextlib
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.engine.structure import Group, SavePlan, Structure, build_plan
 from ckptd.errors import CkptdError
 from ckptd.format.digest import digest_hex
 from ckptd.train.agree import Agreement
 
 __all__ = ["Planner"]
+
+_groups = json_decoder(dict[str, tuple[int, ...]])
 
 _FAILED = "structure-failed"
 
@@ -91,7 +94,7 @@ class Planner:
             return msgspec.json.encode(ranks)
 
         table = self._agreement.all_reports("structure", own.encode(), tabulate)
-        by_digest = msgspec.json.decode(table, type=dict[str, tuple[int, ...]])
+        by_digest = _groups.decode(table)
         # Only the first rank of each group publishes its structure, under its digest.
         if by_digest[own][0] == board.rank:
             board.set(f"structure/{own}", raw)

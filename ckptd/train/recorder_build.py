@@ -23,6 +23,7 @@ from types import ModuleType
 
 import torch
 
+from ckptd.crashes import report_crashes
 from ckptd.errors import UsageError
 
 __all__ = ["build", "built", "load", "main"]
@@ -149,6 +150,7 @@ def _failed(command: list[str], found: str) -> UsageError:
 
 def main() -> None:
     """Build, and print the file."""
+    report_crashes()
     try:
         sys.stdout.write(f"{build()}\n")
     except UsageError as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from ckptd.decoding import converter, json_decoder
 from ckptd.engine.candidates import Candidate, Candidates, find_candidates
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import hold
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from ckptd.store.base import Store
 
 __all__ = ["LoadSources", "Near", "Next"]
+
+_texts = json_decoder(dict[str, str])
+
+_candidates = converter(Candidates)
 
 Near = Callable[[], "Sequence[Store | Source]"]
 """Gives the near tiers as this rank reaches them, nearest first."""
@@ -99,7 +104,7 @@ class LoadSources:
         def find() -> Any:
             return msgspec.to_builtins(self._find(step, without_root))
 
-        found = msgspec.convert(self._agreement.on_rank_zero("candidates", find), Candidates)
+        found = _candidates(self._agreement.on_rank_zero("candidates", find))
         if not found.items:
             raise NotFoundError(
                 "there is no checkpoint on the line",
@@ -260,7 +265,7 @@ class LoadSources:
         count = self._agreement.on_rank_zero("finish", cut)
         tell = self._agreement.on_rank_zero
         told = [tell("finish", partial(pieces.__getitem__, i)) for i in range(count)]
-        return msgspec.json.decode("".join(told), type=dict[str, str])
+        return _texts.decode("".join(told))
 
     @staticmethod
     def _witness(

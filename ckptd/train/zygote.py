@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
+from ckptd.crashes import report_crashes
 from ckptd.elastic.launchers.zygotewire import (
     Exited,
     Fork,
@@ -189,6 +190,7 @@ def main(arguments: list[str]) -> Callable[[], None]:
         Descriptor of the socket; process id of the launcher; ``preload``, or ``plain`` if nothing
         is to be imported and commands are to be run. What follows is only to be seen by people.
     """
+    report_crashes()  # also of the ranks, which are its forks
     launcher = int(arguments[1])
     die_with(launcher, signal.SIGKILL)
     sock = socket.socket(fileno=int(arguments[0]))

@@ -19,10 +19,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.workerwire import LEASE_VARIABLE
 
 __all__ = ["THREADS_VARIABLE", "become", "die_with", "run_program"]
+
+_environs = msgpack_decoder(dict[str, str])
 
 THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
 """1 in the zygote, so that numpy starts no threads there."""
@@ -82,7 +85,7 @@ def _rest(given: int) -> dict[str, str]:
     with open(given, "rb") as gate:
         raw = gate.read(_MOST_BYTES)
     try:
-        return msgspec.msgpack.decode(raw, type=dict[str, str])
+        return _environs.decode(raw)
     except msgspec.MsgspecError:
         os._exit(1)
 

@@ -20,11 +20,14 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import DeadlineError, StoreError, UsageError
 
 __all__ = ["Api", "ApiError", "Json", "in_cluster"]
 
 Json = dict[str, Any]
+
+_documents = json_decoder(Json)
 
 _FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_BYTES = 64 << 20
@@ -262,7 +265,7 @@ def _too_large(where: str, most: int) -> StoreError:
 
 def _decoded(raw: bytes, where: str) -> Json:
     try:
-        return msgspec.json.decode(raw, type=Json)
+        return _documents.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(
             "the Kubernetes API answers something else than an object of JSON",
@@ -275,7 +278,7 @@ def _decoded(raw: bytes, where: str) -> Json:
 def _message(raw: bytes) -> str:
     """Return what a Status says, or the beginning of whatever came."""
     try:
-        found = msgspec.json.decode(raw, type=Json)
+        found = _documents.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return raw[:200].decode("utf-8", "replace")
     return f"{found.get('reason', '')}: {found.get('message', '')}"

@@ -9,6 +9,7 @@ standard library, since it is started with every agent.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import select
 import shutil
@@ -123,4 +124,5 @@ def main(agent: int, token: str, lease: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable(2)
     main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
+
 __all__ = ["Exited", "Fork", "Forked", "FromZygote", "NotForked", "Ready", "Reap", "ToZygote"]
 
 
@@ -86,3 +88,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 ToZygote = Fork | Reap
 FromZygote = Ready | Forked | NotForked | Exited
+
+# Now, and not by the first connection, in whichever thread that is opened.
+msgpack_decoder(ToZygote)
+msgpack_decoder(FromZygote)

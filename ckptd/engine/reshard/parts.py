@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import PARTS
@@ -32,6 +33,9 @@ class FilePart(msgspec.Struct, frozen=True):
     values: bytes = b""
 
 
+_file_parts = msgpack_decoder(FilePart)
+
+
 def _key(folder: str, number: int) -> str:
     return f"{folder}{PARTS}f{number:05d}"
 
@@ -45,7 +49,7 @@ def load_part(store: Store, folder: str, number: int) -> FilePart | None:
     """Return the part of a file when the file is complete and has the length that it says."""
     key = _key(folder, number)
     try:
-        part = msgspec.msgpack.decode(store.get(key), type=FilePart)
+        part = _file_parts.decode(store.get(key))
         size = store.stat(part.file.path).size if part.file.data_start else 0
     except NotFoundError:
         return None

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import TransientStoreError
 from ckptd.store.net.messages import MOST_BODY_BYTES
 
@@ -43,7 +44,7 @@ _JOINED_BYTES = 1 << 16  # up to here one system call is worth a copy
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     """Return what decodes messages of `kind`."""
-    return msgspec.msgpack.Decoder(kind)
+    return msgpack_decoder(kind)
 
 
 class Wire:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
+from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError
 from ckptd.train.demo import elastic
 from ckptd.train.demo import watched as watch
@@ -36,6 +37,7 @@ ELASTIC_TOLERANCE = 1e-6
 
 def main() -> None:
     """Run the demo as argv says; the exit code is 0 only when everything held."""
+    report_crashes()
     parser = argparse.ArgumentParser(prog="python -m ckptd.train.demo", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.train.demo.verbs import run_ckptd
 
 __all__ = ["Comparison", "compare"]
@@ -25,6 +26,9 @@ class _Object(msgspec.Struct):
 class _Document(msgspec.Struct):
     tensors: list[_Tensor]
     objects: list[_Object]
+
+
+_documents = json_decoder(_Document)
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -49,7 +53,7 @@ def compare(left: str, right: str, deadline_s: float) -> Comparison:
         It took longer than `deadline_s` seconds.
     """
     done = run_ckptd(["diff", left, right, "--json"], deadline_s, fine=(_EQUAL, _DIFFERENT))
-    document = msgspec.json.decode(done.stdout, type=_Document)
+    document = _documents.decode(done.stdout)
     differing = [tensor.name for tensor in document.tensors if not tensor.bit_exact]
     differing += [entry.name for entry in document.objects if entry.name not in _RESEEDED]
     exact = sum(tensor.bit_exact for tensor in document.tensors)

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.train.demo.elasticjob import FINISH, ElasticSpec, RankRow, TrainedRow
 from ckptd.train.demo.elasticjudge import largest_gap, lives_of, violations
@@ -24,6 +25,8 @@ from ckptd.train.demo.report import Check, Deed, Elastic
 from ckptd.train.demo.verbs import run_ckptd
 
 __all__ = ["checks_of_elastic", "elastic_run", "why_not"]
+
+_specs = json_decoder(ElasticSpec)
 
 NODES = 5
 PLANNED = 4
@@ -186,7 +189,7 @@ class _Teller:
 
     def train_alone(self, steps: int) -> None:
         """Train so many steps on one node, undisturbed."""
-        spec = msgspec.json.decode((self._folder / "spec.json").read_bytes(), type=ElasticSpec)
+        spec = _specs.decode((self._folder / "spec.json").read_bytes())
         spec = msgspec.structs.replace(spec, steps=steps, pause_s=0.0)
         (self._folder / "spec.json").write_bytes(msgspec.json.encode(spec))
         self.nodes.start("n0")

@@ -18,6 +18,8 @@ from torch import Tensor, distributed
 from torch.optim import AdamW
 
 import ckptd
+from ckptd.crashes import report_crashes
+from ckptd.decoding import json_decoder
 from ckptd.elastic import ElasticSampler, Schedule, World, scale_gradients, session
 from ckptd.train.demo.cut import cut_model
 from ckptd.train.demo.data import read_corpus
@@ -52,6 +54,9 @@ class ElasticSpec(msgspec.Struct, frozen=True):
     seed: int = 1
     learning_rate: float = 1e-3
     pause_s: float = 0.0
+
+
+_specs = json_decoder(ElasticSpec)
 
 
 class TrainedRow(msgspec.Struct, frozen=True):
@@ -97,7 +102,7 @@ class RankRow(msgspec.Struct, frozen=True):
 
 def train(world: World, folder: Path) -> None:
     """Train in one generation, up to the last step."""
-    spec = msgspec.json.decode((folder / "spec.json").read_bytes(), type=ElasticSpec)
+    spec = _specs.decode((folder / "spec.json").read_bytes())
     distributed.init_process_group("gloo")
     job = _Job(spec)
     with ckptd.Checkpointer(
@@ -207,6 +212,7 @@ def main() -> None:
 
     With ``--once`` as a script without a session does: each generation takes new processes.
     """
+    report_crashes()
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     if "--once" in sys.argv[2:]:

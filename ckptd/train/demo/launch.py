@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 import psutil
 
+from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.train.demo.spec import ProcessRow, RunSpec
 
@@ -152,7 +153,7 @@ def read_rows(path: Path, kind: type[R]) -> list[R]:
     except FileNotFoundError:
         return []
     whole = raw[: raw.rfind(b"\n") + 1]
-    return [msgspec.json.decode(line, type=kind) for line in whole.splitlines()]
+    return [json_decoder(kind).decode(line) for line in whole.splitlines()]
 
 
 T = TypeVar("T")

@@ -18,6 +18,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import ckptd
+from ckptd.crashes import report_crashes
+from ckptd.decoding import json_decoder
 from ckptd.errors import MismatchError, UsageError
 from ckptd.train.demo.cut import cut_model
 from ckptd.train.demo.data import SampleOrder, read_corpus
@@ -26,6 +28,8 @@ from ckptd.train.demo.model import build
 from ckptd.train.demo.spec import ProcessRow, RunSpec, SnapshotRow, StateRow, StepRow
 
 __all__ = ["Job", "main", "train"]
+
+_specs = json_decoder(RunSpec)
 
 _LINGER_S = 2.0
 """Lives of the demo end by themselves or by a kill; the next one goes on from the disk."""
@@ -220,7 +224,8 @@ def _plain(schedule: LambdaLR) -> dict[str, Any]:
 
 def main() -> NoReturn:
     """Join the process group that torchrun describes and train as the file in argv says."""
-    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=RunSpec)
+    report_crashes()
+    spec = _specs.decode(Path(sys.argv[1]).read_bytes())
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=spec.timeout_s))
     train(spec)

@@ -16,6 +16,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from ckptd.crashes import report_crashes
 from ckptd.train.demo.model import build
 from ckptd.train.demo.spec import GptShape
 
@@ -62,4 +63,5 @@ def _tell(path: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
+    report_crashes()
     main()

@@ -1,0 +1,18 @@
+"""What a process of ours leaves behind when a signal of the processor ends it."""
+
+from __future__ import annotations
+
+import faulthandler
+
+__all__ = ["report_crashes"]
+
+_STDERR = 2
+
+
+def report_crashes() -> None:
+    """Have a crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) leave all threads' stacks on stderr.
+
+    That is the log of a process that has one. Whoever has arranged it already is left alone.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_STDERR, all_threads=True)

@@ -1,0 +1,76 @@
+"""Decoders of typed data: made once, when a module is imported.
+
+msgspec collects what it knows of a Struct when that is decoded for the first time, and puts it
+where all threads find it before it is complete: a second thread that decodes the same type
+meanwhile reads a null pointer and takes the process along (SIGSEGV, msgspec 0.22.0). So nobody
+decodes by a bare type: whoever decodes has a decoder from here. One is made at a time, also where
+two threads import modules, and no process is forked while one is half made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+__all__ = ["converter", "json_decoder", "msgpack_decoder"]
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+_making = threading.RLock()
+# A child of a fork has only the thread that forked: what another was at would stay half made.
+os.register_at_fork(
+    before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release
+)
+
+
+_made: dict[tuple[str, Any, bool], Any] = {}
+
+
+@overload
+def json_decoder(kind: type[T], *, strict: bool = True) -> msgspec.json.Decoder[T]: ...
+@overload
+def json_decoder(kind: Any, *, strict: bool = True) -> msgspec.json.Decoder[Any]: ...
+def json_decoder(kind: Any, *, strict: bool = True) -> msgspec.json.Decoder[Any]:
+    """Return what decodes JSON as `kind`, in any number of threads; the same one each time.
+
+    Call it at the top level of a module, so that no first message waits for it.
+
+    Parameters
+    ----------
+    strict
+        False: texts that say a number count as one.
+    """
+    return _once("json", kind, strict, lambda: msgspec.json.Decoder(kind, strict=strict))
+
+
+@overload
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]: ...
+@overload
+def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]: ...
+def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return what decodes msgpack as `kind`; as `json_decoder`."""
+    return _once("msgpack", kind, True, lambda: msgspec.msgpack.Decoder(kind))
+
+
+@overload
+def converter(kind: type[T], *, strict: bool = True) -> Callable[[Any], T]: ...
+@overload
+def converter(kind: Any, *, strict: bool = True) -> Callable[[Any], Any]: ...
+def converter(kind: Any, *, strict: bool = True) -> Callable[[Any], Any]:
+    """Return what makes a `kind` of plain values (`msgspec.convert`); as `json_decoder`."""
+    msgpack_decoder(kind)  # `convert` finds complete what this has collected
+    return partial(msgspec.convert, type=kind, strict=strict)
+
+
+def _once(form: str, kind: Any, strict: bool, make: Callable[[], D]) -> D:
+    with _making:
+        decoder: D | None = _made.get((form, kind, strict))
+        if decoder is None:
+            decoder = _made[form, kind, strict] = make()
+        return decoder
