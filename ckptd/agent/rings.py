@@ -7,6 +7,7 @@ opened, and one that is damaged is told once and left alone until it is another 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import stat
@@ -78,7 +79,7 @@ class Ring:
         self.answers = -1
         self._beat = (0, now)
         self._beats = 0
-        self._looked = 0.0
+        self._looked = -math.inf
         self._turns: tuple[float, int] | None = None
 
     @property

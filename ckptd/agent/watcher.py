@@ -7,6 +7,7 @@ the daemon, which may be away for as long as it likes.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import threading
@@ -85,7 +86,7 @@ class Watcher:
         self._period_s = Orders().period_s
         self._asked: set[int] = set()
         self._urgent = True
-        self._sent_at = self._tallied_at = self._cleaned_at = 0.0
+        self._sent_at = self._tallied_at = self._cleaned_at = -math.inf
         self._stuck: set[Ring] = set()
         self._looked_into: set[Ring] = set()
         self._waiting: dict[int, Ring] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -278,7 +279,7 @@ class _Batch:
 
     def __init__(self, plan: Plan, launcher: SlurmLauncher, environ: dict[str, str]) -> None:
         self._plan, self._launcher, self._environ = plan, launcher, environ
-        self._looked = 0.0
+        self._looked = -math.inf
         self._watch: Watch | None = None
 
     def run(self, parts: Path) -> SlurmDocument:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ckptd.daemon.bodies import refusal
+from ckptd.daemon.bodies import connection_of, refusal
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 
@@ -107,7 +107,10 @@ class Access:
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
             raise RefusedError("another site sent this", kind="bad-origin", found=origin[:100])
-        if not self._open(request) and not self._shown(request, acts=request.method != "GET"):
+        shown = self._shown(request, acts=request.method != "GET")
+        if shown:
+            connection_of(request).proved = True
+        elif not self._open(request):
             raise RefusedError(
                 "this needs the token",
                 kind="no-token",

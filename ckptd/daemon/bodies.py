@@ -22,7 +22,17 @@ from ckptd.errors import (
     UsageError,
 )
 
-__all__ = ["Hold", "document", "json_bytes", "plain", "read_body", "refusal", "status_of"]
+__all__ = [
+    "Connection",
+    "Hold",
+    "connection_of",
+    "document",
+    "json_bytes",
+    "plain",
+    "read_body",
+    "refusal",
+    "status_of",
+]
 
 READ_S = 20.0
 """A body must be there within so many seconds."""
@@ -92,30 +102,104 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
+class Connection:
+    """What is known of a connection, over all its requests.
+
+    Attributes
+    ----------
+    proved
+        Whether its other end has shown that it knows the job's secret, or a token.
+    """
+
+    def __init__(self) -> None:
+        self.proved = False
+
+
+def connection_of(request: Request) -> Connection:
+    """Return the connection of a request; see `ckptd.daemon.server`."""
+    known = request.scope.get("state", {}).get("connection")
+    return known if isinstance(known, Connection) else Connection()
+
+
 class Hold:
-    """How many bytes of bodies are in memory at once, over all connections."""
+    """How many bytes of bodies are in memory at once: as many again of strangers.
+
+    Whether a body is signed is known once it is there whole. So connections on which a signed
+    message came before have a budget that no stranger takes from. In that of the strangers the
+    body that has been coming for the longest makes room for the next one: a true one is there
+    within milliseconds, and one that is held back on purpose keeps nobody out.
+
+    Parameters
+    ----------
+    most
+        Bytes, of each of both.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.bytes = 0
+        self._held = {True: 0, False: 0}
+        self._strangers: dict[Body, None] = {}
 
-    def take(self, size: int) -> None:
-        """Count `size` bytes more.
+    @property
+    def bytes(self) -> int:
+        """What is in memory now, of all."""
+        return sum(self._held.values())
+
+    def take(self, body: Body, size: int) -> None:
+        """Count `size` bytes more of `body`.
 
         Raises
         ------
         TransientStoreError
-            kind ``busy``: that would be too many.
+            kind ``busy``: that would be too many, or others needed the room.
         """
-        if self.bytes + size > self._most:
-            raise TransientStoreError(
-                "the daemon has no room for more messages now", kind="busy", hint="try again"
-            )
-        self.bytes += size
+        if not (body.proved or body.ended):
+            self._strangers[body] = None
+            while self._held[False] + size > self._most:
+                oldest = next(iter(self._strangers))
+                if oldest is body:
+                    break
+                self.drop(oldest)
+                oldest.end()
+        if body.ended or self._held[body.proved] + size > self._most:
+            raise body.busy()
+        self._held[body.proved] += size
+        body.size += size
+
+    def drop(self, body: Body) -> None:
+        """Count a body no more. Idempotent."""
+        self._strangers.pop(body, None)
+        self._held[body.proved] -= body.size
+        body.size = 0
 
 
-async def read_body(request: Request, most: int, hold: Hold | None = None) -> bytes:
+class Body:
+    """A body that is coming in."""
+
+    def __init__(self, proved: bool, ending: asyncio.Timeout) -> None:
+        self.proved = proved
+        self.size = 0
+        self.ended = False
+        self._ending = ending
+
+    def end(self) -> None:
+        """Read no more of it: it makes room for another."""
+        self.ended = True
+        self._ending.reschedule(asyncio.get_running_loop().time())
+
+    def busy(self) -> TransientStoreError:
+        """Return the error of whoever finds no room."""
+        return TransientStoreError(
+            "the daemon has no room for more messages now", kind="busy", hint="try again"
+        )
+
+
+async def read_body(
+    request: Request, most: int, hold: Hold | None = None, *, proved: bool = False
+) -> bytes:
     """Return a request's body; refuses before it reads more than `most` bytes.
+
+    `proved`: a signed message came before on this connection; see `Hold`.
 
     Raises
     ------
@@ -131,22 +215,26 @@ async def read_body(request: Request, most: int, hold: Hold | None = None) -> by
         raise _too_large(most, said)
     parts: list[bytes] = []
     size = 0
+    ending = asyncio.timeout(READ_S)
+    body = Body(proved, ending)
     try:
-        async with asyncio.timeout(READ_S):
+        async with ending:
             async for part in request.stream():
                 size += len(part)
                 if size > most:
                     raise _too_large(most, f"more than {most}")
                 if hold is not None:
-                    hold.take(len(part))
+                    hold.take(body, len(part))
                 parts.append(part)
     except TimeoutError as error:
+        if body.ended:
+            raise body.busy() from error
         raise DeadlineError("the body did not come", kind="late") from error
     except ClientDisconnect as error:
         raise UsageError("the body was not sent whole", kind="bad-request") from error
     finally:
         if hold is not None:
-            hold.bytes -= sum(map(len, parts))
+            hold.drop(body)
     return b"".join(parts)
 
 

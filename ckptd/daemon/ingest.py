@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ckptd.daemon.bodies import Hold, document, read_body, refusal
+from ckptd.daemon.bodies import Hold, connection_of, document, read_body, refusal
 from ckptd.daemon.tape import Tape
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.monitor.recording import Frame
@@ -97,9 +97,11 @@ class Ingest:
         mac = request.headers.get(MAC_HEADER)
         try:
             self._glance(mac)
-            body = await read_body(request, self._limits.packed, self._hold)
+            limit, connection = self._limits.packed, connection_of(request)
+            body = await read_body(request, limit, self._hold, proved=connection.proved)
             path = request.scope["path"]
             check_request(mac, self._secret, request.method, path, self.challenge, body)
+            connection.proved = True
             orders = await asyncio.wrap_future(self.hand_in(kind, body))
         except CkptdError as error:
             self.counts.refused[error.kind] += 1

@@ -10,10 +10,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from ckptd.daemon.bodies import Connection
 
 __all__ = ["Serving", "url_of"]
 
@@ -22,6 +25,7 @@ _IDLE_S = 75
 _END_S = 5
 _BACKLOG = 2048
 _MOST_CONNECTIONS = 8192
+_MOST_STRANGERS = 4096
 _LOOK_S = 0.25
 
 
@@ -33,13 +37,29 @@ def url_of(sock: socket.socket, name: str | None = None) -> str:
 
 
 class _Patient(H11Protocol):
-    """Closes connections that begin a request and do not finish its head in time."""
+    """Closes connections that begin a request and do not finish its head in time.
 
+    Of strangers, so many are held at once; then the oldest goes for the next one, so that silent
+    connections keep nobody out.
+    """
+
+    strangers: ClassVar[dict[_Patient, None]]
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._connection = Connection()
+        self.app_state = {**self.app_state, "connection": self._connection}
+        self._make_room()
+        self.strangers[self] = None
         self._watch()
+
+    def _make_room(self) -> None:
+        while len(self.strangers) >= _MOST_STRANGERS:
+            oldest = next(iter(self.strangers))
+            del self.strangers[oldest]
+            if not oldest._connection.proved:
+                oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -52,6 +72,7 @@ class _Patient(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._late is not None:
             self._late.cancel()
+        self.strangers.pop(self, None)
         super().connection_lost(exc)
 
     def _busy(self) -> bool:
@@ -118,7 +139,7 @@ class Serving:
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=_Patient,
+                http=type("_Patient", (_Patient,), {"strangers": {}}),
                 ws="none",
                 lifespan="off",
                 log_config=None,

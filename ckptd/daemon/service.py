@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import time
@@ -278,7 +279,7 @@ class Service:
             self.latencies = [*self.latencies[-9999:], incident.latency_s]
         new = essence(incident)
         news = self._told.get(incident.id) != new
-        if news or board.now - self._kept_at.get(incident.id, 0.0) > _KEEP_S:
+        if news or board.now - self._kept_at.get(incident.id, -math.inf) > _KEEP_S:
             self._keep(incident)
             self._kept_at[incident.id] = board.now
             self._told[incident.id] = new

@@ -102,9 +102,7 @@ class Peer(asyncio.Protocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if not self._door.enter(self):
-            tcp.abort()
-            return
+        self._door.enter(self)
         self._timer = self._door.loop.call_later(_HANDSHAKE_S, self.cut)
 
     def data_received(self, data: bytes) -> None:
@@ -195,7 +193,7 @@ class Door:
         self.job, self.secret, self.life, self.listener = job, secret, life, listener
         self.refused = refused
         self.loop = asyncio.get_running_loop()
-        self._strangers: set[Peer] = set()
+        self._strangers: dict[Peer, None] = {}
         self._peers: set[Peer] = set()
         self._server: asyncio.Server | None = None
 
@@ -223,22 +221,23 @@ class Door:
         """All that have joined."""
         return frozenset(self._peers)
 
-    def enter(self, peer: Peer) -> bool:
-        """Note a new connection; return whether there is room for it."""
-        if len(self._strangers) >= _MOST_STRANGERS:
-            return False
-        self._strangers.add(peer)
-        return True
+    def enter(self, peer: Peer) -> None:
+        """Note a new connection; of too many that have not joined, the oldest is cut off."""
+        while len(self._strangers) >= _MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cut()
+        self._strangers[peer] = None
 
     def join(self, peer: Peer) -> None:
         """Note that a peer knows the secret."""
-        self._strangers.discard(peer)
+        self._strangers.pop(peer, None)
         self._peers.add(peer)
         self.listener.joined(peer)
 
     def leave(self, peer: Peer) -> None:
         """Note that a connection is closed."""
-        self._strangers.discard(peer)
+        self._strangers.pop(peer, None)
         if peer in self._peers:
             self._peers.discard(peer)
             self.listener.gone(peer)

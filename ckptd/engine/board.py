@@ -34,7 +34,10 @@ class Board(Protocol):
         """Return the value if it is there already, without waiting."""
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0; return its value. `peek` shows it as decimal."""
+        """Add to a counter, which begins at 0; return its value. `peek` does not show it."""
+
+    def count(self, key: str) -> int:
+        """Return the value of a counter."""
 
     def delete(self, key: str) -> None:
         """Forget a key; no error when it is gone."""
@@ -47,6 +50,7 @@ class LocalBoard:
         self.rank = rank
         self.world = world
         self._values: dict[str, bytes] = peers._values if peers else {}
+        self._counts: dict[str, int] = peers._counts if peers else {}
         self._changed: threading.Condition = peers._changed if peers else threading.Condition()
 
     def set(self, key: str, value: bytes) -> None:
@@ -75,12 +79,16 @@ class LocalBoard:
     def add(self, key: str, amount: int = 1) -> int:
         """See `Board`."""
         with self._changed:
-            value = int(self._values.get(key, b"0")) + amount
-            self._values[key] = b"%d" % value
-            self._changed.notify_all()
-            return value
+            self._counts[key] = self._counts.get(key, 0) + amount
+            return self._counts[key]
+
+    def count(self, key: str) -> int:
+        """See `Board`."""
+        with self._changed:
+            return self._counts.get(key, 0)
 
     def delete(self, key: str) -> None:
         """See `Board`."""
         with self._changed:
             self._values.pop(key, None)
+            self._counts.pop(key, None)

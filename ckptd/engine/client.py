@@ -490,7 +490,7 @@ class WriterClient:
         for tier in [t for t, state in job.handle.tiers.items() if state == "pending"]:
             key = near_key(job.outcome_key, tier)
             try:
-                if int(self._board.peek(key) or b"0") == self._board.world:
+                if self._board.count(key) == self._board.world:
                     self._complete(number, job, tier)
                 elif (raw := self._board.peek(key + "/failed")) is not None:
                     error = SaveError(raw.decode(), kind="aborted", where=tier)

@@ -77,6 +77,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         How long the agent keeps snapshots for the next life when this trainer dies, in seconds.
     bind
         Address on which the agents of other nodes reach this one's; empty: none does.
+    key
+        What the agent is to ask of other nodes, hexadecimal, derived from the job's secret; empty
+        where the job has none: the agent then draws one, and says it in `Ready`.
     """
 
     store: StoreSpec
@@ -85,10 +88,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     tiers: tuple[TierSpec, ...] = ()
     linger_s: float = 0.0
     bind: str = ""
+    key: str = ""
 
 
 class Partner(msgspec.Struct, frozen=True, tag=True):
-    """Whose memory the peer tier is: what that node's agent answered in its `Ready`.
+    """Whose memory the peer tier is, and the key that opens it, hexadecimal.
 
     Empty where no other node is there: what an earlier generation said holds no more.
     """
@@ -254,7 +258,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     memory, local
         Where other nodes read that, and what is in the node's folder: URLs, or empty.
     secret
-        For both.
+        For both; empty where it is the `key` that the trainer gave.
     pid_space
         Whose numbers `pid` is of: an agent in another container counts otherwise.
     neighbours

@@ -29,7 +29,7 @@ class AgentSpec:
     ----------
     place
         Where it is found, or started.
-    tiers, linger_s, bind
+    tiers, linger_s, bind, key
         See `Hello`.
     """
 
@@ -37,6 +37,7 @@ class AgentSpec:
     tiers: tuple[TierSpec, ...] = ()
     linger_s: float = LINGER_S
     bind: str = ""
+    key: str = ""
 
 
 def join_agent(
@@ -53,7 +54,7 @@ def join_agent(
         No agent answers.
     """
     hello = msgspec.structs.replace(
-        hello, tiers=agent.tiers, linger_s=agent.linger_s, bind=agent.bind
+        hello, tiers=agent.tiers, linger_s=agent.linger_s, bind=agent.bind, key=agent.key
     )
     end = time.monotonic() + START_S
     found = "no answer"

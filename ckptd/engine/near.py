@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -58,12 +56,12 @@ class Near:
         self._left: list[Store] = []
         self._keeping: list[str] = []
         self._peer: Store | None = None
-        self._peer_of = ""
+        self._peer_of = ("", "")
         self._root_id = ""
         self._complete: dict[str, list[CommitName]] = {}
         self._lost: deque[tuple[str, CommitName]] = deque(maxlen=_LOST)
         self._used: dict[str, int] = {}
-        self._secret = os.environ.get("CKPTD_SECRET") or secrets.token_hex(32)
+        self._key = ""
         self._servers: dict[str, StoreServer] = {}
 
     # -- the tiers ---------------------------------------------------------------------------------
@@ -148,12 +146,12 @@ class Near:
     def set_peer(self, url: str, secret: str) -> None:
         """Say whose memory the peer tier is; an empty URL: nobody's."""
         with self._lock:
-            if url == self._peer_of:
+            if (url, secret) == self._peer_of:
                 return
             # Not tried for long: meanwhile a slot is taken, and the next save brings another peer.
             options = {"secret": secret, "retry_s": _PEER_RETRY_S}
             old, self._peer = self._peer, StoreSpec(url, options).open() if url else None
-            self._peer_of = url
+            self._peer_of = url, secret
         if old is not None:
             old.close()
 
@@ -269,24 +267,41 @@ class Near:
         """
         self.here = self._serve("here", self.shelf, f"ckptd+unix://{path}", read_only=True)
 
-    def serve(self, bind: str) -> tuple[str, str, str]:
+    def serve(self, bind: str, key: str = "") -> tuple[str, str, str]:
         """Let other nodes read, and put their snapshots into this one's memory.
+
+        A new life of the job may have another secret than the last one: its key counts from then
+        on, for whoever connects.
 
         Parameters
         ----------
         bind
             Address of this node by which the others reach it.
+        key
+            What they have to know, hexadecimal; empty: one is drawn.
 
         Returns
         -------
         memory, local, secret
-            URLs, and what opens them; `local` is empty without a folder.
+            URLs, and what opens them if it was drawn here; `local` is empty without a folder.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-option``: the key is none.
         """
+        from ckptd.store.net import new_secret
+
+        with self._lock:
+            if key not in ("", self._key) or not self._key:
+                self._key = key or new_secret()
+                for server in self._servers.values():
+                    server.change_secret(self._key)
         host = f"[{bind}]" if ":" in bind else bind
         url = f"ckptd://{host}:0"
         memory = self._serve("memory", self.shelf, url, allow=_guests_only)
         local = "" if self._local is None else self._serve("local", self._local, url)
-        return memory, local, self._secret
+        return memory, local, "" if key else self._key
 
     def _serve(self, name: str, store: Store, url: str, **options: Any) -> str:
         from ckptd.store.net import StoreServer
@@ -294,7 +309,7 @@ class Near:
         with self._lock:
             if name not in self._servers:
                 options.setdefault("read_only", name != "memory")
-                self._servers[name] = StoreServer(store, url, secret=self._secret, **options)
+                self._servers[name] = StoreServer(store, url, secret=self._key, **options)
             return self._servers[name].url
 
     def hide(self) -> None:

@@ -34,7 +34,7 @@ class KnownNode(msgspec.Struct, frozen=True):
     memory, local
         URLs, ``ckptd://`` or empty.
     secret
-        For both.
+        For both; empty where it is derived from the job's.
     ago
         In how many lives before the one that told of it the node was there last; 0: in that one.
     """

@@ -152,7 +152,7 @@ class Worker:
             return Ready(os.getpid())
         self._near.prepare(hello.tiers)
         self._lanes = Lanes(self._near, self.tell, self._share_to_root)
-        served = self._near.serve(hello.bind) if hello.bind else ()
+        served = self._near.serve(hello.bind, hello.key) if hello.bind else ()
         ready = Ready(os.getpid(), self._near.here, *served)
         known = self._near.neighbours
         return msgspec.structs.replace(ready, pid_space=pid_space(), neighbours=known)

@@ -14,7 +14,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from ckptd.errors import RefusedError, UsageError
+from ckptd.config import SECRET_VARIABLE, checked_secret, given_secret
+from ckptd.errors import RefusedError
 
 __all__ = [
     "CHALLENGE_PATH",
@@ -34,15 +35,13 @@ __all__ = [
 
 MAC_HEADER = "Ckptd-Mac"
 """Header of a signed request, and of its answer."""
-SECRET_VARIABLE = "CKPTD_SECRET"
 CHALLENGE_PATH = "/api/v1/challenge"
 """GET, without a MAC: JSON ``{"challenge": text, "job": text}``."""
 SHEETS_PATH = "/api/v1/sheets"
 FOUND_PATH = "/api/v1/found"
 
 _VERSION = "v1"
-_LEAST_SECRET = 16
-_MOST_SECRET = 1024
+_MOST_SECRET_FILE = 4096
 _MOST_HEADER = 256
 
 
@@ -68,9 +67,8 @@ def job_secret(job: str, folder: Path) -> bytes:
     RefusedError
         kind ``not-ours``: somebody else made the file, or others may read it.
     """
-    given = os.environ.get(SECRET_VARIABLE)
-    if given:
-        return _measured(given.encode(), SECRET_VARIABLE)
+    if (given := given_secret()) is not None:
+        return given
     path = secret_path(job, folder)
     try:
         return _read(path)
@@ -104,7 +102,7 @@ def _read(path: Path) -> bytes:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise _not_ours(path, f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}")
-        return _measured(os.read(fd, _MOST_SECRET + 1).strip(), str(path))
+        return checked_secret(os.read(fd, _MOST_SECRET_FILE).strip(), str(path))
     finally:
         os.close(fd)
 
@@ -118,18 +116,6 @@ def _not_ours(path: Path, found: str) -> RefusedError:
         found=found,
         hint=f"remove it, or set {SECRET_VARIABLE}",
     )
-
-
-def _measured(secret: bytes, where: str) -> bytes:
-    if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
-        raise UsageError(
-            "not a secret",
-            kind="bad-secret",
-            where=where,
-            wanted=f"from {_LEAST_SECRET} to {_MOST_SECRET} bytes",
-            found=f"{len(secret)} bytes",
-        )
-    return secret
 
 
 def access_token(secret: bytes) -> str:

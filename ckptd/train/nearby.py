@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ckptd.config import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.decoding import json_decoder
 from ckptd.engine.agentlink import AgentPlace
 from ckptd.engine.client import WriterClient
@@ -58,6 +59,7 @@ class _Node(msgspec.Struct, frozen=True):
     memory: str
     local: str
     secret: str
+    """Empty where the key is derived from the job's secret, which all ranks have."""
 
 
 _nodes = json_decoder(_Node)
@@ -121,7 +123,16 @@ class Nearby:
         alone = len(members) == agreement.board.world
         self._speaks = members[0] == agreement.board.rank
         self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
-        self.agent = AgentSpec(self._place, specs, linger_s, "" if alone else bind_address())
+        secret = given_secret()
+        self._secret = secret
+        bind, key = ("", "") if alone else (bind_address(), self._key_of(self._node))
+        self.agent = AgentSpec(self._place, specs, linger_s, bind, key)
+        if not alone and secret is None and self._speaks and agreement.board.rank == 0:
+            _log.warning(
+                "%s is not set: whoever reaches the port of torch's store reads there what opens "
+                "the memory of these nodes; set it, the same on all nodes",
+                SECRET_VARIABLE,
+            )
         self._nodes: _Nodes = {}
         self._former: list[KnownNode] = []
         self._gone: set[str] = set()
@@ -177,7 +188,7 @@ class Nearby:
     def _hear_again(self) -> None:
         """Learn of the agents that others have now in place of those that died."""
         board = self._agreement.board
-        for number in range(self._heard_again + 1, int(board.peek(_AGAIN) or b"0") + 1):
+        for number in range(self._heard_again + 1, board.count(_AGAIN) + 1):
             name = board.peek(f"{_AGAIN}/{number}")
             if name is None:  # it is just being said
                 return
@@ -196,6 +207,13 @@ class Nearby:
         self._here = answer.here
         domain = os.environ.get("CKPTD_DOMAIN") or self._node
         node = _Node(self._node, domain, answer.memory, answer.local, answer.secret)
+        if self._secret is not None and answer.secret:
+            # What it asks for may be the job's secret itself, which must not be on the board.
+            _log.warning(
+                "this node's agent is of an older version: other nodes do not use it; "
+                "ckptd agent stop --now ends it"
+            )
+            node = msgspec.structs.replace(node, memory="", local="", secret="")
         return _Report(node, (answer.neighbours or ()) if self._speaks else ())
 
     def _neighbours(self) -> Neighbours:
@@ -232,8 +250,14 @@ class Nearby:
         if node == self._partner or not node.memory:
             return False
         self._nodes[chosen] = self._partner = node
-        client.meet(Partner(node.memory, node.secret))
+        client.meet(Partner(node.memory, self._key_of(node.name, node.secret)))
         return True
+
+    def _key_of(self, node: str, drawn: str = "") -> str:
+        """Return what opens the agent of a node: what it drew, or what every rank can derive."""
+        if drawn or self._secret is None:
+            return drawn
+        return derived_key(self._secret, "agent", node).hex()
 
     # -- what they have ----------------------------------------------------------------------------
 
@@ -266,11 +290,13 @@ class Nearby:
         return list(self._sources)
 
     def _add(self, tier: str, node: _Node, what: str, url: str) -> None:
-        if (spec := served_spec(url, node.secret)) is not None:
+        spec = served_spec(url, self._key_of(node.name, node.secret))
+        if spec is not None:
             self._sources.append(Source(Distant(url, spec.open), tier, f"{node.name} {what}"))
 
     def _add_former(self, tier: str, node: KnownNode, what: str, url: str) -> None:
-        hasty, spec = served_spec(url, node.secret, **_PATIENCE), served_spec(url, node.secret)
+        key = self._key_of(node.name, node.secret)
+        hasty, spec = served_spec(url, key, **_PATIENCE), served_spec(url, key)
         if hasty is None or spec is None:
             return
         # One name may have several addresses, and ranks tell one another by the source's.

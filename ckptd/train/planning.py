@@ -35,7 +35,7 @@ class Planner:
         """Digest of this rank's structure at the last call of `plan`."""
         self._plan: SavePlan | None = None
         self._planned: Structure | None = None
-        self._failures: bytes | None = None
+        self._failures = 0
 
     def heed(self, error: CkptdError) -> None:
         """Plan afresh at the next save if that is what a failed save was about, on any rank.
@@ -47,10 +47,10 @@ class Planner:
         if error.kind == "structure" or failures != self._failures:
             self._known, self._failures = "", failures
 
-    def _count(self) -> bytes | None:
+    def _count(self) -> int:
         """Return how often a rank could not agree on a plan."""
         board = self._agreement.board
-        return None if board.world == 1 else board.peek(_FAILED)
+        return 0 if board.world == 1 else board.count(_FAILED)
 
     def plan(self, structure: Structure) -> SavePlan:
         """Return the plan for this structure, the same on every rank.

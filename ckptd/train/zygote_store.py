@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import signal
-import socket
 
-from torch.distributed import TCPStore
+from ckptd.elastic.launchers.torchrun_store import host_store
 
 __all__ = ["main"]
-
-_BACKLOG = 2048
 
 
 def main(host: str, told: str) -> None:
@@ -22,14 +19,7 @@ def main(host: str, told: str) -> None:
     told
         A descriptor: the port is written there, in decimal digits, and it is closed.
     """
-    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
-    listener.bind(address)
-    listener.listen(_BACKLOG)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = host_store(host)
     with open(int(told), "w") as out:
         out.write(f"{store.port}\n")
     while True:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -76,6 +77,42 @@ def test_too_large_a_body_is_refused_before_it_is_read(fresh: Running) -> None:
         sock.sendall((head % (mac, limit + 1)).encode())  # and not a byte of the body
         assert sock.recv(64).startswith(b"HTTP/1.1 413")
     assert refused(fresh, "too-large") == 1
+
+
+def held_back(daemon: Running, size: int) -> socket.socket:
+    """Return a connection on which the body of an unsigned message stops before its end."""
+    challenge = daemon.service.ingest.challenge
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nCkptd-Mac: v1 {challenge} 0\r\n"
+    sock = socket.create_connection(("127.0.0.1", daemon.port), timeout=60)
+    sock.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + bytes(size - 1))
+    return sock
+
+
+def test_unsigned_bodies_that_stop_keep_nobody_out(fresh: Running) -> None:
+    size = 8 << 20
+    with ExitStack() as crowd:
+        for _ in range(12):
+            crowd.enter_context(held_back(fresh, size))
+        until(lambda: refused(fresh, "busy") >= 3)  # the oldest ones make room
+        for number in range(3):
+            answer = fresh.post("found", pack(Found(job=JOB, source="a", number=number)))
+            assert answer.status == 200
+        assert fresh.service.ingest._hold.bytes <= 8 * size
+    until(lambda: fresh.service.ingest._hold.bytes == 0)
+
+
+def test_silent_connections_make_room_oldest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd.daemon.server._MOST_STRANGERS", 8)
+    body = pack(Found(job=JOB, source="a", number=1))
+    with running(tmp_path / "history") as daemon, ExitStack() as crowd:
+        silent = [
+            crowd.enter_context(socket.create_connection(("127.0.0.1", daemon.port), timeout=60))
+            for _ in range(20)
+        ]
+        assert silent[0].recv(1) == b""
+        assert daemon.post("found", body).status == 200
 
 
 def test_chunks_without_end_are_refused(fresh: Running) -> None:

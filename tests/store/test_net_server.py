@@ -12,13 +12,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from ckptd.errors import CkptdError, StoreError, TransientStoreError
+from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
@@ -182,12 +182,38 @@ def test_strangers_do_not_pile_up(memory: MemoryStore) -> None:
             for sock in held:
                 assert sock.recv(1)  # the challenge: this one has a place
             with dial(server.url) as fourth:
-                assert until_closed(fourth) == b""
+                assert fourth.recv(1)  # the oldest makes room for it, and no other
+                until_closed(held[0])
+                wait_for(lambda: server.counts().refused == 1)
             assert still_serves(store)  # who is in stays in
             for sock in held:
                 sock.close()
-            with patient(server.describe()).open() as other:
-                assert still_serves(other)
+
+
+def test_silent_connections_keep_nobody_out(memory: MemoryStore) -> None:
+    limits = Limits(strangers=16, greeting_s=60.0)
+    with StoreServer(memory, secret=new_secret(), limits=limits) as server, ExitStack() as crowd:
+        for _ in range(40):
+            crowd.enter_context(dial(server.url))
+        # At the first try: a client that were refused would have to wait and come again.
+        with StoreSpec(server.url, server.describe().options | {"retry_s": 0.0}).open() as store:
+            assert still_serves(store)
+        assert server.counts().accepted == 1
+
+
+def test_another_secret_from_now_on(memory: MemoryStore) -> None:
+    with StoreServer(memory, secret=new_secret()) as server:
+        before = server.describe()
+        with before.open() as old:
+            assert still_serves(old)
+            server.change_secret(new_secret())
+            assert still_serves(old)  # it has proved itself
+            with server.describe().open() as new:
+                assert still_serves(new)
+            with before.open() as late, pytest.raises(StoreError, match="different secrets"):
+                late.get("a")
+        with pytest.raises(UsageError):
+            server.change_secret("no digits")
 
 
 def test_another_secret(server: StoreServer) -> None:

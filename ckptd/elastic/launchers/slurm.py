@@ -7,6 +7,7 @@ milliseconds, and nothing waits for Slurm to find out that a node is dead.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -231,7 +232,7 @@ class SlurmLauncher(Launcher):
             now = time.monotonic()
             if now >= given_up:
                 break
-            if any(now - asked.get(name, 0.0) >= _ASK_S for name in left):
+            if any(now - asked.get(name, -math.inf) >= _ASK_S for name in left):
                 steps = self._slurm.steps(self.job, max(end - now, 0.0))
                 for name in left:
                     asked[name] = now

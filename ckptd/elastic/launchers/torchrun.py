@@ -131,7 +131,7 @@ class CkptdRendezvous(RendezvousHandler):
         return True
 
     def _host(self, generation: int) -> tuple[str, int]:
-        self._hosted = host_store()
+        self._hosted = host_store(self._side.address)
         return self._side.address, self._hosted.port
 
     def _connect(self, host: str, port: int) -> None:

@@ -113,7 +113,7 @@ class TorchrunNode:
         """The last one that was begun here."""
         self._running = 0
         self._fence = 0
-        self._fence_at = 0.0
+        self._fence_at = -math.inf
         self._fenced = 0
         self._lapsed = False
         self._code: int | None = None

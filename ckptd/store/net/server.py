@@ -82,16 +82,18 @@ class StoreServer:
         limits: Limits | None = None,
     ) -> None:
         address = parse_address(url)
-        self._secret = b"" if address.local else check_secret(secret, url)
+        self._secret = b""
         self._store = store
         self._promised = store.capabilities
         self._rules = Rules(read_only, allow)
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._wires: dict[Wire, threading.Thread] = {}
-        self._strangers: set[Wire] = set()
+        self._strangers: dict[Wire, None] = {}
         self._accepted = self._refused = 0
         self._closing = threading.Event()
+        self._address = address
+        self.change_secret(secret)
         self._listener, self._address = address.listen()
         self._inode = os.stat(address.path).st_ino if address.local else 0
         self._thread = threading.Thread(target=self._accept, name=f"listen {self.url}", daemon=True)
@@ -101,6 +103,17 @@ class StoreServer:
     def url(self) -> str:
         """Where it listens, with the port that it got."""
         return self._address.url
+
+    def change_secret(self, secret: str | None) -> None:
+        """Ask another secret of clients that connect from now on; a Unix socket asks for none.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-option``: it is none.
+        """
+        if not self._address.local:
+            self._secret = check_secret(secret, self._address.url)
 
     def describe(self) -> StoreSpec:
         """Return plain data from which another process opens the store; the secret is in it."""
@@ -133,13 +146,18 @@ class StoreServer:
         thread = threading.Thread(
             target=self._serve, args=(wire, sock), name=f"serve {self.url}", daemon=True
         )
+        oldest = None
         with self._lock:
-            full = len(self._strangers) >= self._limits.strangers or self._closing.is_set()
-            self._refused += full
-            if not full:
+            closing = self._closing.is_set()
+            if not closing:
+                if len(self._strangers) >= self._limits.strangers:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
                 self._wires[wire] = thread
-                self._strangers.add(wire)
-        if full:
+                self._strangers[wire] = None
+        if oldest is not None:
+            oldest.close()  # its thread counts it as refused
+        if closing:
             wire.release()
             return
         try:
@@ -171,14 +189,14 @@ class StoreServer:
             return good
         finally:
             with self._lock:
-                self._strangers.discard(wire)
+                self._strangers.pop(wire, None)
                 self._accepted += good
                 self._refused += not good
 
     def _forget(self, wire: Wire) -> None:
         with self._lock:
             self._wires.pop(wire, None)
-            self._strangers.discard(wire)
+            self._strangers.pop(wire, None)
         wire.release()
 
     # -- end -----------------------------------------------------------------------------------

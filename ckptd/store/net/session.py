@@ -42,7 +42,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     connections
         Served at once; the next client is told that there is no room.
     strangers
-        Connections at once that have not proved themselves; more are closed.
+        Connections at once that have not proved themselves; the oldest is closed for one more. A
+        client proves itself in one round trip: who is silent keeps nobody out.
     greeting_s
         For a client to prove itself, in seconds.
     idle_s
