@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +20,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json
 from ckptd.elastic.wire import EXIT_CODES, exit_code
 from ckptd.errors import CkptdError, NotFoundError, UsageError
-from ckptd.monitor.signing import SECRET_VARIABLE
+from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, secret_of
 
 if TYPE_CHECKING:
     from ckptd.cli.run_parts import Steward, Watch
@@ -259,19 +257,22 @@ def _daemon(options: Mapping[str, Any]) -> list[str]:
 
 
 def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
-    """Return the job's secret: that of the environment, or one in the job's folder."""
-    if given := environ.get(SECRET_VARIABLE):
-        return given
-    folder = plan.folder or Path()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "secret"
-    with suppress(FileExistsError):
-        new = tempfile.NamedTemporaryFile("w", dir=folder, prefix="secret-")  # noqa: SIM115
-        with new:
-            new.write(secrets.token_hex(32))
-            new.flush()
-            os.link(new.name, path)
-    return path.read_text()
+    """Return the job's secret: that of the environment, or one in the job's folder.
+
+    Others may write where the job was submitted, and have made a folder of that name before it.
+
+    Raises
+    ------
+    RefusedError
+        kind ``not-ours``: as of `ckptd.monitor.signing.secret_of`.
+    """
+    folder = plan.folder
+    if folder is not None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_folder(folder)  # the membership log lies there too
+    if (given := environ.get(SECRET_VARIABLE)) or folder is None:
+        return given or ""
+    return secret_of(folder / "secret").decode()
 
 
 class _Batch:

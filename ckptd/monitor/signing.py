@@ -25,9 +25,11 @@ __all__ = [
     "SHEETS_PATH",
     "access_token",
     "check_answer",
+    "check_folder",
     "check_request",
     "job_secret",
     "new_challenge",
+    "secret_of",
     "secret_path",
     "sign_answer",
     "sign_request",
@@ -69,12 +71,39 @@ def job_secret(job: str, folder: Path) -> bytes:
     """
     if (given := given_secret()) is not None:
         return given
-    path = secret_path(job, folder)
+    return secret_of(secret_path(job, folder))
+
+
+def secret_of(path: Path) -> bytes:
+    """Return the secret in a file of ours, made on first use, in a folder of ours.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-secret``: it is too short or too long.
+    RefusedError
+        kind ``not-ours``: the file is a link, somebody else's, or one that others may read; or
+        others may write into its folder, and so put a file of theirs there.
+    """
+    check_folder(path.parent)
     try:
         return _read(path)
     except FileNotFoundError:
         _make(path)
         return _read(path)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which somebody else may put files, or that is a link.
+
+    Raises
+    ------
+    RefusedError
+        kind ``not-ours``.
+    """
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        raise _not_ours(folder, info, "a folder", "0700")
 
 
 def _make(path: Path) -> None:
@@ -97,23 +126,23 @@ def _read(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise _not_ours(path, error.strerror or str(error)) from error
+        raise _not_ours(path, os.lstat(path), "a file", "0600") from error
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
-            raise _not_ours(path, f"user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}")
+            raise _not_ours(path, info, "a file", "0600")
         return checked_secret(os.read(fd, _MOST_SECRET_FILE).strip(), str(path))
     finally:
         os.close(fd)
 
 
-def _not_ours(path: Path, found: str) -> RefusedError:
+def _not_ours(path: Path, info: os.stat_result, what: str, mode: str) -> RefusedError:
     return RefusedError(
         "the job's secret is not ours alone",
         kind="not-ours",
         where=str(path),
-        wanted=f"a file of user {os.geteuid()} with mode 0600",
-        found=found,
+        wanted=f"{what} of user {os.geteuid()} with mode {mode}, and no link",
+        found=f"user {info.st_uid}, {stat.filemode(info.st_mode)}",
         hint=f"remove it, or set {SECRET_VARIABLE}",
     )
 
