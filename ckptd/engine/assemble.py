@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -77,7 +77,9 @@ def assemble(
     if any(p.refers for p in parts):
         files += refer(plan, parts, save.folder, tensors, owners)
     objects = merge_objects(parts)
-    for name, holders in _extras(parts):
+    extras = _extras(parts)
+    _check_per_rank(extras, plan, objects)
+    for name, holders in extras:
         grid = GridEntry.of(Grid((Axis.from_sizes([n for _, n, _ in holders]),)))
         ranks = np.array([rank for rank, _, _ in holders])
         base = int(ranks.min())
@@ -128,18 +130,54 @@ def _extras(parts: Sequence[Part]) -> list[tuple[str, list[tuple[int, int, str]]
     return [(name, found[late, name]) for late, name in sorted(found)]
 
 
+def _check_per_rank(
+    extras: Sequence[tuple[str, list[tuple[int, int, str]]]],
+    plan: SavePlan,
+    objects: Mapping[str, ObjectEntry],
+) -> None:
+    """Raise where a value of each rank's own is something else on another rank.
+
+    A checkpoint could hold both, and a load would have to pick.
+    """
+    tensors = {n for t in plan.tensors for n in (t.name, *t.aliases)}
+    for name, holders in extras:
+        rank, _, declared = holders[0]
+        other = next((h for h in holders if h[2] != declared), None)
+        if other is not None:
+            found = f"{_declared(other[2])} on rank {other[0]}"
+        elif name in tensors:
+            found = "a tensor on another rank"
+        elif declared and (name in objects or name in plan.homes):
+            found = "a value that ranks have in common on another rank"
+        else:
+            continue
+        raise SaveError(
+            "a name has two meanings",
+            kind="structure",
+            where=name,
+            wanted=f"{_declared(declared)} on every rank that has it, as on rank {rank}",
+            found=found,
+            hint="declare it in the same way on every rank",
+        )
+
+
+def _declared(on_change: str) -> str:
+    return f'PerRank(on_change="{on_change}")' if on_change else "a value in common"
+
+
 def merge_objects(parts: Sequence[Part]) -> dict[str, ObjectEntry]:
     """Join the objects that group leaders report; pipeline stages share some of them."""
     merged: dict[str, ObjectEntry] = {}
+    groups: dict[str, _Groups] = {}
     for part in parts:
         for entry in part.objects:
-            seen = merged.get(entry.name)
-            if seen is None or seen == entry:
-                merged[entry.name] = entry
-            elif entry.kind == seen.kind == "groups":
-                value = _join_groups(seen.value, entry.value)
-                merged[entry.name] = msgspec.structs.replace(seen, value=value)
-            else:
+            seen = merged.setdefault(entry.name, entry)
+            if seen.kind == entry.kind == "groups":
+                if seen is not entry and entry.name not in groups and seen != entry:
+                    groups[entry.name] = _Groups(entry.name, seen.value)
+                if entry.name in groups:
+                    groups[entry.name].add(entry.value, part.rank)
+            elif seen != entry:
                 raise SaveError(
                     "ranks hold different values of a replicated object",
                     kind="replicas-differ",
@@ -148,18 +186,66 @@ def merge_objects(parts: Sequence[Part]) -> dict[str, ObjectEntry]:
                     f"{str(entry.value)[:80]}",
                     hint="declare it per rank: ckptd.PerRank(value, on_change=...)",
                 )
+    for name, joined in groups.items():
+        merged[name] = msgspec.structs.replace(merged[name], value=joined.value())
     return merged
 
 
-def _join_groups(a: list[Any], b: list[Any]) -> list[Any]:
-    """Unite optimizer groups of several stages: those with equal hyperparameters become one."""
-    out: list[dict[str, Any]] = [dict(group) for group in a]
-    for group in b:
-        rest = {k: v for k, v in group.items() if k != "params"}
-        for seen in out:
-            if {k: v for k, v in seen.items() if k != "params"} == rest:
-                seen["params"] = sorted({*seen["params"], *group["params"]})
-                break
-        else:
-            out.append(dict(group))
-    return out
+class _Groups:
+    """Optimizer groups of several stages: those with equal hyperparameters become one."""
+
+    def __init__(self, name: str, groups: list[Any]) -> None:
+        self._name = name
+        self._groups: list[tuple[dict[str, Any], set[str]]] = []
+        self._numbers: dict[bytes, list[int]] = {}
+        self._of: dict[str, int] = {}
+        for group in groups:
+            # As they stand: one rank's groups may be alike and yet be several.
+            self._numbers.setdefault(_hyper(group), []).append(len(self._groups))
+            self._put(group)
+
+    def _put(self, group: dict[str, Any]) -> None:
+        self._of.update(dict.fromkeys(group["params"], len(self._groups)))
+        self._groups.append((group, set(group["params"])))
+
+    def add(self, groups: list[Any], rank: int) -> None:
+        """Add the groups of another rank.
+
+        Raises
+        ------
+        SaveError
+            kind ``replicas-differ``: it has a parameter under other hyperparameters.
+        """
+        for group in groups:
+            same = self._numbers.setdefault(_hyper(group), [])
+            for name in group["params"]:
+                if name in self._of and self._of[name] not in same:
+                    raise self._differ(name, self._groups[self._of[name]][0], group, rank)
+            if same:
+                self._groups[same[0]][1].update(n for n in group["params"] if n not in self._of)
+                self._of.update({n: same[0] for n in group["params"] if n not in self._of})
+            else:
+                same.append(len(self._groups))
+                self._put(group)
+
+    def value(self) -> list[dict[str, Any]]:
+        """Return all groups."""
+        return [{**group, "params": sorted(names)} for group, names in self._groups]
+
+    def _differ(
+        self, param: str, one: dict[str, Any], other: dict[str, Any], rank: int
+    ) -> SaveError:
+        keys = sorted({*one, *other} - {"params"})
+        keys = [k for k in keys if one.get(k) != other.get(k)]
+        return SaveError(
+            "ranks have different hyperparameters for one parameter",
+            kind="replicas-differ",
+            where=f"{self._name}: {param}",
+            wanted=", ".join(f"{k}={str(one.get(k))[:40]}" for k in keys[:4]),
+            found=", ".join(f"{k}={str(other.get(k))[:40]}" for k in keys[:4]) + f" on rank {rank}",
+            hint="build the optimizer and its scheduler alike on every rank",
+        )
+
+
+def _hyper(group: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({k: v for k, v in group.items() if k != "params"}, order="sorted")

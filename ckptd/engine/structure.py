@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -275,29 +275,90 @@ def _merge(
     groups: Sequence[Group],
 ) -> dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]]:
     """Join the groups' tensors by name, in order of first appearance."""
-    merged: dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]] = {}
-    for group in groups:
+    merged: dict[str, tuple[LocalTensor, _Place]] = {}
+    holding: dict[str, list[int]] = {}
+    aliases: dict[str, list[str]] = {}
+    for number, group in enumerate(groups):
         for tensor in group.structure.tensors:
-            mesh = _place(group.structure, tensor)
+            place = _place(group.structure, tensor)
+            known = aliases.setdefault(tensor.name, [])
+            known += [a for a in tensor.aliases if a not in known]
             seen = merged.get(tensor.name)
             if seen is None:
-                merged[tensor.name] = (tensor, mesh, group.ranks)
+                merged[tensor.name], holding[tensor.name] = (tensor, place), [number]
                 continue
             if (seen[0].dtype, seen[0].shape) != (tensor.dtype, tensor.shape):
+                first = groups[holding[tensor.name][0]].ranks[0]
                 raise UsageError(
                     "ranks disagree on a tensor",
                     kind="structure",
                     where=tensor.name,
-                    wanted=f"{seen[0].dtype}{list(seen[0].shape)} as on rank {seen[2][0]}",
+                    wanted=f"{seen[0].dtype}{list(seen[0].shape)} as on rank {first}",
                     found=f"{tensor.dtype}{list(tensor.shape)} on rank {group.ranks[0]}",
                     hint="declare values that differ per rank with ckptd.PerRank, or give tensors "
                     "of different stages different names",
                 )
-            if seen[1] != mesh and (isinstance(seen[1], Cut) or isinstance(mesh, Cut)):
-                raise _two_cuts(tensor.name, seen[2][0], group.ranks[0])
-            if seen[1] == mesh and seen[0].placements == tensor.placements:
-                merged[tensor.name] = (seen[0], mesh, tuple(sorted({*seen[2], *group.ranks})))
-    return merged
+            if seen[1] != place and (isinstance(seen[1], Cut) or isinstance(place, Cut)):
+                raise _two_cuts(
+                    tensor.name, groups[holding[tensor.name][0]].ranks[0], group.ranks[0]
+                )
+            if seen[1] == place and seen[0].placements == tensor.placements:
+                holding[tensor.name].append(number)
+    _check_meanings(groups, merged, aliases)
+    # Thousands of names have the same holders: their ranks are joined once.
+    ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
+    out: dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]] = {}
+    for name, (tensor, place) in merged.items():
+        key = tuple(holding[name])
+        if key not in ranks:
+            ranks[key] = tuple(sorted(r for i in key for r in groups[i].ranks))
+        if len(aliases[name]) != len(tensor.aliases):
+            tensor = msgspec.structs.replace(tensor, aliases=tuple(aliases[name]))
+        out[name] = (tensor, place, ranks[key])
+    return out
+
+
+def _check_meanings(
+    groups: Sequence[Group], tensors: Mapping[str, object], aliases: Mapping[str, list[str]]
+) -> None:
+    """Raise `UsageError` where a name is one thing on one rank and another elsewhere.
+
+    A checkpoint could hold both, and a load would have to pick: one of them would be lost.
+    """
+    first: dict[str, str] = {}
+    for name, others in aliases.items():
+        for alias in others:
+            if alias in tensors or first.setdefault(alias, name) != name:
+                raise _two_meanings(groups, alias)
+    for group in groups:
+        for name in group.structure.objects:
+            if name in tensors or name in first:
+                raise _two_meanings(groups, name)
+
+
+def _two_meanings(groups: Sequence[Group], name: str) -> UsageError:
+    """Say what each of two ranks has under a name."""
+    found: dict[str, int] = {}
+    for group in groups:
+        structure = group.structure
+        for tensor in structure.tensors:
+            if tensor.name == name:
+                found.setdefault("a tensor of its own", group.ranks[0])
+            elif name in tensor.aliases:
+                found.setdefault(f"another name of {tensor.name}", group.ranks[0])
+        if name in structure.objects:
+            found.setdefault("a value", group.ranks[0])
+    told = [f"{what} on rank {rank}" for what, rank in found.items()]
+    return UsageError(
+        "a name has two meanings",
+        kind="structure",
+        where=name,
+        wanted=told[0],
+        found="; ".join(told[1:]),
+        hint="every rank must have the same under one name: a tensor (torch.as_tensor(value)) or a "
+        "value (tensor.item()) on all ranks, tied on all or on none; ckptd.PerRank(value, "
+        "on_change=...) on all ranks holds what differs",
+    )
 
 
 def _two_cuts(name: str, first: int, second: int) -> UsageError:

@@ -25,7 +25,7 @@ from ckptd.train.describe import Describer
 from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.feed import Feed, Group, Mark, Unit, cuts, grouped
 from ckptd.train.leaves import TensorLeaf
-from ckptd.train.replicas import Samples, is_common
+from ckptd.train.replicas import Samples
 from ckptd.types import Box
 
 __all__ = ["CopyStep", "Snapshot", "Sources", "Window", "copy_steps"]
@@ -347,7 +347,8 @@ class Snapshot:
         return [
             leaf
             for leaf in self._live.leaves.values()
-            if is_common(leaf.tensor)
+            if self._samples is not None
+            and self._samples.wants(leaf.tensor)
             and (leaf.tensor.device.type == "cuda") == (kind == "cuda")
             and self._live.is_held(leaf) == late
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import DTensor
 
+from ckptd.engine.holders import Holders, Shared
 from ckptd.layout.lay.modifiers import Replicas
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.train.laid_saving import LaidLeaves, Part
@@ -12,7 +13,9 @@ from ckptd.train.replicas import Samples
 __all__ = ["replica_tables"]
 
 
-def replica_tables(laid: LaidLeaves, sample: Samples) -> dict[str, dict[str, str]]:
+def replica_tables(
+    laid: LaidLeaves, holders: Holders, sample: Samples
+) -> dict[tuple[str, Shared], dict[str, str]]:
     """Return digests by name, for each group of ranks that hold the same.
 
     Ranks at the same coordinates of all axes that cut a tensor hold the same of it. A tensor that
@@ -20,12 +23,14 @@ def replica_tables(laid: LaidLeaves, sample: Samples) -> dict[str, dict[str, str
     were it not, one would be saved and the others lost. `sample` gives the digests.
     """
     job = laid.job
-    tables: dict[str, dict[str, str]] = {}
+    tables: dict[tuple[str, Shared], dict[str, str]] = {}
     for name, part in laid.parts.items():
         rule = job.form.rules[part.stored.rule]
         if not _takes_any(rule):
             group = _group(laid, rule.axes | _flat_axes(laid, part))
-            tables.setdefault(group, {})[name] = sample(part.leaf.tensor)
+            shared = holders.tensor(name)
+            if not shared.alone:
+                tables.setdefault((group, shared), {})[name] = sample(part.leaf.tensor)
     for name, leaf in laid.leaves.tensors.items():
         if isinstance(leaf.tensor, DTensor):
             continue
@@ -33,8 +38,10 @@ def replica_tables(laid: LaidLeaves, sample: Samples) -> dict[str, dict[str, str
             rule = job.form.rules[laid.followers[name][0]]
             group = _group(laid, rule.axes)
         else:
-            group = f"plain:{name}"
-        tables.setdefault(group, {})[name] = sample(leaf.tensor)
+            group = "plain"
+        shared = holders.tensor(name)
+        if not shared.alone:
+            tables.setdefault((group, shared), {})[name] = sample(leaf.tensor)
     return tables
 
 

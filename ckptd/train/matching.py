@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -47,6 +48,12 @@ class Saved:
         objects = {o.name: i for i, o in enumerate(manifest.objects) if not o.per_rank}
         per_rank = {o.name: i for i, o in enumerate(manifest.objects) if o.per_rank}
         return Saved(manifest, tensors, objects, per_rank, aliases)
+
+    def doubtful(self) -> list[str]:
+        """Return the names that mean several things: a tensor and a value, or a rank's own."""
+        kinds = ({*self.tensors, *self.aliases}, self.objects.keys(), self.per_rank.keys())
+        counts = Counter(name for kind in kinds for name in kind)
+        return sorted(name for name, n in counts.items() if n > 1)
 
     def names(self) -> set[str]:
         """Return every name."""
@@ -141,7 +148,12 @@ def match(
     live_names = {to_saved(n) for n in (*leaves.tensors, *leaves.objects, *leaves.per_rank)}
     everything = [*saved.tensors, *saved.objects, *saved.per_rank]
     known = used | live_names
+    # A checkpoint with two things under one name does not say which of them is meant.
+    doubtful = [n for n in saved.doubtful() if wanted(n)]
     found.unexpected = [n for n in everything if n not in known and wanted(n)]
+    found.unexpected += [n for n in doubtful if n in known]
+    if strict:
+        differences += [f"{n}: both a tensor and a value in the checkpoint" for n in doubtful]
     if differences or (strict and (found.missing or found.unexpected)):
         raise _error(found, differences, saved, leaves, strict)
     return found

@@ -7,6 +7,7 @@ import contextlib
 import msgspec
 
 from ckptd.decoding import json_decoder
+from ckptd.engine.holders import Holders
 from ckptd.engine.structure import Group, SavePlan, Structure, build_plan
 from ckptd.errors import CkptdError
 from ckptd.format.digest import digest_hex
@@ -33,6 +34,8 @@ class Planner:
         self._known = ""
         self.structure = ""
         """Digest of this rank's structure at the last call of `plan`."""
+        self.holders: Holders | None = None
+        """With whom this rank holds what in common, by the last plan; None in a job of one."""
         self._plan: SavePlan | None = None
         self._planned: Structure | None = None
         self._failures = 0
@@ -80,7 +83,9 @@ class Planner:
                 with contextlib.suppress(CkptdError):  # what failed is told, not this
                     board.add(_FAILED)  # the others have a plan: they hear that it is of no use
                 raise
-        self._plan = build_plan(groups, board.world)
+        plan = build_plan(groups, board.world)
+        self.holders = Holders(groups, board.rank) if board.world > 1 else None
+        self._plan = plan
         self._known, self._planned = own, structure
         return self._plan
 

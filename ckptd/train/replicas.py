@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Replicate
 
+from ckptd.engine.holders import Holders, Shared
 from ckptd.engine.job import Blob
 from ckptd.format.digest import digest_hex
 from ckptd.train.dtypes import as_bytes, local_tensor
@@ -23,14 +23,12 @@ __all__ = [
     "replica_digests",
     "sample_digest",
     "sampled_ranges",
+    "shards_in_common",
 ]
 
 WHOLE_BYTES = 4096
 WINDOWS = 32
 WINDOW_BYTES = 64
-# A mesh of 16,384 ranks is looked at once, not once a tensor; the mesh is kept so that its id
-# stays its own.
-_names: dict[tuple[int, tuple[Any, ...]], tuple[Any, str]] = {}
 
 
 def sample_digest(tensor: torch.Tensor) -> str:
@@ -64,11 +62,25 @@ def digest_of_sample(raw: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> str:
 
 
 class Samples:
-    """Sampled digests, each taken when it is first asked for: call it with a tensor."""
+    """Sampled digests, each taken when it is first asked for: call it with a tensor.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    shards
+        The tensors among those with meshes that will be asked for; None: those that several ranks
+        of their own mesh hold.
+    """
+
+    def __init__(self, shards: Iterable[torch.Tensor] | None = None) -> None:
         # With the tensor itself, so that its id stays its own.
         self._known: dict[int, tuple[torch.Tensor, str]] = {}
+        self._shards = None if shards is None else {id(t) for t in shards}
+
+    def wants(self, tensor: torch.Tensor) -> bool:
+        """Return whether several ranks may hold the same values of it."""
+        if self._shards is None or not isinstance(tensor, DTensor):
+            return is_common(tensor)
+        return id(tensor) in self._shards
 
     def __call__(self, tensor: torch.Tensor) -> str:
         """Return the digest of a tensor as it was at the first call."""
@@ -82,86 +94,74 @@ class Samples:
         self._known[id(tensor)] = tensor, digest
 
 
+def shards_in_common(
+    tensors: Mapping[str, TensorLeaf], holders: Holders
+) -> dict[str, torch.Tensor]:
+    """Return the tensors with meshes of which another rank holds the same part, by name."""
+    return {
+        name: leaf.tensor
+        for name, leaf in tensors.items()
+        if isinstance(leaf.tensor, DTensor) and not holders.tensor(name).alone
+    }
+
+
 def replica_digests(
     tensors: Mapping[str, TensorLeaf],
     objects: Mapping[str, ObjectLeaf],
-    structure: str,
-    leader: bool,
-    known: Mapping[str, Mapping[str, str]] | None = None,
+    holders: Holders,
+    known: Mapping[tuple[str, Shared], Mapping[str, str]] | None = None,
     sample: Samples | None = None,
 ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
-    """Digest what this rank holds in common with others.
+    """Digest what this rank holds in common with others, apart by who holds it.
 
     Parameters
     ----------
-    structure
-        Digest of the rank's structure: ranks with the same one compare with each other.
-    leader
-        Whether this is the first of those ranks.
+    holders
+        Says that; what no other rank has is not digested.
     known
-        Tables that a layout makes, by group; they hold all plain tensors then, and `tensors` are
-        left to those with meshes of their own.
+        Tables that a layout makes, by group and holders; they hold all plain tensors then, and
+        `tensors` are left to those with meshes of their own.
     sample
         Digests that are taken already.
 
     Returns
     -------
     replicas
-        ``(group, digest)`` pairs for the part.
+        ``(group, digest)`` pairs for the part: a few, however many names there are.
     blobs
         The tables behind the digests, by which the committer names what differs.
     """
     sample = sample or Samples()
-    common = {
-        name: digest_hex(msgspec.json.encode(leaf.raw))[:16] for name, leaf in objects.items()
-    }
-    sharded: dict[str, dict[str, str]] = {}
-    for name, leaf in tensors.items():
-        tensor = leaf.tensor
-        if not isinstance(tensor, DTensor):
-            if known is not None:
-                continue
-            common[name] = sample(tensor)
-        elif is_common(tensor):
-            group = _holders(tensor)
-            sharded.setdefault(group, {})[name] = sample(tensor)
-    tables: dict[str, Mapping[str, str]] = {f"all:{structure}": common, **(known or {})}
-    tables |= {f"{group}:{structure}": table for group, table in sharded.items()}
+    tables: dict[Shared, dict[str, str]] = {}
+    for name, leaf in objects.items():
+        # An optimizer's groups name the parameters of one stage: other stages have others.
+        shared = holders.alike if leaf.kind == "groups" else holders.object(name)
+        if not shared.alone:
+            body = msgspec.json.encode(leaf.raw)
+            tables.setdefault(shared, {})[name] = digest_hex(body)[:16]
+    for name, held in tensors.items():
+        if known is not None and not isinstance(held.tensor, DTensor):
+            continue
+        shared = holders.tensor(name)
+        if not shared.alone:
+            tables.setdefault(shared, {})[name] = sample(held.tensor)
+    named: list[tuple[str, bool, Mapping[str, str]]] = [
+        (shared.key, shared.first, table) for shared, table in tables.items()
+    ]
+    for (group, shared), laid in (known or {}).items():
+        named.append((f"{group}:{shared.key}", shared.first, laid))
     replicas, blobs = [], []
-    for group, table in tables.items():
-        body = msgspec.json.encode(table)
+    for key, first, table in named:
+        body = msgspec.json.encode(table, order="sorted")
         digest = digest_hex(body)
-        replicas.append((group, digest))
-        blobs.append(Blob(digest, body, leader))
+        replicas.append((key, digest))
+        blobs.append(Blob(digest, body, first))
     return tuple(replicas), tuple(blobs)
 
 
 def is_common(tensor: torch.Tensor) -> bool:
-    """Return whether several ranks may hold the same values of it."""
+    """Return whether several ranks of its mesh may hold the same values of it."""
     if not isinstance(tensor, DTensor):
         return True
     replicated = any(isinstance(p, Replicate) for p in tensor.placements)
     return replicated and tensor.device_mesh.size() > 1
-
-
-def _holders(tensor: DTensor) -> str:
-    """Name the set of ranks that hold the same shard: the coordinates on the sharding dimensions.
-
-    Ranks that differ only on replicated dimensions give the same name. The mesh's ranks on those
-    coordinates are part of it, because two slices of a larger mesh hold different things.
-    """
-    mesh = tensor.device_mesh
-    known = (id(mesh), tensor.placements)
-    if known in _names and _names[known][0] is mesh:
-        return _names[known][1]
-    coordinate: Sequence[int] = mesh.get_coordinate() or ()
-    ranks = mesh.mesh
-    fixed = []
-    for axis, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Replicate):
-            fixed.append((axis, coordinate[axis]))
-    for axis, where in reversed(fixed):
-        ranks = ranks.select(axis, where)
-    name = f"mesh:{digest_hex(repr((fixed, ranks.flatten().tolist())).encode())[:16]}"
-    _names[known] = (mesh, name)
-    return name

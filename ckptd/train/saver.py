@@ -14,6 +14,7 @@ from ckptd import events
 from ckptd.engine.arena import Slot
 from ckptd.engine.client import WriterClient, near_key
 from ckptd.engine.handle import SaveHandle
+from ckptd.engine.holders import Holders
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan, Structure
@@ -35,7 +36,7 @@ from ckptd.train.leaves import Leaves, TensorLeaf
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
 from ckptd.train.recorder import phase
-from ckptd.train.replicas import Samples, replica_digests
+from ckptd.train.replicas import Samples, replica_digests, shards_in_common
 
 __all__ = ["Lazy", "Saver"]
 
@@ -222,14 +223,15 @@ class Saver:
         self,
         leaves: Leaves,
         laid: LaidLeaves | None,
-        own: str,
-        leader: bool,
-        samples: Samples,
+        holders: Holders | None,
+        samples: Samples | None,
     ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
-        if self._board.world == 1:
+        if holders is None or samples is None:
             return (), ()
-        known = None if laid is None or laid.job.whole else replica_tables(laid, samples)
-        return replica_digests(leaves.tensors, leaves.objects, own, leader, known, samples)
+        known = None
+        if laid is not None and not laid.job.whole:
+            known = replica_tables(laid, holders, samples)
+        return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 
     def _tell_others(self, key: str, near: Sequence[str], error: CkptdError) -> None:
         if self._board.world > 1:
@@ -266,16 +268,19 @@ class Saver:
         def give_up(reason: object) -> None:
             client.abandon(save.job, f"copying the state failed: {reason}"[:500])
 
+        holders = self._planner.holders
+        samples = None
+        if holders is not None:
+            samples = Samples(shards_in_common(leaves.tensors, holders).values())
         try:
             with events.span("enqueue"):
-                samples = Samples()
                 snapshot = Snapshot(
                     sources,
                     slot,
                     look=self._look,
                     cuda=self._cuda,
                     clone=self._lazy != "off",
-                    samples=samples if self._board.world > 1 else None,
+                    samples=samples,
                     timeout_s=self._timeout_s,
                 )
                 snapshot.copy_now()
@@ -283,7 +288,7 @@ class Saver:
         except BaseException as error:
             give_up(repr(error))
             raise
-        alike = (leaves, laid, self._planner.structure, rank in plan.leaders, samples)
+        alike = (leaves, laid, holders, samples)
 
         scope = events.current()  # the copier's thread does not inherit it
 
