@@ -22,7 +22,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.demo_elastic import show_elastic
-from ckptd.cli.output import Json, flag, print_table
+from ckptd.cli.output import Json, flag, json_text, print_table
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 
 __all__ = ["demo"]
@@ -73,8 +73,7 @@ def demo(
     if report is None:
         raise _ended_early(process)
     if json:
-        text = msgspec.json.encode({"verb": "demo", "schema": 1, **report})
-        print(msgspec.json.format(text, indent=1).decode())
+        print(json_text({"verb": "demo", "schema": 1, **report}, indent=1))
     else:
         _show(report)
     return 0 if report["ok"] else 1

@@ -7,12 +7,13 @@ a progress bar is drawn.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import msgspec
 from cyclopts import Parameter
@@ -24,14 +25,19 @@ __all__ = [
     "Json",
     "Progress",
     "flag",
+    "json_text",
     "note",
+    "one_line",
     "print_document",
     "print_error",
     "print_table",
+    "printable",
+    "printing",
     "progress_bar",
     "shorten",
     "size_text",
     "time_text",
+    "unfiltered",
 ]
 
 
@@ -43,6 +49,8 @@ def flag(text: str) -> Parameter:
 Json = Annotated[bool, flag("Print one JSON document instead of text.")]
 Progress = Callable[[int, int], None]
 
+_UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
+"""What may not print: the cheap half of the question, asked of all text at once."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -61,20 +69,19 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
 
 def print_document(document: Document) -> None:
     """Print a document to standard output."""
-    text = msgspec.json.format(msgspec.json.encode(document), indent=1)
-    print(text.decode())
+    print(json_text(document, indent=1))
 
 
 def print_error(error: CkptdError, as_json: bool) -> None:
     """Print an error to standard error, with its traceback when ``CKPTD_DEBUG`` is set."""
     if as_json:
         body = {"error": error.to_dict(), "exit_code": error.exit_code}
-        print(msgspec.json.encode(body).decode(), file=sys.stderr)
+        print(json_text(body), file=sys.stderr)
     else:
         head, _, rest = str(error).partition("\n")
-        mark = "\x1b[1;31merror:\x1b[0m" if _colors(sys.stderr) else "error:"
+        _print_styled("error:", "1;31", sys.stderr, end=" ")
         notes = getattr(error, "__notes__", ())
-        print(f"{mark} {head}", *filter(None, [rest]), *notes, sep="\n", file=sys.stderr)
+        print(head, *filter(None, [rest]), *notes, sep="\n", file=sys.stderr)
     if os.environ.get("CKPTD_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
 
@@ -84,8 +91,90 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _colors(stream: Any) -> bool:
-    return bool(stream.isatty()) and "NO_COLOR" not in os.environ
+def _print_styled(text: str, style: str, stream: TextIO, end: str = "\n") -> None:
+    """Print a line of ours, on a terminal with the numbers of an SGR sequence."""
+    if stream.isatty() and "NO_COLOR" not in os.environ:
+        print("\x1b[" + style + "m", end="", file=unfiltered(stream))
+        print(text, end="", file=stream)
+        print("\x1b[0m", end=end, file=unfiltered(stream))
+    else:
+        print(text, end=end, file=stream)
+
+
+def json_text(body: Any, indent: int | None = None) -> str:
+    """Return JSON in which every character that a terminal may act on is written as an escape."""
+    data = msgspec.json.encode(body)
+    text = (data if indent is None else msgspec.json.format(data, indent=indent)).decode()
+    return _UNPRINTABLE.sub(_json_escape, text)
+
+
+def _json_escape(found: re.Match[str]) -> str:
+    character = found[0]
+    if character in "\n\t" or character.isprintable():
+        return character
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+
+
+class _Filtered:
+    """A text stream that lets through what prints, line ends and tabs.
+
+    What verbs show comes out of files and messages that others wrote: names of tensors, reasons,
+    lines of programs. A terminal that got an escape sequence of theirs would change its title,
+    hide lines, or type.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unfiltered = stream
+
+    @property
+    def rich_proxied_file(self) -> TextIO:
+        """Where rich draws: what it shows is filtered before, since colours are escapes too."""
+        return self.unfiltered
+
+    def write(self, text: str) -> int:
+        """Write `text`; each character that does not print is U+FFFD. Returns its length."""
+        self.unfiltered.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+def printable(text: str) -> str:
+    """Return `text` with U+FFFD for what does not print and is neither a line end nor a tab."""
+    return _UNPRINTABLE.sub(_replaced, text)
+
+
+def _replaced(found: re.Match[str]) -> str:
+    character = found[0]
+    return (
+        character if character in "\n\t" or character.isprintable() else "\N{REPLACEMENT CHARACTER}"
+    )
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """Return the stream behind the filter of `printing`, for what is drawn here."""
+    return stream.unfiltered if isinstance(stream, _Filtered) else stream
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Filter standard output and standard error within the block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (
+        cast("TextIO", _Filtered(before[0])),
+        cast("TextIO", _Filtered(before[1])),
+    )
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 # -- words for numbers -----------------------------------------------------------------------------
@@ -114,8 +203,13 @@ def time_text(created: str | float) -> str:
 
 def shorten(text: str, width: int) -> str:
     """Return at most `width` characters of `text`, in one line."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    text = one_line(text)
     return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def one_line(text: str) -> str:
+    """Return `text` in one line; see `printable`."""
+    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}").replace("\t", " ")
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -129,6 +223,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """
     right = [name.startswith(">") for name in columns]
     head = [name.removeprefix(">") for name in columns]
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(
@@ -137,9 +232,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         ).rstrip()
         for row in (head, *rows)
     ]
-    if _colors(sys.stdout):
-        lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
-    print(*lines, sep="\n")
+    _print_styled(lines[0], "1", sys.stdout)
+    if rows:
+        print(*lines[1:], sep="\n")
 
 
 # -- progress --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json
+from ckptd.cli.output import Document, Json, json_text
 from ckptd.cli.run_options import JobOptions, TorchrunOptions
 from ckptd.cli.watch import check_floors
 from ckptd.decoding import converter
@@ -469,7 +469,7 @@ class _Run:
                 text=ending.text,
                 exit_code=code,
             )
-            _print(msgspec.json.encode(document).decode())
+            _print(json_text(document))
         return code
 
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckptd.cli.output import shorten, time_text
+from ckptd.cli.output import one_line, shorten, time_text
 
 __all__ = ["STATUSES", "odd_rows", "screen"]
 
@@ -47,6 +47,7 @@ def screen(
     lost
         Since when nothing was heard; empty while the daemon answers.
     """
+    job, ranks, incidents = _shown(job), _shown(ranks), _shown(incidents)
     parts: list[RenderableType] = [_head(job, lost), _statuses(job, ranks)]
     if incidents:
         parts += [Text(), _incidents(incidents)]
@@ -69,6 +70,15 @@ def odd_rows(ranks: dict[str, Any], most: int) -> list[int]:
         return (_WEIGHT[STATUSES[ranks["status"][row]]], -(age[row] or 0.0), ranks["rank"][row])
 
     return sorted(range(len(ranks["rank"])), key=weight)[:most]
+
+
+def _shown(value: Any) -> Any:
+    """Return a document in which no text can act on the terminal: a daemon passes on what it got."""
+    if isinstance(value, str):
+        return one_line(value)
+    if isinstance(value, dict):
+        return {_shown(key): _shown(item) for key, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list) else value
 
 
 def _head(job: dict[str, Any], lost: str) -> Text:

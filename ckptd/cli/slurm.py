@@ -14,10 +14,9 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json
+from ckptd.cli.output import Document, Json, json_text
 from ckptd.elastic.wire import EXIT_CODES, exit_code
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, secret_of
@@ -133,7 +132,7 @@ def slurm(
             for number, handler in before.items():
                 signal.signal(number, handler)
     if json:
-        print(msgspec.json.encode(document).decode(), file=sys.stderr)
+        print(json_text(document), file=sys.stderr)
     return document.exit_code
 
 

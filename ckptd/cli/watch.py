@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, flag, print_error
+from ckptd.cli.output import Document, Json, flag, json_text, print_error
 from ckptd.errors import CkptdError, UsageError
 
 __all__ = ["WatchDocument", "check_floors", "watch"]
@@ -98,7 +97,7 @@ def watch(
         document = WatchDocument(
             job=name, url=one.url, exit_code=code, incidents=list(one.incidents.values())
         )
-        print(msgspec.json.encode(document).decode(), file=sys.stderr)
+        print(json_text(document), file=sys.stderr)
     return code
 
 

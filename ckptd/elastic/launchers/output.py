@@ -121,7 +121,9 @@ class Output:
         to_file = _bits(self._redirects, local_rank) | teed
         silent = bool(self._shown) and local_rank not in self._shown
         files = []
-        for bit, name, console in ((_OUT, "stdout", sys.stdout), (_ERR, "stderr", sys.stderr)):
+        for bit, name, ours in ((_OUT, "stdout", sys.stdout), (_ERR, "stderr", sys.stderr)):
+            # What a worker prints is shown as it is, colours and progress bars included.
+            console = getattr(ours, "unfiltered", ours)
             path = str(folder / f"{name}.log") if to_file & bit else ""
             if teed & bit and not silent:
                 Path(path).touch()
