@@ -15,7 +15,6 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from ckptd import __version__
-from ckptd.cli.output import print_error, printing
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
 
@@ -137,6 +136,8 @@ def run(argv: Sequence[str]) -> int:
         argv = ["run", *separated(argv[1:])]
     if argv[:1] == ["slurm"] and argv[1:2] not in (["--help"], ["-h"]):
         argv = ["slurm", "--", *argv[1:]]  # all of it is read where it is handed on
+    from ckptd.cli.output import printing
+
     with printing():
         return _run(argv)
 
@@ -183,5 +184,7 @@ def _defect(error: Exception) -> CkptdError:
 
 
 def _fail(error: CkptdError, as_json: bool) -> int:
+    from ckptd.cli.output import print_error
+
     print_error(error, as_json)
     return error.exit_code

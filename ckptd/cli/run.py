@@ -22,7 +22,6 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, json_text
 from ckptd.cli.run_options import JobOptions, TorchrunOptions
 from ckptd.cli.watch import check_floors
-from ckptd.decoding import converter
 from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from ckptd.elastic.launchers.node import Ending, NodeLauncher
 
 __all__ = ["RunDocument", "run"]
-
-_programs = converter(Program)
 
 _PREFIX = "run-"
 _ELSEWHERE = "192.0.2.1"
@@ -396,7 +393,9 @@ class _Run:
             argv = (python, "-u", *(["-m"] if mode == "module" else []), *argv)
             mode = "exec"
         plain = mode == "exec" or os.environ.get("CKPTD_ZYGOTE") == "0"
-        return _programs({"mode": mode, "argv": argv, "environ": environ, "plain": plain})
+        from ckptd.elastic.launchers.crew import programs
+
+        return programs({"mode": mode, "argv": argv, "environ": environ, "plain": plain})
 
     def _recording(self, folder: Path) -> dict[str, str]:
         """Return the variables with which ranks record themselves."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.cli.watch_parts import Part, Reader
+from ckptd.cli.watch_parts import Part, Reader, login_text
 from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import Places
@@ -478,7 +478,7 @@ class Watch:
     def _read_out(self, login: str) -> None:
         from ckptd.daemon.client import DaemonClient
 
-        self._say(f"job {self._job} is watched: {login}")
+        self._say(f"job {self._job} is watched: {login_text(login, self._job)}")
         client = DaemonClient(login)
         self._own = client.url
         self._reader = Reader(client, self._since, self._tell)

@@ -73,7 +73,7 @@ def odd_rows(ranks: dict[str, Any], most: int) -> list[int]:
 
 
 def _shown(value: Any) -> Any:
-    """Return a document in which no text can act on the terminal: a daemon passes on what it got."""
+    """Return a document whose texts cannot act on the terminal: a daemon passes on what it got."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, dict):

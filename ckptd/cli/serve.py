@@ -209,7 +209,7 @@ def _serve(
     address = Address(
         job=setup.job,
         url=url_of(sock),
-        token=access.token,
+        token=access.login,
         pid=os.getpid(),
         history=str(setup.history),
     )

@@ -171,7 +171,13 @@ class _Watched:
 
     def _begin(self, env: dict[str, str]) -> Mapping[str, str]:
         """Return the variables that COMMAND is to have besides."""
-        from ckptd.cli.watch_parts import Reader, old_folders, start_daemon, start_watcher
+        from ckptd.cli.watch_parts import (
+            Reader,
+            login_text,
+            old_folders,
+            start_daemon,
+            start_watcher,
+        )
         from ckptd.daemon.client import DaemonClient
         from ckptd.engine.agentlink import run_folder
         from ckptd.monitor.injection import environment
@@ -203,7 +209,7 @@ class _Watched:
             folder,
             self._parts,
         )
-        self.say(f"job {self._name} is watched: {login}")
+        self.say(f"job {self._name} is watched: {login_text(login, self._name)}")
         self._reader = Reader(client, since, self._tell)
         if env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
             self.say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps ranks from recording themselves")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ __all__ = [
     "Part",
     "Reader",
     "line_of",
+    "login_text",
     "old_folders",
     "shell_code",
     "start_daemon",
@@ -50,6 +52,24 @@ _PR_SET_PDEATHSIG = 1
 def unblocked() -> None:
     """Let a new process take the signals that this one waits for by itself."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
+
+
+def login_text(login: str, job: str) -> str:
+    """Return where the page of `job` is, for standard error.
+
+    Whoever has the token may act on the job. A batch system writes standard error to a file that
+    others often may read: there it is said where the token is, and not the token.
+    """
+    from ckptd.daemon.place import DaemonPlace
+
+    url = DaemonClient(login).url
+    try:
+        info = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):  # no descriptor is behind it, or it is closed
+        return login
+    if not stat.S_ISREG(info.st_mode) or not info.st_mode & 0o044 or login == url:
+        return login
+    return f"{url} (others may read this file: the token is in {DaemonPlace(job).address})"
 
 
 def _beside() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import socket
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
@@ -48,7 +49,10 @@ class Access:
     Attributes
     ----------
     token
-        Says that a person or script may read and act.
+        Says that a person or script may read and act. It follows from the job's secret and is
+        never printed.
+    login
+        Says so as well, in this life of the daemon; it stands in the URL that is printed.
     job
         Names the cookie: those of one host are shared by all its ports.
     metrics_open
@@ -59,6 +63,7 @@ class Access:
 
     token: str
     job: str
+    login: str = field(default_factory=lambda: secrets.token_hex(20))
     metrics_open: bool = True
     names: frozenset[str] = field(default_factory=frozenset)
 
@@ -84,8 +89,10 @@ class Access:
         )
 
     def is_token(self, text: str) -> bool:
-        """Whether `text` is the token; takes as long whatever it is."""
-        return hmac.compare_digest(text.encode(errors="replace"), self.token.encode())
+        """Whether `text` is one of the tokens; takes as long whatever it is."""
+        said = text.encode(errors="replace")
+        known = [hmac.compare_digest(said, each.encode()) for each in (self.token, self.login)]
+        return any(known)
 
     def check(self, request: Request) -> None:
         """Refuse a request that may not be answered.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.slurm import plan_of
-from ckptd.errors import UsageError
+from ckptd.cli.slurm import _secret, plan_of
+from ckptd.errors import RefusedError, UsageError
 
 NODES = ["n1", "n2", "n3", "gpu-07"]
 
@@ -92,3 +92,38 @@ def test_what_a_node_would_refuse_is_refused_at_once(words: list[str]) -> None:
 
 def options(words: tuple[str, ...]) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
+
+
+@pytest.mark.parametrize("how", ["open", "link", "file", "others"])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_folder_that_somebody_else_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, given: bool
+) -> None:
+    env = environ(CKPTD_SECRET="s" * 32) if given else environ()
+    folder = tmp_path / "ckptd-7"
+    if how == "link":
+        (tmp_path / "theirs").mkdir()
+        folder.symlink_to("theirs")
+    elif how == "file":
+        folder.mkdir(mode=0o700)
+        (folder / "secret").write_text("known to others, and long")
+        (folder / "secret").chmod(0o644)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if how == "open" else 0o700)
+        if how == "others":
+            monkeypatch.setattr("os.geteuid", lambda: 4711)
+    plan = plan_of(["train.py"], env, NODES, "n1:29400", True)
+    if given and how == "file":
+        assert _secret(plan, env) == "s" * 32  # the file is not asked
+        return
+    with pytest.raises(RefusedError) as caught:
+        _secret(plan, env)
+    assert caught.value.kind == "not-ours"
+
+
+def test_a_requeued_job_has_the_secret_that_it_had(tmp_path: Path) -> None:
+    plan = plan_of(["train.py"], environ(), NODES, "n1:29400", True)
+    assert _secret(plan, environ()) == _secret(plan, environ())
+    assert (tmp_path / "ckptd-7").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "ckptd-7/secret").stat().st_mode & 0o777 == 0o600

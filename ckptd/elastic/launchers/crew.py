@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ckptd.decoding import converter
 from ckptd.elastic.launchers.environ import of_seat, of_store
 from ckptd.elastic.launchers.output import Output, Streams
 from ckptd.elastic.launchers.spawn import Spawner
@@ -29,7 +30,7 @@ from ckptd.elastic.launchers.zygotewire import (
 from ckptd.elastic.wire import Begin, Seat, StoreAt
 from ckptd.elastic.workerwire import Go
 
-__all__ = ["Crew", "Program"]
+__all__ = ["Crew", "Program", "programs"]
 
 _AGAIN_S = 1.0
 _UNREADY_S = 60.0
@@ -54,6 +55,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     environ: dict[str, str]
     plain: bool = False
+
+
+programs = converter(Program)
+"""Makes a `Program` of plain values, and checks it."""
 
 
 @dataclass
