@@ -136,7 +136,7 @@ def run(argv: Sequence[str]) -> int:
         argv = ["run", *separated(argv[1:])]
     if argv[:1] == ["slurm"] and argv[1:2] not in (["--help"], ["-h"]):
         argv = ["slurm", "--", *argv[1:]]  # all of it is read where it is handed on
-    from ckptd.cli.output import printing
+    from ckptd.cli.terminal import printing
 
     with printing():
         return _run(argv)

@@ -10,14 +10,15 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Annotated, Any, TextIO, cast
+from typing import Annotated, Any, TextIO
 
 import msgspec
 from cyclopts import Parameter
 
+from ckptd.cli.terminal import UNPRINTABLE, one_line, unfiltered
 from ckptd.errors import CkptdError
 
 __all__ = [
@@ -27,17 +28,13 @@ __all__ = [
     "flag",
     "json_text",
     "note",
-    "one_line",
     "print_document",
     "print_error",
     "print_table",
-    "printable",
-    "printing",
     "progress_bar",
     "shorten",
     "size_text",
     "time_text",
-    "unfiltered",
 ]
 
 
@@ -49,8 +46,6 @@ def flag(text: str) -> Parameter:
 Json = Annotated[bool, flag("Print one JSON document instead of text.")]
 Progress = Callable[[int, int], None]
 
-_UNPRINTABLE = re.compile(r"[^\n\x20-\x7e]")
-"""What may not print: the cheap half of the question, asked of all text at once."""
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -105,7 +100,7 @@ def json_text(body: Any, indent: int | None = None) -> str:
     """Return JSON in which every character that a terminal may act on is written as an escape."""
     data = msgspec.json.encode(body)
     text = (data if indent is None else msgspec.json.format(data, indent=indent)).decode()
-    return _UNPRINTABLE.sub(_json_escape, text)
+    return UNPRINTABLE.sub(_json_escape, text)
 
 
 def _json_escape(found: re.Match[str]) -> str:
@@ -114,67 +109,6 @@ def _json_escape(found: re.Match[str]) -> str:
         return character
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
-
-
-class _Filtered:
-    """A text stream that lets through what prints, line ends and tabs.
-
-    What verbs show comes out of files and messages that others wrote: names of tensors, reasons,
-    lines of programs. A terminal that got an escape sequence of theirs would change its title,
-    hide lines, or type.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self.unfiltered = stream
-
-    @property
-    def rich_proxied_file(self) -> TextIO:
-        """Where rich draws: what it shows is filtered before, since colours are escapes too."""
-        return self.unfiltered
-
-    def write(self, text: str) -> int:
-        """Write `text`; each character that does not print is U+FFFD. Returns its length."""
-        self.unfiltered.write(printable(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write each."""
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.unfiltered, name)
-
-
-def printable(text: str) -> str:
-    """Return `text` with U+FFFD for what does not print and is neither a line end nor a tab."""
-    return _UNPRINTABLE.sub(_replaced, text)
-
-
-def _replaced(found: re.Match[str]) -> str:
-    character = found[0]
-    return (
-        character if character in "\n\t" or character.isprintable() else "\N{REPLACEMENT CHARACTER}"
-    )
-
-
-def unfiltered(stream: TextIO) -> TextIO:
-    """Return the stream behind the filter of `printing`, for what is drawn here."""
-    return stream.unfiltered if isinstance(stream, _Filtered) else stream
-
-
-@contextmanager
-def printing() -> Iterator[None]:
-    """Filter standard output and standard error within the block."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (
-        cast("TextIO", _Filtered(before[0])),
-        cast("TextIO", _Filtered(before[1])),
-    )
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
 
 
 # -- words for numbers -----------------------------------------------------------------------------
@@ -205,11 +139,6 @@ def shorten(text: str, width: int) -> str:
     """Return at most `width` characters of `text`, in one line."""
     text = one_line(text)
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def one_line(text: str) -> str:
-    """Return `text` in one line; see `printable`."""
-    return printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}").replace("\t", " ")
 
 
 # -- tables ----------------------------------------------------------------------------------------

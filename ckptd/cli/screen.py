@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckptd.cli.output import one_line, shorten, time_text
+from ckptd.cli.output import shorten, time_text
+from ckptd.cli.terminal import one_line
 
 __all__ = ["STATUSES", "odd_rows", "screen"]
 

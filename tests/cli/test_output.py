@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ckptd.cli.output import json_text, one_line, print_table, printable, printing, unfiltered
+from ckptd.cli.output import json_text, print_table
 from ckptd.cli.screen import screen
+from ckptd.cli.terminal import one_line, printable, printing, unfiltered
 from ckptd.errors import CkptdError
 from tests.cli.running import COMMAND, Cli
 
