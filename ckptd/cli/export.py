@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
-from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
+from ckptd.cli.output import Document, Json, flag, note, print_document, progress_bar, size_text
 from ckptd.cli.sizes import size_of
 from ckptd.engine.export import ExportedFile, run_export
 from ckptd.engine.export_plan import Rename, plan_export
@@ -35,7 +35,11 @@ class ExportDocument(Document, frozen=True, kw_only=True, tag="export"):
     bytes
         Bytes of their values as written.
     tied
-        Names that were not written again, and the tensor that each is.
+        With --no-untie: names that were not written again, and the tensor that each is.
+    left_out
+        Names of tensors that were not exported: optimizer state, other sections.
+    objects
+        Names of values, which an export does not have.
     """
 
     root: str
@@ -46,6 +50,8 @@ class ExportDocument(Document, frozen=True, kw_only=True, tag="export"):
     tensors: int
     bytes: int
     tied: dict[str, str]
+    left_out: tuple[str, ...]
+    objects: tuple[str, ...]
 
 
 def export(
@@ -56,8 +62,8 @@ def export(
     section: Annotated[
         str | None,
         Parameter(
-            help="Export names below this one, without it; `model` where there is one. A single"
-            " dot exports everything.",
+            help="Export names below this one, without it. A single dot exports everything."
+            " Without it: the weights, if they are one section.",
             show_default=False,
         ),
     ] = None,
@@ -70,7 +76,7 @@ def export(
         Parameter(help="Cast floating-point weights to this type.", show_default=False),
     ] = None,
     max_shard_size: Annotated[str, Parameter(help="Largest file: 5GB, 500MB, 2GiB.")] = "5GB",
-    untie: Annotated[bool, flag("Write tied weights once for each of their names.")] = False,
+    untie: Annotated[bool, Parameter(help="Write tied weights under each of their names.")] = True,
     force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
     json: Json = False,
 ) -> int:
@@ -104,6 +110,8 @@ def export(
         tensors=len(items),
         bytes=plan.nbytes,
         tied={alias: item.name for item in items for alias in item.aliases},
+        left_out=plan.left_out,
+        objects=plan.objects,
     )
     if json:
         print_document(document)
@@ -137,3 +145,7 @@ def _show(document: ExportDocument) -> None:
         print(f"  ... {len(d.files)} files in all")
     for alias, kept in list(d.tied.items())[:_SAID]:
         print(f"  {alias} is tied to {kept}, which is written once")
+    for names, what in ((d.left_out, "tensors"), (d.objects, "values")):
+        if names:
+            more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
+            note(f"left out: {len(names)} {what}: {', '.join(names[:_SAID])}{more}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -67,7 +68,11 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     promise
         Of the reshard as a whole: ``exact``, ``exact up to fill``, ``choice`` or ``lossy``.
     dropped
-        Source tensors and objects that are left out on purpose.
+        Source tensors, parts of them, further names and objects that are left out on purpose.
+    merged
+        Copies of tensors, equal to them, that the target has no name for.
+    unread
+        Files of weights beside the source's, which are not read.
     unused_rules
         Rules of the target whose tensors the source does not have.
     witness
@@ -93,6 +98,8 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
     tensors: int
     promise: str
     dropped: tuple[str, ...]
+    merged: tuple[str, ...]
+    unread: tuple[str, ...]
     unused_rules: tuple[str, ...]
     witness: str
     shard: str
@@ -133,6 +140,10 @@ def reshard(
         bool, flag("Prove that every element of the target would be written once.")
     ] = False,
     dry_run: Annotated[bool, flag("Plan and check, and write nothing.")] = False,
+    untie: Annotated[
+        bool,
+        Parameter(help="In a Hugging Face folder, write tied weights under each of their names."),
+    ] = True,
     force: Annotated[bool, flag("Replace a Hugging Face model that is there.")] = False,
     json: Json = False,
 ) -> int:
@@ -149,7 +160,7 @@ def reshard(
     most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
     rules = [r.strip() for r in rule or ()]
     with prepared(source, to, from_, rules, step, allowed=allow or ()) as found:
-        run = Run(found, shard, memory, most)
+        run = Run(found, shard, memory, most, untie=untie)
         document = ReshardDocument(
             source=source,
             target=target,
@@ -162,6 +173,8 @@ def reshard(
             tensors=run.tensors,
             promise=run.promise,
             dropped=run.dropped,
+            merged=run.merged,
+            unread=run.unread,
             unused_rules=run.unused_rules,
             witness=found.stock.witness_note,
             shard=run.shard,
@@ -201,10 +214,19 @@ def _show(document: ReshardDocument, *, dry_run: bool) -> None:
     if d.costs is None and d.source_program.kept in _TOLD:
         note(f"the source was {_source(d)}")
     if d.dropped:
-        more = f" and {len(d.dropped) - _SAID} more" if len(d.dropped) > _SAID else ""
-        note(f"left out: {', '.join(d.dropped[:_SAID])}{more}")
+        note(f"left out: {_counted(d.dropped)}")
+    if d.merged:
+        note(f"copies that are not written again: {_counted(d.merged)}")
+    if d.unread:
+        note(f"files of the source that were not read: {_counted(d.unread)}")
     if d.witness and d.done is not None:
         note(f"{d.witness}: that every value is in its place was not checked")
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many there are."""
+    more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
+    return f"{', '.join(names[:_SAID])}{more} ({len(names)} in all)"
 
 
 def _source(d: ReshardDocument) -> str:

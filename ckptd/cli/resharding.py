@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptd.cli.address import Address, held, opened, spec_of
 from ckptd.cli.output import progress_bar
 from ckptd.engine.catalogue import Catalogue
+from ckptd.engine.reshard.duplicates import check_duplicates
 from ckptd.engine.reshard.execute import Budget
 from ckptd.engine.reshard.explain import costs_of, prove_target, rules_of
 from ckptd.engine.reshard.folder import open_folder
@@ -58,7 +59,9 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
 class Run:
     """One command."""
 
-    def __init__(self, prepared: Prepared, shard: str, memory: int, most: int) -> None:
+    def __init__(
+        self, prepared: Prepared, shard: str, memory: int, most: int, *, untie: bool = True
+    ) -> None:
         self._prepared = prepared
         self._share = check_share(shard)
         self._is_hf = most > 0
@@ -67,7 +70,7 @@ class Run:
         self._left_out: list[str] = list(prepared.assembled.dropped_objects)
         if self._is_hf:
             self._target, self._expected, left_out = hf_target(
-                prepared.assembled, prepared.expected, most
+                prepared.assembled, prepared.expected, most, untie=untie
             )
             self._left_out += left_out
         self._budget = Budget.of(memory, prepared.stock.source.store)
@@ -100,7 +103,18 @@ class Run:
     @property
     def dropped(self) -> tuple[str, ...]:
         """What is left out."""
-        return (*self._prepared.assembled.composed.dropped, *self._left_out)
+        composed = self._prepared.assembled.composed
+        return (*composed.dropped, *composed.lost, *self._left_out)
+
+    @property
+    def merged(self) -> tuple[str, ...]:
+        """Further names of tensors that the target has no name for; nothing of them is lost."""
+        return tuple(self._prepared.assembled.composed.merged)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Files of the source that are not read."""
+        return tuple(self._prepared.stock.unread)
 
     @property
     def unused_rules(self) -> tuple[str, ...]:
@@ -124,6 +138,9 @@ class Run:
     def do(self, target: str, force: bool) -> Resharded:
         """Write this process's share."""
         source = self._prepared.stock.source
+        if self._share.number == 1:
+            # Without the files of this share nobody commits.
+            check_duplicates(self._prepared.stock, self._prepared.assembled.composed.duplicates)
         with progress_bar("resharding") as bar:
             if self._is_hf:
                 if "://" in target:

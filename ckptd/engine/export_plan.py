@@ -7,9 +7,19 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ckptd.engine.reshard.layouts import read_text
 from ckptd.engine.values import Reader
-from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from ckptd.errors import (
+    CkptdError,
+    CorruptError,
+    MismatchError,
+    NotFoundError,
+    RefusedError,
+    UsageError,
+)
 from ckptd.format.names import unescape_fqn
+from ckptd.layout.lay.equation import Resolved
+from ckptd.layout.lay.matching import Templates
 from ckptd.types import DTYPES, DType
 
 __all__ = ["EVERYTHING", "ExportPlan", "Item", "Rename", "plan_export"]
@@ -18,6 +28,7 @@ EVERYTHING = "."
 """The section that is the whole checkpoint."""
 
 _DEFAULT_SECTION = "model"
+_STATES = "optim."
 _CAST = ("float64", "float32", "bfloat16", "float16")
 _MOST_NAMED = 8
 
@@ -53,9 +64,21 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """The files, in order, each with its tensors in file order."""
+    """The files, in order, each with its tensors in file order, and what is in none of them.
+
+    Attributes
+    ----------
+    files
+        Name and tensors of each.
+    left_out
+        Names of tensors that are not exported: those of other sections, and optimizer state.
+    objects
+        Names of values, which are not exported.
+    """
 
     files: tuple[tuple[str, tuple[Item, ...]], ...]
+    left_out: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -70,15 +93,16 @@ def plan_export(
     rename: Sequence[Rename] = (),
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    untie: bool = False,
+    untie: bool = True,
 ) -> ExportPlan:
     """Decide what is written where; reads nothing.
 
     Parameters
     ----------
     section
-        Only names that begin with it and a dot, which is taken away. None is ``model`` where the
-        checkpoint has that; ``.`` is everything.
+        Only names that begin with it and a dot, which is taken away; ``.`` is everything. None is
+        the weights: what the checkpoint's program calls parameters, else ``model``; all of them
+        have to be there.
     rename
         Applied one after the other to what is left of a name.
     dtype
@@ -86,25 +110,46 @@ def plan_export(
     max_shard_bytes
         A file ends before it would hold more; a larger tensor has a file of its own.
     untie
-        Write tied tensors once for each name, instead of once.
+        Write a tied tensor under each of its names, as whoever reads the files may ask for any.
 
     Raises
     ------
     NotFoundError
-        Kind ``no-section``: lists those that there are.
+        Kind ``no-section``: lists those that there are. Kind ``no-tensors``: there is nothing to
+        write.
+    RefusedError
+        Kind ``left-out``: no section was asked for, and there are weights outside of the default.
     UsageError
         Kinds ``bad-argument``, ``duplicate-name``, ``dtype`` (a type that safetensors lacks).
     MismatchError
         Kind ``absent``: the checkpoint leaves out parts of these tensors.
     """
-    prefix = _prefix(reader, section)
+    prefix, is_state = _prefix(reader, section), _states(reader)
     renamed = _renamer(rename)
     items: list[Item] = []
+    left_out: list[str] = []
+    weights_out: list[str] = []
     for tensor in reader.names:
-        known = [n for n in (tensor, *reader.aliases(tensor)) if n.startswith(prefix)]
-        names = [renamed(_plain(n.removeprefix(prefix))) for n in known]
+        known = [tensor, *reader.aliases(tensor)]
+        if section is None and is_state(tensor):
+            left_out += known
+            continue
+        inside = [n for n in known if n.startswith(prefix)]
+        outside = [n for n in known if not n.startswith(prefix)]
+        left_out += outside
+        weights_out += [n for n in outside if not is_state(n)]
+        names = [renamed(_plain(n.removeprefix(prefix))) for n in inside]
         if names:
             items += _items(reader, tensor, names, dtype, untie=untie)
+    if section is None and weights_out:
+        raise _left_out(reader, prefix, weights_out)
+    if not items:
+        raise NotFoundError(
+            "there is no tensor to export",
+            kind="no-tensors",
+            where=f"{reader.store.url}, {reader.commit.name}",
+            hint=f"--section {EVERYTHING} for everything",
+        )
     _check(reader, items)
     shards = list(_shards(items, max_shard_bytes))
     return ExportPlan(
@@ -112,7 +157,47 @@ def plan_export(
             # Item sizes falling: every tensor is then aligned to its own.
             (_file_name(i, len(shards)), tuple(sorted(s, key=lambda x: -x.dtype.itemsize)))
             for i, s in enumerate(shards)
-        )
+        ),
+        tuple(left_out),
+        tuple(o.name for o in reader.manifest.objects),
+    )
+
+
+def _states(reader: Reader) -> Callable[[str], bool]:
+    """Return what tells the names of optimizer state from those of weights."""
+    groups = [o.name for o in reader.manifest.objects if o.kind == "groups"]
+    prefixes = tuple({_STATES, *(n.removesuffix("groups") for n in groups if n != "groups")})
+    layout = _layout(reader)
+    templates = None if layout is None else Templates(layout)
+
+    def is_state(name: str) -> bool:
+        found = templates.take(name) if templates is not None else None
+        if found is not None and (found.state or found.scalar):
+            return True
+        return name.startswith(prefixes)
+
+    return is_state
+
+
+def _layout(reader: Reader) -> Resolved | None:
+    """Return the layout that the checkpoint keeps; None if it has none that can be understood."""
+    if not reader.manifest.lay:
+        return None
+    try:
+        return read_text(reader.manifest.lay, "the kept program").resolve()
+    except CkptdError:
+        return None
+
+
+def _left_out(reader: Reader, prefix: str, names: Sequence[str]) -> RefusedError:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return RefusedError(
+        f"weights outside of the section {prefix[:-1]} would be left out",
+        kind="left-out",
+        where=f"{reader.store.url}, {reader.commit.name}",
+        found=f"{len(names)}: {', '.join(names[:_MOST_NAMED])}{more}",
+        hint=f"--section {prefix[:-1]} for that section alone, --section {EVERYTHING} for"
+        " everything, under the names that it has here",
     )
 
 
@@ -120,6 +205,13 @@ def _prefix(reader: Reader, section: str | None) -> str:
     if section == EVERYTHING:
         return ""
     prefix = f"{section or _DEFAULT_SECTION}."
+    layout = _layout(reader) if section is None else None
+    if layout is not None:
+        prefix, _, end = layout.params.partition("{name}")
+        if not prefix and not end:
+            return ""
+        if end or not prefix.endswith("."):
+            prefix = f"{_DEFAULT_SECTION}."
     every = [n for t in reader.names for n in (t, *reader.aliases(t))]
     if any(n.startswith(prefix) for n in every):
         return prefix

@@ -48,6 +48,11 @@ class Chunk:
     start: int
     end: int
 
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
 
 def build_header(
     chunks: Sequence[tuple[str, DType, tuple[int, ...]]], metadata: Mapping[str, str]

@@ -17,9 +17,7 @@ from ckptd.errors import MismatchError
 from ckptd.format.manifest import GridEntry, MeshEntry, TensorEntry
 from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.lay.equation import Resolved
-from ckptd.layout.lay.modifiers import Alias
 from ckptd.layout.lay.scales import scale_tensor
-from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.owners import Owners
 
 __all__ = ["Assembled", "assemble_target"]
@@ -49,11 +47,14 @@ class Assembled:
         The tensors that follow from layouts; target tensor number i is link i.
     dropped_objects
         Per-rank objects that another world drops.
+    scales
+        Numbers of the target's tensors that are scales of parameters.
     """
 
     target: Target
     composed: Composed
     dropped_objects: Sequence[str]
+    scales: range = range(0)
 
 
 @dataclass(eq=False)
@@ -99,7 +100,6 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
     layout = form.bound.layout
     stock = composed.stock
     build = _Builder(form.mesh.world)
-    aliases = _aliases(form)
     for number, link in enumerate(composed.links):
         t = link.tensor
         build.add(
@@ -109,9 +109,9 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
             t.owners,
             t.base,
             _Linked(composed, number),
-            aliases.get(t.name) or _kept_aliases(link),
+            composed.aliases[t.name],
         )
-    _add_scales(build, composed)
+    scales = _add_scales(build, composed)
     _add_scalars(build, composed)
     declared = {o.name: o.on_change for o in layout.objects}
     carried = carry_objects(stock, build.world, _groups(composed), declared)
@@ -127,7 +127,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         dict(stock.metadata),
         lay,
     )
-    return Assembled(target, composed, carried.dropped)
+    return Assembled(target, composed, carried.dropped, scales)
 
 
 def _meshes(layout: Resolved) -> tuple[MeshEntry, ...]:
@@ -165,42 +165,16 @@ class _Scales:
         return Feed(literal=lambda: np.ascontiguousarray(scales(self.link)[at]).tobytes())
 
 
-def _add_scales(build: _Builder, composed: Composed) -> None:
+def _add_scales(build: _Builder, composed: Composed) -> range:
+    """Add the scales of quantized parameters; return their numbers."""
+    first = len(build.entries)
     form = composed.composition.target
     for link in composed.links:
         found = None if link.key[2] else scale_tensor(form, link.key[0], link.key[1])
         if found is not None:
             feeds = _Scales(composed, link, found.grid)
             build.add(found.name, "float32", found.grid, found.owners, found.base, feeds)
-
-
-# --- aliases ------------------------------------------------------------------------------------
-
-
-def _kept_aliases(link: Link) -> tuple[str, ...]:
-    """Return the further names of a tensor that keeps its own."""
-    sources = list(link.sources.values())
-    if len(sources) == 1 and sources[0].name == link.tensor.name:
-        return sources[0].aliases
-    return ()
-
-
-def _aliases(form: StoredForm) -> dict[str, tuple[str, ...]]:
-    """Return further names of stored parameters, by name."""
-    out: dict[str, tuple[str, ...]] = {}
-    for rule in form.rules:
-        if not any(isinstance(m, Alias) for m in rule.equation.modifiers):
-            continue
-        families = rule.equation.families
-        holder = next((r for r in form.stored_rules if r.equation.families == families), None)
-        if holder is None or set(holder.indexes) != set(rule.indexes):
-            continue
-        for indexes in rule.tensors():
-            numbers = dict(zip(rule.indexes, indexes, strict=True))
-            at = tuple(numbers[a] for a in holder.indexes)
-            name = form.name(holder.global_name(at), "")
-            out[name] = (*out.get(name, ()), form.name(rule.global_name(indexes), ""))
-    return out
+    return range(first, len(build.entries))
 
 
 # --- numbers that follow parameters -------------------------------------------------------------

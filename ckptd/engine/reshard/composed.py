@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.engine.reshard.changes import change_of, changed_dtype, quantized, step_promise
+from ckptd.engine.reshard.duplicates import Duplicate
 from ckptd.engine.reshard.feed import Change, Feed, Take
 from ckptd.engine.reshard.scaled import Scaled, largest
 from ckptd.engine.reshard.stock import Stock, StockTensor
@@ -19,20 +20,20 @@ from ckptd.errors import MismatchError
 from ckptd.layout.grid import Grid, Piece
 from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.copies import Composition, Copy, compose
-from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.equation import Bound, Equation, Resolved
 from ckptd.layout.lay.finding import raise_first
 from ckptd.layout.lay.matching import Matcher, Templates
-from ckptd.layout.lay.modifiers import Affine
+from ckptd.layout.lay.modifiers import Affine, Alias
 from ckptd.layout.lay.observe import bind_sizes, bind_stored
 from ckptd.layout.lay.promise import PROMISES, Promise
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.scales import scale_tensor
-from ckptd.layout.lay.stored import StoredTensor, TensorKey
+from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.values import Values
 from ckptd.types import Box, DType
 
-__all__ = ["Composed", "Link", "compose_layouts"]
+__all__ = ["Composed", "Link", "alias_names", "compose_layouts"]
 
 _MOST_NAMED = 6
 
@@ -78,6 +79,15 @@ class Composed:
         Source tensors that a rule leaves out.
     left_out
         Rules of the target whose logical tensors the source does not have.
+    lost
+        What of the source has no place in the target: parts of tensors, and further names of
+        tensors that no rule speaks of.
+    merged
+        Further names that the source's layout calls copies, and that the target has no name for.
+    duplicates
+        Tensors of the source that are copies of others; nobody has compared them yet.
+    aliases
+        Further names of stored target parameters, by name.
     """
 
     stock: Stock
@@ -85,12 +95,16 @@ class Composed:
     links: Sequence[Link]
     dropped: Sequence[str] = ()
     left_out: Sequence[str] = ()
+    lost: Sequence[str] = ()
+    merged: Sequence[str] = ()
+    duplicates: Sequence[Duplicate] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def promise(self) -> Promise:
         """The worst promise of all."""
         found: list[Promise] = [link.promise for link in self.links]
-        if self.dropped:
+        if self.dropped or self.lost:
             found.append("lossy")
         return max(found, key=PROMISES.index, default="exact")
 
@@ -102,11 +116,7 @@ class Composed:
         for copy in plan.copies:
             source = self.stock.by_name[copy.source.name]
             change = self._change(link, piece, source, copy)
-            if self.stock.locate is None:
-                takes.append(Take(source.number, copy.piece, copy.blocks, change))
-            else:
-                located = self.stock.locate(source.name, copy.piece, copy.blocks, link.dtype)
-                takes += [_both(take, change, link.tensor.name) for take in located]
+            takes += _takes(self.stock, source, copy, change, link.dtype, link.tensor.name)
         return Feed(tuple(takes), plan.fills)
 
     def _change(self, link: Link, piece: int, source: StockTensor, copy: Copy) -> Change | None:
@@ -186,7 +196,7 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     UsageError
         A layout is wrong by itself.
     """
-    bound = bind_stored(source, stock.shapes, stock.sizes)
+    bound = bind_stored(source, _named_shapes(source, stock), stock.sizes)
     held = {f.name for e in bound.layout.equations for f in e.families.values()}
     raise_first(check(source))
     raise_first(check(target))
@@ -196,9 +206,65 @@ def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Compose
     composition = compose(bound, other, lambda name: _grid(stock, name))
     dropped = _dropped(source, stock)
     links = _links(composition, stock)
-    _check_all_fed(composition, stock, links, set(dropped))
+    duplicates = list(_duplicates(composition, stock))
+    _check_all_fed(composition, stock, links, {*dropped, *(d.tensor.name for d in duplicates)})
     links.sort(key=lambda link: min((s.number for s in link.sources.values()), default=-1))
-    return Composed(stock, composition, links, dropped, left_out)
+    aliases = alias_names(composition.target)
+    lost, merged = _further_names(composition, source, links, aliases, duplicates)
+    return Composed(
+        stock,
+        composition,
+        links,
+        dropped,
+        left_out,
+        lost=[*_lost_parts(composition, links), *lost],
+        merged=merged,
+        duplicates=duplicates,
+        aliases={k.tensor.name: _names_of(k, aliases) for k in links},
+    )
+
+
+def _named_shapes(source: Resolved, stock: Stock) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the source's tensors; further names that have a rule count as tensors.
+
+    A program may name a tied weight by its other name only, or by both as if they were two.
+    """
+    matcher, templates = Matcher(source, stored=True), Templates(source)
+    out = dict(stock.shapes)
+    for tensor in stock.tensors:
+        for name in () if tensor.encoded else tensor.aliases:
+            equation = _rule_of(source, matcher, templates, name)
+            if equation is not None and not _is_copy(equation):
+                out[name] = tensor.shape
+    return out
+
+
+def _rule_of(
+    source: Resolved, matcher: Matcher, templates: Templates, name: str
+) -> Equation | None:
+    """Return the rule of a stored name; None if there is none, or it leaves the name out."""
+    undressed = templates.take(name)
+    found = matcher.match(undressed.name) if undressed else None
+    return source.equations[found.equation] if found and found.equation >= 0 else None
+
+
+def _is_copy(equation: Equation) -> bool:
+    return any(isinstance(m, Alias) for m in equation.modifiers)
+
+
+def _takes(
+    stock: Stock,
+    source: StockTensor,
+    copy: Copy,
+    change: Change | None,
+    dtype: DType,
+    where: str,
+) -> list[Take]:
+    """Return a copy as takes from where its source lies."""
+    if stock.locate is None:
+        return [Take(source.number, copy.piece, copy.blocks, change)]
+    located = stock.locate(source.name, copy.piece, copy.blocks, dtype)
+    return [_both(take, change, where) for take in located]
 
 
 def _both(take: Take, change: Change | None, where: str) -> Take:
@@ -256,6 +322,171 @@ def _dropped(source: Resolved, stock: Stock) -> list[str]:
         found = rules.match(inner)
         if found is not None and found.equation == -1 and drops.match(inner) is not None:
             out.append(name)
+    return out
+
+
+# --- what may not get lost ----------------------------------------------------------------------
+
+
+def _templates(form: StoredForm) -> Templates:
+    """Return what takes the names of a stored form apart."""
+    return Templates(form.bound.layout)
+
+
+def alias_names(form: StoredForm) -> dict[str, tuple[str, ...]]:
+    """Return further names of stored parameters, by name."""
+    out: dict[str, tuple[str, ...]] = {}
+    for rule in form.rules:
+        if not _is_alias(rule):
+            continue
+        families = rule.equation.families
+        holder = next((r for r in form.stored_rules if r.equation.families == families), None)
+        if holder is None or set(holder.indexes) != set(rule.indexes):
+            continue
+        for indexes in rule.tensors():
+            numbers = dict(zip(rule.indexes, indexes, strict=True))
+            at = tuple(numbers[a] for a in holder.indexes)
+            if not holder.has(at):
+                continue
+            name = form.name(holder.global_name(at), "")
+            out[name] = (*out.get(name, ()), form.name(rule.global_name(indexes), ""))
+    return out
+
+
+def _is_alias(rule: RuleForm) -> bool:
+    return _is_copy(rule.equation)
+
+
+def _names_of(link: Link, aliases: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the further names of a target tensor: by its layout, and those that it keeps."""
+    name = link.tensor.name
+    kept: tuple[str, ...] = ()
+    sources = list(link.sources.values())
+    if len(sources) == 1 and sources[0].name == name:
+        kept = sources[0].aliases
+    by_layout = () if link.key[2] else aliases.get(name, ())
+    return tuple(dict.fromkeys((*by_layout, *kept)))
+
+
+def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
+    """Yield the tensors that the source has of its own, and calls copies of others."""
+    form = composition.source
+    twice = _with_itself(composition)
+    for rule in form.rules:
+        if not _is_alias(rule):
+            continue
+        for indexes in rule.tensors():
+            key = (rule.number, indexes, "")
+            name = form.name(rule.global_name(indexes), "")
+            tensor = stock.by_name.get(name)
+            if tensor is None or tensor.name != name:
+                continue
+            names = [
+                form.name(form.rules[r].global_name(at), "") for r, at, _ in source_keys(twice, key)
+            ]
+            missing = [n for n in names if n not in stock.by_name]
+            if missing or not names:
+                raise MismatchError(
+                    "the source has a copy of a tensor, and not the tensor",
+                    kind="lay-cover",
+                    where=name,
+                    wanted=", ".join(missing[:_MOST_NAMED]) or "a tensor that it is a copy of",
+                    hint="let the source's layout say that this is the tensor: a rule for it"
+                    " without alias, -e 'from: NAME = ...'",
+                )
+            grid = form.tensor(*key).grid
+            if grid.shape != tensor.shape:
+                raise MismatchError(
+                    "a copy of a tensor has another shape than the layout says",
+                    kind="lay-fit",
+                    where=name,
+                    wanted=grid.shape,
+                    found=tensor.shape,
+                )
+            feeds = _Copied(twice, stock, key, tensor)
+            yield Duplicate(tensor, ", ".join(names[:_MOST_NAMED]), grid, feeds)
+
+
+def _with_itself(composition: Composition) -> Composition:
+    """Return the source combined with itself: what its copies are made of."""
+    return Composition(composition.source, composition.source, composition.grids)
+
+
+@dataclass(frozen=True, eq=False)
+class _Copied:
+    """Feeds of a copy, out of what it copies."""
+
+    composition: Composition
+    stock: Stock
+    key: TensorKey
+    tensor: StockTensor
+
+    def feed(self, tensor: int, piece: int) -> Feed:
+        """Return what a piece would be."""
+        takes = []
+        for copy in self.composition.piece(self.key, piece).copies:
+            source, mine = self.stock.by_name[copy.source.name], self.tensor
+            change = change_of(source.dtype, mine.dtype, copy.values, mine.name)
+            takes += _takes(self.stock, source, copy, change, mine.dtype, mine.name)
+        return Feed(tuple(takes))
+
+
+def _further_names(
+    composition: Composition,
+    source: Resolved,
+    links: Sequence[Link],
+    aliases: Mapping[str, tuple[str, ...]],
+    duplicates: Sequence[Duplicate],
+) -> tuple[list[str], list[str]]:
+    """Return names that the target has not: those of no rule, and those of the source's aliases."""
+    form = composition.source
+    matcher, templates = Matcher(source, stored=True), _templates(form)
+    again = {
+        f.name
+        for r in composition.target.rules
+        if _is_alias(r)
+        for f in r.equation.families.values()
+    }
+    kept = {name for link in links for name in _names_of(link, aliases)}
+    kept |= {link.tensor.name for link in links}
+    for link in links:
+        kept |= {
+            form.name(form.rules[rule].global_name(at), state) for rule, at, state in link.sources
+        }
+    lost: list[str] = []
+    merged: list[str] = []
+
+    tensors = {t.number: t for link in links for t in link.sources.values()}
+    names = [a for t in tensors.values() for a in t.aliases] + [d.tensor.name for d in duplicates]
+    for name in dict.fromkeys(names):
+        if name in kept:
+            continue
+        equation = _rule_of(source, matcher, templates, name)
+        if equation is None:
+            lost.append(name)
+        elif not {f.name for f in equation.families.values()} <= again:
+            merged.append(name)
+    return lost, merged
+
+
+def _lost_parts(composition: Composition, links: Sequence[Link]) -> list[str]:
+    """Return the parts of source tensors that no tensor of the target has."""
+    has = {
+        f.name
+        for link in links
+        for f in composition.target.rules[link.key[0]].equation.families.values()
+    }
+    out = []
+    seen = set()
+    for link in links:
+        for rule, indexes, _ in link.sources:
+            if (rule, indexes) in seen:
+                continue
+            seen.add((rule, indexes))
+            form = composition.source.rules[rule]
+            gone = [f.name for f in form.equation.families.values() if f.name not in has]
+            name = composition.source.name(form.global_name(indexes), "")
+            out += [f"{family} in {name}" for family in gone]
     return out
 
 
@@ -388,15 +619,17 @@ def _check_all_fed(
     fed = {s.name for link in links for s in link.sources.values()} | dropped
     form = composition.source
     keys = {key for link in links for key in link.sources if not key[2]}
+    counted = {form.rules[rule].global_name(indexes) for rule, indexes, _ in keys}
+    counted |= {u.name for name in dropped for u in [_templates(form).take(name)] if u}
     found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
     scales = {t.name for t in found if t is not None}
-    templates = Templates(composition.source.bound.layout)
+    templates = _templates(form)
     lost = []
     for tensor in stock.tensors:
         if tensor.name in fed or tensor.encoded or tensor.name in scales:
             continue
         undressed = templates.take(tensor.name)
-        if undressed is not None and undressed.scalar:
+        if undressed is not None and undressed.scalar and undressed.name in counted:
             continue
         lost.append(tensor.name)
     if lost:

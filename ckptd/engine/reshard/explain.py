@@ -136,9 +136,10 @@ def prove_target(composed: Composed, target: Target, files: Sequence[int]) -> Pr
         for chunk in target.filemap.chunks(file):
             chunks += 1
             elements += chunk.piece.numel
-            if chunk.tensor >= len(composed.links) or not chunk.piece.numel:
+            number = chunk.tensor if target.links is None else target.links.get(chunk.tensor)
+            if number is None or number >= len(composed.links) or not chunk.piece.numel:
                 continue
-            link = composed.links[chunk.tensor]
+            link = composed.links[number]
             plan = composed.composition.piece(link.key, chunk.piece.index)
             # Layers and states have the same blocks: one proof does for all of them.
             shape = (plan.numel, tuple(c.blocks for c in plan.copies), plan.fills)

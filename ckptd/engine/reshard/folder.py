@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ BY_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
 """Types by their code in a header."""
 
 HeaderOf = tuple[FileEntry, dict[str, Chunk], str]
-"""A file, its chunks by name, and a digest of its header."""
+"""A file, its chunks by name, and a digest of its header. A name that the header calls tied to a
+chunk is a chunk with the same bytes."""
 
 
 class FolderSource:
@@ -88,35 +90,72 @@ class FolderSource:
         return ", ".join(n for n, (f, c) in found if f == file and c.start < end and start < c.end)
 
 
-def read_headers(store: Store) -> list[HeaderOf]:
+def read_headers(store: Store, keys: Sequence[str] | None = None) -> list[HeaderOf]:
     """Read the headers of the safetensors files of a folder: those of its index, if it has one.
+
+    Parameters
+    ----------
+    store
+        The folder.
+    keys
+        These files, whatever an index says.
 
     Raises
     ------
     NotFoundError
-        kind ``no-root``: there is none.
+        kind ``no-root``: there is none. kind ``no-tensors``: they hold nothing.
     CorruptError
-        One is missing, or is no safetensors file.
+        One is missing, or is no safetensors file. kind ``missing-tensor``: the index names a tensor
+        that its file has not.
     """
-    keys = _listed(store)
-    if not keys:
+    weights: dict[str, str] = {}
+    if keys is None:
+        files, _, where, weights = _listed(store)
+    else:
+        files, where = list(keys), ""
+    if not files:
         raise NotFoundError(
             "no safetensors files here", kind="no-root", where=store.url, wanted=f"*{END}"
         )
-    return [_header(store, number, key) for number, key in enumerate(keys)]
+    headers = [_header(store, key) for key in files]
+    by_file = {entry.path: chunks for entry, chunks, _ in headers}
+    for name, path in weights.items():
+        if name not in by_file[path]:
+            elsewhere = next((p for p, chunks in by_file.items() if name in chunks), None)
+            raise CorruptError(
+                "an index names a tensor that its file has not",
+                kind="missing-tensor",
+                where=f"{where}: {name}",
+                wanted=f"in {path}",
+                found=f"in {elsewhere}" if elsewhere else "in no file",
+            )
+    if not any(chunks for _, chunks, _ in headers):
+        raise NotFoundError(
+            "the files of the source hold no tensor",
+            kind="no-tensors",
+            where=store.url,
+            found=f"{len(headers)} empty files",
+        )
+    return headers
 
 
-def _listed(store: Store) -> list[str]:
+def _listed(store: Store) -> tuple[list[str], list[str], str, dict[str, str]]:
+    """Return the files that count and those that do not, the index, and what is in which file."""
     names = store.children("")
     indexes = [n for n in names if n.endswith(INDEX_END)]
     files = sorted(n for n in names if n.endswith(END))
+    if len(files) > _MAX_FILES:
+        raise CorruptError(
+            "too many files", kind="limits", where=store.url, wanted=_MAX_FILES, found=len(files)
+        )
     if len(indexes) != 1:
-        return files[:_MAX_FILES]
+        return files, [], "", {}
     if store.stat(indexes[0]).size > _MAX_INDEX_BYTES:
         raise CorruptError("an index is too large", kind="limits", where=indexes[0])
     try:
-        weights = json.loads(store.get(indexes[0]))["weight_map"]
-        wanted = sorted({str(v) for v in weights.values()})
+        weights = {
+            str(k): str(v) for k, v in json.loads(store.get(indexes[0]))["weight_map"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(
             "not an index of safetensors files",
@@ -124,22 +163,27 @@ def _listed(store: Store) -> list[str]:
             where=indexes[0],
             found=str(error)[:200],
         ) from None
+    wanted = sorted(set(weights.values()))
     for name in wanted:
         if name not in files:
             raise _missing(name)
-    return wanted
+    return wanted, [f for f in files if f not in weights.values()], indexes[0], weights
 
 
 def _missing(path: str) -> CorruptError:
     return CorruptError("a file of the source is missing", kind="missing-file", where=path)
 
 
-def _header(store: Store, number: int, key: str) -> HeaderOf:
+def _header(store: Store, key: str) -> HeaderOf:
     info = store.stat(key)
     prefix = store.get(key, ByteRange(0, min(8, info.size)))
     length = header_bytes(prefix, key, info.size)
     raw = store.get(key, ByteRange(0, length))
-    chunks, _ = parse_header(raw, key, info.size - length)
+    chunks, metadata = parse_header(raw, key, info.size - length)
+    for name, tied in metadata.items():
+        # As safetensors.torch.save_model notes the names of tied tensors that it does not write.
+        if tied in chunks and name not in chunks and name != "format":
+            chunks[name] = dataclasses.replace(chunks[tied], name=name)
     entry = FileEntry(key, 0, length, info.size - length)
     return entry, chunks, f"{digest_hex(raw)} {info.size} {info.modified}"
 
@@ -182,6 +226,8 @@ def open_folder(store: Store, step: int) -> Stock:
         values=lambda names: _values(source, tensors, names),
         step=step,
         witness_note="the source has no witness",
+        unread=_listed(store)[1],
+        has_sections=False,
     )
 
 

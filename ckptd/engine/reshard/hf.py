@@ -35,7 +35,7 @@ from ckptd.layout.grid import whole
 from ckptd.layout.owners import single_owner
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
-from ckptd.types import DType
+from ckptd.types import DTYPES, DType
 
 __all__ = ["HfJob", "hf_target"]
 
@@ -45,9 +45,22 @@ _PARTIAL = ".partial"
 
 
 def hf_target(
-    assembled: Assembled, expected: Mapping[int, Expected], max_shard_bytes: int
+    assembled: Assembled,
+    expected: Mapping[int, Expected],
+    max_shard_bytes: int,
+    *,
+    untie: bool = True,
 ) -> tuple[Target, dict[int, Expected], list[str]]:
     """Return the parameters of a target as whole tensors in files of bounded size.
+
+    Parameters
+    ----------
+    assembled, expected
+        What is written, and what the source's witness wants to see.
+    max_shard_bytes
+        A file ends before it would hold more; a larger tensor has a file of its own.
+    untie
+        Write a tensor under each of its names, as whoever reads the folder may ask for any.
 
     Returns
     -------
@@ -56,7 +69,8 @@ def hf_target(
     expected
         As given, by number in this target.
     left_out
-        Names of what is no parameter: states, numbers, objects.
+        Names of what is no parameter: states, numbers, objects; and further names that are not
+        written.
 
     Raises
     ------
@@ -67,40 +81,60 @@ def hf_target(
     entries: list[TensorEntry] = []
     feeds: dict[int, Feeds] = {}
     wanted: dict[int, Expected] = {}
-    left_out = [t.name for t in assembled.target.tensors[len(assembled.composed.links) :]]
-    left_out += [o.name for o in assembled.target.objects]
+    links = assembled.composed.links
+    left_out: list[str] = [o.name for o in assembled.target.objects]
+    by_number: dict[int, int] = {}
+    seen: set[str] = set()
     file, held = 0, 0
-    for number, link in enumerate(assembled.composed.links):
-        if link.key[2]:
-            left_out.append(link.tensor.name)
+    for number, tensor in enumerate(assembled.target.tensors):
+        is_parameter = number < len(links) and not links[number].key[2]
+        if not is_parameter and number not in assembled.scales:
+            left_out += [tensor.name, *tensor.aliases]
             continue
-        grid = whole(link.tensor.shape)
-        if link.tensor.grid != grid:
+        grid = whole(tensor.shape)
+        if assembled.target.grids[tensor.grid].grid() != grid:
             raise UsageError(
                 "a Hugging Face folder holds whole tensors",
                 kind="lay-rule",
-                where=link.tensor.name,
+                where=tensor.name,
                 wanted="a layout 'on none'",
-                found=f"{link.tensor.grid.npieces} pieces",
+                found=f"{assembled.target.grids[tensor.grid].grid().npieces} pieces",
             )
-        size = grid.piece(0).numel * link.dtype.itemsize
-        if held and held + size > max_shard_bytes:
-            file, held = file + 1, 0
-        held += size
-        here = len(entries)
-        feeds[here] = _Renumbered(assembled.target.feeds, number)
-        if number in expected:
-            wanted[here] = expected[number]
-        entry = TensorEntry(
-            link.tensor.name,
-            link.dtype.name,
-            link.tensor.shape,
-            tables.grid(GridEntry.of(grid)),
-            tables.owner(single_owner(0).runs),
-            file,
-        )
-        entries.append(entry)
-    target = Target(file + 1, tuple(entries), tables.grids, tables.owners, MixedFeeds(feeds))
+        size = grid.piece(0).numel * DTYPES[tensor.dtype].itemsize
+        names = (tensor.name, *tensor.aliases) if untie else (tensor.name,)
+        left_out += () if untie else tensor.aliases
+        for name in names:
+            if name in seen:
+                raise UsageError(
+                    "two tensors would have one name", kind="duplicate-name", where=repr(name)
+                )
+            seen.add(name)
+            if held and held + size > max_shard_bytes:
+                file, held = file + 1, 0
+            held += size
+            here = len(entries)
+            feeds[here] = _Renumbered(assembled.target.feeds, number)
+            by_number[here] = number
+            if number in expected:
+                wanted[here] = expected[number]
+            entry = TensorEntry(
+                name,
+                tensor.dtype,
+                tensor.shape,
+                tables.grid(GridEntry.of(grid)),
+                tables.owner(single_owner(0).runs),
+                file,
+                () if untie else tensor.aliases,
+            )
+            entries.append(entry)
+    target = Target(
+        file + 1,
+        tuple(entries),
+        tables.grids,
+        tables.owners,
+        MixedFeeds(feeds),
+        links=by_number,
+    )
     return target, wanted, left_out
 
 
@@ -121,9 +155,13 @@ class _HfPlace:
 
     with_digests = False
 
-    def __init__(self, attempt: str, count: int) -> None:
+    def __init__(self, attempt: str, target: Target) -> None:
         self.folder = f".ckptd-{attempt}/"
-        self._count = count
+        self._count = target.world
+        self._tied: dict[int, dict[str, str]] = {}
+        for tensor in target.tensors:
+            for alias in tensor.aliases:
+                self._tied.setdefault(tensor.base, {})[alias] = tensor.name
 
     def name(self, number: int) -> str:
         """Name of a file when all are complete."""
@@ -145,8 +183,8 @@ class _HfPlace:
         ]
 
     def header_metadata(self, number: int) -> dict[str, str]:
-        """Return what transformers looks for."""
-        return {"format": "pt"}
+        """Return what transformers looks for, and names of tied tensors that are not written."""
+        return {**self._tied.get(number, {}), "format": "pt"}
 
 
 class HfJob:
@@ -197,7 +235,7 @@ class HfJob:
         """
         begun = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
-        place = _HfPlace(self._attempt, self._target.world)
+        place = _HfPlace(self._attempt, self._target)
         self._refuse_old(place)
         with LocalStore(self._folder) as store:
             files = share.files(self._target)

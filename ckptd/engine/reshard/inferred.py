@@ -31,15 +31,19 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Shape = tuple[int, ...]
 
 
-def infer(shapes: Mapping[str, Shape]) -> Program:
+def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> Program:
     """Return the layout of some stored tensors, on no mesh.
 
     Parameters
     ----------
     shapes
         Shape of each tensor by name.
+    has_sections
+        Whether a name that begins with ``model.`` is in a section of that name.
     """
     states, scalars, prefix = _states(shapes)
+    if has_sections and not prefix and shapes and all(n.startswith(_PARAMS) for n in shapes):
+        prefix = _PARAMS
     following = {f"{_STATES}{n.removeprefix(prefix)}." for n in shapes if n.startswith(prefix)}
     params = {
         n.removeprefix(prefix): s
@@ -105,32 +109,47 @@ def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:
     kinds: dict[str, int] = {}
     for pattern, _ in groups:
         kinds[pattern] = kinds.get(pattern, 0) + 1
+    first: dict[int, int] = {}
     for (pattern, shape), names in groups.items():
-        if kinds[pattern] == 1 and len(names) > 1 and _is_full(names):
-            yield _pattern(names[0]), shape
+        extents = _extents(names) if kinds[pattern] == 1 and len(names) > 1 else None
+        if extents is not None:
+            yield _pattern(names[0], _axes(extents, first)), shape
         else:
             for name in names:
                 yield Name((Text(name),)), shape
 
 
-def _is_full(names: Sequence[str]) -> bool:
-    """Tell whether names have all combinations of numbers from zero on, each once."""
+def _axes(extents: Sequence[int], first: dict[int, int]) -> list[str]:
+    """Return an axis for each number in a name: one of another length is another axis.
+
+    An encoder and a decoder may have different numbers of layers.
+    """
+    return [
+        f"i{k}" if first.setdefault(k, extent) == extent else f"i{k}_{extent}"
+        for k, extent in enumerate(extents)
+    ]
+
+
+def _extents(names: Sequence[str]) -> list[int] | None:
+    """Return how many numbers there are at each place, if names have all combinations of them."""
     found = [tuple(_NUMBER.findall(n)) for n in names]
     if any(t != str(int(t)) for numbers in found for t in numbers):
-        return False
+        return None
     numbers = {tuple(map(int, f)) for f in found}
     extents = [max(column) + 1 for column in zip(*numbers, strict=True)]
     size = 1
     for n in extents:
         size *= n
-    return size == len(names) and numbers == set(product(*map(range, extents)))
+    # The product is built only where it is as long as the list of names is.
+    full = size == len(names) and numbers == set(product(*map(range, extents)))
+    return extents if full else None
 
 
-def _pattern(name: str) -> Name:
+def _pattern(name: str, axes: Sequence[str]) -> Name:
     """Return a name with an index for each component that is a number."""
     parts: list[NamePart] = []
     at = 0
     for number, found in enumerate(_NUMBER.finditer(name)):
-        parts += [Text(name[at : found.start()]), Index(f"i{number}")]
+        parts += [Text(name[at : found.start()]), Index(axes[number])]
         at = found.end()
     return Name(join([*parts, Text(name[at:])]))

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from ckptd.engine.reshard.assemble import Assembled, assemble_target
-from ckptd.engine.reshard.composed import Link, compose_layouts
+from ckptd.engine.reshard.composed import Composed, Link, compose_layouts
 from ckptd.engine.reshard.expect import expect
 from ckptd.engine.reshard.inferred import infer
 from ckptd.engine.reshard.kept import compare
@@ -60,7 +60,7 @@ def source_program(stock: Stock, given: Program | None) -> Program:
     """Return the source's program: the one given, the one it keeps, or one made from its names."""
     if given is not None:
         return given
-    return _kept(stock) if stock.lay else infer(stock.shapes)
+    return _kept(stock) if stock.lay else infer(stock.shapes, has_sections=stock.has_sections)
 
 
 def _kept(stock: Stock) -> Program:
@@ -106,7 +106,7 @@ def prepare(
     if target.is_recipe:
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
-            source = infer(stock.shapes)
+            source = infer(stock.shapes, has_sections=stock.has_sections)
             resolved = source.resolve()
         target = wrapped(target, source)
     composed = compose_layouts(resolved, target.resolve(), stock)
@@ -116,7 +116,7 @@ def prepare(
     else:
         read_with = _checked(stock, source, used, rules, allowed=allow_layout)
     if composed.promise == "lossy" and not allow_lossy:
-        raise _lossy(composed.dropped, [k for k in composed.links if k.promise == "lossy"])
+        raise _lossy(composed, [k for k in composed.links if k.promise == "lossy"])
     closed = target.closed(composed.composition.target.bound)
     assembled = assemble_target(composed, closed.text)
     return Prepared(stock, source, target, assembled, read_with)
@@ -160,8 +160,9 @@ def _fitting(stock: Stock, changed: Program, kept: Program) -> Bound:
         return bind_stored(kept.resolve(), stock.shapes, stock.sizes)
 
 
-def _lossy(dropped: Sequence[str], links: Sequence[Link]) -> RefusedError:
-    names = [link.tensor.name for link in links] + [f"{n} (dropped)" for n in dropped]
+def _lossy(composed: Composed, links: Sequence[Link]) -> RefusedError:
+    names = [link.tensor.name for link in links] + [f"{n} (dropped)" for n in composed.dropped]
+    names += [f"{n} (no place in the target)" for n in composed.lost]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return RefusedError(
         "values would change, or be left out",

@@ -7,6 +7,7 @@ out of that. Replicas are compared, combined or chosen, as the rules say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,15 +21,18 @@ from ckptd.engine.reshard.feed import Take
 from ckptd.engine.reshard.folder import BY_CODE, FolderSource, HeaderOf, read_headers
 from ckptd.engine.reshard.restride import restride
 from ckptd.engine.reshard.stock import Stock, StockTensor
-from ckptd.errors import CorruptError, MismatchError, UsageError
+from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.format.container import Chunk
 from ckptd.layout.block import Block
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.equation import MeshShape, Resolved
 from ckptd.layout.lay.indexes import write_name
 from ckptd.layout.lay.local import LocalPiece, local_tensors
+from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.modifiers import Average, Replicas
+from ckptd.layout.lay.name import Index, Text
 from ckptd.layout.lay.observe import bind_ranks
+from ckptd.layout.lay.printer_dims import show_name
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
 from ckptd.store.base import Store
@@ -37,6 +41,7 @@ from ckptd.types import ByteRange, DType
 __all__ = ["open_ranks"]
 
 _SLAB_BYTES = 16 << 20
+_MAX_FILES = 1 << 20
 
 _Where = tuple[int, tuple[LocalPiece, ...]]
 """Number of a local tensor of the source, and what of rank-local tensors it holds."""
@@ -210,7 +215,7 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     MismatchError
         ``lay-fit``: the layout does not fit what the files hold.
     """
-    headers = read_headers(store)
+    headers = read_headers(store, _files_of(store, layout))
     names = [f"{e.path}: {c.name}" for e, chunks, _ in headers for c in chunks.values()]
     source = FolderSource(store, headers, names)
     numbers = {(file, chunk.name): n for n, (file, chunk) in enumerate(source.chunks)}
@@ -234,10 +239,101 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
                     found=BY_CODE[chunk.code].name,
                 )
         places.append(held)
-    keys = {name: key for name, key in form.by_name.items() if key in dtypes}
+    keys = {name: key for name, key in _names(form) if key in dtypes}
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
+    _check_all_held(headers, files, places, source, layout)
     return _stock(ranks, dtypes, step)
+
+
+def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
+    """Yield the stored tensors, and the copies that ranks hold of them under other names."""
+    yield from form.by_name.items()
+    stored = {r.number for r in form.stored_rules}
+    for rule in form.rules:
+        if rule.number not in stored:
+            for indexes in rule.tensors():
+                yield form.name(rule.global_name(indexes), ""), (rule.number, indexes, "")
+
+
+def _files_of(store: Store, layout: Resolved) -> list[str]:
+    """Return the files whose names are like those of ranks, in folders as well."""
+    expression = "".join(
+        re.escape(p.text) if isinstance(p, Text) else "[0-9]+" if isinstance(p, Index) else "[^/]*"
+        for p in (layout.files.parts if layout.files else ())
+    )
+    *folders, last = expression.split("/")
+    found = [""]
+    for part in folders:
+        found = [
+            f"{at}{name}"
+            for at in found
+            for name in store.children(at)
+            if name.endswith("/") and re.fullmatch(part, name[:-1], re.ASCII)
+        ]
+    keys = [
+        f"{at}{n}" for at in found for n in store.children(at) if re.fullmatch(last, n, re.ASCII)
+    ]
+    if len(keys) > _MAX_FILES:
+        raise UsageError("too many files", kind="limits", where=store.url, found=len(keys))
+    if not keys:
+        raise NotFoundError(
+            "no file of a rank is here",
+            kind="no-root",
+            where=store.url,
+            wanted=show_name(layout.files, quoted=True) if layout.files else None,
+        )
+    return sorted(keys)
+
+
+def _check_all_held(
+    headers: Sequence[HeaderOf],
+    files: Sequence[int],
+    places: Sequence[Mapping[TensorKey, _Where]],
+    source: FolderSource,
+    layout: Resolved,
+) -> None:
+    """Every file is some rank's, and every tensor of it is what the layout says or leaves out.
+
+    A mesh that is too small makes smaller tensors of what its ranks hold, and would leave out
+    what the others hold without a word.
+    """
+    over = [entry.path for n, (entry, _, _) in enumerate(headers) if n not in files]
+    if over:
+        more = f" and {len(over) - 4} more" if len(over) > 4 else ""
+        raise MismatchError(
+            "there are files of ranks that the mesh does not have",
+            kind="lay-fit",
+            where=", ".join(over[:4]) + more,
+            wanted=f"{len(files)} ranks, in {len(set(files))} files",
+            found=f"{len(headers)} files",
+            hint="make the mesh as large as the job was: -e 'from: mesh ...'",
+        )
+    held = {number for mine in places for number, _ in mine.values()}
+    drops, templates = Matcher(layout, stored=False), Templates(layout)
+    mesh = layout.mesh or MeshShape(1, {}, {})
+    lost = []
+    for number, (file, chunk) in enumerate(source.chunks):
+        if number in held:
+            continue
+        undressed = templates.take(chunk.name)
+        ranks = [r for r, f in enumerate(files) if f == file]
+        found = [
+            drops.match(undressed.name if undressed else chunk.name, mesh.coordinates(r))
+            for r in ranks
+        ]
+        if not chunk.numel or any(m is not None and m.equation == -1 for m in found):
+            continue
+        lost.append(source.names[number])
+    if lost:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        raise MismatchError(
+            "the layout has no place for what ranks hold",
+            kind="lay-cover",
+            where=", ".join(lost[:4]) + more,
+            found=f"{len(lost)} tensors",
+            hint="to leave it out, say so in the source's layout: -e 'from: NAME = drop'",
+        )
 
 
 def _file_of(layout: Resolved, mesh: MeshShape, rank: int, headers: Sequence[HeaderOf]) -> int:

@@ -74,6 +74,11 @@ class Stock:
     locate
         Where pieces are not files' own: returns the takes for copies out of a piece, by name of the
         tensor, number of the piece, blocks and type of the target.
+    unread
+        Files beside those of the source that look like weights and are not read.
+    has_sections
+        Whether names begin with a section of a state, as a job of ckptd saves it: what somebody
+        else calls ``model.`` is a part of the names of weights.
     """
 
     source: Source
@@ -90,6 +95,8 @@ class Stock:
     lay: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
     locate: Callable[[str, int, Sequence[Block], DType], Sequence[Take]] | None = None
+    unread: Sequence[str] = ()
+    has_sections: bool = True
 
     @cached_property
     def by_name(self) -> Mapping[str, StockTensor]:

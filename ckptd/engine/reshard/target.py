@@ -6,7 +6,7 @@ never speak to each other agree on every byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -60,6 +60,9 @@ class Target:
         As in the manifest.
     feeds
         What fills each piece.
+    links
+        Number of the link that a tensor comes from, by number of the tensor; None: they are the
+        same, and what is beyond the last link comes from elsewhere.
     """
 
     world: int
@@ -71,6 +74,7 @@ class Target:
     meshes: tuple[MeshEntry, ...] = ()
     metadata: dict[str, Any] | None = None
     lay: str = ""
+    links: Mapping[int, int] | None = None
 
     @cached_property
     def filemap(self) -> FileMap:

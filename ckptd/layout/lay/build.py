@@ -38,7 +38,7 @@ from ckptd.layout.lay.dims import (
 )
 from ckptd.layout.lay.modifiers import Modifier
 from ckptd.layout.lay.name import Name
-from ckptd.layout.lay.parser import parse_dim, parse_name, parse_value
+from ckptd.layout.lay.parser import parse_dim, parse_file_name, parse_name, parse_value
 from ckptd.layout.lay.parser_name import DOTTED
 from ckptd.layout.lay.program import (
     Default,
@@ -367,7 +367,7 @@ def obj(
 
 def files(name: NameLike) -> Files:
     """Return ``files "name"``; a text is read as it would be within the quotes."""
-    return Files(parse_name(f'"{name}"') if isinstance(name, str) else name)
+    return Files(parse_file_name(f'"{name}"') if isinstance(name, str) else name)
 
 
 def stored(params: str = "{name}", states: str = "optim.{name}.{state}") -> Stored:

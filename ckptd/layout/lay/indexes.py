@@ -156,7 +156,7 @@ def _written(part: object, name: Name, numbers: Mapping[str, int]) -> str:
     if isinstance(part, Text):
         return part.text
     if isinstance(part, Index) and part.axis in numbers:
-        return str(numbers[part.axis])
+        return str(numbers[part.axis]).zfill(part.width)
     if isinstance(part, Glob):
         raise UsageError("a name with globs is no tensor's name", kind="lay-rule", found=name.parts)
     raise UsageError(

@@ -39,11 +39,14 @@ class Index(Node):
         ``(mesh axis, how)``, in textual order, outermost first.
     local
         ``#``: the number within the part that a rank holds, not within the whole.
+    width
+        Fewest digits, zeros in front: ``{tp:02}`` in the names of files.
     """
 
     axis: str
     splits: tuple[tuple[str, How], ...] = ()
     local: bool = False
+    width: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,7 +290,10 @@ def _unsolved(group: Sequence[str], users: Sequence[Equation], solution: Solutio
     if len(group) == 1 and bounds is not None:
         low, high = bounds
         message = f"padding leaves open how long {names} is: {low} to {high}"
-        notes.append(f"declare it: let {names} = {high}")
+        notes.append(
+            f"declare it: let {names} = <its length without padding, {low} to {high}>, as the"
+            " model's configuration says it; the padded length would make rows of the padding"
+        )
     elif known:
         shown = " and ".join(f"{'*'.join(_in_order(m, users[0]))} = {v}" for m, v in known[:3])
         message = f"the shapes do not say how long {names} are; all they say is {shown}"

@@ -24,6 +24,7 @@ __all__ = [
     "parse",
     "parse_dim",
     "parse_dims",
+    "parse_file_name",
     "parse_item",
     "parse_modifiers",
     "parse_name",
@@ -167,6 +168,17 @@ def parse_name(text: str, file: str = "<text>") -> Name:
         ``lay-syntax``.
     """
     return _one(text, file, parser_name.name)
+
+
+def parse_file_name(text: str, file: str = "<text>") -> Name:
+    """Read the name of a file, in which indexes may have digits: ``"r{tp:02}"``.
+
+    Raises
+    ------
+    UsageError
+        ``lay-syntax``.
+    """
+    return _one(text, file, lambda s: parser_name.name(s, padded=True))
 
 
 def parse_states(text: str, file: str = "<text>") -> tuple[State, ...]:

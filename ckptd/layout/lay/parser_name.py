@@ -13,6 +13,8 @@ __all__ = ["DOTTED", "PLAIN", "dotted", "name"]
 PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 """What may stand in a name without quotes, besides ``*`` and braces."""
 
+_PADDED = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*):0([1-9])d?\}")
+"""An index in the name of a file."""
 _INDEX = re.compile(r"\{(#?)([A-Za-z_][A-Za-z0-9_]*|0|[1-9][0-9]*)(?=[@}])")
 DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 _MAX_PARTS = 256
@@ -28,8 +30,8 @@ def dotted(s: Scanner, what: str) -> str:
     return match[0]
 
 
-def name(s: Scanner, what: str = "a name") -> Name:
-    """Take a name.
+def name(s: Scanner, what: str = "a name", *, padded: bool = False) -> Name:
+    """Take a name; `padded`: indexes may say how many digits they have, ``{tp:02}``.
 
     Raises
     ------
@@ -42,7 +44,7 @@ def name(s: Scanner, what: str = "a name") -> Name:
     end = token.end - 1 if quoted else len(s.text)
     parts: list[NamePart] = []
     while s.pos < end:
-        part = _part(s, quoted)
+        part = _part(s, quoted, padded)
         if part is None:
             break
         parts.append(part)
@@ -55,11 +57,15 @@ def name(s: Scanner, what: str = "a name") -> Name:
     return Name(join(parts), at=s.position(token.start))
 
 
-def _part(s: Scanner, quoted: bool) -> NamePart | None:
+def _part(s: Scanner, quoted: bool, padded: bool) -> NamePart | None:
     letter = s.text[s.pos]
     if letter == "*":
         return _glob(s)
     if letter == "{":
+        match = _PADDED.match(s.text, s.pos) if padded else None
+        if match is not None:
+            start, s.pos = s.pos, match.end()
+            return Index(match[1], width=int(match[2]), at=s.position(start))
         return _braces(s, quoted)
     if quoted:
         if letter == "}":

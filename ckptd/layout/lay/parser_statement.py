@@ -205,7 +205,7 @@ def _object(s: Scanner) -> Object:
 
 def _files(s: Scanner) -> Files:
     start = s.take().start
-    return Files(name(s, "the name of a file in quotes"), at=s.position(start))
+    return Files(name(s, "the name of a file in quotes", padded=True), at=s.position(start))
 
 
 def _stored(s: Scanner) -> Stored:

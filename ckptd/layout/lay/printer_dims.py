@@ -151,9 +151,10 @@ def show_part(part: NamePart, quoted: bool = False) -> str:
             return _escaped(text, "{}*") if quoted else text
         case Glob(deep):
             return "**" if deep else "*"
-        case Index(axis, splits, local):
+        case Index(axis, splits, local, width):
             cuts = "".join(f"@{m}{show_how(how)}" for m, how in splits)
-            return f"{{{'#' if local else ''}{axis}{cuts}}}"
+            digits = f":0{width}" if width else ""
+            return f"{{{'#' if local else ''}{axis}{cuts}{digits}}}"
         case Alternatives(texts):
             shown = [_escaped(t, "{},*") if quoted else t for t in texts]
             return f"{{{','.join(shown)}}}"

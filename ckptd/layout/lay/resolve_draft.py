@@ -35,6 +35,8 @@ class Draft:
         Those of its file.
     near
         References of the rule that it overrides: where a short reference is looked for first.
+    level
+        How many layouts deep it comes from: 0 is the layout itself.
     """
 
     name: Name
@@ -45,6 +47,7 @@ class Draft:
     text: str
     lets: Lets
     near: tuple[Name, ...] = ()
+    level: int = 0
 
 
 @dataclass
@@ -112,7 +115,11 @@ def _imported(source: Source, out: Drafts, inside: tuple[str, ...]) -> list[Draf
         out.findings += found.findings
         out.stored = out.stored or found.stored
         names = {encoded(rule.name) for rule in rules}
-        rules += [rule for rule in found.rules if encoded(rule.name) not in names]
+        rules += [
+            replace(rule, level=rule.level + 1)
+            for rule in found.rules
+            if encoded(rule.name) not in names
+        ]
     return rules
 
 

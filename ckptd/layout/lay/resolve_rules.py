@@ -10,7 +10,7 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Atom, Dim, Pad, Product, Rest, Split, Sum, Wild
 from ckptd.layout.lay.equation import Equation, Family, Tags
 from ckptd.layout.lay.finding import Finding
-from ckptd.layout.lay.modifiers import Alias, FollowRows, For, On
+from ckptd.layout.lay.modifiers import Alias, FollowRows, For, Modifier, On, Replicas
 from ckptd.layout.lay.name import Glob, Index, Name, Text, join
 from ckptd.layout.lay.numbers import ALL, Numbers, numbers_of
 from ckptd.layout.lay.paths import paths
@@ -52,6 +52,7 @@ class Rules:
         found: list[list[Equation] | None] = [
             None if _waits(d) else self._tried(d, ()) for d in drafts
         ]
+        self._give_way(drafts, found)
         ready = [e for group in found if group for e in group]
         for k, rule in enumerate(drafts):
             group = found[k]
@@ -63,6 +64,32 @@ class Rules:
                 self.equations.append(self._less(equation))
                 if equation.only:
                     self._some.append(equation)
+
+    def _give_way(self, drafts: Sequence[Draft], found: list[list[Equation] | None]) -> None:
+        """Leave out imported rules for tensors that the importing layout has rules for.
+
+        It may hold them under other names, or fused: two rules for a tensor would contradict each
+        other, and it is the layout's own that is meant.
+        """
+        own: dict[str, list[tuple[int, Equation]]] = {}
+        for rule, group in zip(drafts, found, strict=True):
+            for equation in group or ():
+                if not any(_is_another(m) for m in equation.modifiers):
+                    for family in equation.families.values():
+                        own.setdefault(family.name, []).append((rule.level, equation))
+        for k, rule in enumerate(drafts):
+            group = found[k]
+            if not rule.level or not group:
+                continue
+            found[k] = [
+                e
+                for e in group
+                if any(_is_another(m) for m in e.modifiers)
+                or not all(
+                    any(level < rule.level and _in_place(o, e) for level, o in own[f.name])
+                    for f in e.families.values()
+                )
+            ]
 
     def _tried(self, rule: Draft, ready: Sequence[Equation]) -> list[Equation]:
         """Return the equations of a rule; none if it is wrong, which is noted."""
@@ -247,6 +274,22 @@ def _beside(name: Name, followed: Name) -> Name:
     mine = {p.axis: p for p in name.parts if isinstance(p, Index)}
     parts = [mine.get(p.axis, p) if isinstance(p, Index) else p for p in parts]
     return Name(join((*parts, *name.parts[1:])), at=name.at)
+
+
+def _is_another(modifier: Modifier) -> bool:
+    """Whether a rule with this holds what another one holds as well."""
+    is_any = isinstance(modifier, Replicas) and modifier.kind == "any"
+    return is_any or isinstance(modifier, Alias)
+
+
+def _in_place(own: Equation, other: Equation) -> bool:
+    """Whether a rule can stand for another one: on all of its ranks, for all of its numbers."""
+    ranks = {m for m in own.modifiers if isinstance(m, On)}
+    if ranks and ranks != {m for m in other.modifiers if isinstance(m, On)}:
+        return False
+    return own.pinned == other.pinned and all(
+        n.covers(other.only.get(a, ALL)) for a, n in own.only.items()
+    )
 
 
 def _check_dims(dims: Sequence[Dim]) -> None:
