@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
-from ckptd.cli.output import Document, Json, flag, note, print_document, progress_bar, size_text
+from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
 from ckptd.cli.sizes import size_of
 from ckptd.engine.export import ExportedFile, run_export
 from ckptd.engine.export_plan import Rename, plan_export
@@ -76,7 +76,12 @@ def export(
         Parameter(help="Cast floating-point weights to this type.", show_default=False),
     ] = None,
     max_shard_size: Annotated[str, Parameter(help="Largest file: 5GB, 500MB, 2GiB.")] = "5GB",
-    untie: Annotated[bool, Parameter(help="Write tied weights under each of their names.")] = True,
+    untie: Annotated[
+        bool,
+        Parameter(
+            help="Write tied weights under each of their names, or once.", negative="--no-untie"
+        ),
+    ] = True,
     force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
     json: Json = False,
 ) -> int:
@@ -148,4 +153,4 @@ def _show(document: ExportDocument) -> None:
     for names, what in ((d.left_out, "tensors"), (d.objects, "values")):
         if names:
             more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
-            note(f"left out: {len(names)} {what}: {', '.join(names[:_SAID])}{more}")
+            print(f"  left out: {len(names)} {what}: {', '.join(names[:_SAID])}{more}")

@@ -142,7 +142,10 @@ def reshard(
     dry_run: Annotated[bool, flag("Plan and check, and write nothing.")] = False,
     untie: Annotated[
         bool,
-        Parameter(help="In a Hugging Face folder, write tied weights under each of their names."),
+        Parameter(
+            help="In a Hugging Face folder, write tied weights under each of their names, or once.",
+            negative="--no-untie",
+        ),
     ] = True,
     force: Annotated[bool, flag("Replace a Hugging Face model that is there.")] = False,
     json: Json = False,

@@ -27,8 +27,9 @@ from tests.engine.builder import Saved
 INDEX = "model.safetensors.index.json"
 
 
-def wanted(seed: int = 20) -> dict[str, Any]:
-    return {n[6:]: v for n, v in values(seed).items() if n.startswith("model.")}
+def wanted(seed: int = 20, *, untied: bool = True) -> dict[str, Any]:
+    found = {n[6:]: v for n, v in values(seed).items() if n.startswith("model.")}
+    return {**found, "head.weight": found["embed.weight"]} if untied else found
 
 
 def index_of(folder: Path) -> Any:
@@ -70,17 +71,19 @@ def test_the_model_section(cli: Cli, root: str, tmp_path: Path) -> None:
     total = sum(v.nbytes for v in wanted().values())
     assert index_of(folder)["metadata"] == {"total_size": total}
     assert (document["bytes"], document["tensors"]) == (total, len(wanted()))
-    assert document["tied"] == {"head.weight": "embed.weight"}
+    assert document["tied"] == {}
+    assert set(document["left_out"]) == {n for n in values(20) if not n.startswith("model.")}
     assert document["files"] == [
         {"name": "model.safetensors", "tensors": len(wanted()), "bytes": total}
     ]
-    text = cli.good("export", f"{root}@10", str(tmp_path / "other")).out
+    text = cli.good("export", f"{root}@10", str(tmp_path / "other"), "--no-untie").out
     assert "head.weight is tied to embed.weight" in text
-    assert_equal(load(tmp_path / "other"), wanted(10))
+    assert f"left out: {len(document['left_out'])} tensors: optim." in text
+    assert_equal(load(tmp_path / "other"), wanted(10, untied=False))
 
 
 def test_the_header_is_for_pytorch(cli: Cli, root: str, tmp_path: Path) -> None:
-    cli.good("export", root, str(tmp_path))
+    cli.good("export", root, str(tmp_path), "--no-untie")
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
 
@@ -103,7 +106,8 @@ def test_tied_weights_load_into_a_tied_model(cli: Cli, root: str, tmp_path: Path
     small = make_root(
         tmp_path / "small", (1,), tensors={"model.embed.weight": Saved.rows(array, 3)}
     )
-    cli.good("export", small, str(tmp_path / "hf"))
+    # load_model takes the names of tied weights from the header, and refuses them as tensors.
+    cli.good("export", small, str(tmp_path / "hf"), "--no-untie")
     model = Model()
     missing, unexpected = load_model(model, tmp_path / "hf" / "model.safetensors")
     assert (set(missing), unexpected) == (set(), [])
@@ -111,11 +115,9 @@ def test_tied_weights_load_into_a_tied_model(cli: Cli, root: str, tmp_path: Path
     assert torch.equal(model.head.weight, torch.from_numpy(array))
 
 
-def test_untied(cli: Cli, root: str, tmp_path: Path) -> None:
+def test_tied_weights_are_written_under_each_name(cli: Cli, root: str, tmp_path: Path) -> None:
     cli.good("export", root, str(tmp_path), "--untie")
-    expected = wanted()
-    expected["head.weight"] = expected["embed.weight"]
-    assert_equal(load(tmp_path), expected)
+    assert_equal(load(tmp_path), wanted())
 
 
 def test_shards(cli: Cli, root: str, tmp_path: Path) -> None:
@@ -167,9 +169,10 @@ def test_sections_and_names(cli: Cli, root: str, tmp_path: Path) -> None:
     cli.good("export", root, str(tmp_path / "a"), "--section", "optim.layers")
     assert list(load(tmp_path / "a")) == ["0.mlp.weight.exp_avg"]
     cli.good("export", root, str(tmp_path / "b"), "--section", ".")
-    assert_equal(load(tmp_path / "b"), values(20))
+    everything = {**values(20), "model.head.weight": values(20)["model.embed.weight"]}
+    assert_equal(load(tmp_path / "b"), everything)
     rules = ("--rename", r"^layers\.(\d+)=blocks.\1", "--rename", "embed=wte")
-    document = cli.json("export", root, str(tmp_path / "c"), *rules)
+    document = cli.json("export", root, str(tmp_path / "c"), *rules, "--no-untie")
     assert document["tied"] == {"head.weight": "wte.weight"}
     assert "blocks.0.mlp.weight" in load(tmp_path / "c")
     result = cli("export", root, str(tmp_path / "d"), "--section", "modl", "--json")
@@ -262,7 +265,8 @@ def test_tensors_larger_than_the_memory_for_them(
         monkeypatch.setattr(engine, "_values", lambda _, items: batches(items))
         engine.run_export(reader, plan_export(reader), tmp_path / "hf")
     assert most <= max(slab, 16)
-    assert_equal(load(tmp_path / "hf"), {n[6:]: v for n, v in arrays.items() if n[:6] == "model."})
+    wanted = {n[6:]: v for n, v in arrays.items() if n[:6] == "model."}
+    assert_equal(load(tmp_path / "hf"), {**wanted, "head.weight": wanted["embed.weight"]})
 
 
 def test_numpy_reads_it_too(cli: Cli, tmp_path: Path) -> None:
