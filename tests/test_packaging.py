@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -81,3 +83,26 @@ def test_an_editable_install_points_at_both_folders(tree: Path, tmp_path: Path) 
     wheel = zipfile.ZipFile(build("build_editable", tree, tmp_path / "out"))
     (pth,) = (n for n in wheel.namelist() if n.endswith(".pth"))
     assert wheel.read(pth).decode().split() == [str(tree), str(tree / "plugins")]
+
+
+def test_what_is_installed_is_compared_with_the_pins(tmp_path: Path) -> None:
+    """Every pin has hashes; another file than one of these is named."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pin = next(i for i, line in enumerate(lines) if line.startswith("numpy=="))
+    known = lines[pin + 1].removeprefix("#   sha256:")
+    report = tmp_path / "report.json"
+    for digest, code in ((known, 0), ("0" * 64, 1)):
+        hashes = {"archive_info": {"hashes": {"sha256": digest}}}
+        item = {"metadata": {"name": "NumPy"}, "download_info": hashes}
+        report.write_text(json.dumps({"install": [item]}))
+        command = [sys.executable, "-I", ROOT / "scripts/pins", "--check", report]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code
+        assert ("numpy: sha256" in done.stderr) == (code == 1)
+    named = {line.partition("==")[0] for line in lines if "==" in line and line[0] != "#"}
+    with_hash = {
+        a.partition("==")[0]
+        for a, b in itertools.pairwise(lines)
+        if b.startswith("#   sha256:") and "==" in a and a[0] != "#"
+    }
+    assert named - with_hash == {"torch"}
