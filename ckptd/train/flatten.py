@@ -51,7 +51,7 @@ class Flattener:
                     return sink.leaves
         sink = Sink()
         self._owners = collect(sink, sites)
-        self._recall.keep(sites, sink.leaves, sink.path)
+        self._recall.keep(sites, sink.leaves, sink.live, sink.path)
         return sink.leaves
 
     def _reread(self, sink: Sink, sites: list[Site]) -> None:

@@ -40,6 +40,11 @@ class Sink:
         What a load is going to read; None when the leaves are for a save.
     device
         Where a load puts tensors that are on the meta device.
+
+    Attributes
+    ----------
+    live
+        The live tensors of all leaves and of all their aliases.
     """
 
     def __init__(self, saved: SavedNames | None = None, device: torch.device | None = None) -> None:
@@ -48,6 +53,7 @@ class Sink:
         self.device = device
         self._paths: dict[str, str] = {}
         self._by_memory: dict[Hashable, TensorLeaf] = {}
+        self.live: list[torch.Tensor] = []
 
     @staticmethod
     def again(leaves: Leaves, paths: dict[str, str]) -> Sink:
@@ -80,6 +86,7 @@ class Sink:
         """
         self._claim(place)
         check_tensor(place, tensor, loading=self.saved is not None)
+        self.live.append(tensor)
         key = memory_key(tensor)
         first = self._by_memory.get(key)
         if first is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
 
+from ckptd.errors import UsageError
 from ckptd.train import flatten as module
 from ckptd.train.flatten import Flattener, flatten
 from ckptd.train.leaves import Leaves
@@ -82,7 +86,27 @@ def hide_buffer(s: State) -> None:
     s["model"][1]._non_persistent_buffers_set.add("running_mean")
 
 
+def load_optimizer(s: State) -> None:
+    s["optim"].load_state_dict(copy.deepcopy(s["optim"].state_dict()))
+
+
+def other_hidden(s: State) -> None:
+    """As many buffers as before are left out, and not the same ones."""
+    hidden = s["model"][1]._non_persistent_buffers_set
+    hidden ^= {"running_mean", "running_var"} if hidden else {"running_mean"}
+
+
+def other_dicts(s: State) -> None:
+    for inner in s["model"].modules():
+        for name in ("_parameters", "_buffers", "_modules"):
+            object.__setattr__(inner, name, OrderedDict(reversed(getattr(inner, name).items())))
+
+
 CHANGES: dict[str, Callable[[State], Any]] = {
+    "optimizer loaded": load_optimizer,
+    "optimizer's state replaced": lambda s: setattr(s["optim"], "state", defaultdict(dict)),
+    "others hidden": other_hidden,
+    "other dictionaries": other_dicts,
     "nothing": lambda s: None,
     "value": lambda s: s.update(tokens=s["tokens"] + 1),
     "value inside": lambda s: s["plain"].update(n=s["plain"]["n"] + 1),
@@ -172,3 +196,77 @@ def test_leaves_of_one_state_are_known_as_such() -> None:
     assert known[0] is known[1] is known[2]
     assert known[3] is not known[2]
     assert known[3] is known[4]
+
+
+def parted(how: str, one: nn.Parameter, other: nn.Parameter) -> None:
+    """Give `other` memory of its own again."""
+    new = torch.full_like(other.data, 5.0)
+    if how == "data":
+        other.data = new
+    elif how == "set_":
+        with torch.no_grad():
+            other.set_(new)
+    elif how == "swap":
+        torch.utils.swap_tensors(other, nn.Parameter(new))
+    else:
+        one.data = new  # the first of the two, whose name both have
+
+
+WAYS_APART = ("data", "set_", "swap", "first")
+
+
+@pytest.mark.parametrize("how", WAYS_APART)
+def test_names_of_one_memory_part_when_their_memory_does(how: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    one, other = model["a"].weight, model["b"].weight
+    other.data = one.data
+    state, flattener = {"model": model}, Flattener()
+    assert flattener.flatten(state).aliases == {"model.b.weight": "model.a.weight"}
+    flattener.flatten(state)
+    parted(how, one, other)
+    leaves = flattener.flatten(state)
+    assert not leaves.aliases
+    assert torch.equal(leaves.tensors["model.b.weight"].tensor, other.detach())
+    assert torch.equal(leaves.tensors["model.a.weight"].tensor, one.detach())
+
+
+def test_an_empty_tensor_parts_from_its_alias_too() -> None:
+    """It has no address, and ranks whose shards are not empty see the names part."""
+    one, other = torch.empty(0), torch.empty(0)
+    other.set_(one)
+    state = {"a": one, "b": other}
+    flattener = Flattener()
+    assert flattener.flatten(state).aliases == {"b": "a"}
+    other.set_(torch.empty(0))
+    assert not flattener.flatten(state).aliases
+
+
+def test_the_form_of_memory_is_looked_at() -> None:
+    """Same address, same shape, same strides: other dtype, other sign."""
+    state, flattener = {"w": torch.ones(4)}, Flattener()
+    flattener.flatten(state)
+    state["w"].data = state["w"].data.view(torch.int32)
+    assert flattener.flatten(state).tensors["w"].dtype == "int32"
+    state["w"].data = torch._neg_view(state["w"].data)
+    found = flattener.flatten(state).tensors["w"].tensor
+    assert torch.equal(found, state["w"])
+
+
+class Sometimes(nn.Linear):
+    """Keeps state outside its parameters once it has been used."""
+
+    used = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.used:
+            destination[prefix + "cache"] = torch.ones(1)
+
+
+def test_a_module_that_writes_its_own_state_is_asked_each_time() -> None:
+    state, flattener = {"model": Sometimes(2, 2)}, Flattener()
+    flattener.flatten(state)
+    state["model"].used = True
+    with pytest.raises(UsageError) as caught:
+        flattener.flatten(state)
+    assert caught.value.kind == "module-state"
