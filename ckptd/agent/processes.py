@@ -26,6 +26,8 @@ _STAT_BYTES = 2048
 _MOST_THREADS = 512
 _SWITCHES = re.compile(rb"^(?:non)?voluntary_ctxt_switches:\s+(\d+)$", re.MULTILINE)
 _STATE, _BIRTH, _EXIT_CODE = 0, 19, 49  # words behind the name in /proc/PID/stat
+_CPU = slice(11, 15)  # user, system, and both of children
+_IO_LINES = 2  # rchar and wchar, of /proc/PID/io
 
 
 class Process:
@@ -89,6 +91,19 @@ class Process:
                 with suppress(OSError), open(f"/proc/{self.pid}/task/{task}/status", "rb") as file:
                     total += sum(map(int, _SWITCHES.findall(file.read())))
         return total
+
+    def spent(self) -> tuple[int, int]:
+        """Return the ticks of CPU that it has used, with children that it has collected, and bytes.
+
+        Bytes are those that it has read and written, whatever from; 0 where that may not be looked
+        at.
+        """
+        words = self._words()
+        ticks = sum(map(int, words[_CPU])) if len(words) > _EXIT_CODE else 0
+        moved = 0
+        with suppress(OSError, ValueError), open(f"/proc/{self.pid}/io", "rb") as file:
+            moved = sum(int(line.split()[1]) for line in file.read().splitlines()[:_IO_LINES])
+        return ticks, moved
 
     def runs(self) -> bool:
         """Return whether it has not ended; one that nobody collected yet has."""

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ckptd.agent.doing import Doing
 from ckptd.agent.processes import Process
 from ckptd.errors import CkptdError
 from ckptd.monitor.ringlayout import Counter, RecorderState
@@ -54,7 +55,8 @@ class Ring:
     alive, exit_code, died
         Whether it runs; how and when (monotonic seconds) it was seen to have ended.
     state
-        The kernel's letter, empty if unknown.
+        The kernel's letter, empty if unknown; ``R`` also for one that does something, though it
+        sleeps or waits for a disk at the moment.
     answers
         1 if the process's threads run though Python does not (somebody holds the GIL), 0 if none
         of them does, -1 if Python runs or nobody knows.
@@ -81,6 +83,7 @@ class Ring:
         self._beats = 0
         self._looked = -math.inf
         self._turns: tuple[float, int] | None = None
+        self._doing = Doing()
 
     @property
     def rank(self) -> int:
@@ -134,9 +137,18 @@ class Ring:
         # The state of a rank that moves says nothing, and costs the kernel a sum over its threads.
         if now - self._looked >= (_LOOK_S if now - self.moved > _LOOK_S else _MOVING_LOOK_S):
             self._looked = now
-            self.state = self.process.state()
+            self.state = self._state(self.process, now)
             self.answers = self._thaw(now)
         return False
+
+    def _state(self, process: Process, now: float) -> str:
+        """Return the kernel's letter, or ``R`` for a rank that stands still and does something."""
+        state = process.state()
+        if now - self.moved <= _LOOK_S or state in ("T", "t", "Z", "X", "x"):
+            self._doing.forget()
+            return state
+        busy = self._doing.look(process, self.counters[Counter.INTERPRETED], now)
+        return "R" if busy else state
 
     def _look_elsewhere(self, now: float) -> bool:
         """Judge a process that we cannot see by its heartbeat alone.

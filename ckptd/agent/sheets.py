@@ -166,9 +166,12 @@ class SheetMaker:
         self, ring: Ring, view: RankView, members: dict[int, GroupInfo], texts: dict[int, str]
     ) -> None:
         """Add the groups and texts of a ring that were not told before."""
-        infos = {ident: (name, kind) for ident, name, kind in ring.reader.group_infos()}
+        infos = {
+            ident: (name, kind, limit) for ident, name, kind, limit in ring.reader.group_infos()
+        }
         for ident, ranks in view.members.items():
-            info = GroupInfo.of(ranks, *infos.get(ident, ("", "")))
+            name, kind, timeout_s = infos.get(ident, ("", "", 0.0))
+            info = msgspec.structs.replace(GroupInfo.of(ranks, name, kind), timeout_s=timeout_s)
             if self._members.get(ident) != info and len(self._members) < _LIMITS.members:
                 self._members[ident] = members[ident] = info
         for code, text in ring.reader.texts().items():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckptd.elastic.wire import NodeRow, Status
 from ckptd.monitor.incident import Incident
+from ckptd.monitor.limits import ENGINE_S
 from ckptd.monitor.verdict import Kind, Target
 
 __all__ = ["RUN_POLICY", "Response", "is_over", "response"]
@@ -18,8 +19,8 @@ RUN_POLICY: Mapping[Kind, str] = {
     Kind.HANG: "act",
     Kind.COMM_HANG: "act",
     Kind.DEADLOCK: "act",
-    Kind.DESYNC: "act",
-    Kind.MISMATCH: "act",
+    Kind.DESYNC: "ask",
+    Kind.MISMATCH: "ask",
     Kind.SLOW_RANK: "ask",
     Kind.SLOW_LINK: "ask",
     Kind.CORRUPTION: "ask",
@@ -69,11 +70,12 @@ def response(
         What the policy of the class says; ``incident.action`` is less where the budget of
         isolations is used up.
     """
+    before = tuple(before)
     kind = incident.verdict.kind
     earlier = [i for i in before if _like(i, incident)]
     if kind in _PROGRAM:
         # The program's defect: whoever is left out, it comes again. Once it may have been chance.
-        return Response((), "restart", alone=not earlier)
+        return Response((), "restart", alone=not earlier and not _too_soon(incident))
     if kind in _SLOW:
         nodes = _running(_nodes(incident), status)
         spare = nodes and _spares(status) >= len(nodes)
@@ -82,10 +84,15 @@ def response(
         return _leave_out(_running(incident.nodes, status), alone=True)
     if kind not in (Kind.HANG, Kind.COMM_HANG):
         return None  # a crash is seen by the launcher; of what cannot be said nothing follows
+    cannot_run = incident.verdict.numbers.get("cannot run", 0) > 0
+    alone = cannot_run or not (_too_soon(incident) or _in_vain(incident, before))
+    if not alone or _busy(incident):
+        # Its node is sound: what takes long there takes long on another one.
+        return Response((), "restart", alone=alone)
     if wanted == "act" and incident.action == "ask":
         return Response((), "restart")  # nodes may not be left out any more, and the job stands
     at_fault = _nodes(incident)
-    cannot_run = kind is Kind.COMM_HANG or incident.verdict.numbers.get("cannot run", 0) > 0
+    cannot_run |= kind is Kind.COMM_HANG
     if not cannot_run and not any(set(at_fault) & set(i.nodes) for i in earlier):
         return Response((), "restart")
     return _leave_out(_running(at_fault, status), alone=True) or Response((), "restart")
@@ -94,6 +101,41 @@ def response(
 def is_over(incident: Incident, status: Status) -> bool:
     """Whether the generation of an incident is one that the controller has ended already."""
     return 0 < incident.generation < status.generation
+
+
+_PATIENCE = 4
+_STANDING_S = ("idle s", "since last arrival s", "age s")
+
+
+def _busy(incident: Incident) -> bool:
+    """Whether a rank that is named computes, reads or writes."""
+    return incident.verdict.numbers.get("runs", 0) > 0
+
+
+def _too_soon(incident: Incident) -> bool:
+    """Whether what stands still may well go on by itself.
+
+    A rank that does something evaluates, saves or reads data, and a restart would only make it
+    begin again: it has the time after which the backend itself gives up. One that does nothing
+    waits for something that no counter shows: it has several times its limit.
+    """
+    numbers = incident.verdict.numbers
+    stood = next((numbers[name] for name in _STANDING_S if name in numbers), 0.0)
+    if _busy(incident):
+        return stood < numbers.get("engine s", ENGINE_S)
+    return incident.verdict.kind is Kind.HANG and stood < _PATIENCE * numbers.get("limit s", 0.0)
+
+
+def _in_vain(incident: Incident, before: Iterable[Incident]) -> bool:
+    """Whether a restart for what stood still at the same place has brought no step beyond it."""
+    place = incident.verdict.place
+    return bool(place) and any(
+        other.id != incident.id
+        and other.enforced
+        and other.verdict.place == place
+        and incident.step <= other.step
+        for other in before
+    )
 
 
 def _like(other: Incident, incident: Incident) -> bool:

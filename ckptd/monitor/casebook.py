@@ -224,7 +224,9 @@ class Casebook:
 
     def _action(self, verdict: Verdict, nodes: Sequence[str], moment: Moment) -> str:
         wanted = self._settings.policy.get(verdict.kind, "log")
-        isolates = wanted == "act" and verdict.kind in _ISOLATES
+        # Of one that does something the node is sound.
+        isolates = verdict.kind in _ISOLATES and not verdict.numbers.get("runs", 0)
+        isolates &= wanted == "act"
         if isolates and not self._ledger.take(nodes, moment.nodes, moment.now):
             return "ask"
         return wanted

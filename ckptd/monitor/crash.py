@@ -28,7 +28,8 @@ def ended(job: Job) -> Array:
 def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
     """Yield a verdict for all crashed ranks, and one for each silent node.
 
-    A rank that a signal ended is a cause; one that ended with an error beside it most likely lost
+    A rank that a signal ended is a cause, and so is one that left with exit code 0 while its groups
+    still called; one that ended with an error beside it most likely lost
     its peer, and is told as a consequence. So is one that a call failed or did not let go, beside
     one that was in none, and whom its launcher ended since another rank had ended.
     """
@@ -69,10 +70,12 @@ def _causes(job: Job, gone: Array, codes: Array) -> Array:
     """Return those of `gone` that did not only follow another."""
     swept = codes == -signal.SIGTERM
     killed = (codes < 0) & (codes != NO_EXIT) & ~swept
+    # What C++ does with an error, of another's call perhaps.
+    hit = killed & (codes != -signal.SIGABRT)
     calls = job.calls
     lost = ((calls["flags"] & CallFlag.FAILED) != 0) | np.isnan(calls["end"])
     failed = np.isin(gone, calls["row"][lost])
-    for cause in (killed, ~swept & ~failed, ~swept):
+    for cause in (hit, codes == 0, killed, ~swept & ~failed, ~swept):
         if cause.any():
             chosen: Array = gone[cause]
             return chosen
@@ -83,6 +86,8 @@ def _how(job: Job, row: int) -> str:
     code = int(job.ranks["exit_code"][row])
     if code == NO_EXIT:
         return "ended, nobody saw how"
+    if code == 0:
+        return "left in good order, exit code 0, while its groups still called"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

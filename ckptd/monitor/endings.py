@@ -8,16 +8,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckptd.monitor.job import NO_EXIT, Job
+from ckptd.monitor.mismatch import P2P
 from ckptd.monitor.newcomers import with_newcomers
 from ckptd.monitor.ringlayout import RecorderState
 from ckptd.monitor.stats import Array
-from ckptd.monitor.view import Phase
+from ckptd.monitor.view import CallFlag, Phase
 from ckptd.monitor.waits import absent
 
 __all__ = ["Endings"]
 
 ASKED_S = 1.0
 """So long an end that somebody asked for (SIGTERM, SIGINT) is not told: all may be ending."""
+GIVEN_UP_S = 30.0
+"""Whoever has not moved for so long waits for what it is in, whatever else it does."""
 FOLLOWED_S = 0.4
 """So long an end with an exit code, or an abort, is not told: its cause may be seen later."""
 
@@ -56,12 +59,14 @@ class Endings:
             return job
         age = self._ages(rows, np.flatnonzero(ended), now)
         ranks = job.ranks.copy()
-        well = ended & self._well(job, rows)
+        left = self._left_early(job)
+        well = ended & self._well(job, rows) & ~left
         ranks["exit_code"][well], ranks["phase"][well] = 0, Phase.EXIT
+        ranks["phase"][left] = Phase.TRAIN  # whatever it said: it is missed
         code = ranks["exit_code"]
         asked = ended & ((code == -signal.SIGTERM) | (code == -signal.SIGINT))
         aborted = code == -signal.SIGABRT  # what C++ does with an error: gloo, of another's call
-        failed = ended & ~well & ((code >= 0) | (code == NO_EXIT) | aborted)
+        failed = ended & ~well & ~left & ((code >= 0) | (code == NO_EXIT) | aborted)
         if (well | asked)[ended].all():
             ranks["alive"][asked & (age < ASKED_S)] = True
             all_done = asked & ~self._missed(job, ended)
@@ -92,6 +97,37 @@ class Endings:
         done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))
         said = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
         out: Array = np.where(self._awaited(job), said, done)
+        return out
+
+    def _left_early(self, job: Job) -> Array:
+        """Return who ended with exit code 0 while its groups still called, and was missed for it.
+
+        Its peers wait for it, or have ended with an error in a call that it has not entered.
+        """
+        ranks = job.ranks
+        done = ~ranks["alive"] & (ranks["exit_code"] == 0)
+        out = np.zeros(len(ranks), bool)
+        if not done.any():
+            return out
+        failed = ~ranks["alive"] & (ranks["exit_code"] != 0) & (ranks["exit_code"] != NO_EXIT)
+        # A receive that was begun and given up may be open for ever: who waits for it does not move
+        # and does nothing else.
+        quiet = (ranks["idle"] > self.wait_s) & (ranks["state"] != b"R")
+        waits = ranks["alive"] & quiet & (ranks["pending_age"] > self.wait_s)
+        waits |= ranks["alive"] & (ranks["idle"] > GIVEN_UP_S)
+        job = with_newcomers(job)
+        calls, groups = job.calls, job.groups
+        bad = (calls["flags"] & CallFlag.FAILED) != 0
+        bad |= np.isnan(calls["end"]) & ~np.isin(calls["op"], P2P)
+        bad &= failed[calls["row"]]
+        inside = waits & (ranks["pending_group"] != 0)
+        wanted = np.append(calls["group"][bad], ranks["pending_group"][inside])
+        seq = np.append(calls["seq"][bad], ranks["pending_seq"][inside])
+        at = job.code_of(wanted)
+        reached = np.zeros(max(len(job.group_ids), 1), np.int64)
+        np.maximum.at(reached, at[at >= 0], seq[at >= 0])
+        out[groups["row"][groups["entered"] < reached[job.group_codes]]] = True
+        out &= done
         return out
 
     def _awaited(self, job: Job) -> Array:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ckptd.monitor.job import Job
-from ckptd.monitor.limits import Learned, Limits
+from ckptd.monitor.limits import ENGINE_S, Learned, Limits
+from ckptd.monitor.mismatch import P2P
 from ckptd.monitor.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
@@ -39,7 +40,10 @@ def hangs(
     stopped
         Ranks that the kernel has shown as stopped for long: that is no pause of the program.
     """
-    if not len(job.ranks) or not len(job.groups):
+    if not len(job.ranks):
+        return
+    if not len(job.groups):
+        yield from _held_up_unseen(job, limits, gone, stopped)
         return
     wait = waits(job, gone)
     outside = learned.limit(job, limits, in_call=False)
@@ -47,7 +51,8 @@ def hangs(
     if stopped is not None and stopped.any():
         missed = stopped & held_up(job, wait, limits.stopped_s)
         outside = np.where(missed, np.minimum(outside, limits.stopped_s), outside)
-        halted = _beside(job, wait, stopped)
+        # One may be stopped in a call that has let the others go: they wait in the next.
+        halted = _beside(job, wait, stopped) | (missed & wait.complete)
         within = np.where(halted, np.minimum(within, limits.stopped_s), within)
     found = [
         *_roots(job, wait, gone, outside),
@@ -57,7 +62,8 @@ def hangs(
     yield from found
     if not found and not gone.any():
         # Beside a known culprit, whoever waits for silent ranks may well wait for it through them.
-        yield from _unheard(job, wait, within)
+        unheard = tuple(_unheard(job, wait, within))
+        yield from unheard or _held_up_unseen(job, limits, gone, stopped)
 
 
 # --- outside communication ----------------------------------------------------------------------
@@ -65,7 +71,8 @@ def hangs(
 
 def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict]:
     idle = job.ranks["idle"]
-    rows = np.flatnonzero(wait.root & ~gone & (idle > limit))
+    late = wait.root & ~gone & (idle > limit)
+    rows = np.flatnonzero(late & _held(job, wait, late, limit))
     if not len(rows):
         return
     rows = rows[np.argsort(-idle[rows], kind="stable")]
@@ -88,14 +95,62 @@ def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict
             "hung": len(rows),
             "cannot run": sum(not d.startswith(_RUNS) for d in details),
             "waiting": waiting,
+            "runs": _running(job, rows),
             "idle s": float(idle[rows[0]]),
             "limit s": float(limit[rows[0]]),
+            "engine s": _engine_s(job, wait.code[wait.inside & ~wait.complete]),
         },
+        place=_place(job, int(rows[0])),
     )
 
 
 _RUNS = ("Python runs", "the GIL is held", "nothing is known")
 """Of these it is the program that stands still, as far as anybody knows, and not the process."""
+_BUSY = b"R"
+"""State of a process that does something; see `ckptd.agent.doing`."""
+
+
+def _held(job: Job, wait: Waits, late: Array, limit: Array) -> Array:
+    """Return for which ranks somebody waits who does nothing else.
+
+    Whoever has moved since it entered a call does not wait for that call alone, and a receive that
+    was begun early may be open while its rank computes.
+    """
+    ranks, rows = job.ranks, job.groups
+    least = float(limit[late].min()) / 2 if late.any() else 0.0
+    blocked = wait.inside & (ranks["idle"] > least) & ~_elsewhere(job)
+    wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
+    np.maximum.at(wanted, wait.code[blocked], ranks["pending_seq"][blocked])
+    out = np.zeros(len(ranks), bool)
+    out[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
+    return out
+
+
+def _elsewhere(job: Job) -> Array:
+    """Return ranks whose open call need not hold them up, and that do something meanwhile."""
+    calls = job.calls
+    out = np.zeros(len(job.ranks), bool)
+    # Of a message nothing tells whether its caller waits for it.
+    out[calls["row"][_pending(job) & np.isin(calls["op"], P2P)]] = True
+    out &= job.ranks["state"] == _BUSY
+    return out
+
+
+def _running(job: Job, rows: Array) -> int:
+    """Return how many of `rows` do something: those are slow, perhaps, and not dead."""
+    return int((job.ranks["state"][rows] == _BUSY).sum())
+
+
+def _engine_s(job: Job, codes: Array) -> float:
+    """Return after how long the backend gives up what is waited for in groups, in seconds."""
+    told = [job.timeouts.get(int(job.group_ids[code]), 0.0) for code in np.unique(codes)]
+    return min((seconds for seconds in told if seconds > 0), default=ENGINE_S)
+
+
+def _place(job: Job, row: int) -> str:
+    """Return where in the program a rank made its last call; empty if it has made none."""
+    last = int(job.last_call[row])
+    return job.text(int(job.calls["site"][last])) if last >= 0 else ""
 
 
 def _subtype(job: Job, row: int) -> str:
@@ -110,6 +165,8 @@ def _subtype(job: Job, row: int) -> str:
         return "a zombie: ended and not collected"
     if not state and np.isnan(rank["heartbeat"]):
         return "nothing is known of its process"
+    if state == "R":
+        return "Python runs: it computes, reads or writes"
     if not rank["heartbeat"] > STALE_S:
         return "Python runs: it computes, sleeps or spins"
     if rank["answers"] == 1:
@@ -137,9 +194,14 @@ def _beside(job: Job, wait: Waits, stopped: Array) -> Array:
 def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
     rows = np.flatnonzero(wait.circle)
     age = job.ranks["pending_age"]
-    if not len(rows) or not (age[rows] > limit[rows]).all():
+    if not len(rows):
         return
     codes = np.unique(wait.code[rows])
+    if _elsewhere(job)[rows].any():
+        # Two that wait for each other's messages and compute meanwhile are no circle yet.
+        limit = np.maximum(limit, _engine_s(job, codes))
+    if not (age[rows] > limit[rows]).all():
+        return
     free = _not_waiting(job)
     details = [_where(job, int(r), free) for r in rows[:MOST_NAMED]]
     unsure = int(free[rows].sum())
@@ -163,9 +225,12 @@ def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
         numbers={
             "ranks": len(rows),
             "groups": len(codes),
+            "runs": _running(job, rows),
             "age s": float(age[rows].min()),
             "limit s": float(limit[rows].max()),
+            "engine s": _engine_s(job, codes),
         },
+        place=_place(job, int(rows[0])),
         groups=tuple(int(g) for g in job.group_ids[codes][:MOST_NAMED]),
     )
 
@@ -186,11 +251,17 @@ def _not_waiting(job: Job) -> Array:
     A receive that was begun early, in a rank that then hangs, closes a circle as well.
     """
     calls, ranks = job.calls, job.ranks
-    pending = (calls["group"] == ranks["pending_group"][calls["row"]]) & (
+    out = np.zeros(len(ranks), bool)
+    out[calls["row"][_pending(job) & ((calls["flags"] & CallFlag.ASYNC) != 0)]] = True
+    return out
+
+
+def _pending(job: Job) -> Array:
+    """Return which calls are the oldest open one of their rank."""
+    calls, ranks = job.calls, job.ranks
+    out: Array = (calls["group"] == ranks["pending_group"][calls["row"]]) & (
         calls["seq"] == ranks["pending_seq"][calls["row"]]
     )
-    out = np.zeros(len(ranks), bool)
-    out[calls["row"][pending & ((calls["flags"] & CallFlag.ASYNC) != 0)]] = True
     return out
 
 
@@ -218,7 +289,10 @@ def _complete(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
         if len(frozen):
             yield _frozen_inside(job, frozen, last)
         else:
-            yield _stuck(job, rows, int(job.group_ids[code]), last, float(limit[rows].max()))
+            engine = _engine_s(job, np.array([code]))
+            yield _stuck(
+                job, rows, int(job.group_ids[code]), last, float(limit[rows].max()), engine
+            )
 
 
 def _overdue(job: Job, wait: Waits, limit: Array) -> Mapping[int, float]:
@@ -260,7 +334,7 @@ def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
     )
 
 
-def _stuck(job: Job, rows: Array, group: int, last: float, limit: float) -> Verdict:
+def _stuck(job: Job, rows: Array, group: int, last: float, limit: float, engine: float) -> Verdict:
     suspects: tuple[Suspect, ...] = (
         Suspect(Target.GROUP, f"{group:016x}", 0.9, job.group_name(group)),
     )
@@ -281,10 +355,56 @@ def _stuck(job: Job, rows: Array, group: int, last: float, limit: float) -> Verd
         action="probe the links of the group; isolate the link or node found, or else the group",
         numbers={
             "still inside": len(rows),
+            "runs": _running(job, rows),
             "since last arrival s": last,
             "limit s": limit,
+            "engine s": engine,
         },
+        place=_place(job, int(rows[0])),
         groups=(group,),
+    )
+
+
+# --- where no call shows who waits ---------------------------------------------------------------
+
+
+def _held_up_unseen(
+    job: Job, limits: Limits, gone: Array, stopped: Array | None
+) -> Iterator[Verdict]:
+    """Yield ranks that are stopped while no other moves or does anything, and none is in a call.
+
+    Ranks also wait where nothing is recorded: for a key of the job store, in a library's own
+    sockets.
+    """
+    if stopped is None or not stopped.any():
+        return
+    ranks = job.ranks
+    others = ranks["alive"] & ~_frozen(job)
+    still = (ranks["idle"] > limits.still_s) & (ranks["state"] != _BUSY)
+    if not others.any() or not still[others].all() or gone.any():
+        return
+    rows = np.flatnonzero(stopped & (ranks["idle"] > limits.still_s))
+    if not len(rows):
+        return
+    yield Verdict(
+        kind=Kind.HANG,
+        suspects=rank_suspects(
+            job, rows[:MOST_NAMED], 0.7, [_subtype(job, int(r)) for r in rows[:MOST_NAMED]]
+        ),
+        evidence=(
+            f"{len(rows)} ranks are stopped, and none of the other {int(others.sum())} moves",
+            "no call shows that they wait",
+        ),
+        rules_out=("a long computation: no rank computes, reads or writes",),
+        refuted_by="another rank moves while the named are stopped",
+        action="let the named go on, or restart",
+        numbers={
+            "hung": len(rows),
+            "cannot run": len(rows),
+            "idle s": float(ranks["idle"][others].min()),
+            "limit s": limits.still_s,
+        },
+        place=_place(job, int(rows[0])),
     )
 
 

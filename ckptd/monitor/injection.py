@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["SWITCH", "autoload", "environment"]
+__all__ = ["SWITCH", "attach_now", "autoload", "environment"]
 
 SWITCH = "CKPTD_MONITOR"
 """Set to ``1`` in the ranks that are to be watched."""
@@ -73,6 +73,11 @@ def autoload() -> None:
     Never raises: what is wrong is logged, and the program runs unwatched.
     """
     _guard()
+    attach_now()
+
+
+def attach_now() -> None:
+    """Attach the recorder if this process is to be watched; never raises, and harmless again."""
     if os.environ.get(SWITCH) != "1":
         return
     try:

@@ -82,6 +82,8 @@ class Job:
         Agents of which something is to be said.
     texts, group_names
         What hashes in calls, and groups, stand for: for people, nothing is decided by them.
+    timeouts
+        After how many seconds the backend gives a call of a group up, where told.
     """
 
     world: int
@@ -93,6 +95,7 @@ class Job:
     agents: tuple[AgentView, ...] = ()
     texts: Mapping[int, str] = field(default_factory=dict)
     group_names: Mapping[int, str] = field(default_factory=dict)
+    timeouts: Mapping[int, float] = field(default_factory=dict)
 
     def text(self, number: int) -> str:
         """Return what a hash of a call stands for, or the hash in hexadecimal."""

@@ -10,8 +10,10 @@ from ckptd.monitor.job import Job
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import Phase
 
-__all__ = ["MOST_KEYS", "Learned", "Limits", "learn"]
+__all__ = ["ENGINE_S", "MOST_KEYS", "Learned", "Limits", "learn", "learn_cut_short"]
 
+ENGINE_S = 600.0
+"""After which a backend gives a call up, where it is not known."""
 START_S = 600.0
 CHECKPOINT_S = 600.0
 EVAL_S = 120.0
@@ -53,6 +55,9 @@ class Limits:
     stopped_s
         A rank that the kernel shows as stopped for so long, and for which one that runs waits as
         long, hangs: that needs no comparison with what was usual.
+    still_s
+        A rank that is stopped while no other rank moves or does anything for so long holds the
+        job up, also where none shows for what it waits.
     """
 
     floors: dict[Phase, float] = field(default_factory=_floors)
@@ -61,21 +66,23 @@ class Limits:
     majority_wait: float = 0.5
     missed_beats: int = 3
     stopped_s: float = 1.0
+    still_s: float = 10.0
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The longest that was usual, of each (call site, phase); a new world size begins anew.
+    """The longest that was usual, of each (call site, phase).
+
+    What was learned stays when the job goes on with another world: a pause that was rightful once
+    is not to be a fault after each restart. Times of a larger or smaller world only make the limit
+    longer.
 
     Attributes
     ----------
-    world
-        World size that it was learned with.
     keys, longest
         Sorted keys and seconds.
     """
 
-    world: int = 0
     keys: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
     longest: Array = field(default_factory=lambda: np.zeros(0))
 
@@ -137,8 +144,6 @@ def learn(learned: Learned, job: Job, told: Array | None = None) -> Learned:
         Rows of `ckptd.monitor.sheet.GAP`, by agents that saw every call: taken in place of the
         gaps between those calls that `job` happens to show.
     """
-    if learned.world != job.world:
-        learned = Learned(job.world)
     keys, spans = [learned.keys], [learned.longest]
     if told is not None:
         keys.append(_keys(told, _GAP))
@@ -147,14 +152,35 @@ def learn(learned: Learned, job: Job, told: Array | None = None) -> Learned:
         for more, longest in ([_gaps(job)] if told is None else []) + [_durations(job)]:
             keys.append(more)
             spans.append(longest)
-    unique, codes = np.unique(np.concatenate(keys), return_inverse=True)
+    return _kept(np.concatenate(keys), np.concatenate(spans))
+
+
+def learn_cut_short(learned: Learned, job: Job, some: Array) -> Learned:
+    """Return `learned` with how long `some` ranks were by themselves when they were ended.
+
+    A pause that was not let come to its end would else never be known, and be cut short again.
+    """
+    last = job.last_call
+    rows = np.flatnonzero(some & (last >= 0) & (job.ranks["pending_group"] == 0))
+    if not len(rows):
+        return learned
+    keys = _keys(job.calls[last[rows]], _GAP)
+    return _kept(
+        np.concatenate([learned.keys, keys]),
+        np.concatenate([learned.longest, job.ranks["idle"][rows]]),
+    )
+
+
+def _kept(keys: Array, spans: Array) -> Learned:
+    """Return the longest span of each key, of as many keys as are remembered."""
+    unique, codes = np.unique(keys, return_inverse=True)
     out = np.zeros(len(unique))
-    np.maximum.at(out, codes, np.concatenate(spans))
+    np.maximum.at(out, codes, spans)
     if len(unique) > MOST_KEYS:
         longest_first = np.argsort(-out, kind="stable")[:MOST_KEYS]
         kept = np.sort(longest_first)
         unique, out = unique[kept], out[kept]
-    return Learned(job.world, unique, out)
+    return Learned(unique, out)
 
 
 def _gaps(job: Job) -> tuple[Array, Array]:

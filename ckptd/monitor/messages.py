@@ -138,6 +138,8 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
         Global ranks are ``first + i * stride``. With stride 0 they are in `listed`.
     listed
         Global ranks in order, 4 bytes each, little-endian.
+    timeout_s
+        After how long the backend itself gives a call of the group up, seconds; 0 is unknown.
     """
 
     name: str = ""
@@ -146,6 +148,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     stride: int = 0
     size: int = 0
     listed: bytes = b""
+    timeout_s: float = 0.0
 
     @staticmethod
     def of(ranks: Sequence[int], name: str = "", kind: str = "") -> GroupInfo:

@@ -9,11 +9,23 @@ import numpy as np
 from ckptd.monitor.job import Job
 from ckptd.monitor.limits import Limits
 from ckptd.monitor.naming import rank_suspects
+from ckptd.monitor.ringlayout import text_hash
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.verdict import Kind, Verdict
 from ckptd.monitor.view import CallFlag
 
-__all__ = ["MOST", "minority", "mismatches"]
+__all__ = ["MOST", "P2P", "minority", "mismatches"]
+
+P2P = np.array([text_hash("p2p"), text_hash("p2p_any")], np.uint32)
+"""Operations between two ranks, as the recorder names them.
+
+Their ends are two lines of a program, often in two branches of one `if`, and a stage of a pipeline
+is a step ahead of the next. A receiver may have room for more than is sent.
+"""
+_SHIFTED = 3
+"""Calls in a row that one member makes as the others make their next, or the one before."""
+_FURTHEST = 8
+"""So many calls at most may have been left out, or be one too many."""
 
 MOST = 64
 """Most groups told of in one round: what is wrong with more is one fault of the program."""
@@ -35,34 +47,106 @@ def minority(values: Array, size: int) -> Array | None:
 def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
     """Yield a verdict for each group whose members' calls differ, at the first such call.
 
-    Different signatures are a mismatch; the same signature in different steps is a desync. Where
-    steps are not marked, call sites are compared instead, but not of calls with a root: `if rank
-    == 0: broadcast() else: broadcast()` is a rightful program.
+    Different signatures are a mismatch; the same signature in different steps is a desync, if the
+    program itself says in which step it is. Else a rank may rightly be in another one: the first
+    optimizer's steps are counted then, and trainers have one where generators have none. What
+    shows there that a call was left out is that the group stands still, and that one member makes
+    its calls as the others make their next. A line apart is nothing by itself: `if rank == 0:
+    barrier() else: barrier()` is a rightful program. Calls between two ranks are not compared.
     """
     calls = job.calls
-    if not len(calls):
-        return
     order, starts = job.cohorts
+    order, starts = _collectives(calls, order, starts)
+    if not len(order):
+        return
     rows = calls[order]
     sizes = np.diff(np.append(starts, len(order)))
     signature = _signatures(rows, starts, sizes)
-    moment = np.where(
-        rows["step"] >= 0,
-        rows["step"].astype(np.uint64),
-        np.where(rows["root"] < 0, rows["site"], np.uint64(0)),
-    )
+    said = (rows["step"] >= 0) & ((rows["flags"] & CallFlag.COUNTED) == 0)
+    where = mix(rows["site"], rows["step"].astype(np.uint64))
+    still: set[int] | None = None
     told: set[int] = set()
-    for kind, values in ((Kind.MISMATCH, signature), (Kind.DESYNC, moment)):
-        apart = np.minimum.reduceat(values, starts) != np.maximum.reduceat(values, starts)
+    for kind, values, low, high in (
+        (Kind.MISMATCH, signature, signature, signature),
+        # Who does not say in which step it is agrees with everybody.
+        (Kind.DESYNC, rows["step"], *_among(rows["step"], said)),
+        (Kind.DESYNC, where, where, where),
+    ):
+        apart = np.minimum.reduceat(low, starts) != np.maximum.reduceat(high, starts)
+        if kind is Kind.DESYNC:
+            apart &= np.minimum.reduceat(low, starts) < np.maximum.reduceat(high, starts)
         for cohort in np.flatnonzero(apart):
             here = slice(starts[cohort], starts[cohort] + sizes[cohort])
             group = int(rows["group"][here.start])
             if group in told or len(told) >= MOST:
                 continue
-            verdict = _verdict(job, limits, kind, rows[here], values[here])
+            some = rows[here]
+            if values is where:
+                still = _standing(job, limits) if still is None else still
+                if group not in still or not _is_shifted(job, some, where[here]):
+                    continue
+                verdict = _verdict(job, limits, kind, some, where[here])
+            else:
+                mine = said[here] if kind is Kind.DESYNC else slice(None)
+                verdict = _verdict(job, limits, kind, some[mine], values[here][mine])
             if verdict is not None:
                 told.add(group)
                 yield verdict
+
+
+def _collectives(calls: Array, order: Array, starts: Array) -> tuple[Array, Array]:
+    """Return the cohorts of calls that all members of a group make alike."""
+    if not len(order):
+        return order, starts
+    kept = ~np.isin(calls["op"][order], P2P)
+    if kept.all():
+        return order, starts
+    cohort = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(order))))[kept]
+    return order[kept], np.flatnonzero(np.append(True, cohort[1:] != cohort[:-1])[: len(cohort)])
+
+
+def _among(values: Array, some: Array) -> tuple[Array, Array]:
+    """Return `values` for a least and for a greatest one that only `some` have a part in."""
+    ends = np.iinfo(values.dtype)
+    return np.where(some, values, ends.max), np.where(some, values, ends.min)
+
+
+def _standing(job: Job, limits: Limits) -> set[int]:
+    """Return the groups in which somebody has waited for longer than a pause of the machine."""
+    ranks = job.ranks
+    long = (ranks["pending_group"] != 0) & (ranks["pending_age"] > limits.still_s)
+    return set(ranks["pending_group"][long].tolist())
+
+
+def _is_shifted(job: Job, cohort: Array, where: Array) -> bool:
+    """Whether one member has made its calls since as another has made its later, or earlier, ones.
+
+    So it is after a call that was left out, or was one too many. Members that rightly call from
+    different lines do not repeat one another.
+    """
+    rows = cohort["row"]
+    kinds, codes, counts = np.unique(where, return_inverse=True, return_counts=True)
+    odd = rows[codes == int(np.argmin(counts))][0]
+    usual = rows[codes == int(np.argmax(counts))]
+    usual = usual[usual != odd]
+    if not len(kinds) > 1 or not len(usual):
+        return False
+    mine, theirs = (_told_calls(job, int(row), cohort[0]) for row in (odd, usual[0]))
+    for by in range(1, _FURTHEST + 1):
+        for one, other in ((mine, theirs), (theirs, mine)):
+            pairs = [(v, other.get(seq + by)) for seq, v in one.items() if seq + by in other]
+            if len(pairs) >= _SHIFTED and all(a == b for a, b in pairs):
+                return len({a for a, _ in pairs}) > 1
+    return False
+
+
+def _told_calls(job: Job, row: int, first: np.void) -> dict[int, int]:
+    """Return what a rank's calls of a group are, from `first` on, by their numbers."""
+    calls = job.calls
+    mine = calls[(calls["row"] == row) & (calls["group"] == first["group"])]
+    mine = mine[mine["seq"] >= first["seq"]]
+    what = mix(mine["op"], mine["bytes"], mine["site"], mine["step"].astype(np.uint64))
+    return dict(zip(mine["seq"].tolist(), what.tolist(), strict=True))
 
 
 def _signatures(rows: Array, starts: Array, sizes: Array) -> Array:

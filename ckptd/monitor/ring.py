@@ -43,6 +43,7 @@ _BODY = Struct("<QQqIIIiiIHBBI")  # SLOT without its commit index
 _pack_body = _BODY.pack_into
 _now = time.monotonic_ns
 _GROUP_HEAD = Struct("<QIIii")
+_MOST_TIMEOUT_S = 1e9
 _WORD = 8
 _SLOT_WORDS = SLOT.itemsize // _WORD
 _GROUP_WORDS = GROUP_ROW.itemsize // _WORD
@@ -253,11 +254,13 @@ class RingWriter:
         name: str = "",
         kind: str = "",
         entered: int = 0,
+        timeout_s: float = 0.0,
     ) -> RingGroup | None:
         """Add a row, whose first call will have number ``entered + 1``; None if no row is free.
 
         `ident` is the same on all ranks of the group, and never 0. `ranks` are the global ranks in
-        order; empty if they are not known.
+        order; empty if they are not known. `timeout_s` is how long the backend itself lets a call
+        take; 0 is not known.
         """
         index = self._counters[Counter.GROUPS]
         if index >= self.shape.groups:
@@ -269,6 +272,7 @@ class RingWriter:
         row["name"] = _cut(name, 40)
         row["kind"] = _cut(kind, 24)
         row["entered"] = row["completed"] = entered
+        row["timeout_ms"] = int(min(max(timeout_s, 0.0), _MOST_TIMEOUT_S) * 1000)
         self._counters[Counter.GROUPS] = index + 1
         return RingGroup(self._words, at // _WORD, index, entered)
 
@@ -335,6 +339,10 @@ class RingWriter:
         self._step = step & 0x7FFFFFFF
         counters[Counter.STEP_SINCE] = time.monotonic_ns()
         counters[Counter.STEP] = self._step
+
+    def counted(self, yes: bool) -> None:
+        """Write down whether steps are counted, those of an optimizer, or said by the program."""
+        self._counters[Counter.COUNTED] = int(yes)
 
     def lost(self) -> None:
         """Count a call for which there was no room."""

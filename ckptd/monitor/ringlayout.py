@@ -30,6 +30,7 @@ __all__ = [
     "IDENTITY",
     "LIMITS",
     "MAGIC",
+    "MAKING",
     "SLOT",
     "TEXT",
     "VERSION",
@@ -92,6 +93,8 @@ class Counter(enum.IntEnum):
     """Calls that found no room in the table of groups, and so have no slot."""
     COST = 13
     """Nanoseconds that recording a call costs, measured at the start; 0 is not measured."""
+    COUNTED = 14
+    """1 if steps are those of an optimizer, which ranks may make differently often."""
 
 
 class RecorderState(enum.IntEnum):
@@ -139,9 +142,15 @@ GROUP_ROW: np.dtype[Any] = np.dtype(
         ("completed", "<u8"),
         ("name", "S40"),
         ("kind", "S24"),
-        ("padding", "<u8"),
+        ("timeout_ms", "<u8"),  # of the group's calls, by its backend; 0 is unknown
     ]
 )
+
+MAKING = "making"
+"""Name and kind of a row that counts how often its members have made a process group together.
+
+Its calls have no slots.
+"""
 
 TEXT: np.dtype[Any] = np.dtype([("hash", "<u4"), ("text", "S124")])
 

@@ -23,6 +23,7 @@ from ckptd.monitor.ringlayout import (
     IDENTITY,
     LIMITS,
     MAGIC,
+    MAKING,
     SLOT,
     TEXT,
     VERSION,
@@ -30,7 +31,7 @@ from ckptd.monitor.ringlayout import (
     RecorderState,
     Shape,
 )
-from ckptd.monitor.view import CALL, GROUP, Phase, RankView
+from ckptd.monitor.view import CALL, GROUP, CallFlag, Phase, RankView
 
 __all__ = ["RingHeader", "RingReader", "read"]
 
@@ -38,6 +39,7 @@ Rows = np.ndarray[Any, Any]
 
 _COUNTERS = Struct(f"<{len(Counter)}q")
 _NS = 1e-9
+_MOST_TIMEOUT_S = 1e9
 _EARLIEST = 1  # 0 stands for "never" in all times
 
 
@@ -134,6 +136,8 @@ class RingReader(RankFile):
         groups = self._read_groups()
         counters = self._read_counters()
         rows = _calls(slots, groups)
+        if counters[Counter.COUNTED] == 1:
+            rows["flags"] |= np.uint32(CallFlag.COUNTED)
         heartbeat = counters[Counter.HEARTBEAT]
         return RankView(
             rank=int(self._identity["rank"]),
@@ -149,7 +153,7 @@ class RingReader(RankFile):
             groups=_groups(groups),
             calls=rows,
             members=self._read_members(groups) if members else {},
-            **_pending(rows),
+            **_pending(rows, groups),
         )
 
     def texts(self) -> dict[int, str]:
@@ -180,11 +184,19 @@ class RingReader(RankFile):
         """Return the table of groups as it is, `GROUP_ROW`; errors as of the class."""
         return self._read_groups()
 
-    def group_infos(self) -> tuple[tuple[int, str, str], ...]:
-        """Return hash, name and kind of each group of the rank; errors as of the class."""
+    def group_infos(self) -> tuple[tuple[int, str, str, float], ...]:
+        """Return hash, name, kind and time-out (seconds, 0 is unknown) of each group of the rank.
+
+        Errors as of the class.
+        """
         rows = self._read_groups()
         return tuple(
-            (int(row["ident"]), _text(row["name"]), _text(row["kind"]))
+            (
+                int(row["ident"]),
+                _text(row["name"]),
+                _text(row["kind"]),
+                min(int(row["timeout_ms"]) / 1000, _MOST_TIMEOUT_S),
+            )
             for row in rows[rows["ident"] != 0]
         )
 
@@ -321,17 +333,19 @@ def _groups(groups: Rows) -> Rows:
     return kept
 
 
-def _pending(calls: Rows) -> dict[str, Any]:
+def _pending(calls: Rows, groups: Rows) -> dict[str, Any]:
     """Return the oldest call that has not ended, as arguments of a view."""
     waiting = calls[np.isnan(calls["end"])]
-    if not len(waiting):
+    found = [(float(c["start"]), int(c["group"]), int(c["seq"])) for c in waiting[:1]]
+    making = (groups["kind"] == MAKING.encode()) & (groups["entered"] > groups["completed"])
+    found += [
+        (float(g["entered_at"]) * _NS, int(g["ident"]), int(min(g["entered"], 1 << 62)))
+        for g in groups[making & (groups["ident"] != 0)]
+    ]
+    if not found:
         return {}
-    oldest = waiting[0]
-    return {
-        "pending_group": int(oldest["group"]),
-        "pending_seq": int(oldest["seq"]),
-        "pending_since": float(oldest["start"]),
-    }
+    since, group, seq = min(found)
+    return {"pending_group": group, "pending_seq": seq, "pending_since": since}
 
 
 def _moved(counters: list[int], groups: Rows) -> float:

@@ -158,6 +158,7 @@ def _check_members(sheet: Sheet, limits: SheetLimits) -> None:
         _need(min(ends) >= 0 and max(ends) < limits.world, "global ranks", ends)
         _need(len(info.listed) in (0, 4 * info.size), "a rank for each member", len(info.listed))
         _need(not (info.stride and info.listed), "ranks told in one way", "two")
+        _need(0 <= info.timeout_s <= _LONGEST_S, "a time-out", info.timeout_s)
         listed += len(info.listed) // 4
     _need(listed <= limits.listed, f"at most {limits.listed} listed ranks", listed)
     _need(len(sheet.texts) <= limits.texts, f"at most {limits.texts} texts", len(sheet.texts))

@@ -78,6 +78,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         Figures to check it with: counters, ages in seconds, limits in seconds, scores.
     groups
         Groups concerned.
+    place
+        Where in the program the first suspect was last seen: the line of its last call. Empty if
+        unknown.
     """
 
     kind: Kind
@@ -88,6 +91,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     action: str
     numbers: Mapping[str, float]
     groups: tuple[int, ...] = ()
+    place: str = ""
 
     def names(self, target: Target = Target.RANK) -> tuple[str, ...]:
         """Return the names of the suspects of one target, likeliest first."""

@@ -39,6 +39,9 @@ class CallFlag(enum.IntFlag):
     """The caller did not wait for it at once."""
     FAILED = 4
     """It ended with an error."""
+    COUNTED = 8
+    """Its step is one of an optimizer, counted by the recorder: other ranks may rightly be in
+    another one."""
 
 
 GROUP: np.dtype[Any] = np.dtype(

@@ -17,7 +17,7 @@ from ckptd.monitor.evidence import Evidence, calls_text, suspected_ranks
 from ckptd.monitor.gather import gathered, job_of, selected
 from ckptd.monitor.incident import Changes, Incident
 from ckptd.monitor.job import AgentView, Job
-from ckptd.monitor.limits import Learned, learn
+from ckptd.monitor.limits import Learned, learn, learn_cut_short
 from ckptd.monitor.linking import Linking, LinkMatrix
 from ckptd.monitor.pace import Pace
 from ckptd.monitor.ringlayout import RecorderState
@@ -88,6 +88,7 @@ class Watch:
         self._gaps: list[Array] = []
         self._job = job_of((), {})
         self._names: dict[int, str] = {}
+        self._timeouts: dict[int, float] = {}
         self._agents: tuple[AgentStatus, ...] = ()
         self._began: float | None = None
         self._fresh = False
@@ -136,6 +137,9 @@ class Watch:
         self._endings.held_s = HELD_S
         if fencing.below > self._fenced:
             self._fenced = fencing.below
+            # What did something when it was ended may well do so again, and take its time.
+            busy = self._job.ranks["state"] == b"R"
+            self.learned = learn_cut_short(self.learned, self._job, busy)
             self._over += self._cases.fence(
                 fencing.below, fencing.reason, Moment(now, now + self.epoch)
             )
@@ -207,7 +211,13 @@ class Watch:
         told = self.sources.names
         if len(self._names) != len(told):
             self._names = {g: f"{info.kind} {info.name}".strip() for g, info in told.items()}
-        self._job = replace(job, texts=self.sources.texts, group_names=self._names)
+            self._timeouts = {g: info.timeout_s for g, info in told.items()}
+        self._job = replace(
+            job,
+            texts=self.sources.texts,
+            group_names=self._names,
+            timeouts=self._timeouts,
+        )
         return self._job, rows
 
     def _learn(self, job: Job, rows: Array) -> None:

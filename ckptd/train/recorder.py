@@ -31,6 +31,7 @@ from ckptd.train.recorder_cost import call_cost
 from ckptd.train.recorder_counters import CounterSource
 from ckptd.train.recorder_hook import no_call_under_way
 from ckptd.train.recorder_late import attach_when_joined
+from ckptd.train.recorder_making import Making
 from ckptd.train.recorder_native import NativeSource
 from ckptd.train.recorder_pulse import Pulse
 from ckptd.train.recorder_python import PythonSource
@@ -70,6 +71,7 @@ class Recorder:
         self._on = False
         self._source: Source | None = None
         self._pulse = Pulse(ring, self._beat, self.aside)
+        self._making = Making(ring, self.aside)
         self._aside = False
         self._by_hand = False
         self._optimizer: weakref.ref[Any] | None = None
@@ -94,6 +96,7 @@ class Recorder:
             failed = self._choose(names)
             self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
             self._pulse.start()
+            self._making.install()
         except Exception as error:  # noqa: BLE001 - a PyTorch that is too different, in whatever way
             failed = error
         if self._source is None or self._optimizer_hook is None:
@@ -133,7 +136,7 @@ class Recorder:
 
     def silence(self) -> None:
         """Write nothing any more; hooks stay, and let everything through."""
-        self._on = False
+        self._on = self._making.on = False
         if self._source is not None:
             self._source.silence()
 
@@ -167,6 +170,7 @@ class Recorder:
 
     def _unhook(self) -> None:
         self._pulse.stop()
+        self._making.remove()
         if self._source is not None:
             self._source.stop()
         if self._optimizer_hook is not None:
@@ -181,7 +185,9 @@ class Recorder:
 
     def step(self, number: int) -> None:
         """Say that step `number` begins. Steps of an optimizer do not count by themselves then."""
-        self._by_hand = True
+        if not self._by_hand:
+            self._by_hand = True
+            self.ring.counted(False)
         if self._on:
             self._step(number)
         elif self._aside:
@@ -202,6 +208,7 @@ class Recorder:
             if self._optimizer is None or self._optimizer() is None:
                 self._optimizer = weakref.ref(optimizer)
             if self._optimizer() is optimizer:
+                self.ring.counted(True)
                 self._step(self.ring.current_step + 1)
         except Exception as error:  # noqa: BLE001 - the watched program must not notice
             self.aside(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -90,6 +91,7 @@ class Groups:
             ranks,
             name,
             group.group_desc,
+            timeout_s=_timeout_s(group),
         )
         self._of[name] = (weakref.ref(group), row)
         return row
@@ -106,6 +108,7 @@ class Groups:
             ranks,
             f"{name} {sender}>{receiver}",
             "p2p",
+            timeout_s=_timeout_s(group),
         )
 
     def _name(self, name: str) -> str:
@@ -120,6 +123,16 @@ def calls_so_far(group: Any) -> int:
         return int(group._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
         return 0
+
+
+def _timeout_s(group: Any) -> float:
+    """Return after how long the backend of a group gives a call up, in seconds; 0 if unknown."""
+    found = 0.0
+    with suppress(RuntimeError, AttributeError, TypeError):
+        for device in group._device_types:
+            options = group._get_backend(device).options
+            found = max(found, options._timeout.total_seconds())
+    return found
 
 
 def _ranks(group: Any) -> list[int]:

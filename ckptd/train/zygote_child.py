@@ -68,6 +68,7 @@ def become(order: Fork, given: int, commands: bool) -> Callable[[], None]:
         _run_command(_command(order), environ)
     _set_environment(environ)
     _as_new(environ)
+    _watch(environ)
     _guard(environ.get(LEASE_VARIABLE))
     return partial(run_program, order.argv, module=order.mode == "module")
 
@@ -159,6 +160,17 @@ def _as_new(environ: Mapping[str, str]) -> None:
         random.seed()
     sys.modules["torch"].default_generator.seed()
     _set_blas_threads(environ)
+
+
+def _watch(environ: Mapping[str, str]) -> None:
+    """Begin to record where the rank is known now: it was not when the backends were loaded.
+
+    Else it would be seen only after it has joined its group, and never if it is stopped before.
+    """
+    if environ.get("RANK") and sys.modules["torch"]._is_device_backend_autoload_enabled():
+        from ckptd.monitor.injection import attach_now
+
+        attach_now()
 
 
 def _guard(lease: str | None) -> None:

@@ -98,6 +98,52 @@ def test_a_defect_of_the_program_is_answered_once_without_a_person(kind: Kind) -
     assert (second.nodes, second.alone) == ((), False)
 
 
+def _working(**more: Any) -> Incident:
+    """Rank 0 evaluates while the others wait."""
+    numbers = {"cannot run": 0, "runs": 1, "idle s": 40.0, "limit s": 30.0, "engine s": 1800.0}
+    one = incident(Kind.HANG, numbers=numbers, step=70)
+    verdict = msgspec.structs.replace(one.verdict, place="t.py:9", numbers=numbers | more)
+    return msgspec.structs.replace(one, verdict=verdict)
+
+
+def test_a_rank_that_runs_is_not_acted_on_before_its_backend_gives_up() -> None:
+    told = response(_working(), status(), (), "act")
+    assert told is not None
+    assert (told.nodes, told.alone) == ((), False)
+    # Its node is sound, however often it takes long.
+    late = response(_working(**{"idle s": 1801.0}), status(), (done(BUSY),), "act")
+    assert late == RESTART
+    for kind, age in ((Kind.DEADLOCK, "age s"), (Kind.COMM_HANG, "since last arrival s")):
+        numbers = {"runs": 1, age: 40.0, "engine s": 100.0}
+        early = response(incident(kind, numbers=numbers), status(), (), "act")
+        assert early is not None
+        assert not early.alone
+        assert response(incident(kind, numbers=numbers | {age: 101.0}), status(), (), "act")
+
+
+def test_one_that_does_nothing_has_several_times_its_limit() -> None:
+    for idle, alone in ((40.0, False), (119.0, False), (121.0, True)):
+        found = response(_working(runs=0, **{"idle s": idle}), status(), (), "act")
+        assert found is not None
+        assert found.alone == alone
+
+
+def test_the_same_place_is_not_acted_on_twice_without_a_step_between() -> None:
+    one = _working(runs=0, **{"idle s": 200.0})
+    before = done(one, nodes=("n1",))
+    for step, alone in ((70, False), (71, True)):
+        again = response(msgspec.structs.replace(one, step=step), status(), (before,), "act")
+        assert again is not None
+        assert again.alone == alone
+    # Whoever is stopped does not get well by waiting.
+    stopped = _working(**{"cannot run": 1, "runs": 0})
+    assert response(stopped, status(), (done(stopped),), "act") == OUT
+
+
+def test_verdicts_on_the_calls_of_a_program_that_may_run_on_are_a_persons() -> None:
+    assert RUN_POLICY[Kind.DESYNC] == RUN_POLICY[Kind.MISMATCH] == "ask"
+
+
 def test_a_slow_rank_is_swapped_where_there_is_a_spare() -> None:
     assert response(incident(Kind.SLOW_RANK), status("n9"), (), "ask") == OUT
     link = incident(Kind.SLOW_LINK, Suspect(Target.LINK, "n1>n2", 0.9))

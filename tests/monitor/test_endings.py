@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.crash import ended
+from ckptd.monitor.crash import crashes, ended
 from ckptd.monitor.endings import Endings
 from ckptd.monitor.gather import RankNote, from_views, gathered
+from ckptd.monitor.limits import Limits
 from ckptd.monitor.ringlayout import RecorderState
-from ckptd.monitor.view import RankView
-from tests.monitor.jobs import changed, inside, view
+from ckptd.monitor.view import CallFlag, Phase, RankView
+from tests.monitor.jobs import NOW, call, calls, changed, groups, inside, view
 
 
 def gone(endings: Endings, views: list[RankView], now: float, **notes: Any) -> list[int]:
@@ -72,6 +73,44 @@ def test_a_recorder_that_was_closed_stands_for_a_code_that_nobody_saw() -> None:
         endings = Endings()
         gone(endings, [dead(0, None), view(1)], 0.0, notes=notes)
         assert gone(endings, [dead(0, None), view(1)], 1.0, notes=notes) == told
+
+
+def _left(failed: float) -> list[RankView]:
+    """Rank 0 has said that it is done; 1 and 2 have called once more since, and have failed."""
+    last = call(7, 4, NOW - 1, NOW, flags=CallFlag.FAILED if failed else 0)
+    first = dead(0, 0, phase=Phase.EXIT, groups=groups({7: (3, 3, 3)}))
+    return [
+        first,
+        *(dead(r, 1, groups=groups({7: (3, 4, 3)}), calls=calls(last)) for r in (1, 2)),
+    ]
+
+
+def test_who_leaves_with_exit_0_while_its_groups_still_call_is_the_cause() -> None:
+    endings = Endings()
+    gone(endings, _left(failed=True), 0.0)
+    assert gone(endings, _left(failed=True), 1.0) == [0, 1, 2]
+    job, rows = gathered([from_views(_left(failed=True), job="j", source="s", number=1)], {})
+    (verdict,) = crashes(endings.settle(job, rows, 2.0), Limits())
+    assert verdict.names() == ("0",)
+    assert "left in good order" in verdict.suspects[0].detail
+
+
+def test_who_leaves_with_exit_0_is_not_at_fault_for_what_ends_otherwise() -> None:
+    endings = Endings()
+    gone(endings, _left(failed=False), 0.0)
+    assert gone(endings, _left(failed=False), 1.0) == [1, 2]
+
+
+def test_who_has_said_that_it_is_done_is_missed_by_who_waits_for_it() -> None:
+    """It does not matter that it said so: the call needs it."""
+    done = dead(0, 0, phase=Phase.EXIT, groups=groups({7: (2, 3, 3)}))
+    waiting = inside(1, 7, 4, age=3.0, size=2)
+    endings = Endings()
+    gone(endings, [done, waiting], 0.0)
+    assert gone(endings, [done, waiting], 1.0) == [0]
+    # A receive that was begun and given up holds nobody up who goes on.
+    moving = changed(waiting, moved=NOW - 0.1)
+    assert gone(Endings(), [done, moving], 1.0) == []
 
 
 def test_another_process_of_the_rank_has_a_time_of_its_own() -> None:

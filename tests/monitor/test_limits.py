@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.job import Job
-from ckptd.monitor.limits import MOST_KEYS, Learned, Limits, learn
+from ckptd.monitor.limits import MOST_KEYS, Learned, Limits, learn, learn_cut_short
 from ckptd.monitor.sheet import GAP
 from ckptd.monitor.view import Phase, RankView
 from tests.monitor import jobs
@@ -56,9 +56,19 @@ def test_phases_and_call_sites_are_apart() -> None:
     assert learned.limit(_job(1.0), LIMITS, in_call=False) == pytest.approx([30.0, 30.0])
 
 
-def test_another_world_size_is_learned_anew() -> None:
+def test_what_was_learned_stays_with_another_world_size() -> None:
     learned = learn(learn(Learned(), _job(100.0)), _job(1.0, world=3))
-    assert learned.limit(_job(1.0), LIMITS, in_call=False) == pytest.approx([30.0, 30.0])
+    assert learned.limit(_job(1.0), LIMITS, in_call=False) == pytest.approx([500.0, 500.0])
+
+
+def test_a_pause_that_was_cut_short_is_learned_for_those_who_did_something() -> None:
+    call = jobs.call(7, 1, jobs.NOW - 50.0, jobs.NOW - 49.0, site=5)
+    views = [jobs.view(r, 2, calls=jobs.calls(call), moved=jobs.NOW - 49.0) for r in range(2)]
+    job = jobs.job(*views)
+    learned = learn_cut_short(Learned(), job, np.array([True, False]))
+    assert learned.limit(job, LIMITS, in_call=False) == pytest.approx([245.0, 245.0])
+    nobody = learn_cut_short(Learned(), job, np.array([False, False]))
+    assert nobody.limit(job, LIMITS, in_call=False) == pytest.approx([30.0, 30.0])
 
 
 def test_times_in_a_call_are_learned_only_when_all_members_ended_it() -> None:

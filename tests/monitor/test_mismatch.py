@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.monitor.job import Job
 from ckptd.monitor.limits import Limits
-from ckptd.monitor.mismatch import minority, mismatches
+from ckptd.monitor.mismatch import P2P, minority, mismatches
 from ckptd.monitor.view import CallFlag
 from tests.monitor import jobs
 
@@ -81,11 +81,65 @@ def test_the_same_call_of_another_step_is_a_desync() -> None:
     assert jobs.told(mismatches(job, LIMITS)) == [("desync", ["2"])]
 
 
-def test_call_sites_are_compared_where_steps_are_not_marked() -> None:
-    assert jobs.told(mismatches(_job({}, {}, {"site": 9}, site=8), LIMITS)) == [("desync", ["2"])]
-    # `if rank == 0: broadcast(...) else: broadcast(...)` is a rightful program.
-    assert not list(mismatches(_job({}, {}, {"site": 9}, site=8, root=0), LIMITS))
-    assert not list(mismatches(_job({}, {}, {"site": 9}, site=8, step=3), LIMITS))
+def _from_lines(*lines: list[int], age: float, **other: Any) -> Job:
+    """Members whose calls 1, 2, ... come from these lines; the last one goes on for `age`."""
+    views = []
+    most = max(len(each) for each in lines)
+    for rank, each in enumerate(lines):
+        rows = [
+            jobs.call(7, seq, jobs.NOW - age - 1, jobs.NOW - age - 0.9, site=line, **other)
+            for seq, line in enumerate(each, 1)
+        ]
+        if len(each) == most:
+            rows[-1]["end"] = np.nan
+            views.append(
+                jobs.inside(rank, 7, most, age, len(lines), calls=jobs.calls(*rows), moved=0.0)
+            )
+        else:
+            views.append(jobs.outside(rank, 7, len(each), age, len(lines), calls=jobs.calls(*rows)))
+    return jobs.job(*views)
+
+
+USUAL = [1, 2, 3] * 4
+LEFT_OUT = [*USUAL[:4], *USUAL[5:]]
+
+
+def test_a_call_that_was_left_out_shows_where_the_group_stands_still() -> None:
+    shifted = _from_lines(USUAL, USUAL, LEFT_OUT, USUAL, age=60.0)
+    assert jobs.told(mismatches(shifted, LIMITS)) == [("desync", ["2"])]
+    twice = _from_lines(LEFT_OUT, LEFT_OUT, USUAL, LEFT_OUT, age=60.0)
+    assert jobs.told(mismatches(twice, LIMITS)) == [("desync", ["2"])]
+
+
+def test_nothing_is_said_of_lines_while_the_group_goes_on() -> None:
+    """A member that is late is no news, and one that is early neither."""
+    assert not list(mismatches(_from_lines(USUAL, USUAL, LEFT_OUT, USUAL, age=1.0), LIMITS))
+
+
+def test_first_version_two_lines_of_one_call_made_a_desync_of_a_right_program() -> None:
+    """`if rank == 0: barrier(); work(); if rank: barrier()`, and the job stands still elsewhere."""
+    ordinary, main = [1, 1, 5, 1, 1, 5, 1, 1], [1, 1, 6, 1, 1, 6, 1]
+    assert not list(mismatches(_from_lines(ordinary, main, ordinary, age=60.0), LIMITS))
+    assert not list(mismatches(_job({}, {}, {"site": 9}, site=8, age=60.0), LIMITS))
+
+
+def test_first_version_a_trainer_beside_a_generator_was_a_desync() -> None:
+    """Steps of an optimizer are counted where there is one; some make several in a round."""
+    counted = CallFlag.COUNTED
+    assert not list(
+        mismatches(_job({"step": 4}, {"step": -1}, {"step": -1}, flags=counted), LIMITS)
+    )
+    assert not list(mismatches(_job({"step": 4}, {"step": 1}, flags=counted, age=60.0), LIMITS))
+    # Whoever says in which step it is, says so to all who do.
+    mixed = _job({"step": 4}, {"step": 9, "flags": counted}, {"step": 4}, {"step": 5})
+    assert jobs.told(mismatches(mixed, LIMITS)) == [("desync", ["3"])]
+
+
+@pytest.mark.parametrize("op", P2P.tolist())
+def test_first_version_two_ends_of_a_message_were_compared(op: int) -> None:
+    """`send` in one branch and `recv` in the other, of stages in different steps."""
+    job = _job({"site": 1, "step": 4}, {"site": 2, "step": 3, "bytes": 9}, op=op, age=60.0)
+    assert not list(mismatches(job, LIMITS))
 
 
 def test_the_first_call_that_differs_is_told_and_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.view import RankView
+from ckptd.monitor.view import Phase, RankView
 from tests.monitor import jobs
 from tests.monitor.watched import Fed, told
 
@@ -64,3 +64,37 @@ def test_an_agent_that_pauses_does_not_make_it_longer() -> None:
         fed.send([jobs.changed(v, at=jobs.NOW + age) for v in [jobs.view(5, world=8, node="n1")]])
         fed.round()
     assert not fed.opened
+
+
+def _told(views: list[RankView]) -> list[tuple[str, tuple[str, ...]]]:
+    """What is told of ranks of which nothing changes for 15 s but their age."""
+    fed = Fed()
+    fed.settle([jobs.changed(v, moved=jobs.NOW) for v in views])
+    for age in (0.25 * np.arange(1, 60)).tolist():
+        aged = [jobs.changed(v, at=v.at + age, heartbeat=v.at + age) for v in views]
+        fed.show(aged)
+    return told(fed.opened)
+
+
+def test_one_that_is_stopped_in_a_call_that_has_let_the_others_go() -> None:
+    """The others wait in the next call, so that nobody is beside it in its own."""
+    ahead = [jobs.inside(r, 7, 11, 0.0, 4, process_state="S", node="n0") for r in range(3)]
+    last = jobs.inside(3, 7, 10, 0.0, 4, process_state="T", node="n0")
+    assert _told([*ahead, last]) == [("non-communication hang", ("3",))]
+
+
+def _without_calls(*states: str) -> list[RankView]:
+    """Ranks of which nothing shows what they wait for: a key of the job store, say."""
+    return [
+        jobs.view(r, process_state=state, node="n0", moved=jobs.NOW, phase=Phase.INIT, steps_done=0)
+        for r, state in enumerate(states)
+    ]
+
+
+def test_one_that_is_stopped_while_no_other_moves_though_no_call_shows_that_it_waits() -> None:
+    assert _told(_without_calls("S", "S", "T", "S")) == [("non-communication hang", ("2",))]
+
+
+@pytest.mark.parametrize("states", ["SRTS", "TTTT", "SSSS"])
+def test_while_another_does_something_or_all_are_stopped_nothing_is_said(states: str) -> None:
+    assert _told(_without_calls(*states)) == []
