@@ -41,14 +41,14 @@ dist.destroy_process_group()
 
 
 class Job:
-    """A job of three ranks on one node."""
+    """A job of three ranks on one node; `script` gets the path of a file that asks it to end."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "train.py").write_text(SCRIPT)
+    def __init__(self, folder: Path, script: str = SCRIPT, *more: str) -> None:
+        (folder / "train.py").write_text(script)
         self.end = folder / "end"
         self.lines: list[str] = []
         main = "from ckptd.cli.main import main; main()"
-        words = ["run", "--job", "real", "--nproc-per-node", "3", "--set", "steady_s=2"]
+        words = ["run", "--job", "real", "--nproc-per-node", "3", "--set", "steady_s=2", *more]
         self.process = subprocess.Popen(
             [sys.executable, "-c", main, *words, str(folder / "train.py"), str(self.end)],
             stdout=subprocess.PIPE,
@@ -85,8 +85,8 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path) -> Iterator[Job]:
-    one = Job(folder)
+def job(folder: Path, script: str = SCRIPT, *more: str) -> Iterator[Job]:
+    one = Job(folder, script, *more)
     try:
         yield one
     finally:

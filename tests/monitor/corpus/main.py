@@ -1,22 +1,82 @@
-"""One rank of one program: ``torchrun -m tests.monitor.corpus.main NAME``."""
+"""Runs programs one after the other: ``python -m tests.monitor.corpus.main NAME ...``.
+
+Ranks are forks, so that PyTorch is imported once, and otherwise what torchrun makes of them.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import socket
 import sys
+import threading
+import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 
+from ckptd.monitor.injection import attach_now
 from tests.monitor.corpus import idioms, libraries, pipelines, roles, sharded  # noqa: F401
 from tests.monitor.corpus.base import PROGRAMS
 
+_FAILED = 1
+
 
 def main() -> None:
-    program = PROGRAMS[sys.argv[1]]
-    if program.needs:  # the library makes the group
-        program.main()
-    else:
+    for generation, name in enumerate(sys.argv[1:], 1):
+        print(f"begin {name}", flush=True)
+        print(f"end {name} {_run(name, generation)}", flush=True)
+
+
+def _run(name: str, generation: int) -> int:
+    """Run one program on ranks of its own; return the first exit code that is not 0."""
+    program = PROGRAMS[name]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        _fork(lambda r=rank: _rank(name, r, program.ranks, port, generation))
+        for rank in range(program.ranks)
+    ]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    return next((code for code in codes if code), 0)
+
+
+def _fork(child: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = _FAILED
+    try:
+        child()
+        code = 0
+    except BaseException:  # noqa: BLE001 - this process ends here, whatever it was
+        traceback.print_exc()
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _rank(name: str, rank: int, world: int, port: int, generation: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CKPTD_GENERATION": str(generation),
+    }
+    attach_now()
+    program = PROGRAMS[name]
+    if not program.needs:  # a library makes the group itself
         dist.init_process_group("gloo")
-        program.main()
+    program.main()
     if dist.is_initialized():
         dist.destroy_process_group()
 

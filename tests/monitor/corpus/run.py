@@ -1,9 +1,11 @@
 """Runs the corpus under ``ckptd watch``: ``python -m tests.monitor.corpus.run [NAME ...]``.
 
     python -m tests.monitor.corpus.run                               # all, some seconds each
-    python -m tests.monitor.corpus.run --seconds 180 --at-once 8     # three minutes each
+    python -m tests.monitor.corpus.run --seconds 180 --at-once 5     # three minutes each
 
-Prints a row a program. The exit code is 1 if one failed by itself or had an incident.
+Programs are dealt out to so many watches; each runs its share one after the other, so that its
+daemon sees jobs that change. Prints a row a program. The exit code is 1 if one failed by itself or
+had an incident.
 """
 
 from __future__ import annotations
@@ -11,32 +13,43 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tests.monitor.corpus import idioms, libraries, pipelines, roles, sharded  # noqa: F401
 from tests.monitor.corpus.base import PROGRAMS, SECONDS_VARIABLE
 
-__all__ = ["Outcome", "names", "run", "run_all"]
+__all__ = ["Outcome", "names", "run"]
 
 ROOT = Path(__file__).parents[3]
-_START_S = 400.0
-_SHOWN = 1500
+_SHOWN = 40
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one program: its exit code, the incidents, and the end of its output."""
+    """What came of one program.
+
+    Attributes
+    ----------
+    name, code
+        Which, and its exit code.
+    incidents
+        As ``ckptd watch`` says them.
+    seconds, load
+        How long it took, and the machine's load average at its end.
+    output
+        The last lines, of one that failed.
+    """
 
     name: str
     code: int
-    incidents: list[dict[str, Any]]
+    incidents: tuple[str, ...]
     seconds: float
     load: float
     output: str = ""
@@ -55,70 +68,56 @@ def names() -> list[str]:
     ]
 
 
-def run(name: str, seconds: float) -> Outcome:
-    """Run one program for about so long, watched as anybody would."""
-    beside = Path(sys.executable)
+def run(chosen: Sequence[str], seconds: float) -> Iterator[Outcome]:
+    """Run programs one after the other, about so long each, and yield what came of each."""
     command = [
-        *(str(beside.with_name("ckptd")), "watch", "--json", "--"),
-        *(str(beside.with_name("torchrun")), "--nproc-per-node", str(PROGRAMS[name].ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", name),
-        *("-m", "tests.monitor.corpus.main", name),
+        *(sys.executable, "-c", "from ckptd.cli.main import main; main()", "watch", "--"),
+        *(sys.executable, "-m", "tests.monitor.corpus.main", *chosen),
     ]
-    env = {**os.environ, SECONDS_VARIABLE: str(seconds), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, SECONDS_VARIABLE: str(seconds)}
+    env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    began = time.monotonic()
     process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    try:
-        out, err = process.communicate(timeout=seconds + _START_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        out, err = process.communicate()
-    incidents: list[dict[str, Any]] = []
-    code = 1
-    for line in err.splitlines():
-        if line.startswith("{"):
-            told = msgspec.json.decode(line)
-            incidents, code = told.get("incidents", []), told.get("exit_code", 1)
-    return Outcome(
-        name=name,
-        code=code or (process.returncode or 0),
-        incidents=incidents,
-        seconds=time.monotonic() - began,
-        load=os.getloadavg()[0],
-        output=(out + err)[-_SHOWN:] if code else "",
-    )
-
-
-def run_all(chosen: Sequence[str], seconds: float, at_once: int) -> list[Outcome]:
-    """Run programs, some at a time, and print what came of each as it ends."""
-
-    def one(name: str) -> Outcome:
-        outcome = run(name, seconds)
-        print(_row(outcome), flush=True)
-        return outcome
-
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(one, chosen))
+    assert process.stdout is not None
+    began, name, lines, told = time.monotonic(), "", list[str](), list[str]()
+    for line in process.stdout:
+        lines = [*lines[-_SHOWN:], line.rstrip()]
+        if begun := re.search(r"begin (\w+)$", line):
+            began, name, told = time.monotonic(), begun[1], []
+        elif "ckptd: incident" in line:
+            told.append(line.partition("ckptd: incident ")[2].rstrip())
+        elif ended := re.search(r"end (\w+) (-?\d+)$", line):
+            yield Outcome(
+                name=ended[1],
+                code=int(ended[2]),
+                incidents=tuple(told),
+                seconds=time.monotonic() - began,
+                load=os.getloadavg()[0],
+                output="\n".join(lines) if int(ended[2]) else "",
+            )
+            name = ""
+    if process.wait() or name:
+        yield Outcome(
+            name=name or "watch",
+            code=process.returncode or 1,
+            incidents=tuple(told),
+            seconds=time.monotonic() - began,
+            load=os.getloadavg()[0],
+            output="\n".join(lines),
+        )
 
 
 def _row(outcome: Outcome) -> str:
-    told = "; ".join(f"{i['kind']}: {_said(i)}" for i in outcome.incidents)
     words = (
+        f"{outcome.name}: {outcome.seconds:.0f} s, load {outcome.load:.1f}:",
         "fine" if outcome.fine else "",
         f"exit code {outcome.code}" if outcome.code else "",
-        told,
+        "; ".join(outcome.incidents),
         outcome.output,
     )
-    head = f"{outcome.name}: {outcome.seconds:.0f} s, load {outcome.load:.1f}:"
-    return " ".join(filter(None, (head, *words)))
-
-
-def _said(incident: dict[str, Any]) -> str:
-    verdict = incident["verdict"]
-    who = [f"{s['target']} {s['name']} {s['detail']}" for s in verdict["suspects"][:3]]
-    return " | ".join([*who, *verdict["evidence"][:2], str(verdict["numbers"])])
+    return " ".join(filter(None, words))
 
 
 def main() -> int:
@@ -128,7 +127,17 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    outcomes = run_all(given.names or names(), given.seconds, given.at_once)
+    chosen = given.names or names()
+    shares = [chosen[i :: given.at_once] for i in range(min(given.at_once, len(chosen)))]
+    outcomes: list[Outcome] = []
+
+    def follow(share: Sequence[str]) -> None:
+        for outcome in run(share, given.seconds):
+            print(_row(outcome), flush=True)
+            outcomes.append(outcome)
+
+    with ThreadPoolExecutor(len(shares)) as pool:
+        list(pool.map(follow, shares))
     if given.out is not None:
         given.out.write_bytes(msgspec.json.encode(outcomes))
     bad = [o.name for o in outcomes if not o.fine]
