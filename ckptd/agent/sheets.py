@@ -13,6 +13,7 @@ import msgspec
 from ckptd.agent.rings import Ring, Rings
 from ckptd.agent.sums import Sums
 from ckptd.agent.tally import Tally
+from ckptd.agent.unborn import Unborn
 from ckptd.errors import CkptdError
 from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.ringlayout import Counter
@@ -61,6 +62,7 @@ class SheetMaker:
         self._tally = tally
         self._sums = sums
         self._address = address
+        self._unborn = Unborn(rings.folder, node)
         self._number = 0
         self._again = False
         self._wide_until = -math.inf
@@ -110,6 +112,10 @@ class SheetMaker:
                 continue
             views.append(_completed(view, ring))
             notes[rank] = _note(ring)
+        life = max((note.generation for note in notes.values()), default=0)
+        for view, note in self._unborn.views(now, views, life):
+            views.append(view)
+            notes[view.rank] = note
         return self._sheet(views, notes, members, texts, taken, again=again)
 
     def _sheet(
