@@ -31,9 +31,9 @@ WAIT_S = 60.0
 T = TypeVar("T")
 
 
-def until(ask: Callable[[], T], what: str = "it does not come about") -> T:
+def until(ask: Callable[[], T], what: str = "it does not come about", wait_s: float = WAIT_S) -> T:
     """Ask again until the answer is true, and return it."""
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + wait_s
     while not (answer := ask()):
         assert time.monotonic() < end, what
         time.sleep(0.02)
