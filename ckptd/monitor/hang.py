@@ -113,12 +113,13 @@ _BUSY = b"R"
 def _held(job: Job, wait: Waits, late: Array, limit: Array) -> Array:
     """Return for which ranks somebody waits who does nothing else.
 
-    Whoever has moved since it entered a call does not wait for that call alone, and a receive that
-    was begun early may be open while its rank computes.
+    A call that does not hold its caller up may be open while the rank makes others, and a receive
+    that was begun early while it computes.
     """
     ranks, rows = job.ranks, job.groups
     least = float(limit[late].min()) / 2 if late.any() else 0.0
-    blocked = wait.inside & (ranks["idle"] > least) & ~_elsewhere(job)
+    moves = (_not_waiting(job) | _in_message(job)) & (ranks["idle"] <= least)
+    blocked = wait.inside & ~moves & ~_elsewhere(job)
     wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
     np.maximum.at(wanted, wait.code[blocked], ranks["pending_seq"][blocked])
     out = np.zeros(len(ranks), bool)
@@ -128,11 +129,15 @@ def _held(job: Job, wait: Waits, late: Array, limit: Array) -> Array:
 
 def _elsewhere(job: Job) -> Array:
     """Return ranks whose open call need not hold them up, and that do something meanwhile."""
+    out: Array = _in_message(job) & (job.ranks["state"] == _BUSY)
+    return out
+
+
+def _in_message(job: Job) -> Array:
+    """Return ranks whose oldest open call is a message: nothing tells whether they wait for it."""
     calls = job.calls
     out = np.zeros(len(job.ranks), bool)
-    # Of a message nothing tells whether its caller waits for it.
     out[calls["row"][_pending(job) & np.isin(calls["op"], P2P)]] = True
-    out &= job.ranks["state"] == _BUSY
     return out
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ckptd.monitor.hang import hangs
 from ckptd.monitor.job import Job
 from ckptd.monitor.limits import Learned, Limits
+from ckptd.monitor.mismatch import P2P
 from ckptd.monitor.verdict import Target, Verdict
 from ckptd.monitor.view import CallFlag, Phase, RankView
 from tests.monitor import jobs
@@ -160,3 +164,50 @@ def test_beside_a_known_culprit_silent_ranks_are_not_suspected() -> None:
     other = jobs.inside(9, 8, 3, 40.0, 4, members={8: (9, 10, 11, 12)})
     assert jobs.told(_told(jobs.job(other))) == [("cannot say", ["10", "11", "12"])]
     assert jobs.told(_told(jobs.job(*_late(), other))) == [("non-communication hang", ["3"])]
+
+
+MESSAGE = int(P2P[0])
+
+
+def _open_receive(state: str, idle: float, **other: Any) -> list[RankView]:
+    """Rank 0 has begun a receive 40 s ago; rank 1, which is to send, computes as long."""
+    receive = jobs.calls(jobs.call(7, 1, jobs.NOW - 40, **({"op": MESSAGE} | other)))
+    first = jobs.inside(0, 7, 1, 40.0, 2, calls=receive, process_state=state, moved=jobs.NOW - idle)
+    return [first, jobs.outside(1, 7, 0, 40.0, 2, process_state="R")]
+
+
+def test_a_receive_that_was_begun_early_holds_nobody_up_who_computes() -> None:
+    assert _told(jobs.job(*_open_receive("S", 40.0)))
+    assert not _told(jobs.job(*_open_receive("R", 40.0)))
+    assert not _told(jobs.job(*_open_receive("S", 0.5)))
+
+
+def test_a_collective_holds_its_caller_up_whatever_else_its_process_does() -> None:
+    assert _told(jobs.job(*_open_receive("R", 0.5, op=1)))
+
+
+def test_two_receives_that_were_begun_early_are_no_circle_while_their_ranks_compute() -> None:
+    """Each has begun to receive from the other, and computes what it will send."""
+
+    def both(state: str, age: float) -> Job:
+        views = []
+        for rank, (mine, other) in enumerate(((1, 2), (2, 1))):
+            receive = jobs.calls(jobs.call(mine, 1, jobs.NOW - age, op=MESSAGE))
+            rows = jobs.groups({mine: (2, 1, 0), other: (2, 0, 0)})
+            views.append(
+                jobs.inside(rank, mine, 1, age, 2, calls=receive, groups=rows, process_state=state)
+            )
+        return jobs.job(*views)
+
+    assert jobs.told(_told(both("S", 40.0)))[0][0] == "deadlock"
+    assert not _told(both("R", 40.0))
+    assert jobs.told(_told(both("R", 601.0)))[0][0] == "deadlock"
+
+
+def test_a_rank_that_does_something_is_told_as_one() -> None:
+    (verdict,) = _told(jobs.job(*_late(process_state="R")))
+    assert "computes, reads or writes" in verdict.suspects[-1].detail
+    assert (verdict.numbers["runs"], verdict.numbers["cannot run"]) == (1, 0)
+    assert verdict.numbers["engine s"] == 600.0
+    known = replace(jobs.job(*_late(process_state="R")), timeouts={7: 1800.0, 8: 5.0})
+    assert _told(known)[0].numbers["engine s"] == 1800.0

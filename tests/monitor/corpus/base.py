@@ -15,7 +15,7 @@ __all__ = ["PROGRAMS", "Program", "batch", "net", "pause", "program", "rank", "r
 
 SECONDS_VARIABLE = "CORPUS_SECONDS"
 WIDTH = 16
-_AHEAD = 40
+_AHEAD = 10
 """No rank is so many rounds ahead of rank 0."""
 
 
@@ -66,7 +66,7 @@ def rounds(least: int = 8) -> Iterator[int]:
         if not last and rank() == 0 and number >= least and time.monotonic() >= end:
             last = number + _AHEAD
             store.set("last", str(last))
-        elif not last and number % 10 == 0 and store.check(["last"]):
+        elif not last and number % 5 == 0 and store.check(["last"]):
             last = int(store.get("last"))
         yield number
         number += 1
