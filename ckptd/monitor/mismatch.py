@@ -64,7 +64,6 @@ def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
     signature = _signatures(rows, starts, sizes)
     said = (rows["step"] >= 0) & ((rows["flags"] & CallFlag.COUNTED) == 0)
     where = mix(rows["site"], rows["step"].astype(np.uint64))
-    still: set[int] | None = None
     told: set[int] = set()
     for kind, values, low, high in (
         (Kind.MISMATCH, signature, signature, signature),
@@ -72,23 +71,20 @@ def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
         (Kind.DESYNC, rows["step"], *_among(rows["step"], said)),
         (Kind.DESYNC, where, where, where),
     ):
-        apart = np.minimum.reduceat(low, starts) != np.maximum.reduceat(high, starts)
-        if kind is Kind.DESYNC:
-            apart &= np.minimum.reduceat(low, starts) < np.maximum.reduceat(high, starts)
+        apart = np.minimum.reduceat(low, starts) < np.maximum.reduceat(high, starts)
+        if values is where:
+            # Of right programs as well, and of many calls: nothing of them is looked at one by one.
+            apart &= np.isin(rows["group"][starts], _standing(job, limits))
         for cohort in np.flatnonzero(apart):
             here = slice(starts[cohort], starts[cohort] + sizes[cohort])
             group = int(rows["group"][here.start])
             if group in told or len(told) >= MOST:
                 continue
-            some = rows[here]
-            if values is where:
-                still = _standing(job, limits) if still is None else still
-                if group not in still or not _is_shifted(job, some, where[here]):
-                    continue
-                verdict = _verdict(job, limits, kind, some, where[here])
-            else:
-                mine = said[here] if kind is Kind.DESYNC else slice(None)
-                verdict = _verdict(job, limits, kind, some[mine], values[here][mine])
+            some, kinds = rows[here], values[here]
+            if values is where and not _is_shifted(job, some, kinds):
+                continue
+            mine = said[here] if values is not where and kind is Kind.DESYNC else slice(None)
+            verdict = _verdict(job, limits, kind, some[mine], kinds[mine])
             if verdict is not None:
                 told.add(group)
                 yield verdict
@@ -111,11 +107,12 @@ def _among(values: Array, some: Array) -> tuple[Array, Array]:
     return np.where(some, values, ends.max), np.where(some, values, ends.min)
 
 
-def _standing(job: Job, limits: Limits) -> set[int]:
+def _standing(job: Job, limits: Limits) -> Array:
     """Return the groups in which somebody has waited for longer than a pause of the machine."""
     ranks = job.ranks
     long = (ranks["pending_group"] != 0) & (ranks["pending_age"] > limits.still_s)
-    return set(ranks["pending_group"][long].tolist())
+    out: Array = np.unique(ranks["pending_group"][long])
+    return out
 
 
 def _is_shifted(job: Job, cohort: Array, where: Array) -> bool:
