@@ -141,6 +141,11 @@ class Ring:
             self.answers = self._thaw(now)
         return False
 
+    @property
+    def starved_s(self) -> float:
+        """For how long it has waited for a CPU since it moved, in seconds."""
+        return self._doing.starved_s
+
     def _state(self, process: Process, now: float) -> str:
         """Return the kernel's letter, or ``R`` for a rank that stands still and does something."""
         state = process.state()

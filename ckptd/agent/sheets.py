@@ -190,6 +190,9 @@ def _completed(view: RankView, ring: Ring) -> RankView:
     more: dict[str, Any] = {"alive": ring.alive, "exit_code": ring.exit_code}
     if ring.answers >= 0:
         more["answers"] = bool(ring.answers)
+    if ring.starved_s > 0:
+        # What the machine keeps a rank from is no silence of the rank.
+        more["moved"] = min(view.moved + ring.starved_s, view.at)
     return msgspec.structs.replace(view, process_state=ring.state, **more)
 
 

@@ -80,3 +80,21 @@ def test_whoever_runs_python_is_busy_for_a_while() -> None:
         one.look(process, 7, 2000.0)
         one.forget()
         assert not one.look(process, 7, 2000.5)
+
+
+def test_whoever_waits_for_a_cpu_is_starved_and_whoever_sleeps_is_not() -> None:
+    """Two that spin on one CPU: each waits half of the time."""
+    cpu = min(os.sched_getaffinity(0))
+    with running(SPIN) as one, running(SPIN) as other, running(SLEEPS) as third:
+        for process in (one, other, third):
+            os.sched_setaffinity(process.pid, {cpu})
+        looks = Doing(), Doing()
+        end = time.monotonic() + 60
+        while looks[0].starved_s < 1.0 and time.monotonic() < end:
+            for look, process in zip(looks, (one, third), strict=True):
+                look.look(process, 5, time.monotonic())
+            time.sleep(0.1)
+        assert looks[0].starved_s >= 1.0
+        assert looks[1].starved_s < 0.5
+        looks[0].forget()
+        assert looks[0].starved_s == 0.0
