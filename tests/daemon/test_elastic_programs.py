@@ -103,7 +103,7 @@ def test_a_rank_that_is_stopped_is_named_in_a_program_without_steps(
         until(lambda: _three_begun(one, first), "no restart")
         one.end.touch()
         assert one.process.wait(400) == 0, "\n".join(one.lines)
-    (line,) = [line for line in one.lines if re.search("incident .*: non-communication", line)]
+    (line,) = [line for line in one.lines if re.search(r"incident \S+: non-communication", line)]
     assert "rank 1 (stopped by a signal or a debugger)" in line
 
 
