@@ -16,10 +16,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import note
+from ckptd.cli.output import note, warn
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.leases import LEASE_S, Hold, hold
-from ckptd.errors import CkptdError, NotFoundError, StoreError, UsageError
+from ckptd.engine.leases import LEASE_S, Hold, hold_or_read
+from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
 from ckptd.store.spec import PackSpec, RetrySpec, StoreSpec
@@ -110,6 +110,9 @@ def opened(root: str) -> Iterator[Catalogue]:
             if "@" in root.rpartition("/")[2] and error.hint:
                 error.add_note("  note:   steps are written ROOT@STEP or ROOT@STEP-gGENERATION")
             raise
+        suspect = catalogue.suspect()
+        if suspect is not None:
+            warn(f"{suspect.message} ({suspect.where})")
         yield catalogue
 
 
@@ -117,15 +120,13 @@ def opened(root: str) -> Iterator[Catalogue]:
 def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit]:
     """Keep a checkpoint from being deleted while the block runs, however long that takes.
 
-    In a root that nobody may write to it is read without a lease, and the user is told.
+    Where no lease can be written (a full disk, a root that is read-only), it is read without one,
+    and the user is warned.
     """
-    try:
-        lease = hold(catalogue, name, holder=holder)
-    except StoreError as error:
-        if error.kind != "permission":
-            raise
-        note(f"no lease on {name}, the root is read-only: if it is deleted, this fails")
-        yield catalogue.commit(name)
+    lease = hold_or_read(catalogue, name, holder=holder)
+    if not isinstance(lease, Hold):
+        warn(lease.text)
+        yield lease.commit
         return
     stop = threading.Event()
     keeper = threading.Thread(target=_renew, args=(lease, stop), daemon=True)

@@ -89,6 +89,10 @@ def gc(
     leftover: Annotated[
         str, Parameter(help="Age at which an attempt of the newest generation is given up.")
     ] = "1d",
+    other_runs: Annotated[
+        bool,
+        flag("Delete abandoned lines of other runs too: what the newest does not descend from."),
+    ] = False,
     dry_run: Annotated[bool, flag("Show the plan and change nothing.")] = False,
     yes: Annotated[bool, flag("Do not ask.")] = False,
     json: Json = False,
@@ -100,7 +104,9 @@ def gc(
     rule = _rule(keep, keep_every_steps, keep_every, keep_best)
     waits = duration_s(abandoned, "--abandoned"), duration_s(leftover, "--leftover")
     with opened(root) as catalogue:
-        plan = plan_gc(catalogue, rule, abandoned_s=waits[0], leftover_s=waits[1])
+        plan = plan_gc(
+            catalogue, rule, abandoned_s=waits[0], leftover_s=waits[1], other_runs=other_runs
+        )
         if not json:
             _show_plan(plan)
         report = GcReport()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from ckptd.cli.output import Document
+from ckptd.cli.output import Document, note
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.inventory import abandoned_by
 from ckptd.engine.leases import expired, leases
@@ -120,12 +121,20 @@ class LsDocument(Document, frozen=True, kw_only=True, tag="ls"):
 
 def list_root(catalogue: Catalogue, *, everything: bool) -> LsDocument:
     """Return what a root holds; with `everything` what does not count too."""
-    newest, names = catalogue.survey()
-    counted = line(newest, names, catalogue.ancestor) if newest else []
+    root_id = catalogue.open().root_id
+    newest, names = catalogue.survey(suspect=True)
+    try:
+        counted = line(newest, names, catalogue.ancestor) if newest else []
+    except CorruptError as error:  # what there is must be seen then more than ever
+        note(f"{error.message} ({error.where}): no checkpoint counts until that is mended")
+        counted = []
+    if catalogue.suspect() is not None:
+        counted = []
     rows = _Rows(catalogue, names if everything else counted)
+    counted = [n for n in counted if not rows.is_foreign(n)]
     document = LsDocument(
         root=catalogue.store.url,
-        root_id=catalogue.open().root_id,
+        root_id=root_id,
         newest=counted[-1].step if counted else None,
         generation=newest,
         checkpoints=tuple(rows.row(n) for n in counted),
@@ -137,12 +146,17 @@ def list_root(catalogue: Catalogue, *, everything: bool) -> LsDocument:
     return msgspec.structs.replace(
         document,
         abandoned=tuple(
-            rows.row(n, abandoned_by(n, claimed, catalogue.generation) or n.generation)
-            for n in beside
+            rows.row(n, _abandoned_by(catalogue, n, claimed) or n.generation) for n in beside
         ),
-        generations=tuple(_generation(catalogue, g) for g in claimed),
+        generations=tuple(g for n in claimed if (g := _generation(catalogue, n)) is not None),
         attempts=tuple(_attempts(catalogue, rows.folders, newest)),
     )
+
+
+def _abandoned_by(catalogue: Catalogue, name: CommitName, claimed: list[int]) -> int | None:
+    with suppress(CorruptError, NotFoundError):
+        return abandoned_by(name, claimed, catalogue.generation)
+    return None
 
 
 class _Rows:
@@ -150,12 +164,22 @@ class _Rows:
 
     def __init__(self, catalogue: Catalogue, names: list[CommitName]) -> None:
         self._records, self._damage = _read(catalogue, names)
+        self._foreign: set[CommitName] = set()
+        for name, record in self._records.items():
+            with suppress(CorruptError):  # said of its generation
+                if (why := catalogue.foreign(record)) is not None:
+                    self._foreign.add(name)
+                    self._damage[name] = f"does not count: {why}"
         self._pins = catalogue.pins()
         self._leases: dict[CommitName, list[str]] = {}
         for lease in leases(catalogue).values():
             if not expired(lease, time.time()):
                 name = CommitName(lease.step, lease.generation)
                 self._leases.setdefault(name, []).append(lease.holder)
+
+    def is_foreign(self, name: CommitName) -> bool:
+        """Tell whether a commit is of another life of the job, and does not count."""
+        return name in self._foreign
 
     @property
     def folders(self) -> set[str]:
@@ -199,8 +223,12 @@ def _read(
     return records, damage
 
 
-def _generation(catalogue: Catalogue, number: int) -> GenerationRow:
-    g = catalogue.generation(number)
+def _generation(catalogue: Catalogue, number: int) -> GenerationRow | None:
+    try:
+        g = catalogue.generation(number)
+    except CorruptError as error:
+        note(f"generation {number}: {error.message} ({error.where})")
+        return None
     return GenerationRow(g.generation, g.parent, g.created, g.world_size, g.reason)
 
 

@@ -62,9 +62,17 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     schema: int = 1
 
 
+_warnings: list[str] = []
+"""What `warn` has said in this process."""
+
+
 def print_document(document: Document) -> None:
-    """Print a document to standard output."""
-    print(json_text(document, indent=1))
+    """Print a document to standard output; what `warn` has said is its field ``warnings``."""
+    body: Any = document
+    if _warnings:
+        body = msgspec.to_builtins(document) | {"warnings": list(_warnings)}
+        _warnings.clear()
+    print(json_text(body, indent=1))
 
 
 def print_error(error: CkptdError, as_json: bool) -> None:
@@ -79,6 +87,12 @@ def print_error(error: CkptdError, as_json: bool) -> None:
         print(head, *filter(None, [rest]), *notes, sep="\n", file=sys.stderr)
     if os.environ.get("CKPTD_DEBUG", "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
+
+
+def warn(text: str) -> None:
+    """Print what somebody should look at to standard error, and into the document of ``--json``."""
+    _warnings.append(text)
+    note(text)
 
 
 def note(text: str) -> None:

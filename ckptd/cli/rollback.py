@@ -8,6 +8,9 @@ import msgspec
 
 from ckptd.cli.address import Where, needs_step, opened
 from ckptd.cli.output import Document, Json, flag, print_document
+from ckptd.engine.catalogue import Catalogue
+from ckptd.errors import CorruptError
+from ckptd.format.names import CommitName
 
 __all__ = ["Left", "RollbackDocument", "rollback"]
 
@@ -60,9 +63,9 @@ def rollback(
     address = needs_step(where)
     with opened(address.root) as catalogue:
         name = address.find(catalogue, everywhere=all)
-        before = set(catalogue.line())
+        before = _line(catalogue)
         claimed = catalogue.rollback(name.step, all=True, generation=name.generation)
-        left = before - set(catalogue.line())
+        left = before - _line(catalogue)
         document = RollbackDocument(
             root=catalogue.store.url,
             step=name.step,
@@ -75,6 +78,14 @@ def rollback(
     else:
         _show(document)
     return 0
+
+
+def _line(catalogue: Catalogue) -> set[CommitName]:
+    """Return what counts; nothing where a root has lost records, which is what this verb mends."""
+    try:
+        return set(catalogue.line())
+    except CorruptError:
+        return set()
 
 
 def _show(document: RollbackDocument) -> None:

@@ -17,6 +17,7 @@ from ckptd.cli.output import (
 )
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.findings import Finding, VerifyReport
+from ckptd.engine.verify import check_records
 from ckptd.engine.verify import verify as verify_one
 from ckptd.errors import CorruptError, StoreError, UsageError
 from ckptd.format.names import CommitName
@@ -43,11 +44,14 @@ class VerifyDocument(Document, frozen=True, kw_only=True, tag="verify"):
         chunks, data_bytes, read_bytes, absent (tensors that are incomplete on purpose), blind
         (tensors for which the witness can say nothing), findings, and more (the number of findings
         left out). A finding has kind, message, file, rank, tensor, chunk, where, wanted, found.
+    records
+        Findings about the root's own records: generations, and what was lost of them.
     """
 
     root: str
     ok: bool
     checkpoints: tuple[VerifyReport, ...]
+    records: tuple[Finding, ...] = ()
 
 
 def verify(
@@ -66,6 +70,7 @@ def verify(
     if all and address.step is not None:
         raise UsageError("--all checks every step", where=where, wanted="ROOT without @STEP")
     with opened(address.root) as catalogue:
+        findings = check_records(catalogue)
         names = catalogue.line() if all else [address.find(catalogue)]
         reports = []
         for name in names:
@@ -74,14 +79,18 @@ def verify(
                 _show(reports[-1])
         document = VerifyDocument(
             root=catalogue.store.url,
-            ok=all_ok(reports),
+            ok=all_ok(reports) and not findings,
             checkpoints=tuple(reports),
+            records=findings,
         )
     if json:
         print_document(document)
     elif not reports:
         print("no checkpoint counts here: nothing to check")
-    return _exit_code(reports)
+    else:
+        for finding in findings:
+            print(f"BAD: {finding.message} ({finding.where})")
+    return _exit_code(reports, findings)
 
 
 def all_ok(reports: list[VerifyReport]) -> bool:
@@ -102,8 +111,8 @@ def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyRep
         )
 
 
-def _exit_code(reports: list[VerifyReport]) -> int:
-    kinds = {f.kind for r in reports for f in r.findings}
+def _exit_code(reports: list[VerifyReport], records: tuple[Finding, ...]) -> int:
+    kinds = {f.kind for r in reports for f in r.findings} | {f.kind for f in records}
     if not kinds:
         return 0
     return StoreError.exit_code if kinds <= _NOT_CORRUPT else CorruptError.exit_code

@@ -126,6 +126,9 @@ def _on_line(index: Index, snapshots: list[Snapshot], step: int | None) -> list[
         out += [Candidate(s.step, s.generation, s) for s in same]
         if name in commits:
             out.append(_committed(name))
+    # Further down the load itself finds out, and goes on to an older one.
+    while out and out[0].snapshot is None and not index.counts(out[0].name):
+        del out[0]
     return out
 
 

@@ -8,13 +8,21 @@ here needs a lock, and two processes that disagree are told apart by who created
 from __future__ import annotations
 
 import uuid
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from ckptd.engine.clock import stamp
 from ckptd.engine.index import MAX_TRIES, Index
 from ckptd.engine.leases import hold, relied_on
 from ckptd.engine.marks import unmarked
-from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    RefusedError,
+    StoreError,
+)
 from ckptd.format.lineage import newest_on_line
 from ckptd.format.names import (
     COMMITS,
@@ -81,26 +89,31 @@ class Catalogue(Index):
         ConflictError
             Kind ``busy``: others claimed every number that was tried.
         """
+        self.check_root()
         if parent is None:
             return self._claim(None, world_size, reason)
         # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
         with hold(self, parent, holder="claim") if committed else self._hold_upto(parent):
+            self.ancestor(parent.generation)  # without it nobody could follow the line
             return self._claim(Parent(parent.step, parent.generation), world_size, reason)
 
     def _hold_upto(self, parent: CommitName) -> AbstractContextManager[object]:
         """Hold the newest commit of the line that ends with `parent`, if there is any."""
         self._check_parent(parent)
+        gone: set[CommitName] = set()
         for _ in range(MAX_TRIES):
             upto = [
                 n
                 for n in self.commits()
-                if n.generation != parent.generation or n.step <= parent.step
+                if n not in gone and (n.generation != parent.generation or n.step <= parent.step)
             ]
             newest = newest_on_line(parent.generation, upto, self.ancestor)
             if newest is None:
                 return nullcontext()
-            with suppress(NotFoundError):  # deleted since the listing
+            try:
                 return hold(self, newest, holder="claim")
+            except NotFoundError:  # deleted since the listing, or just being deleted
+                gone.add(newest)
         raise ConflictError(
             "checkpoints are replaced faster than one can be held",
             kind="busy",
@@ -152,7 +165,8 @@ class Catalogue(Index):
 
     def _claim(self, parent: Parent | None, world_size: int, reason: str) -> Generation:
         claim_id = uuid.uuid4().hex
-        number = self.newest_generation() + 1
+        # After every commit too: in a root that lost records, the line is decided anew by this one.
+        number = max([self.newest_generation(), *(n.generation for n in self.commits())]) + 1
         for _ in range(MAX_TRIES):
             found = self._try_claim(number, claim_id, parent, world_size, reason)
             if found is not None:
@@ -170,11 +184,26 @@ class Catalogue(Index):
             created=stamp(),
             world_size=world_size,
             reason=reason,
+            root=self.root_id,
         )
-        if not self._create(generation_key(record.generation), encode_record(record)):
+        key, raw = generation_key(record.generation), encode_record(record)
+        if not self._create(key, raw):
             return None
+        with self._taken_back(key, raw):
+            self.check_root()
         self._generations[record.generation] = record
         return record
+
+    @contextmanager
+    def _taken_back(self, key: str, raw: bytes) -> Iterator[None]:
+        """Take back the record that was just created when the root is another one by now."""
+        try:
+            yield
+        except (ConflictError, StoreError):
+            with suppress(CkptdError):  # the caller gets the cause
+                if self.store.get(key) == raw:  # and not what the other root has under this name
+                    self.store.delete([key])
+            raise
 
     def _all_taken(self) -> ConflictError:
         return ConflictError(
@@ -184,21 +213,61 @@ class Catalogue(Index):
             found=f"{MAX_TRIES} tries, up to generation {self.newest_generation()}",
         )
 
-    def continue_line(self, step: int) -> CommitName | None:
+    def check_claim(self, generation: int, claim_id: str) -> None:
+        """Raise unless a generation is still claimed under this id, here and at this moment.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``claim-lost``: its record is gone, or is another life's.
+        """
+        key = generation_key(generation)
+        found = "nothing"
+        with suppress(NotFoundError):
+            found = self.read(key, Generation).claim_id
+        if found != claim_id:
+            raise ConflictError(
+                f"generation {generation} is not this job's any more",
+                kind="claim-lost",
+                where=self.where(key),
+                wanted=f"claim {claim_id}",
+                found=found,
+                hint="the root was made anew, or brought back from an older copy: stop this job"
+                " and start it anew",
+            )
+
+    def continue_line(self, step: int, *, unloaded: bool = True) -> CommitName | None:
         """Return the parent for a job that saves `step` first and has loaded nothing.
 
         That is the newest commit that counts, or None in an empty root.
+
+        Parameters
+        ----------
+        unloaded
+            Whether it was asked for to go on from a checkpoint that was not loaded.
 
         Raises
         ------
         RefusedError
             Kind ``behind``: the newest commit is not older than `step`, so going on from it
-            would hide checkpoints of another run, or overwrite its history.
+            would hide checkpoints of another run, or overwrite its history. Kind ``not-loaded``:
+            there is one, and nobody asked for that.
         """
         check_step(step)
         latest = self.latest()
-        if latest is None or step > latest.step:
+        if latest is None or (step > latest.step and unloaded):
             return latest
+        if step > latest.step:
+            raise RefusedError(
+                f"{latest} is here, and this job saves step {step} without having loaded it",
+                kind="not-loaded",
+                where=self.store.url,
+                wanted="a load() before the first save, or a root of its own",
+                found="a run that began from nothing, or loaded something else",
+                hint="start = ck.load(state) if ck.latest() is not None else 0. On purpose:"
+                " Checkpointer(..., fresh_line=True) begins a line of its own, beside which this"
+                " one stays; fresh_line=False goes on from it all the same",
+            )
         raise RefusedError(
             f"step {step} is not later than the newest checkpoint here",
             kind="behind",
@@ -270,10 +339,17 @@ class Catalogue(Index):
             Kind ``behind``: the step is not later than the one the generation began from.
         CorruptError
             Kind ``missing-file``: the manifest or a folder it refers to is not there.
+        StoreError, ConflictError
+            Kinds ``root-gone``, ``other-root``, ``claim-lost``: this is not the root, or not the
+            claim, that the commit names.
         """
         self._check_publishable(commit)
-        key = commit_key(commit.name)
-        ours = self._create(key, encode_record(commit))
+        key, raw = commit_key(commit.name), encode_record(commit)
+        ours = self._create(key, raw)
+        # Once more: the root may have become another one since. What a death leaves between the
+        # two does not count, by the identities in the record.
+        with self._taken_back(key, raw) if ours else nullcontext():
+            self._check_here(commit)
         if not ours:
             won = self.commit(commit.name)
             same = (won.attempt, won.manifest_digest) == (commit.attempt, commit.manifest_digest)
@@ -290,9 +366,20 @@ class Catalogue(Index):
         self._records.pop(commit.name, None)
         self._check_whole(commit, ours)
         self.check_not_superseded(commit.generation)
+        with self._taken_back(key, raw) if ours else nullcontext():
+            self.check_root()  # the last thing before somebody is promised it
+
+    def _check_here(self, commit: Commit) -> None:
+        """Raise unless this is the root, and its generation the claim, that wrote a commit."""
+        if commit.root:
+            self.expect(commit.root)
+        self.check_root()
+        if commit.claim:
+            self.check_claim(commit.generation, commit.claim)
 
     def _check_publishable(self, commit: Commit) -> None:
         self._check_commit(commit, commit.name)
+        self._check_here(commit)
         parent = self.generation(commit.generation).parent
         if parent is not None and commit.step <= parent.step:
             raise RefusedError(
@@ -342,17 +429,20 @@ class Catalogue(Index):
             Kind ``no-commit``; also when it was deleted at this very moment.
         """
         record = Pin(name.step, name.generation, created=stamp(), reason=reason)
+        self.check_root()
         self.commit(name)
         self._create(pin_key(name), encode_record(record))
-        # gc deletes the commit, then looks at the pins again: one of the two sees the other.
+        # gc marks the commit, then looks at the pins: one of the two sees the other.
         try:
             relied_on(self, name)
-        except NotFoundError:
+            self.check_root()
+        except (NotFoundError, ConflictError):
             self.store.delete([pin_key(name)])
             raise
 
     def unpin(self, name: CommitName) -> bool:
         """Remove a pin; tell whether there was one."""
+        self.check_root()
         there = self.store.exists(pin_key(name))
         self.store.delete([pin_key(name)])
         return there

@@ -123,7 +123,10 @@ def commit_attempt(
         kind ``parts``: names the ranks that did not report.
     ConflictError
         kind ``exists``: this checkpoint exists already, and who wrote it. kind ``superseded``:
-        a newer generation runs; what this one writes is not on its line.
+        a newer generation runs; what this one writes is not on its line. kinds ``other-root``,
+        ``claim-lost``: the root, or the generation's record, is another life's by now.
+    StoreError
+        kind ``root-gone``: the folder is no root any more.
     """
     with saving(catalogue.store, save.name, save.attempt, rank):
         with events.span("gather"):
@@ -136,7 +139,8 @@ def commit_attempt(
             heard(parts)
         with events.span("commit"), leased(catalogue, parts):
             store = catalogue.store
-            return publish_manifest(catalogue, finish_attempt(store, store, plan, save, parts))
+            manifest = finish_attempt(store, store, plan, save, parts)
+            return publish_manifest(catalogue, manifest, root=save.root_id, claim=save.claim_id)
 
 
 def finish_attempt(

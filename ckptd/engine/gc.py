@@ -18,9 +18,9 @@ import msgspec
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.inventory import ABANDONED_S, Inventory, decide, guarded, take
 from ckptd.engine.leases import expired, leases
-from ckptd.engine.marks import put_mark
+from ckptd.engine.marks import commit_marks, put_mark
 from ckptd.engine.policy import Keep
-from ckptd.errors import ConflictError, NotFoundError
+from ckptd.errors import CkptdError, ConflictError, NotFoundError
 from ckptd.format.names import (
     COMMITS,
     DATA,
@@ -95,6 +95,10 @@ class GcPlan(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
+    root_id
+        Of the root that was looked at: at another one at the same place the plan is not run.
+    claim
+        Id of the newest generation's claim.
     newest
         The newest generation at planning: a plan of another one is not run.
     items
@@ -112,6 +116,8 @@ class GcPlan(msgspec.Struct, frozen=True):
     kept: tuple[GcKept, ...] = ()
     notes: tuple[str, ...] = ()
     sweep_s: float | None = None
+    root_id: str = ""
+    claim: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +160,7 @@ def plan_gc(
     leftover_s: float = LEFTOVER_S,
     thorough: bool = True,
     whole: CommitName | None = None,
+    other_runs: bool = False,
 ) -> GcPlan:
     """Return what may be deleted; changes nothing.
 
@@ -174,6 +181,9 @@ def plan_gc(
         Without, the plan costs a few listings: what to do after each save.
     whole
         A commit that the caller knows to be complete (it just made it).
+    other_runs
+        Also delete abandoned commits of other runs: of generations that the newest one does not
+        descend from. No rule of one run deletes what another one wrote.
 
     Raises
     ------
@@ -181,8 +191,9 @@ def plan_gc(
         A record cannot be read, so that nobody knows what it refers to: nothing is planned.
     """
     now = time.time() if now is None else now
+    catalogue.check_root()
     inventory = take(catalogue, now, whole)
-    chosen = decide(inventory, Keep.of(keep), now, abandoned_s)
+    chosen = decide(inventory, Keep.of(keep), now, abandoned_s, other_runs=other_runs)
     dropped = chosen.dropped
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
     items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
@@ -195,6 +206,8 @@ def plan_gc(
         kept=tuple(GcKept(n.step, n.generation, r) for n, r in chosen.kept.items()),
         notes=tuple(f"{n} is not complete: {what}" for n, what in inventory.broken.items()),
         sweep_s=leftover_s if thorough else None,
+        root_id=catalogue.root_id,
+        claim=catalogue.generation(inventory.newest).claim_id if inventory.newest else "",
     )
 
 
@@ -284,6 +297,9 @@ def run_gc(store: Store, plan: GcPlan) -> GcReport:
     ------
     ConflictError
         Kind ``stale-plan``: a generation was claimed since the plan; no checkpoint was deleted.
+        Kinds ``other-root``, ``claim-lost``: another root was made here since.
+    StoreError
+        Kind ``root-gone``: this is no root any more.
     """
     return _Run(store, plan).run()
 
@@ -295,6 +311,8 @@ class _Run:
         self.store = store
         self.plan = plan
         self.catalogue = Catalogue(store)
+        if plan.root_id:
+            self.catalogue.expect(plan.root_id)
         self.deleted: list[GcItem] = []
         self.skipped: list[tuple[GcItem, str]] = []
 
@@ -323,6 +341,7 @@ class _Run:
             self.store.delete(keys)
 
     def _check_current(self) -> None:
+        self.catalogue.check_root()
         newest = self.catalogue.newest_generation()
         if newest != self.plan.newest:
             raise ConflictError(
@@ -333,44 +352,75 @@ class _Run:
                 found=f"generation {newest}",
                 hint="plan again",
             )
+        if self.plan.claim:
+            self.catalogue.check_claim(newest, self.plan.claim)
 
     # -- commit records
 
     def _commits(self, items: list[GcItem]) -> None:
+        """Mark what is to go, look who relies on it, and only then delete what nobody does.
+
+        Readers create a lease (or pin) first and look for marks second, see `leases`; a rollback
+        holds a lease until its generation is claimed. Who came before the look is seen by it, and
+        who comes after sees the mark. So no record is deleted that somebody was promised, whenever
+        this process dies.
+        """
         if not items:
             return
         latest = self.catalogue.latest()
-        raw: dict[CommitName, tuple[GcItem, bytes]] = {}
-        guards = guarded(self.catalogue, time.time())
+        named: dict[CommitName, GcItem] = {}
         for item in items:
-            name = item.name
-            if name is None or name == latest or name in guards:
-                why = guards.get(name, ("the newest",)) if name else ("not a commit",)
-                self._settle(item, "; ".join(why))
-                continue
-            try:
-                raw[name] = (item, self.store.get(item.key))
-            except NotFoundError:
-                self._settle(item, None)  # an earlier run of this plan was here
-        self._delete([item.key for item, _ in raw.values()])
-        self.store.sync(COMMITS)
-        self._restore_guarded(raw)
-
-    def _restore_guarded(self, raw: dict[CommitName, tuple[GcItem, bytes]]) -> None:
-        """Put back what somebody began to rely on before the record went.
-
-        Readers create a lease (or pin) first and look for the record second, see `leases`; a
-        rollback holds a lease until its generation is claimed.
-        """
-        guards = guarded(self.catalogue, time.time())
-        stale = self.catalogue.newest_generation() != self.plan.newest
-        for name, (item, record) in raw.items():
-            why = guards.get(name, ("a generation was claimed",) if stale else ())
-            if why:
-                self._put_back(item.key, record)
-            self._settle(item, "; ".join(why) or None)
-        if stale:
+            if item.name is None or item.name == latest:
+                self._settle(item, "the newest" if item.name else "not a commit")
+            else:
+                named[item.name] = item
+        found = self.catalogue.records(named)
+        gone = [name for name in named if name not in found]  # an earlier run was here
+        for name in gone:
+            self._settle(named[name], None)
+        self._delete(self._marks_of(gone))
+        marks = {n: put_mark(self.store, r.folder, commit=True) for n, r in found.items()}
+        try:
+            guards = guarded(self.catalogue, time.time())
+            # After the guards: who rolls back lets go of its lease when the generation is claimed.
             self._check_current()
+            doomed = [n for n in found if n not in guards]
+            raw: dict[CommitName, bytes] = {}
+            for name in doomed:
+                with suppress(NotFoundError):  # another clean-up was faster
+                    raw[name] = self.store.get(commit_key(name))
+            self._delete([commit_key(n) for n in doomed])
+            self.store.sync(COMMITS)
+            self._check_unclaimed(raw)
+            # With those that a clean-up left which died: others may refer to the folder for long.
+            self._delete([k for n in doomed for k in commit_marks(self.store, found[n].folder)])
+        finally:
+            with suppress(CkptdError):  # they are void after a while
+                self._delete(list(marks.values()))
+        for name in found:
+            self._settle(named[name], "; ".join(guards.get(name, ())) or None)
+
+    def _marks_of(self, names: list[CommitName]) -> list[str]:
+        """Return the marks that a clean-up left which died after it had deleted these commits."""
+        folders = [DATA + c for c in self.store.children(DATA)] if names else []
+        of = [
+            f for f in folders if (p := parse_data_folder(f.removeprefix(DATA))) and p[0] in names
+        ]
+        return [key for folder in of for key in commit_marks(self.store, folder)]
+
+    def _check_unclaimed(self, raw: dict[CommitName, bytes]) -> None:
+        """Put records back where a generation was claimed meanwhile that may need them.
+
+        Who goes on from a snapshot without a commit holds what lies before it on the line, if it
+        is not marked; what is, nobody was promised.
+        """
+        try:
+            self._check_current()
+        except ConflictError as error:
+            if error.kind == "stale-plan":
+                for name, body in raw.items():
+                    self._put_back(commit_key(name), body)
+            raise
 
     def _put_back(self, key: str, raw: bytes) -> None:
         with suppress(ConflictError):  # somebody else did
@@ -399,7 +449,7 @@ class _Run:
         # Without its manifest a folder is nothing that anybody could commit.
         self._delete([k for k in keys if k.startswith(item.key + MANIFEST)])
         self._delete([k for k in keys if not k.startswith(item.key + MANIFEST)])
-        # Another gc may have put a record back; it looks at the data then, and we for records.
+        # Somebody may have committed what was taken for a leftover; it looks for marks after that.
         hollow = [n for n, r in self._records(item).items() if item.key in r.folders]
         self._delete([commit_key(n) for n in hollow])
         self._delete([*(o.key for o in marks), mark])
@@ -416,8 +466,8 @@ class _Run:
         for name, record in records.items():
             if item.key in record.folders:
                 return f"{name} refers to it"
-        # Without its record nobody knows which attempt a reader is at, or what else it refers to;
-        # another gc may be about to put the record back. With it, it was not this.
+        # Without its record nobody knows which attempt a reader is at, or what else it refers to.
+        # With it, it was not this.
         names = {item.name, *(i.name for i in self.plan.items if i.kind == "commit")}
         if (names - set(records)) & set(guarded(self.catalogue, time.time())):
             return "pinned or leased"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from ckptd.engine.root import Root
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
@@ -42,6 +43,11 @@ class Index(Root):
         self._generations: dict[int, Generation] = {}
         self._records: dict[CommitName, Commit] = {}
         self._known: set[CommitName] = set()
+
+    def _forget(self) -> None:
+        self._generations.clear()
+        self._records.clear()
+        self._known.clear()
 
     # -- listing -------------------------------------------------------------------------------
 
@@ -103,23 +109,66 @@ class Index(Root):
     def latest(self) -> CommitName | None:
         """Return the newest commit that counts, or None. Reads no record beyond what it needs."""
         newest, names = self.survey()
-        return newest_on_line(newest, names, self.ancestor) if newest else None
+        if newest:
+            self.ancestor(newest)  # a damaged record must not pass where commits came after it
+        while newest:
+            name = newest_on_line(newest, names, self.ancestor)
+            if name is None or self.counts(name):
+                return name
+            names = [n for n in names if n != name]
+        return None
 
-    def survey(self) -> tuple[int, list[CommitName]]:
+    def survey(self, *, suspect: bool = False) -> tuple[int, list[CommitName]]:
         """Return the newest generation and all commits, as they were at one moment.
 
         The two folders are listed one after the other. A generation claimed in between would let
         a zombie's commit pass for one of the line, so the survey starts again when there is one.
+
+        Parameters
+        ----------
+        suspect
+            Also return what `suspect` says something about.
+
+        Raises
+        ------
+        CorruptError
+            Kind ``missing-record``: what `suspect` returns.
         """
         for _ in range(MAX_TRIES):
             newest = self.newest_generation()
             names = self.commits()
             if not self.store.exists(generation_key(newest + 1)):
+                error = None if suspect else self._suspect(newest, names)
+                if error is not None:
+                    raise error
                 return newest, self._with_parent(newest, names)
         raise ConflictError(
             "generations are claimed faster than they can be listed",
             kind="busy",
             where=self.where(GENERATIONS),
+        )
+
+    def suspect(self) -> CorruptError | None:
+        """Return why nobody can tell what counts here: the record of a generation is gone.
+
+        A commit is made after the record of its generation. Where there is a commit of a generation
+        that is newer than every record, records were lost, or are not copied yet; one of them may
+        say that the line goes on from an older step.
+        """
+        return self._suspect(*self.survey(suspect=True))
+
+    def _suspect(self, newest: int, names: Iterable[CommitName]) -> CorruptError | None:
+        later = max((n for n in names if n.generation > newest), default=None)
+        if later is None:
+            return None
+        return CorruptError(
+            "this root has commits of a generation whose record is gone: what counts is not known",
+            kind="missing-record",
+            where=self.where(generation_key(later.generation)),
+            wanted=f"the record of generation {later.generation}, which made step {later.step}",
+            found=f"generation {newest} is the newest" if newest else "no generation at all",
+            hint=f"bring {GENERATIONS} back (a copy under way may bring it last); or decide what"
+            f" counts: ckptd rollback {self.store.url}@STEP-gGENERATION",
         )
 
     def _with_parent(self, newest: int, names: list[CommitName]) -> list[CommitName]:
@@ -149,11 +198,17 @@ class Index(Root):
             Kind ``no-step``: names the steps nearest to it, and says where else it exists.
         """
         check_step(step)
-        newest, names = self.survey()
+        # Who names the generation too asks for one commit, whatever counts: also in a root of
+        # which nobody can tell, and out of which it is the way.
+        named = all and generation is not None
+        newest, names = self.survey(suspect=named)
+        if generation is not None and named and CommitName(step, generation) in names:
+            return CommitName(step, generation)
         counted = line(newest, names, self.ancestor) if newest else []
         for candidates in (counted, names[::-1] if all else []):
             for name in candidates:
-                if name.step == step and generation in (None, name.generation):
+                meant = name.step == step and generation in (None, name.generation)
+                if meant and (generation is not None or self.counts(name)):
                     return name
         raise self._no_step(step, counted, [c for c in names if c.step == step])
 
@@ -182,8 +237,46 @@ class Index(Root):
         NotFoundError
             Kind ``no-commit``.
         CorruptError
-            The record is damaged, or names anything outside its own root.
+            The record is damaged, or names anything outside its own root. Kind ``other-life``:
+            see `foreign`.
         """
+        record = self._read_commit(name)
+        foreign = self.foreign(record)
+        if foreign is not None:
+            raise CorruptError(
+                f"{name} was written by another life of the job, and does not count",
+                kind="other-life",
+                where=self.where(commit_key(name)),
+                wanted="what this root, and the claim of its generation, have written",
+                found=foreign,
+            )
+        return record
+
+    def foreign(self, record: Commit) -> str | None:
+        """Say of which root or claim a commit is that came here from another life; else None.
+
+        A root may be made anew at the place of another one, whose job still writes: what it commits
+        between its last look at the root and the end of the call must never count.
+        """
+        if record.root and self.root_id and record.root != self.root_id:
+            return f"a commit of root {record.root}"
+        if record.claim:
+            with suppress(NotFoundError):
+                if self.generation(record.generation).claim_id != record.claim:
+                    return f"a commit under the claim {record.claim}"
+        return None
+
+    def counts(self, name: CommitName) -> bool:
+        """Tell whether a commit of the line is of this root and its generation, by its record.
+
+        One that cannot be read counts: whoever takes it finds that out.
+        """
+        try:
+            return self.foreign(self._records.get(name) or self._read_commit(name)) is None
+        except (CorruptError, NotFoundError):
+            return True
+
+    def _read_commit(self, name: CommitName) -> Commit:
         key = commit_key(name)
         try:
             record = self.read(key, Commit)
@@ -201,7 +294,8 @@ class Index(Root):
     def records(self, names: Iterable[CommitName]) -> dict[CommitName, Commit]:
         """Return the records of commits that a listing just showed, each read once in its life.
 
-        A commit that was deleted since the listing is left out.
+        A commit that was deleted since the listing is left out; one of another life is not (see
+        `foreign`).
         """
         wanted = list(names)
         found = {n: self._records.get(n) for n in wanted}
@@ -214,7 +308,7 @@ class Index(Root):
 
     def _commit_or_none(self, name: CommitName) -> Commit | None:
         try:
-            return self.commit(name)
+            return self._read_commit(name)
         except NotFoundError:
             return None
 

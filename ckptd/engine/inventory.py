@@ -8,18 +8,27 @@ yet, a newest checkpoint that lost files) nothing at all is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.engine.clock import seconds_of
 from ckptd.engine.index import Index
 from ckptd.engine.leases import expired, leases
 from ckptd.engine.policy import Keep, Selection, select
-from ckptd.errors import CorruptError
+from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.lineage import line
 from ckptd.format.names import CommitName, commit_key, digests_key, generation_key
 from ckptd.format.records import Commit, Generation
 
-__all__ = ["Abandoned", "Inventory", "abandoned_by", "decide", "guarded", "missing_files", "take"]
+__all__ = [
+    "Abandoned",
+    "Inventory",
+    "abandoned_by",
+    "decide",
+    "guarded",
+    "missing_files",
+    "run_of",
+    "take",
+]
 
 ABANDONED_S = 7 * 86_400.0
 """How long a commit beside the line is kept, in seconds since it left the line."""
@@ -27,10 +36,20 @@ ABANDONED_S = 7 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """A commit left the line at `since` (seconds since 1970), by the claim of `generation`."""
+    """A commit left the line at `since` (seconds since 1970), by the claim of `generation`.
+
+    Attributes
+    ----------
+    stays
+        Why no rule deletes it; empty when one may.
+    another_run
+        Whether it is of a run that the newest generation does not descend from.
+    """
 
     since: float
     generation: int
+    stays: str = ""
+    another_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +101,18 @@ def take(index: Index, now: float, whole: CommitName | None = None) -> Inventory
     newest, names = index.survey()
     records = index.records(names)
     names = [n for n in names if n in records]
-    on_line = line(newest, names, index.ancestor) if newest else []
+    foreign = {n: why for n in names if (why := index.foreign(records[n])) is not None}
+    own = [n for n in names if n not in foreign]
+    on_line = line(newest, own, index.ancestor) if newest else []
     anchor, broken = _anchor(index, [records[n] for n in on_line], whole)
     beside = sorted(set(names) - set(on_line))
     claimed = index.generations() if beside else []
     return Inventory(
         newest=newest,
         line=tuple(on_line),
-        abandoned={n: _abandoned(index, records[n], claimed) for n in beside},
+        abandoned={
+            n: _abandoned(index, records[n], claimed, newest, foreign.get(n, "")) for n in beside
+        },
         records=records,
         guards=guarded(index, now),
         anchor=anchor,
@@ -107,7 +130,14 @@ def guarded(index: Index, now: float) -> dict[CommitName, tuple[str, ...]]:
     return {n: tuple(r) for n, r in out.items()}
 
 
-def decide(inventory: Inventory, keep: Keep, now: float, grace_s: float = ABANDONED_S) -> Selection:
+def decide(
+    inventory: Inventory,
+    keep: Keep,
+    now: float,
+    grace_s: float = ABANDONED_S,
+    *,
+    other_runs: bool = False,
+) -> Selection:
     """Return what to keep and what to drop, and why. Pure.
 
     Parameters
@@ -118,6 +148,8 @@ def decide(inventory: Inventory, keep: Keep, now: float, grace_s: float = ABANDO
         Seconds since 1970.
     grace_s
         How long abandoned commits are kept, in seconds.
+    other_runs
+        Whether those of other runs may go, too.
     """
     if inventory.anchor is None:
         why = ("the line has no complete checkpoint",)
@@ -126,7 +158,11 @@ def decide(inventory: Inventory, keep: Keep, now: float, grace_s: float = ABANDO
     kept = {n: list(r) for n, r in chosen.kept.items()}
     dropped = dict(chosen.dropped)
     for name, left in inventory.abandoned.items():
-        if now - left.since < grace_s:
+        if left.stays:
+            kept[name] = [left.stays]
+        elif left.another_run and not other_runs:
+            kept[name] = ["of another run: gc --other-runs deletes those"]
+        elif now - left.since < grace_s:
             kept[name] = [f"abandoned by generation {left.generation}, in its grace period"]
         else:
             dropped[name] = (f"abandoned by generation {left.generation}",)
@@ -188,7 +224,32 @@ def _size(index: Index, sizes: dict[str, int], key: str) -> int | None:
 # -- when a commit left the line -------------------------------------------------------------------
 
 
-def _abandoned(index: Index, commit: Commit, claimed: Iterable[int]) -> Abandoned:
+def run_of(index: Index, generation: int) -> int | None:
+    """Return the generation with which a run began: the first one that others descend from.
+
+    None where a record on the way is gone: nobody knows whose it is.
+    """
+    while True:
+        try:
+            parent = index.generation(generation).parent
+        except NotFoundError:
+            return None
+        if parent is None:
+            return generation
+        generation = parent.generation
+
+
+def _abandoned(
+    index: Index, commit: Commit, claimed: Iterable[int], newest: int, foreign: str
+) -> Abandoned:
+    if foreign:
+        return Abandoned(0.0, commit.generation, f"of another life of the job: {foreign}")
+    left = _left(index, commit, claimed)
+    run = run_of(index, commit.generation)
+    return replace(left, another_run=run is None or run != run_of(index, newest))
+
+
+def _left(index: Index, commit: Commit, claimed: Iterable[int]) -> Abandoned:
     by = abandoned_by(commit.name, claimed, index.generation)
     if by is None:  # its generation was never claimed: somebody removed the record
         key = commit_key(commit.name)

@@ -162,6 +162,9 @@ class Save(msgspec.Struct, frozen=True, tag=True):
         Whether it goes to the root, and is committed there.
     refer
         Whether chunks that did not change may be referred to instead of written to the root.
+    root_id, claim_id
+        Of the root and of the generation's claim that this save is for: nothing is written to
+        another root at the same place, and nothing committed under another claim. Empty: unknown.
     """
 
     job: int
@@ -178,6 +181,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     near: tuple[str, ...] = ()
     root: bool = True
     refer: bool = True
+    root_id: str = ""
+    claim_id: str = ""
 
     @property
     def name(self) -> CommitName:

@@ -1,13 +1,15 @@
 """Leases: a reader at work on a checkpoint, so that nobody deletes it under the reader's hands.
 
-A reader creates the lease first and looks for the commit second; gc deletes the commit first and
-looks for leases second. Whatever the order of events, one of the two sees the other: either the
-reader is told that the checkpoint is gone, or gc puts the commit back. Where several clean-ups are
-at work, one may put back what another is about to take the data of: see `ckptd.engine.marks`.
+A reader creates the lease first and looks for marks on the commit second; gc marks the commit
+first, looks for leases second, and only then deletes it. Whatever the order of events, one of the
+two sees the other: either the reader is refused, since the checkpoint is being deleted, or gc lets
+it live. A death between any two steps loses nothing that somebody was promised. See
+`ckptd.engine.marks`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -18,12 +20,23 @@ from typing import Self
 
 from ckptd.engine.index import Index
 from ckptd.engine.marks import unmarked
-from ckptd.errors import ConflictError, NotFoundError
+from ckptd.errors import ConflictError, NotFoundError, StoreError
 from ckptd.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.format.records import Commit, Lease, encode_record
 from ckptd.store.base import Store
 
-__all__ = ["Hold", "expired", "hold", "hold_latest", "leases", "relied_on"]
+__all__ = [
+    "Hold",
+    "Unheld",
+    "expired",
+    "hold",
+    "hold_latest",
+    "hold_or_read",
+    "leases",
+    "relied_on",
+]
+
+_log = logging.getLogger("ckptd")
 
 LEASE_S = 3600.0
 """How long a lease lasts unless it is renewed, in seconds."""
@@ -62,8 +75,12 @@ class Hold:
         relied_on(self.index, self.commit.name)
 
     def release(self) -> None:
-        """End the lease. Idempotent."""
-        self.index.store.delete([lease_key(self.lease_id)])
+        """End the lease. Idempotent; one that cannot be ended now runs out by itself."""
+        try:
+            self.index.store.delete([lease_key(self.lease_id)])
+        except StoreError as error:
+            # What was read or written under it is done: its end decides nothing any more.
+            _log.info("a lease stays until it runs out: %s", error.message)
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +113,44 @@ def hold(index: Index, name: CommitName, *, seconds: float = LEASE_S, holder: st
     return Hold(index, commit, lease_id, holder, seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Unheld:
+    """A checkpoint that is read without a lease, which could not be written.
+
+    Attributes
+    ----------
+    commit
+        Its record.
+    text
+        What to say of it.
+    """
+
+    commit: Commit
+    text: str
+
+
+def hold_or_read(index: Index, name: CommitName, *, holder: str = "") -> Hold | Unheld:
+    """Hold a checkpoint as `hold` does, or read it unheld where no lease can be written.
+
+    A full disk, a quota and a read-only file system must not keep anybody from the checkpoints that
+    are there: on such a day they are wanted most. Should the checkpoint be deleted meanwhile, the
+    digests of what is read tell so.
+
+    Raises
+    ------
+    NotFoundError
+        Kind ``no-commit``.
+    StoreError
+        Its record cannot be read either.
+    """
+    try:
+        return hold(index, name, holder=holder)
+    except StoreError as error:
+        commit = index.commit(name)
+        text = f"{name} is read without a lease, which could not be written: {error.message}"
+        return Unheld(commit, f"{text}; if it is deleted meanwhile, this fails")
+
+
 def relied_on(index: Index, name: CommitName) -> Commit:
     """Return the record of a checkpoint that is leased or pinned by now.
 
@@ -105,7 +160,7 @@ def relied_on(index: Index, name: CommitName) -> Commit:
         Kind ``no-commit``: there is no such checkpoint, or it is being deleted.
     """
     commit = index.commit(name)
-    if not unmarked(index.store, commit.folders):
+    if not unmarked(index.store, commit.folders, commit.folder):
         raise NotFoundError(
             f"{name} is being deleted",
             kind="no-commit",

@@ -66,7 +66,13 @@ def write_manifest(store: Store, manifest: Manifest) -> tuple[str, bytes]:
 
 
 def publish_manifest(
-    catalogue: Catalogue, manifest: Manifest, *, write_id: str = "", created: str = ""
+    catalogue: Catalogue,
+    manifest: Manifest,
+    *,
+    write_id: str = "",
+    created: str = "",
+    root: str = "",
+    claim: str = "",
 ) -> Commit:
     """Write a manifest, and the commit record by which the checkpoint begins to exist.
 
@@ -76,6 +82,9 @@ def publish_manifest(
     ----------
     write_id, created
         As in the record; a new id, and now, when empty.
+    root, claim
+        As in the record: of whom it is. When empty, the root that was opened, and the claim of the
+        generation as the catalogue knows it.
 
     Raises
     ------
@@ -102,6 +111,8 @@ def publish_manifest(
         world_size=manifest.world_size,
         data_bytes=sum(f.data_bytes for f in manifest.files),
         metadata=manifest.metadata,
+        root=root or catalogue.root_id,
+        claim=claim or catalogue.generation(manifest.generation).claim_id,
     )
     catalogue.publish(commit)
     return commit

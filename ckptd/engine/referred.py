@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.job import Part
-from ckptd.engine.leases import Hold, hold
+from ckptd.engine.leases import hold
 from ckptd.engine.unchanged import Base, folder_of
-from ckptd.errors import CkptdError, NotFoundError, SaveError
+from ckptd.errors import NotFoundError, SaveError
 
-__all__ = ["leased", "release"]
-
-_log = logging.getLogger("ckptd")
+__all__ = ["leased"]
 
 
 @contextlib.contextmanager
@@ -49,7 +46,7 @@ def leased(catalogue: Catalogue, parts: Sequence[Part]) -> Iterator[None]:
         _check_folders(parts, held.commit.folders)
         yield
     finally:
-        release(held)
+        held.release()
 
 
 def _check_folders(parts: Sequence[Part], folders: Sequence[str]) -> None:
@@ -63,14 +60,6 @@ def _check_folders(parts: Sequence[Part], folders: Sequence[str]) -> None:
                 wanted=f"one of {', '.join(folders[:8])}" if folders else "nothing",
                 found=strange[0][:200],
             )
-
-
-def release(held: Hold) -> None:
-    """End a lease, whose end decides nothing any more."""
-    try:
-        held.release()
-    except CkptdError as error:  # it runs out by itself; the save has its own outcome
-        _log.info("a lease stays until it runs out: %s", error.message)
 
 
 def _gone(base: Base, found: str) -> SaveError:

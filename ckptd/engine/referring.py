@@ -25,7 +25,6 @@ from ckptd.engine.fetch import load_index
 from ckptd.engine.job import Part, Save
 from ckptd.engine.leases import Hold, hold
 from ckptd.engine.places import Places
-from ckptd.engine.referred import release
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.unchanged import (
     LEAST_BYTES,
@@ -161,7 +160,7 @@ class Unchanged:
         held = self._holds.pop(save.job, None)
         if held is not None:
             self._shy = commit is None
-            release(held)
+            held.release()
 
     # -- agreeing ------------------------------------------------------------------------------
 

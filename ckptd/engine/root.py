@@ -8,7 +8,7 @@ from ckptd.engine.clock import stamp
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, RefusedError, StoreError
 from ckptd.format.names import COMMITS, GENERATIONS, ROOT_MARKER
 from ckptd.format.records import MAX_RECORD_BYTES, R, RootMarker, decode_record, encode_record
-from ckptd.store.base import Store
+from ckptd.store.base import Store, root_gone
 
 __all__ = ["Root"]
 
@@ -20,10 +20,55 @@ class Root:
     ----------
     store
         Where the root is, or will be.
+
+    Attributes
+    ----------
+    root_id
+        Of the root that was opened here; empty before. What is written from then on is for that
+        root and for no other at the same place.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.root_id = ""
+
+    def expect(self, root_id: str) -> None:
+        """Take in which root this is; `check_root` tells whether it still is."""
+        if root_id != self.root_id:
+            self._forget()
+            self.root_id = root_id
+        # A folder that is no root any more (renamed, unmounted, deleted) must not fill with files.
+        self.store.anchor(ROOT_MARKER)
+
+    def _forget(self) -> None:
+        """Let go of what was read of another root."""
+
+    def check_root(self) -> None:
+        """Raise unless the root that was opened is still there; before anything is opened, don't.
+
+        Raises
+        ------
+        StoreError
+            Kind ``root-gone``: the folder is no root any more.
+        ConflictError
+            Kind ``other-root``: another root was made at the same place.
+        """
+        if not self.root_id:
+            return
+        try:
+            found = self._marker().root_id
+        except NotFoundError:
+            raise root_gone(self.where(ROOT_MARKER)) from None
+        if found != self.root_id:
+            raise ConflictError(
+                "another root was made at this place",
+                kind="other-root",
+                where=self.where(ROOT_MARKER),
+                wanted=f"root {self.root_id}",
+                found=f"root {found}",
+                hint="this job belongs to the root that was here before: bring that back, or stop"
+                " this job and start it anew",
+            )
 
     def where(self, key: str) -> str:
         """Return the full name of an object of this root, for messages."""
@@ -62,12 +107,12 @@ class Root:
             Kind ``version``: a newer ckptd made this root.
         """
         try:
-            return self._marker()
+            return self._opened()
         except NotFoundError:
             self._refuse_headless()
         marker = RootMarker(root_id=uuid.uuid4().hex, created=stamp())
         self._create(ROOT_MARKER, encode_record(marker))
-        return self._marker()
+        return self._opened()
 
     def open(self) -> RootMarker:
         """Return the marker of an existing root; creates nothing.
@@ -80,7 +125,7 @@ class Root:
             Kind ``version``: a newer ckptd made this root.
         """
         try:
-            return self._marker()
+            return self._opened()
         except NotFoundError:
             names = self.store.children("")
         if not names:
@@ -99,6 +144,11 @@ class Root:
             found=", ".join(names[:6]) + (" ..." if len(names) > 6 else ""),
             hint=f"name the folder that holds {ROOT_MARKER}",
         )
+
+    def _opened(self) -> RootMarker:
+        marker = self._marker()
+        self.expect(marker.root_id)
+        return marker
 
     def _marker(self) -> RootMarker:
         return self.read(ROOT_MARKER, RootMarker)

@@ -22,14 +22,32 @@ from ckptd.format.container import Chunk
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_coverage, check_files, check_index, check_manifest
 from ckptd.format.manifest import FileEntry, Manifest
-from ckptd.format.names import CommitName, commit_key, digests_key
+from ckptd.format.names import CommitName, commit_key, digests_key, generation_key
 from ckptd.format.records import Commit
 
-__all__ = ["verify"]
+__all__ = ["check_records", "verify"]
 
 STALL_S = 300.0
 _MOST_CHUNKS = 32
 _MOST_THREADS = 8
+
+
+def check_records(index: Index) -> tuple[Finding, ...]:
+    """Check the records by which a root says what counts: every generation's, and that none lacks.
+
+    Raises
+    ------
+    StoreError
+        As the store says.
+    """
+    found = []
+    for number in index.generations():
+        try:
+            index.generation(number)
+        except (CorruptError, NotFoundError) as error:
+            found.append(Finding.of(error, generation_key(number)))
+    suspect = index.suspect()
+    return (*found, *([Finding.of(suspect)] if suspect is not None else ()))
 
 
 def verify(

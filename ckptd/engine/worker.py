@@ -103,7 +103,6 @@ class Worker:
         self._plan: RankPlan | None = None
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
-        self._belongs = False
         self._root_id = ""
         self._trainer_died = False
         self._goes_on = False
@@ -299,9 +298,10 @@ class Worker:
         try:
             slot = self._slot(save)
             if self._lanes is not None:
-                self._belong()
+                self._belong(save)
                 self._lanes.take(self._share(save, plan, slot))
                 return
+            self._check_root(save)
             drain(
                 self._store,
                 plan,
@@ -340,15 +340,28 @@ class Worker:
         else:
             self._unsettled.append((save, plan))
 
-    def _belong(self) -> None:
-        """Say once whose snapshots these are: what is here of a root that was deleted must go."""
-        if self._near is None or self._belongs:
+    def _check_root(self, save: Save) -> None:
+        """Raise unless the root of a save is there: what lies at its place may be another one.
+
+        Raises
+        ------
+        StoreError, ConflictError
+            Kinds ``root-gone``, ``other-root``.
+        """
+        if save.root_id:
+            self._catalogue.expect(save.root_id)
+        self._catalogue.check_root()
+
+    def _belong(self, save: Save) -> None:
+        """Say whose snapshots these are: what is here of a root that was deleted must go."""
+        if self._near is None or (self._root_id and self._root_id == save.root_id):
             return
         try:
-            self._root_id = self._catalogue.open().root_id
+            # Trainers of older versions do not say it. Memory must be of use also while the root
+            # is not.
+            self._root_id = save.root_id or self._root_id or self._catalogue.open().root_id
             self._near.belongs(self._root_id)
-            self._belongs = True
-        except CkptdError as error:  # memory must be of use also while the root is not
+        except CkptdError as error:
             _log.warning("the root cannot be read: %s", error.message)
 
     # -- near tiers --------------------------------------------------------------------------------
@@ -385,6 +398,7 @@ class Worker:
         save = share.save
         try:
             self._raise_aborted(save)
+            self._check_root(save)
             with events.about(tier=self._tier):
                 share.write(self._store, data, self._unchanged)
         except CkptdError as error:
@@ -440,6 +454,7 @@ class Worker:
 
     def _is_past(self, save: Save) -> bool:
         """Tell whether the root has this step or a later one."""
+        self._check_root(save)
         latest = self._catalogue.latest()
         return latest is not None and latest.step >= save.step
 

@@ -180,13 +180,14 @@ class LoadDone(_Moment, frozen=True, kw_only=True, tag=True):
     """A load has filled the live state.
 
     `bytes` were written to this rank's buffers, `fetched` brought from the store by this rank;
-    `skipped` newer steps were corrupt.
+    `skipped` newer steps were corrupt; `warnings` tell what could not be done besides.
     """
 
     duration_ns: _Count
     bytes: _Count = 0
     fetched: _Count = 0
     skipped: _Count = 0
+    warnings: Annotated[tuple[str, ...], Meta(max_length=16)] = ()
 
 
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="event"):

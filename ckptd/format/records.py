@@ -8,6 +8,7 @@ import msgspec
 
 from ckptd.decoding import converter
 from ckptd.errors import CorruptError
+from ckptd.format.digest import DIGEST_BYTES, digest_hex
 from ckptd.format.manifest import MAX_MANIFEST_BYTES, convert, decode_json
 from ckptd.format.names import (
     MAX_GENERATION,
@@ -34,6 +35,9 @@ RECORD_VERSION = 1
 MAX_RECORD_BYTES = 1 << 20
 MAX_EXPIRES = float(1 << 40)
 MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
+
+_TAIL = b'"\n}\n'
+"""What stands after the digest, which is the last field."""
 
 R = TypeVar("R", "RootMarker", "Generation", "Commit", "Lease", "Pin")
 
@@ -67,6 +71,8 @@ class Generation(msgspec.Struct, frozen=True):
     created: str
     world_size: int
     reason: str = ""
+    root: str = ""
+    """`RootMarker.root_id` of the root that it was claimed in; empty in older records."""
     version: int = RECORD_VERSION
 
 
@@ -89,6 +95,10 @@ class Commit(msgspec.Struct, frozen=True):
         Sum of the data sections.
     metadata
         What the user attached (metrics, tags).
+    root, claim
+        `RootMarker.root_id` and `Generation.claim_id` of the life that wrote it: a record that
+        came into another root, or under another claim of its generation, does not count. Empty
+        in older records.
     """
 
     step: int
@@ -104,6 +114,8 @@ class Commit(msgspec.Struct, frozen=True):
     world_size: int
     data_bytes: int
     metadata: dict[str, Any] = {}
+    root: str = ""
+    claim: str = ""
     version: int = RECORD_VERSION
 
     @property
@@ -137,8 +149,10 @@ for _kind in (RootMarker, Generation, Commit, Lease, Pin):
 
 
 def encode_record(record: RootMarker | Generation | Commit | Lease | Pin) -> bytes:
-    """Return the record as JSON, one field a line."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    """Return the record as JSON, one field a line; the last one is the digest of all before."""
+    body = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    head = body[: -len(b"\n}")] + b',\n "digest": "'
+    return head + digest_hex(head).encode() + _TAIL
 
 
 def decode_record(raw: bytes, kind: type[R], where: str) -> R:
@@ -147,7 +161,8 @@ def decode_record(raw: bytes, kind: type[R], where: str) -> R:
     Raises
     ------
     CorruptError
-        Not JSON, wrong types, numbers out of range, a newer version, or too large.
+        Not JSON, wrong types, numbers out of range, a newer version, or too large. Kind
+        ``digest``: it is not what was written.
     """
     if len(raw) > MAX_RECORD_BYTES:
         raise CorruptError("record too large", kind="limits", where=where)
@@ -165,7 +180,41 @@ def decode_record(raw: bytes, kind: type[R], where: str) -> R:
         )
     record = convert(document, kind, where)
     _check_numbers(record, where)
+    _check_digest(raw, document, where)
     return record
+
+
+def _check_digest(raw: bytes, document: dict[str, Any], where: str) -> None:
+    """Raise when a record has a digest and is not what that says.
+
+    Records of versions before the digest have none. A flipped bit in the field's own name must not
+    make a record pass for one of those: its last field then looks like a digest, and is nobody's.
+    """
+    said = document.get("digest")
+    last = next(reversed(document), "")
+    if said is None and not _looks_like_digest(last, document.get(last)):
+        return
+    found = ""
+    if isinstance(said, str) and raw.endswith(said.encode() + _TAIL):
+        found = digest_hex(raw[: -len(said.encode() + _TAIL)])
+        if found == said:
+            return
+    raise CorruptError(
+        "a record is not what was written",
+        kind="digest",
+        where=where,
+        wanted=str(said)[:64],
+        found=found or "a digest that is not the last field, or under another name",
+        hint="bring the file back from a copy of the root",
+    )
+
+
+def _looks_like_digest(field: str, value: object) -> bool:
+    alike = (
+        len(field) == len("digest")
+        and sum(a != b for a, b in zip(field, "digest", strict=True)) <= 2
+    )
+    return alike and isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
 def _check_numbers(record: object, where: str) -> None:

@@ -17,7 +17,7 @@ Errors of every method
 `CorruptError` (kind ``truncated``)
     The object is shorter than the range that was asked for.
 `StoreError` (kinds ``no-space``, ``permission``, ``store``)
-    Will not heal by itself.
+    Will not heal by itself. Kind ``root-gone``: see `Store.anchor`.
 `TransientStoreError`
     May heal: time-out, throttling, 5xx, connection reset.
 `RefusedError` (kind ``no-create-only``)
@@ -37,7 +37,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
-from ckptd.errors import NotFoundError, UsageError
+from ckptd.errors import NotFoundError, StoreError, UsageError
 from ckptd.store.buffers import as_bytes_view
 from ckptd.store.osio import open_plain
 from ckptd.types import ByteRange
@@ -57,6 +57,7 @@ __all__ = [
     "check_prefix",
     "children_of",
     "is_segment",
+    "root_gone",
 ]
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
@@ -64,6 +65,16 @@ MAX_KEY_BYTES = 512
 """Longest key in bytes; half of what S3 allows, so that a store's prefix has room."""
 Names = list[str]
 """A list of names; inside `Store`, ``list`` is a method."""
+
+
+def root_gone(where: str) -> StoreError:
+    """Return the error for a folder that was a root and is none any more."""
+    return StoreError(
+        "the root is gone: this folder is no root any more",
+        kind="root-gone",
+        where=where,
+        hint="it was renamed, deleted or unmounted: bring it back, and the next save goes on",
+    )
 
 
 def is_segment(name: str) -> bool:
@@ -290,6 +301,15 @@ class Store(ABC):
         """
         check_prefix(prefix)
         return []
+
+    def anchor(self, key: str) -> None:
+        """Make no folder here from now on while the object `key` is not there.
+
+        A store that keeps plain files would make a folder anew that was renamed or deleted, and
+        fill the disk under the mount point of one that was unmounted: then it raises `StoreError`
+        (kind ``root-gone``). Stores without folders have nothing to do.
+        """
+        check_key(key)
 
     def local_path(self, key: str) -> Path | None:
         """Return the file behind `key` where the store keeps plain files, else None."""

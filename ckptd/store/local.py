@@ -38,6 +38,7 @@ from ckptd.store.base import (
     check_key,
     check_prefix,
     is_segment,
+    root_gone,
 )
 from ckptd.store.buffers import as_bytes_view, check_end
 from ckptd.store.local_reader import read_range
@@ -130,6 +131,7 @@ class LocalStore(Store):
         self._system = system or Os()
         self._lock = threading.Lock()
         self._folders: set[str] = set()  # folders whose own names this store knows to be durable
+        self._anchor: str | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._buffered_devices: set[int] = set()
 
@@ -308,6 +310,7 @@ class LocalStore(Store):
         with self._lock:
             if folder in self._folders:
                 return
+        self._check_anchor()
         if folder == self._root:
             self._make_root()
         else:
@@ -315,10 +318,24 @@ class LocalStore(Store):
             self._refuse_outside(folder)
             with suppress(FileExistsError):
                 self._system.mkdir(folder)
+                self._check_anchor(made=folder)
             # Also when it was there: whoever made it may not have come to its fsync yet.
             self._system.fsync_folder(os.path.dirname(folder))
         with self._lock:
             self._folders.add(folder)
+
+    def anchor(self, key: str) -> None:
+        """Make no folder from now on while the object `key` is not there."""
+        self._anchor = self._path(key)
+
+    def _check_anchor(self, made: str | None = None) -> None:
+        """Raise when the anchor is gone; take back the folder that was `made` at that moment."""
+        if self._anchor is None or os.path.lexists(self._anchor):
+            return
+        if made is not None:
+            with suppress(OSError):
+                self._system.rmdir(made)
+        raise root_gone(self._anchor)
 
     def _make_root(self) -> None:
         missing = []

@@ -86,6 +86,10 @@ class Wrapper(Store):
         """Pass on."""
         return self.inner.sweep(prefix, older_than_s=older_than_s, deep=deep)
 
+    def anchor(self, key: str) -> None:
+        """Pass on."""
+        self.inner.anchor(key)
+
     def local_path(self, key: str) -> Path | None:
         """Pass on."""
         return self.inner.local_path(key)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -74,8 +75,10 @@ class Checkpointer:
         The ranks that share the state; the default group when None. Jobs that are several (actor,
         critic, rollout) make one checkpointer a group.
     fresh_line
-        Begin a new line at an existing root instead of continuing the newest one. What is there
-        stays, beside the line.
+        What a first save without a load does at a root that has a checkpoint. None refuses it (kind
+        ``not-loaded``): the load was forgotten, or the root is another run's. True begins a new
+        line; what is there stays, beside the line, and no `keep` deletes it. False continues the
+        newest line though nothing was loaded, and `keep` counts what is on it.
     timeout_s
         For one save, from the call to the commit, and for ranks to wait for one another, seconds.
     throttle
@@ -136,7 +139,7 @@ class Checkpointer:
         when_failed: WhenFailed = "raise",
         keep: int | Keep | None = None,
         process_group: Any = None,
-        fresh_line: bool = False,
+        fresh_line: bool | None = None,
         timeout_s: float = 1800.0,
         throttle: float | None = None,
         compress: int | None = None,
@@ -181,7 +184,7 @@ class Checkpointer:
         self._when_failed = check_when_failed(when_failed)
         self._grace_s = grace_s
         self._watch = LauncherWatch(save_on)
-        self._elastic = ElasticHooks(self, self._board, self._watch, anew=fresh_line)
+        self._elastic = ElasticHooks(self, self._board, self._watch, anew=fresh_line is True)
         self._cadence = Cadence(
             rule, agreement, self._watch, lambda: recent(catalogue), near=bool(tiers)
         )
@@ -257,6 +260,8 @@ class Checkpointer:
                 near=near,
                 root=root,
                 goes_on=self._when_failed == "warn" or not root,
+                root_id=self._lineage.root_id,
+                claim_id=self._lineage.claim_id,
             )
         self._lineage.last_step = step
         self._elastic.saving(handle)
@@ -379,7 +384,9 @@ class Checkpointer:
     def _loaded(self, report: LoadReport) -> None:
         """Go on from what was loaded."""
         loaded = CommitName(report.step, report.generation)
-        self._lineage.claim_for_load(loaded, committed=not report.snapshot)
+        unclaimed = self._lineage.claim_for_load(loaded, committed=not report.snapshot)
+        if unclaimed:
+            report = replace(report, warnings=(*report.warnings, unclaimed))
         self._cadence.loaded(report.step)
         if self._nearby is not None:
             self._nearby.rules.loaded(report.step)

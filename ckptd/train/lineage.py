@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptd.engine.catalogue import Catalogue
-from ckptd.errors import NotFoundError, RefusedError
+from ckptd.errors import NotFoundError, RefusedError, StoreError
 from ckptd.format.names import CommitName
 from ckptd.monitor.view import Phase
 from ckptd.train.agree import Agreement
 from ckptd.train.recorder import phase
 
 __all__ = ["Lineage"]
+
+_log = logging.getLogger("ckptd")
+
+_CLAIM_DIGITS = 8
+"""Of the claim's id in the name of an attempt."""
+
+
+class _Unclaimed(NamedTuple):
+    """A load whose generation could not be claimed, and what the newest one was then."""
+
+    parent: CommitName
+    committed: bool
+    newest: int
 
 
 class Lineage:
@@ -24,15 +38,22 @@ class Lineage:
         Claimed generation; 0 before the first claim.
     last_step
         The step that was loaded or saved last; None when there is none.
+    root_id, claim_id
+        Of the root, and of the generation's record there: what is saved is for them alone.
     """
 
-    def __init__(self, catalogue: Catalogue, agreement: Agreement, *, fresh_line: bool) -> None:
+    def __init__(
+        self, catalogue: Catalogue, agreement: Agreement, *, fresh_line: bool | None
+    ) -> None:
         self._catalogue = catalogue
         self._agreement = agreement
         self._fresh_line = fresh_line
         self._attempts = 0
         self.generation = 0
         self.last_step: int | None = None
+        self.root_id = ""
+        self.claim_id = ""
+        self._unclaimed: _Unclaimed | None = None
 
     def newest(self) -> CommitName | None:
         """Return the newest commit of the line, the same on every rank."""
@@ -54,32 +75,63 @@ class Lineage:
         Raises
         ------
         RefusedError
-            kind ``behind``: the line has a commit at or after `step`.
+            kind ``behind``: the line has a commit at or after `step`. kind ``not-loaded``: it has
+            an earlier one, nothing was loaded, and nobody asked for that.
+        ConflictError
+            kind ``superseded``: what was loaded could not be claimed then, and somebody else has
+            begun a generation since.
         """
         if self.generation:
             return
+        late = self._unclaimed
 
         def claim() -> Any:
+            if late is not None:
+                self._catalogue.check_not_superseded(late.newest)
+                return self._claim(late.parent, "load", committed=late.committed)
             self._catalogue.create_or_open()
-            parent = None if self._fresh_line else self._catalogue.continue_line(step)
+            parent = None
+            if not self._fresh_line:
+                told = self._fresh_line is False
+                parent = self._catalogue.continue_line(step, unloaded=told)
             return self._claim(parent, "start" if parent is None else "continue")
 
-        self.generation, self.last_step = self._agreement.on_rank_zero("claim", claim)
+        self._take(self._agreement.on_rank_zero("claim", claim))
 
     @phase(Phase.CKPT)
-    def claim_for_load(self, parent: CommitName, *, committed: bool = True) -> None:
-        """Claim a generation whose parent is what was loaded: a commit, or a snapshot without."""
-        self.generation, self.last_step = self._agreement.on_rank_zero(
-            "claim", lambda: self._claim(parent, "load", committed=committed)
-        )
-        self._attempts = 0
+    def claim_for_load(self, parent: CommitName, *, committed: bool = True) -> str:
+        """Claim a generation whose parent is what was loaded: a commit, or a snapshot without.
+
+        Where nothing can be written (a full disk, a read-only root) the first save claims it: who
+        only reads needs none. Returns what to say of that; empty when it is claimed.
+        """
+
+        def claim() -> Any:
+            try:
+                return self._claim(parent, "load", committed=committed)
+            except StoreError as error:
+                text = f"no generation is claimed before the first save: {error.message}"
+                return 0, parent.step, "", "", text, self._catalogue.newest_generation()
+
+        *claimed, text, newest = self._agreement.on_rank_zero("claim", claim)
+        self._take((*claimed, text, newest))
+        self._unclaimed = _Unclaimed(parent, committed, newest) if text else None
+        if text:
+            _log.warning("%s", text)
+        return str(text)
 
     def _claim(
         self, parent: CommitName | None, reason: str, *, committed: bool = True
-    ) -> tuple[int, int | None]:
+    ) -> tuple[int, int | None, str, str, str, int]:
         world = self._agreement.board.world
         claimed = self._catalogue.claim(parent, world, reason, committed=committed)
-        return claimed.generation, None if parent is None else parent.step
+        step = None if parent is None else parent.step
+        return claimed.generation, step, claimed.root, claimed.claim_id, "", 0
+
+    def _take(self, claimed: Any) -> None:
+        self.generation, self.last_step, self.root_id, self.claim_id, _, _ = claimed
+        self._unclaimed = None
+        self._attempts = 0
 
     def on_catalogue(self, function: Callable[[Catalogue], Any]) -> None:
         """Run `function` on rank 0's catalogue; an error is raised on every rank."""
@@ -108,4 +160,6 @@ class Lineage:
                 hint="to go back, load() the older step first",
             )
         self._attempts += 1
-        return f"{self._attempts:04d}"
+        # With the claim in it: at a place where a root was made anew, the old life counts its
+        # generations and attempts as the new one does, and must not write into its folders.
+        return f"{self._attempts:04d}{self.claim_id[:_CLAIM_DIGITS]}"

@@ -71,6 +71,9 @@ class LoadReport:
         Whether it was a snapshot on near tiers, which need not have a commit.
     sources
         Bytes that this rank read from each tier: ``memory``, ``peer``, ``local``, ``remote``.
+    warnings
+        What could not be done besides: no lease, no claim of a generation, where nothing can be
+        written.
     """
 
     step: int
@@ -81,6 +84,7 @@ class LoadReport:
     read: ReadReport
     snapshot: bool = False
     sources: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def tier(self) -> str:
@@ -192,6 +196,7 @@ class Loader:
                 read,
                 candidate.snapshot is not None,
                 sources.store.read_bytes(),
+                (sources.unheld,) if sources.unheld else (),
             )
             self._tell(report, begun)
             return report
@@ -233,6 +238,7 @@ class Loader:
                 bytes=report.read.bytes_copied,
                 fetched=report.read.bytes_fetched,
                 skipped=len(report.skipped),
+                warnings=report.warnings,
             )
         )
 

@@ -131,6 +131,8 @@ class Saver:
         near: tuple[str, ...] = (),
         root: bool = True,
         goes_on: bool = False,
+        root_id: str = "",
+        claim_id: str = "",
     ) -> SaveHandle:
         """Begin to copy the state into the arena, and have it written.
 
@@ -140,6 +142,8 @@ class Saver:
         ----------
         goes_on
             That the writing process died is not raised, but told by the handle.
+        root_id, claim_id
+            See `Save`.
 
         Raises
         ------
@@ -181,6 +185,8 @@ class Saver:
                 refer=self._refer,
                 near=near,
                 root=root,
+                root_id=root_id,
+                claim_id=claim_id,
             )
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
         except CkptdError as error:

@@ -15,7 +15,7 @@ import msgspec
 from ckptd.decoding import converter, json_decoder
 from ckptd.engine.candidates import Candidate, Candidates, find_candidates
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.leases import hold
+from ckptd.engine.leases import Unheld, hold_or_read
 from ckptd.engine.snapshots import finished_files, unpacked
 from ckptd.engine.telling import tier_of
 from ckptd.engine.union import Source, UnionStore
@@ -76,6 +76,8 @@ class LoadSources:
     store
         Everything that this rank can read from, as one: on rank 0 everything there is, on the
         others what has something of the checkpoint that is tried.
+    unheld
+        Why the checkpoint that is tried is not leased; empty when it is, or need not be.
     """
 
     def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
@@ -86,6 +88,7 @@ class LoadSources:
             found = agreement.on_every_rank(near)
             self._near = [s if isinstance(s, Source) else Source(s, tier_of(s)) for s in found]
         self._has_near = near is not None
+        self.unheld = ""
         self._rooted = True
         self._unite()
         self._aimed: Candidate | None = None
@@ -119,15 +122,24 @@ class LoadSources:
 
     @contextmanager
     def held(self, candidate: Candidate) -> Iterator[None]:
-        """Keep a commit from being deleted: rank 0 holds it for all. Snapshots may vanish."""
+        """Keep a commit from being deleted: rank 0 holds it for all. Snapshots may vanish.
+
+        Where no lease can be written, the commit is read without: `unheld` says so.
+        """
         with ExitStack() as held:
 
             def take() -> str:
-                lease = hold(self._catalogue, candidate.name, holder="load")
-                return held.enter_context(lease).lease_id
+                lease = hold_or_read(self._catalogue, candidate.name, holder="load")
+                if isinstance(lease, Unheld):
+                    return lease.text
+                held.enter_context(lease)
+                return ""
 
+            self.unheld = ""
             if candidate.snapshot is None:
-                self._agreement.on_rank_zero("lease", take)
+                self.unheld = self._agreement.on_rank_zero("lease", take)
+                if self.unheld:
+                    _log.warning("%s", self.unheld)
             self._aim(candidate)
             yield
 

@@ -14,7 +14,7 @@ from ckptd.engine.leases import hold
 from ckptd.engine.policy import Keep
 from ckptd.engine.retention import apply_retention
 from ckptd.errors import ConflictError, CorruptError
-from ckptd.format.names import CommitName, commit_key
+from ckptd.format.names import CommitName, commit_key, generation_key
 from ckptd.format.records import Commit, Generation, Parent
 from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore
@@ -97,7 +97,9 @@ def test_nothing_goes_before_a_fresh_line_has_saved(catalogue: Catalogue) -> Non
     fresh = catalogue.claim(None, 1).generation
     assert list(reasons(catalogue, 1, grace_s=0.0)) == [10, 20]
     save(catalogue, 5, fresh)
-    assert list(reasons(catalogue, 1, grace_s=0.0)) == [5]
+    assert list(reasons(catalogue, 1, grace_s=0.0)) == [5, 10, 20]
+    assert "another run" in reasons(catalogue, 1, grace_s=0.0)[10]
+    assert list(reasons(catalogue, 1, grace_s=0.0, other_runs=True)) == [5]
 
 
 @pytest.mark.parametrize("what", ["manifest", "data", "short", "digests"])
@@ -184,12 +186,15 @@ def test_since_when_a_commit_is_abandoned(
 
 
 def test_a_commit_of_a_generation_that_is_gone(catalogue: Catalogue) -> None:
-    run(catalogue, 10)
-    stray = put_attempt(catalogue.store, CommitName(99, 7), created=1000.0)
+    [name] = run(catalogue, 10)
+    lost, _ = (catalogue.claim(name, 1).generation for _ in range(2))
+    catalogue.store.delete([generation_key(lost)])
+    catalogue = Catalogue(catalogue.store)
+    stray = put_attempt(catalogue.store, CommitName(99, lost), created=1000.0)
     catalogue.store.put(commit_key(stray.name), _raw(stray))
     inventory = take(catalogue, time.time())
-    assert inventory.abandoned[stray.name].since == 1000.0
-    assert list(reasons(catalogue, 1)) == [10]
+    assert inventory.abandoned[stray.name].another_run
+    assert list(reasons(catalogue, 1)) == [10, 99]  # nobody knows whose it is
 
 
 def test_a_bad_time_is_named(catalogue: Catalogue) -> None:

@@ -54,6 +54,32 @@ def test_round_trip(record: Any) -> None:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_every_flipped_bit_is_found(record: Any) -> None:
+    raw = encode_record(record)
+    for bit in range(8 * len(raw)):
+        bad = bytearray(raw)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError):
+            decode_record(bytes(bad), type(record), "x")
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_records_of_before_the_digest_are_read(record: Any) -> None:
+    fields = json.loads(encode_record(record))
+    old = {k: v for k, v in fields.items() if k not in ("digest", "root", "claim")}
+    assert decode_record(json.dumps(old, indent=1).encode(), type(record), "x") == record
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_what_stands_after_the_digest_is_refused(record: Any) -> None:
+    raw = encode_record(record)
+    for bad in (raw[:-2] + b',"x": 1}\n', raw + b" ", raw.rstrip()):
+        with pytest.raises(CorruptError) as caught:
+            decode_record(bad, type(record), "x")
+        assert caught.value.kind == "digest"
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
 def test_newer_versions_and_other_kinds(record: Any) -> None:
     raw = json.loads(encode_record(record))
     with pytest.raises(CorruptError) as caught:

@@ -151,6 +151,7 @@ def test_best_metric_and_pins_are_kept(root: str) -> None:
                 ck.pin(1, "first")
     assert steps_on_line(root) == [1, 2, 4]
     with ckptd.Checkpointer(root, keep=keep) as ck:
+        ck.load(state)
         ck.unpin(1)
         ck.save(5, state, metadata={"loss": 9.0})
     assert steps_on_line(root) == [2, 5]
@@ -177,7 +178,9 @@ def test_a_first_save_continues_the_line_only_forwards(root: str) -> None:
         assert caught.value.kind == "behind"
         assert "load" in (caught.value.hint or "")
         assert "fresh" in (caught.value.hint or "")
+    with ckptd.Checkpointer(root, fresh_line=False) as ck:
         ck.save(11, state)
+    assert steps_on_line(root) == [10, 11]
     with ckptd.Checkpointer(root, fresh_line=True) as ck:
         ck.save(1, state)
     assert steps_on_line(root) == [1]
