@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from itertools import accumulate, pairwise, product, repeat, starmap
+from itertools import accumulate, chain, pairwise, product, repeat, starmap
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +13,7 @@ from safetensors import safe_open
 
 
 def slices(runs):  # [[size, count], ...] as consecutive slices
-    sizes = (n for size, count in runs for n in repeat(size, count))
-    return list(starmap(slice, pairwise(accumulate(sizes, initial=0))))
+    return list(starmap(slice, pairwise(accumulate(chain(*starmap(repeat, runs)), initial=0))))
 
 
 def chunk(path, name):  # its bytes; types that numpy lacks are read past the library
@@ -34,10 +33,14 @@ def recover(commit, name):  # bytes, in one more dimension, where numpy lacks th
     m = json.loads(raw)
     t = next(t for t in m["tensors"] if name in (t["name"], *t.get("aliases", ())))
     per_rank = any(o.get("per_rank") and o["tensor"] == t["name"] for o in m.get("objects", ()))
-    owners = iter([f + s * i for f, s, n in m["owners"][t["owners"]] for i in range(n)])
-    itemsize = max(1, int((re.findall(r"\d+", t["dtype"]) or ["8"])[0]) // 8)
-    out = np.zeros((*t["shape"], itemsize), np.uint8)
     grid, base = m["grids"][t["grid"]], t["name"].replace("%", "%25").replace("@", "%40")
+    size = sum(f.stat().st_size for f in {root / f["path"] for f in m["files"]} if f.exists())
+    tables = (m["owners"][t["owners"]], *grid["axes"], *grid.get("flat", ()))
+    if max(sum(n for *_, n in runs) for runs in tables) > 2**20 + size // 48:
+        sys.exit("it claims more than its files can hold")
+    owners = iter([f + s * i for f, s, n in m["owners"][t["owners"]] for i in range(n)])
+    itemsize = max(1, int((re.findall(r"\d+", d := t["dtype"]) or ["8"])[0]) // 8)
+    out = np.zeros((*t["shape"], itemsize), np.uint8)
     flats = [[(f":{part.start}", part) for part in slices(f)] for f in grid.get("flat", ())]
     for i, cell in enumerate(product(*map(slices, grid["axes"]))):
         box = out[cell].reshape(-1, itemsize).copy()
@@ -49,8 +52,7 @@ def recover(commit, name):  # bytes, in one more dimension, where numpy lacks th
                 label = f"{base}@r{file['rank']}" if per_rank else label
                 box[part] = chunk(root / file["path"], label).reshape(-1, itemsize)
         out[cell] = box.reshape(out[cell].shape)
-    known = hasattr(np, t["dtype"]) or t["dtype"] == "bool"
-    return out.view(t["dtype"])[..., 0] if known else out
+    return out.view(d)[..., 0] if hasattr(np, d) or d == "bool" else out
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
 from ckptd.format.container import MAX_HEADER_BYTES, Chunk, header_bytes, parse_header
 from ckptd.format.digest import DigestIndex
 from ckptd.format.filemap import ChunkRef, FileMap, is_home
+from ckptd.format.invariants import FREE_CHUNKS, check_chunks
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import parse_chunk_name
 from ckptd.layout.owners import ABSENT
 from ckptd.store.base import Store
 from ckptd.types import ByteRange
 
-__all__ = ["Places", "blame", "check_size", "missing_file", "read_header"]
+__all__ = ["Places", "blame", "check_headers", "check_size", "missing_file", "read_header"]
 
 E = TypeVar("E", bound=CkptdError)
 
@@ -172,6 +173,28 @@ def check_size(store: Store, entry: FileEntry) -> None:
             found=f"{found} bytes",
         )
         raise blame(error, entry.path)
+
+
+def check_headers(store: Store, manifest: Manifest, filemap: FileMap) -> None:
+    """Bound the chunks of a checkpoint by the files that are there, before any are listed.
+
+    What a manifest says of the length of headers is a claim. A checkpoint of few chunks is not
+    looked at: it costs a listing of its folders.
+
+    Raises
+    ------
+    CorruptError
+        kind ``limits``: no header that is there can name so many.
+    """
+    if filemap.total_chunks <= FREE_CHUNKS:
+        return
+    claimed = {f.path: f.data_start for f in manifest.files}
+    folders = sorted({path.rpartition("/")[0] + "/" for path in claimed})
+    real = 0
+    for folder in folders:
+        for info in store.list(folder):
+            real += min(info.size, claimed.get(info.key, 0))
+    check_chunks(filemap, real, manifest.folder)
 
 
 def read_header(

@@ -236,8 +236,8 @@ class Shelf(Store):
         """Return the whole object, or exactly `byte_range` of it."""
         found = self._find(key)
         span = byte_range or ByteRange(0, found.size)
+        check_end(f"{self.url}/{key}", span.end, found.size)  # before it is allocated
         if isinstance(found, _Small):
-            check_end(f"{self.url}/{key}", span.end, found.size)
             return found.body[span.start : span.end]
         buffer = bytearray(span.end - span.start)
         self._fill(key, found, span.start, memoryview(buffer))

@@ -14,6 +14,7 @@ import msgspec
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.filecopy import FileCopy, Original
+from ckptd.engine.places import check_headers
 from ckptd.engine.working import Working, refuse_behind
 from ckptd.errors import UsageError
 from ckptd.format.invariants import check_files, check_manifest
@@ -129,6 +130,7 @@ class Transfer:
         manifest = self._source.manifest_of(commit)
         where = commit.folder + commit.manifest
         filemap = check_manifest(manifest, where, commit.manifest_bytes)
+        check_headers(self._source.store, manifest, filemap)
         check_files(manifest, filemap, where)
         return Original(commit, manifest, filemap)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.engine.index import Index
-from ckptd.engine.places import Places
+from ckptd.engine.places import Places, check_headers
 from ckptd.engine.read import execute
 from ckptd.engine.wants import Want, read_plan
 from ckptd.errors import CorruptError, NotFoundError
@@ -27,6 +28,8 @@ __all__ = ["PerRankValues", "Reader", "cut_box"]
 
 Array = NDArray[Any]
 MAX_OBJECT_BYTES = 1 << 30
+_FREE_BYTES = 16 << 20
+"""So much is allocated before anybody looks whether files can hold it."""
 
 
 class PerRankValues(dict[int, Any]):
@@ -55,6 +58,7 @@ class Reader:
         self.manifest = index.manifest_of(self.commit)
         where = index.where(self.commit.folder + self.commit.manifest)
         self.filemap = check_manifest(self.manifest, where, self.commit.manifest_bytes)
+        check_headers(self.store, self.manifest, self.filemap)
         self.places = Places(self.manifest, self.filemap, self.store)
         self._encoded = {o.tensor for o in self.manifest.objects if o.tensor}
         self._numbers: dict[str, int] = {}
@@ -135,7 +139,22 @@ class Reader:
         for box in cut_box(shape, limit):
             yield box, self._read([(number, box)], allow_absent)[0]
 
+    @cached_property
+    def _bytes_there(self) -> int:
+        """Bytes of the files that are there: what a manifest claims is not allocated beyond."""
+        folders = {f.path.rpartition("/")[0] + "/" for f in self.manifest.files}
+        return sum(info.size for folder in folders for info in self.store.list(folder))
+
     def _read(self, wanted: Sequence[tuple[int, Box]], allow_absent: bool) -> list[Array]:
+        size = sum(box.numel * self.filemap.dtypes[n].itemsize for n, box in wanted)
+        if not allow_absent and size > _FREE_BYTES and size > self._bytes_there * len(wanted):
+            raise CorruptError(
+                "tensors are larger than all files of the checkpoint together",
+                kind="truncated",
+                where=self.commit.folder,
+                wanted=f"{size} bytes",
+                found=f"{self._bytes_there} bytes in its files",
+            )
         targets = [
             np.zeros(box.numel * self.filemap.dtypes[n].itemsize, dtype=np.uint8)
             for n, box in wanted

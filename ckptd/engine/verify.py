@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from ckptd.engine.fetch import check_index_size, load_index
 from ckptd.engine.findings import Finding, Findings, VerifyReport
 from ckptd.engine.index import Index
-from ckptd.engine.places import Places, missing_file, read_header
+from ckptd.engine.places import Places, check_headers, missing_file, read_header
 from ckptd.engine.pool import cores, run_all
 from ckptd.engine.scan import Scan, segments
 from ckptd.engine.witnesses import WitnessCheck
@@ -92,6 +92,7 @@ def verify(
         manifest = index.manifest_of(commit)
         where = index.where(commit.folder + commit.manifest)
         filemap = check_manifest(manifest, where, commit.manifest_bytes)
+        check_headers(index.store, manifest, filemap)
     except CkptdError as error:
         return _with(empty, findings, Finding.of(error, commit.folder + commit.manifest))
     run = _Verification(index, commit, manifest, filemap, findings, threads)

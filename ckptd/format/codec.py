@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +26,8 @@ from ckptd.types import DTYPES, dtype_of
 __all__ = ["decode", "encode", "register"]
 
 MAX_DEPTH = 64
+MAX_ALIKE = 32
+"""Most members of a set, or keys, with one hash."""
 MAX_DIMS = 32
 """What numpy before 2.0 can hold."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -210,10 +213,16 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
     tag, v = raw["$"], raw["v"]
     simple: dict[str, Callable[[], Any]] = {
         "tuple": lambda: tuple(_decode(x, where, depth + 1) for x in v),
-        "set": lambda: {_decode(x, where, depth + 1) for x in v},
-        "frozenset": lambda: frozenset(_decode(x, where, depth + 1) for x in v),
+        "set": lambda: set(_apart([_decode(x, where, depth + 1) for x in v])),
+        "frozenset": lambda: frozenset(_apart([_decode(x, where, depth + 1) for x in v])),
         "dict": lambda: unique_keys(
-            [(_decode(k, where, depth + 1), _decode(x, where, depth + 1)) for k, x in v]
+            list(
+                zip(
+                    _apart([_decode(k, where, depth + 1) for k, _ in v]),
+                    [_decode(x, where, depth + 1) for _, x in v],
+                    strict=True,
+                )
+            )
         ),
         "str": lambda: base64.b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
         "bytes": lambda: base64.b64decode(v, validate=True),
@@ -225,6 +234,18 @@ def _decode_tagged(raw: dict[str, Any], where: str, depth: int) -> Any:
         "type": lambda: _decode_type(raw["name"], v, where, depth),
     }
     return simple[tag]()
+
+
+def _apart(values: list[Any]) -> list[Any]:
+    """Return values that become a set or keys, unless they were chosen to have one hash.
+
+    Of integers without bounds anybody can name as many with one hash as they like, and putting
+    them into a set takes the square of their number.
+    """
+    alike = Counter(map(hash, values))
+    if max(alike.values(), default=0) > MAX_ALIKE:
+        raise ValueError(f"more than {MAX_ALIKE} values of one hash")
+    return values
 
 
 def _decode_array(raw: dict[str, Any], where: str) -> np.ndarray[Any, Any]:

@@ -336,6 +336,15 @@ class FileMap:
         return chunk_name(tensor.name, chunk.piece, tensor.shape)
 
     @cached_property
+    def total_chunks(self) -> int:
+        """Number of chunks in all files, in work that grows with the tables and not with pieces."""
+        present = [sum(n for first, _, n in o.runs if first != ABSENT) for o in self.owners]
+        tensors = np.bincount(self._group_of, minlength=len(self._groups)).tolist()
+        return sum(
+            n * present[owners] for n, (_, owners, _, _) in zip(tensors, self._groups, strict=False)
+        )
+
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all logical tensors, absent pieces included."""
         return sum(

@@ -34,7 +34,9 @@ from ckptd.layout.owners import ABSENT, Owners
 from ckptd.types import DTYPES
 
 __all__ = [
+    "FREE_CHUNKS",
     "Absence",
+    "check_chunks",
     "check_coverage",
     "check_files",
     "check_header",
@@ -48,6 +50,9 @@ MAX_LAY_CHARS = 1 << 20
 FREE_PIECES = 1 << 20
 PIECES_PER_BYTE = 64
 MAX_PIECES = 1 << 26
+FREE_CHUNKS = 1 << 20
+CHUNK_BYTES = 48
+"""The header of a file has at least so many bytes for each of its chunks."""
 PER_RANK = frozenset({"", "error", "drop", "reseed", "reduce"})
 OBJECT_KINDS = frozenset({"value", "groups"})
 
@@ -203,6 +208,32 @@ def _check_pieces(manifest: Manifest, filemap: FileMap, where: str, manifest_byt
     total = sum(filemap.grids[grid].npieces for grid, _, _ in distinct)
     if total > limit:
         raise _bad("limits", "more pieces than its length justifies", where, limit, total)
+
+
+def check_chunks(filemap: FileMap, header_bytes: int, where: str) -> None:
+    """Bound the chunks of all tensors by what the headers of the files can name.
+
+    Tensors share tables of pieces, so that a short manifest can speak of very many chunks; each of
+    them stands in the header of a file.
+
+    Parameters
+    ----------
+    filemap
+        The map of the manifest.
+    header_bytes
+        Length of the headers of all files together, as it is claimed or as it is.
+    where
+        Names the manifest in errors.
+
+    Raises
+    ------
+    CorruptError
+        kind ``limits``.
+    """
+    limit = FREE_CHUNKS + header_bytes // CHUNK_BYTES
+    if filemap.total_chunks > limit:
+        text = "more chunks than the headers of its files can name"
+        raise _bad("limits", text, where, f"at most {limit}", filemap.total_chunks)
 
 
 def _check_objects(manifest: Manifest, grids: Sequence[Grid], where: str) -> None:

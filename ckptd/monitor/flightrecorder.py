@@ -179,7 +179,7 @@ def read(path: Path) -> tuple[_Dump, float]:
     try:
         with path.open("rb") as file:
             written = os.fstat(file.fileno())
-            data = file.read(FILE_BYTES + 1)
+            data = file.read(min(written.st_size, FILE_BYTES) + 1)
     except OSError as error:
         raise _bad(path, str(error.strerror)) from error
     if len(data) > FILE_BYTES:

@@ -8,6 +8,7 @@ all. Marks and memory are Python objects here, so that a number in the file allo
 from __future__ import annotations
 
 import pickletools
+from collections.abc import Iterator
 from typing import Any
 
 from ckptd.errors import CorruptError
@@ -33,6 +34,12 @@ _PUSH = {
     "LONG1",
     "BINFLOAT",
 }
+_MOST_VALUES = 4_000_000
+"""Values of a dump, each counted as often as it is referred to: 20,000 calls with their stacks."""
+_TEXT = 64
+"""Letters of a text that count as one value."""
+_MOST_KEY = 1 << 60
+"""Integers below have hashes of their own: larger ones can be chosen to have all the same."""
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -48,6 +55,7 @@ def loads(data: bytes, where: str) -> Any:
     try:
         for code, argument, _ in pickletools.genops(data):
             if machine.step(code.name, argument):
+                _weigh(machine.stack[-1])
                 return machine.stack[-1]
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
         raise _bad(where, f"{type(error).__name__}: {error}"[:200]) from error
@@ -64,6 +72,51 @@ def _bad(where: str, found: str) -> CorruptError:
     )
 
 
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) or (isinstance(key, int) and abs(key) < _MOST_KEY)
+
+
+def _weigh(value: Any) -> None:
+    """Refuse a value that is much larger than its file, as parts of it are referred to again.
+
+    A few lists that hold the one before twice are short as a pickle, and endless to whoever reads
+    them. Nothing is followed twice here.
+    """
+    weights: dict[int, int] = {}
+    open_: set[int] = set()
+    todo: list[tuple[Any, bool]] = [(value, False)]
+    while todo:
+        node, done = todo.pop()
+        if not isinstance(node, list | tuple | dict):
+            continue
+        if done:
+            open_.discard(id(node))
+            weight = 1 + sum(_weight(part, weights) for part in _parts(node))
+            if weight > _MOST_VALUES:
+                raise ValueError(f"more than {_MOST_VALUES} values, most of them the same ones")
+            weights[id(node)] = weight
+        elif id(node) in open_:
+            raise ValueError("a value that holds itself")
+        elif id(node) not in weights:
+            open_.add(id(node))
+            todo.append((node, True))
+            todo += [(part, False) for part in _parts(node) if id(part) not in weights]
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    if isinstance(node, dict):
+        yield from node
+        yield from node.values()
+    else:
+        yield from node
+
+
+def _weight(part: Any, weights: dict[int, int]) -> int:
+    if isinstance(part, str):
+        return 1 + len(part) // _TEXT
+    return weights.get(id(part), 1)
+
+
 class _Machine:
     """The instructions of a pickle that make plain data."""
 
@@ -74,6 +127,9 @@ class _Machine:
     def step(self, name: str, argument: Any) -> bool:
         """Follow one instruction; return whether it was the last."""
         if name in _PUSH:
+            if isinstance(argument, str):
+                # Half a surrogate pair is a letter to pickle, and to nobody who encodes the text.
+                argument = argument.encode("utf-8", "replace").decode()
             self.stack.append(argument)
         elif name in _MAKE:
             self.stack.append(_MAKE[name]())
@@ -99,7 +155,7 @@ class _Machine:
         elif name in ("SETITEM", "SETITEMS"):
             items = self._two() if name == "SETITEM" else self._since_mark()
             # The hash of tuples within tuples takes as long as whoever made them likes.
-            if not all(isinstance(key, str | int) for key in items[::2]):
+            if not all(_is_key(key) for key in items[::2]):
                 raise TypeError("a key that is no text or number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))
         elif name not in ("PROTO", "FRAME", "STOP"):

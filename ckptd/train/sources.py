@@ -16,6 +16,7 @@ from ckptd.decoding import converter, json_decoder
 from ckptd.engine.candidates import Candidate, Candidates, find_candidates
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.leases import Unheld, hold_or_read
+from ckptd.engine.places import check_headers
 from ckptd.engine.snapshots import finished_files, unpacked
 from ckptd.engine.telling import tier_of
 from ckptd.engine.union import Source, UnionStore
@@ -256,6 +257,7 @@ class LoadSources:
             manifest = self._catalogue.manifest_of(commit)
             where = commit.folder + commit.manifest
             filemap = check_manifest(manifest, where, commit.manifest_bytes)
+            check_headers(self.store, manifest, filemap)
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)
         snapshot = candidate.snapshot

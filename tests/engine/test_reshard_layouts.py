@@ -339,7 +339,7 @@ def test_a_layout_that_does_not_fit_names_the_rule(source: tuple[Path, dict[str,
         with pytest.raises(MismatchError) as caught:
             wide = ("megatron.gpt", "mesh megatron_gpt = pp:1 dp:1 tp:3", *HF[1:])
             prepared(store, program(*wide), program(*HF))
-    assert "linear_qkv" in (caught.value.where or "")
+    assert "self_attention.linear_proj" in (caught.value.where or "")
 
 
 def test_every_chunk_is_proved_and_every_rule_explained(

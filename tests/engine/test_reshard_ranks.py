@@ -179,6 +179,27 @@ def test_a_missing_file_and_a_wrong_shape(tmp_path: Path) -> None:
         reshard(tmp_path, SPACE.replace("NORM", ""), "mg", "whole")
 
 
+def test_the_order_in_buffers_is_not_verified(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    save_file({"flat.0.params": np.arange(6.0)}, tmp_path / "a" / "r0.safetensors")
+    for flat in ("group(**)", "bucket 100"):
+        text = f"""
+        let x = 2
+        let y = 4
+        mesh Z = dp:1
+        space s {{ A[x] B[y] }}
+        layout z of s on Z {{
+          files "r{{dp}}.safetensors"
+          a = A[x]
+          b = B[y]
+          flat {flat} @dp of params
+        }}
+        """
+        with open_store(tmp_path / "a") as store:
+            stock = open_ranks(store, program(tmp_path, text, "z").resolve(), 3)
+        assert stock.witness_note.startswith("order not verified")
+
+
 def test_buffers_of_flats_are_taken_apart(tmp_path: Path) -> None:
     """Two tensors in one buffer, cut over three ranks: pieces begin and end anywhere."""
     rng = np.random.default_rng(4)

@@ -266,3 +266,31 @@ def test_any_json_decodes_or_is_refused(raw: Any) -> None:
     except (CorruptError, UsageError):
         return
     encode(value)
+
+
+class _Counted(int):
+    """An integer that counts how often it is compared: the work of a set."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        type(self).compared += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return int.__hash__(self)
+
+
+@pytest.mark.parametrize("tag", ["set", "frozenset", "dict"])
+def test_values_chosen_to_have_one_hash(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers a multiple of 2**61 - 1 apart: a set of n of them takes n * n comparisons."""
+    numbers = [{"$": "int", "v": hex((i + 1) * (2**61 - 1))} for i in range(20_000)]
+    raw = {"$": tag, "v": [[n, 0] for n in numbers] if tag == "dict" else numbers}
+    monkeypatch.setattr("ckptd.format.codec.int", lambda v, _: _Counted(v, 16), raising=False)
+    _Counted.compared = 0
+    with pytest.raises(CorruptError) as caught:
+        decode(raw, "x")
+    assert caught.value.kind == "bad-object"
+    assert _Counted.compared < 20_000
+    few = {"$": tag, "v": raw["v"][:20]}
+    assert len(decode(few, "x")) == 20

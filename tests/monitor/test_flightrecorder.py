@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,36 @@ def test_fuzz(form: str, tmp_path: Path) -> None:
         except CkptdError as error:
             pytest.fail(str(error))  # the other three are good
         diagnose(join(found.views), STUCK)
+
+
+def test_half_a_surrogate_pair_does_not_lose_the_folder(tmp_path: Path) -> None:
+    """Pickle knows half a pair, and nobody who encodes a text: the other dumps are read."""
+    for rank in range(3):
+        entry = _nccl(
+            process_group=("0\ud800" if rank == 1 else "0", "default_pg"),
+            profiling_name="nccl:all_reduce\udfff",
+        )
+        body = {"version": "2.10", "entries": [entry], "pg_config": {}, "pg_status": {}}
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(body, 2))
+    found = read_folder(tmp_path)
+    assert [v.rank for v in found.views] == [0, 1, 2]
+
+
+def test_one_entry_that_is_referred_to_again_and_again(tmp_path: Path) -> None:
+    """36 kB that are 2 GB to whoever follows every reference."""
+    value: Any = [7]
+    for _ in range(8):
+        value = [value] * 12
+    many = [_nccl(input_sizes=value)] * 12_000
+    body = {"version": "2.10", "entries": many, "pg_config": {}, "pg_status": {}}
+    data = pickle.dumps(body, 2)
+    assert len(data) < 40_000
+    (tmp_path / "trace_0").write_bytes(data)
+    _write(tmp_path, 1, _nccl())
+    tracemalloc.start()
+    try:
+        found = read_folder(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert list(found.unread) == ["trace_0"]

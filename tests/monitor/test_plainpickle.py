@@ -61,6 +61,42 @@ def test_anything_else_is_refused(data: bytes, tmp_path: Any, monkeypatch: Any) 
     assert not list(tmp_path.iterdir())
 
 
+def test_values_that_are_referred_to_again_are_counted_again() -> None:
+    """Each list holds the one before ten times: 10**9 values in a few hundred bytes."""
+    value: Any = [1]
+    for _ in range(9):
+        value = [value] * 10
+    for held in (value, {"entries": value}):
+        data = pickle.dumps(held, 2)
+        assert len(data) < 1000
+        with pytest.raises(CorruptError) as caught:
+            loads(data, "x")
+        assert "values" in str(caught.value.found)
+    text = "x" * 100_000
+    with pytest.raises(CorruptError):
+        loads(pickle.dumps([text] * 10_000, 2), "x")
+    shared = {"name": "forward", "line": 3}
+    stacks = [{"frames": [shared] * 20} for _ in range(500)]
+    assert loads(pickle.dumps(stacks, 2), "x") == stacks
+
+
+def test_a_value_that_holds_itself() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(CorruptError):
+        loads(pickle.dumps(value, 2), "x")
+
+
+def test_keys_of_one_hash_are_refused() -> None:
+    """Integers a multiple of 2**61 - 1 apart: a dict of n of them takes n * n steps."""
+    with pytest.raises(CorruptError):
+        loads(pickle.dumps({i * (2**61 - 1): 0 for i in range(3)}, 2), "x")
+
+
+def test_half_a_surrogate_pair_is_a_question_mark() -> None:
+    assert loads(pickle.dumps(["a\ud800b"], 2), "x") == ["a?b"]
+
+
 @given(st.binary(max_size=200))
 def test_fuzz(data: bytes) -> None:
     """Nothing but the one error comes out of it."""

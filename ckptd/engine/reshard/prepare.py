@@ -16,7 +16,7 @@ from ckptd.engine.reshard.layouts import Program, other_sizes, read_text, wrappe
 from ckptd.engine.reshard.reports import SourceProgram
 from ckptd.engine.reshard.samples import Expected
 from ckptd.engine.reshard.stock import Stock
-from ckptd.errors import CkptdError, RefusedError
+from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.observe import bind_stored
 
@@ -64,7 +64,19 @@ def source_program(stock: Stock, given: Program | None) -> Program:
 
 
 def _kept(stock: Stock) -> Program:
-    return read_text(stock.lay, f"the program of step {stock.step}")
+    program = read_text(stock.lay, f"the program of step {stock.step}")
+    mesh = program.resolve().mesh
+    if mesh is not None and mesh.world > stock.world:
+        # Whoever wrote it was one of these ranks; more of them are only work to count.
+        raise MismatchError(
+            "the kept program is for more ranks than wrote the checkpoint",
+            kind="lay-kept",
+            where=f"the program of step {stock.step}",
+            wanted=f"at most {stock.world} ranks",
+            found=f"{mesh.world}",
+            hint="say the layout yourself: --from LAYOUT",
+        )
+    return program
 
 
 def prepare(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ckptd.errors import UsageError
 from ckptd.layout.lay.equation import Equation, Resolved
 from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.modifiers import On, Quantized
@@ -22,6 +23,7 @@ from ckptd.layout.lay.pattern import found_regex
 __all__ = ["Match", "Matcher", "Templates", "Undressed", "alike", "holds", "stored_name"]
 
 _NUMBERS = re.compile("[0-9]+")
+_MAX_COMPARED = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Matcher:
         self._extents = resolved.mesh.extents if resolved.mesh else {}
         self._candidates: dict[str, list[int]] = {}
         self._indexed: list[int] = []
+        self._left = _MAX_COMPARED
         self._plain: dict[str, list[int]] = {}
         for k, pattern in enumerate(self._patterns):
             if pattern.text is None:
@@ -173,6 +176,11 @@ class Matcher:
         shape = _NUMBERS.sub("0", name)
         found = self._candidates.get(shape)
         if found is None:
+            self._left -= len(self._indexed)
+            if self._left < 0:
+                raise UsageError(
+                    f"more than {_MAX_COMPARED} names and rules to compare", kind="lay-rule"
+                )
             found = [k for k in self._indexed if self._patterns[k].alike.fullmatch(shape)]
             self._candidates[shape] = found
         exact = self._plain.get(name)

@@ -12,6 +12,7 @@ from ckptd.layout.lay.equation import Tags
 __all__ = ["Leaf", "Path", "paths"]
 
 _MAX_PATHS = 4096
+_MAX_LEAVES = 262_144
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ def _paths(dim: Dim, k: int) -> list[Path]:
 
 
 def _both(left: list[Path], right: list[Path]) -> list[Path]:
-    if len(left) * len(right) > _MAX_PATHS:
+    ways = len(left) * len(right)
+    longest = max((len(p.leaves) for p in (*left[:1], *right[:1])), default=0)
+    if ways > _MAX_PATHS or ways * longest > _MAX_LEAVES:
         raise UsageError(
             f"more than {_MAX_PATHS} ways through the sums of one rule", kind="lay-rule"
         )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ckptd.errors import UsageError
 from ckptd.layout.lay.program import Layout, Rule, Statement, Use
 
 __all__ = ["is_recipe", "with_recipes"]
+
+_MAX_MORE = 4096
 
 
 def is_recipe(layout: Layout) -> bool:
@@ -35,4 +38,9 @@ def with_recipes(layout: Layout, find: Callable[[Use], Layout]) -> Layout:
             statements += used.statements
         else:
             statements.append(statement)
+        if len(statements) > len(layout.statements) + _MAX_MORE:
+            raise UsageError(
+                f"layout {layout.name} has more than {_MAX_MORE} statements by recipes",
+                kind="lay-rule",
+            )
     return replace(layout, statements=tuple(statements))

@@ -23,6 +23,8 @@ __all__ = ["Draft", "Drafts", "draft", "has_globs", "is_drop"]
 _MAX_DEPTH = 16
 _MAX_WAYS = 64
 _MAX_HEIGHT = 64
+_MAX_RULES = 16_384
+_MAX_PAIRS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,11 @@ class Drafts:
 
 
 def draft(
-    source: Source, name: str, at: Position = NOWHERE, inside: tuple[str, ...] = ()
+    source: Source,
+    name: str,
+    at: Position = NOWHERE,
+    inside: tuple[str, ...] = (),
+    known: dict[str, Drafts] | None = None,
 ) -> Drafts:
     """Return the rules of a layout.
 
@@ -85,17 +91,35 @@ def draft(
     """
     if name in inside or len(inside) == _MAX_DEPTH:
         raise UsageError(f"layout {name} uses itself", kind="lay-rule", where=_place(at))
+    # Layouts that several others use are looked up once: each of them may use another one twice.
+    known = {} if known is None else known
+    found = known.get(name)
+    if found is None:
+        found = known[name] = _drafted(source, name, at, inside, known)
+    return found
+
+
+def _drafted(
+    source: Source, name: str, at: Position, inside: tuple[str, ...], known: dict[str, Drafts]
+) -> Drafts:
     layout, file = source.layout(name, at)
     layout = with_recipes(layout, lambda use: source.layout(use.name, use.at)[0])
     lets = Lets.of(source.lets_of(file), source.own_lets())
     out = Drafts(layout, spaces=[layout.space])
-    imported = _imported(source, out, (*inside, name))
+    imported = _imported(source, out, (*inside, name), known)
     own = [d for s in layout.statements if isinstance(s, Rule) for d in _own(s, lets, out)]
     left = _override(out, own, imported)
     defaults = [s for s in layout.statements if isinstance(s, Default)]
     out.rules += _wrapped(out, left, [_with_lets(d, lets) for d in defaults])
     own_stored = [s for s in layout.statements if isinstance(s, Stored)]
     out.stored = own_stored[0] if own_stored else out.stored
+    # What several ways lead to is said once.
+    out.spaces = list(dict.fromkeys(out.spaces))
+    out.findings = list(dict.fromkeys(out.findings))
+    if len(out.rules) > _MAX_RULES:
+        raise UsageError(
+            f"layout {name} has more than {_MAX_RULES} rules", kind="lay-rule", where=_place(at)
+        )
     return out
 
 
@@ -104,16 +128,22 @@ def is_drop(rule: Draft) -> bool:
     return any(isinstance(m, Drop) for m in rule.modifiers)
 
 
-def _imported(source: Source, out: Drafts, inside: tuple[str, ...]) -> list[Draft]:
+def _imported(
+    source: Source, out: Drafts, inside: tuple[str, ...], known: dict[str, Drafts]
+) -> list[Draft]:
     """Return the rules of all layouts that a layout uses; the first of two alike counts."""
     rules: list[Draft] = []
+    used: set[str] = set()
     for use in out.layout.statements:
-        if not isinstance(use, Use):
+        if not isinstance(use, Use) or use.name in used:
             continue
-        found = draft(source, use.name, use.at, inside)
+        used.add(use.name)
+        found = draft(source, use.name, use.at, inside, known)
         out.spaces += found.spaces
         out.findings += found.findings
         out.stored = out.stored or found.stored
+        if len(used) * (len(rules) + len(found.rules)) > _MAX_PAIRS:
+            raise _too_much(out.layout.name, use.at)
         names = {encoded(rule.name) for rule in rules}
         rules += [
             replace(rule, level=rule.level + 1)
@@ -181,6 +211,8 @@ def _alternative(name: Name, k: int) -> Name:
 def _override(out: Drafts, own: Sequence[Draft], imported: Sequence[Draft]) -> list[Draft]:
     """Add a layout's own rules, with what they take over; return the imported rules left."""
     taken: dict[int, Draft] = {}
+    if len(own) * len(imported) > _MAX_PAIRS:
+        raise _too_much(out.layout.name, out.layout.at)
     for rule in own:
         try:
             regex = rule_regex(rule.name)
@@ -207,6 +239,14 @@ def _override(out: Drafts, own: Sequence[Draft], imported: Sequence[Draft]) -> l
         elif not matches or is_drop(rule):
             out.rules.append(rule)
     return [rule for k, rule in enumerate(imported) if k not in taken]
+
+
+def _too_much(name: str, at: Position) -> UsageError:
+    return UsageError(
+        f"layout {name} overrides too many rules by too many: more than {_MAX_PAIRS} pairs",
+        kind="lay-rule",
+        where=_place(at),
+    )
 
 
 def _taken_over(rule: Draft, other: Draft, texts: tuple[str, ...]) -> Draft | Finding:

@@ -31,6 +31,8 @@ class Component:
 
 Components = tuple[Component, ...]
 
+_MAX_COMPARED = 2_000_000
+
 
 class Families:
     """All logical tensors, by name and by the ends of their names.
@@ -54,6 +56,7 @@ class Families:
         self.refined: set[str] = set()
         self._components: dict[str, Components] = {}
         self._by_last: dict[str, list[str]] = {}
+        self._left = _MAX_COMPARED
         for declared in space.families:
             components = _components(declared.name)
             indexes = [a for c in components for a in c.axes]
@@ -107,7 +110,13 @@ class Families:
             ``lay-rule``: there is none, or more than one.
         """
         wanted = (*_components(reference), *map(Component, tags))
+        whole = self.by_name.get(".".join(map(str, wanted)))
+        if whole is not None:
+            return whole
         last = self._by_last.get(wanted[-1].text, ()) if wanted else ()
+        self._left -= len(last)
+        if self._left < 0:
+            raise _wrong("too many tensors of the space end alike: write whole names")
         found = [n for n in last if _ends(self._components[n], wanted)]
         exact = [n for n in found if len(self._components[n]) == len(wanted)]
         close = [

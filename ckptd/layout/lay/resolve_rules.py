@@ -26,6 +26,9 @@ FOLLOWER = "lora_B"
 """What the tensors of a follower are called, behind the name of what they follow."""
 
 _WEIGHT = ".weight"
+_MAX_PAIRS = 10_000_000
+_MAX_EQUATIONS = 65_536
+_MAX_HOLDERS = 64
 
 
 class Rules:
@@ -48,7 +51,18 @@ class Rules:
         self._lets = lets
 
     def add(self, drafts: Sequence[Draft]) -> None:
-        """Look rules up, in order."""
+        """Look rules up, in order.
+
+        Raises
+        ------
+        UsageError
+            ``lay-rule``: aliases, followers or numbers ask each rule for too many others.
+        """
+        asking = sum(_waits(d) or any(isinstance(m, For) for m in d.modifiers) for d in drafts)
+        if asking * len(drafts) > _MAX_PAIRS:
+            raise _wrong(
+                f"aliases, followers and 'for' compare more than {_MAX_PAIRS} pairs of rules"
+            )
         found: list[list[Equation] | None] = [
             None if _waits(d) else self._tried(d, ()) for d in drafts
         ]
@@ -61,6 +75,8 @@ class Rules:
             if is_drop(rule):
                 self.drops.append((rule.name, len(self.equations)))
             for equation in group:
+                if len(self.equations) == _MAX_EQUATIONS:
+                    raise _wrong(f"the rules become more than {_MAX_EQUATIONS}")
                 self.equations.append(self._less(equation))
                 if equation.only:
                     self._some.append(equation)
@@ -86,7 +102,10 @@ class Rules:
                 for e in group
                 if any(_is_another(m) for m in e.modifiers)
                 or not all(
-                    any(level < rule.level and _in_place(o, e) for level, o in own[f.name])
+                    any(
+                        level < rule.level and _in_place(o, e)
+                        for level, o in own[f.name][:_MAX_HOLDERS]
+                    )
                     for f in e.families.values()
                 )
             ]

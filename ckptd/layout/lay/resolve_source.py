@@ -42,10 +42,15 @@ class Source:
         self._load = load
         self._own = list(files)
         self._shipped: dict[str, File] = {}
+        self._first: dict[tuple[type, str], tuple[Node, File]] = {}
+        for own in files:
+            for item in own.items:
+                if isinstance(item, Mesh | Space | Layout):
+                    self._first.setdefault((type(item), item.name), (item, own))
+        self._check_twice(Mesh)
+        self._check_twice(Space)
+        self._check_twice(Layout)
         for file in files:
-            self._check_twice(Mesh)
-            self._check_twice(Space)
-            self._check_twice(Layout)
             for use in _items((file,), Use):
                 self._fetch(use.name, use.at)
 
@@ -106,7 +111,10 @@ class Source:
         return list(_items((file,), Let))
 
     def _find(self, kind: type[_Named], name: str) -> tuple[_Named, File] | None:
-        for file in self.files:
+        first = self._first.get((kind, name))
+        if first is not None and isinstance(first[0], kind):
+            return first[0], first[1]
+        for file in self._shipped.values():
             for item in _items((file,), kind):
                 if item.name == name:
                     return item, file

@@ -35,6 +35,7 @@ from ckptd.types import ByteRange
 __all__ = ["NetOptions", "NetStore", "open_net"]
 
 _T = TypeVar("_T")
+_MOST_WHOLE = 1 << 30
 _LOST = frozenset({"link-lost", "link-busy", "link-protocol"})
 
 
@@ -148,7 +149,8 @@ class NetStore(Store):
         def act(link: Link) -> bytes:
             link.begin(request)
             size = link.expect(messages.Sized).size
-            if size < 0 or (end is not None and size != end - start):
+            # Without a range these are records and manifests: no claim is allocated beyond.
+            if not 0 <= size <= _MOST_WHOLE or (end is not None and size != end - start):
                 raise link.wire.fail("not the bytes that were asked for", kind="link-protocol")
             data = bytearray(size)
             link.receive_bytes(memoryview(data), sealed=True)

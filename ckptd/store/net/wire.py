@@ -39,6 +39,7 @@ _INT = struct.Struct("i")
 _MAC_BYTES = 16
 _NO_MAC = bytes(_MAC_BYTES)
 _ROOM_BYTES = 4 << 20
+_STEP_BYTES = 1 << 20
 _JOINED_BYTES = 1 << 16  # up to here one system call is worth a copy
 
 
@@ -157,8 +158,12 @@ class Wire:
         body_bytes, bulk_bytes, mac = _HEAD.unpack(head)
         if body_bytes > most_body or bulk_bytes > most_bulk:
             raise self.fail("a frame is too large", kind="link-protocol")
-        body = bytearray(body_bytes)
-        self._fill(memoryview(body), end)
+        body = bytearray()
+        while len(body) < body_bytes:
+            # As they come: what is announced, and never sent, takes no memory.
+            part = bytearray(min(_STEP_BYTES, body_bytes - len(body)))
+            self._fill(memoryview(part), end)
+            body += part
         if not hmac.compare_digest(mac, _mac(self._receive_key, self._received, bulk_bytes, body)):
             raise self.fail("a frame does not have the right MAC", kind="link-protocol")
         self._received += 1
