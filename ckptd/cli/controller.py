@@ -241,12 +241,16 @@ def _sizes(where: str, text: str) -> tuple[int, ...]:
 
 
 def _settings(assignments: tuple[str, ...]) -> ControllerSettings:
-    from ckptd.elastic.states import ControllerSettings
+    from ckptd.elastic.states import ControllerSettings, ExitCodes
 
     settings = ControllerSettings()
     known = {one.name: getattr(settings, one.name) for one in fields(settings)}
     for text in assignments:
         name, _, value = text.partition("=")
+        if name == "no_restart_on":
+            ExitCodes(value)
+            settings = replace(settings, no_restart_on=value)
+            continue
         try:
             whole = isinstance(known.get(name), int | None)
             number: float = int(value) if whole else float(value)

@@ -208,10 +208,15 @@ def _free_name(job: str, given: str) -> str:
 
 
 def _settings(
-    given: tuple[str, ...], level: int | None, max_restarts: int | None
+    given: tuple[str, ...], level: int | None, max_restarts: int | None, no_restart_on: str
 ) -> tuple[str, ...]:
+    from ckptd.elastic.states import ControllerSettings, ExitCodes
+
+    ExitCodes(no_restart_on)
     names = {text.partition("=")[0] for text in given}
-    more = {"levels": level, "max_restarts": max_restarts}
+    more: dict[str, int | str | None] = {"levels": level, "max_restarts": max_restarts}
+    if no_restart_on != ControllerSettings.no_restart_on:
+        more["no_restart_on"] = no_restart_on
     return given + tuple(
         f"{name}={value}" for name, value in more.items() if value is not None and name not in names
     )
@@ -230,7 +235,7 @@ def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     }
     for name, value in given.items():
         out += [name, str(value)] if value else []
-    for text in _settings(own.setting, own.level, options.max_restarts):
+    for text in _settings(own.setting, own.level, options.max_restarts, own.no_restart_on):
         out += ["--set", text]
     return out
 
@@ -268,10 +273,11 @@ class _Run:
 
     def run(self, mode: str, files: tuple[Path | None, str, str, str], grace_s: float) -> int:
         """Launch; return the exit code."""
-        from ckptd.cli.run_parts import need_secret
+        from ckptd.cli.run_parts import need_secret, need_torch
         from ckptd.cli.watch_parts import old_folders
         from ckptd.engine.agentlink import run_folder
 
+        need_torch()
         if self._o.endpoint:
             need_secret(self._o.endpoint, self._env)
         before = {number: signal.signal(number, self._signalled) for number in _signals()}

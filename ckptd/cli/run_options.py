@@ -61,7 +61,11 @@ class TorchrunOptions:
     ] = ""
     signals_to_handle: Annotated[str, Parameter(help="Taken, and of no effect.")] = ""
     shutdown_timeout: Annotated[
-        int, Parameter(help="Seconds that workers have when the launcher is told to end.")
+        int,
+        Parameter(
+            name=("--shutdown-timeout", "--grace"),
+            help="Seconds from SIGTERM, or SIGINT, until workers that run on are killed.",
+        ),
     ] = 30
 
 
@@ -112,6 +116,13 @@ class JobOptions:
             help="How deep recovery may go: 1 workers are started anew, 2 launchers, 3 the job."
         ),
     ] = None
+    no_restart_on: Annotated[
+        str,
+        Parameter(
+            help="Exit codes that end the job: 2,64-78. 'repeat' holds besides: a code that comes"
+            " twice from the same place before the first step; 'none' turns it off."
+        ),
+    ] = "repeat"
     setting: Annotated[
         tuple[str, ...],
         Parameter(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),

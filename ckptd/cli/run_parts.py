@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from ckptd.elastic.seat import stand_in_pause_s
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE
 
-__all__ = ["Steward", "Watch", "is_here", "loopback_of", "need_secret"]
+__all__ = ["Steward", "Watch", "is_here", "loopback_of", "need_secret", "need_torch"]
 
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _DIAL_S = 0.5
@@ -80,6 +81,28 @@ def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
             kind="no-secret",
             where=endpoint,
             hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
+        )
+
+
+def need_torch() -> None:
+    """Refuse to launch where PyTorch is not installed: it serves the store that ranks meet at.
+
+    Raises
+    ------
+    UsageError
+        kind ``missing-package``.
+    """
+    try:
+        found = find_spec("torch") is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise UsageError(
+            "ckptd run needs PyTorch",
+            kind="missing-package",
+            where=sys.executable,
+            wanted="torch, in the Python that runs ckptd",
+            hint="pip install 'ckptd[train]'",
         )
 
 

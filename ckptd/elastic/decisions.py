@@ -9,10 +9,20 @@ import msgspec
 
 from ckptd.elastic.ladder import DEEPEST, RELAUNCH, Ladder
 from ckptd.elastic.membership import Record, check_log, members_of
-from ckptd.elastic.messages import Abort, Action, Append, Fence, Relaunch, Save, Start, Tell
+from ckptd.elastic.messages import (
+    Abort,
+    Action,
+    Append,
+    Ended,
+    Fence,
+    Relaunch,
+    Save,
+    Start,
+    Tell,
+)
 from ckptd.elastic.policy import Choice, Job, choose
 from ckptd.elastic.roster import MOST_DOUBLED, Node, Roster
-from ckptd.elastic.states import ControllerSettings, Move, State
+from ckptd.elastic.states import ControllerSettings, ExitCodes, Move, State
 from ckptd.errors import RefusedError
 
 __all__ = ["ACTIVE", "CLEAN", "PAUSED_BEFORE", "Decisions"]
@@ -78,6 +88,11 @@ class Decisions:
         self._hurried = False
         """Whether those that did not come out are being killed."""
         self._code = 0
+        self._final = ExitCodes(self.settings.no_restart_on)
+        self._ends: dict[str, Ended] = {}
+        """What each member has told of its workers' ends in this generation."""
+        self._early: dict[tuple[int, str], set[str]] = {}
+        """Nodes whose program has ended before its first step, by code and place, since a step."""
         self._refused = ""
         self._changed = True
         """Whether a plan that was refused may succeed now: looking costs time."""
@@ -121,15 +136,68 @@ class Decisions:
             self._after_fence(now)
 
     def _fault(
-        self, node: str, reason: str, now: float, detect_s: float = 0.0, *, known: bool = True
+        self,
+        node: str,
+        reason: str,
+        now: float,
+        detect_s: float = 0.0,
+        *,
+        known: bool = True,
+        ended: Ended | None = None,
     ) -> None:
-        """Restart because something failed; `known` as for `Ladder.failed`."""
+        """Restart because something failed; `known` as for `Ladder.failed`.
+
+        Parameters
+        ----------
+        ended
+            How a program has ended, if that is what failed.
+        """
         mended = bool(node) and self._blame(node, now)
         self.ladder.failed(self.step, known=known, mended=mended)
         verdict = self.ladder.verdict(self._cheapest())
+        final = ""
+        if ended is not None:
+            final = self._is_final(ended, mended=mended and self._does_without(node, now))
         self._fence(reason, now, detect_s=detect_s)
-        if verdict:
+        if final:
+            self.reason = f"{reason}. {final}"
+            self._abort("exit-code", now)
+        elif verdict:
             self._abort(verdict, now)
+
+    def _does_without(self, node: str, now: float) -> bool:
+        """Whether nodes that are not left out are enough: else one that was is used again."""
+        slots = self.nodes.slots(now, self.record)
+        try:
+            choose(self.job, [slot for slot in slots if slot.node != node])
+        except RefusedError:
+            return False
+        return True
+
+    def _is_final(self, ended: Ended, *, mended: bool) -> str:
+        """Return why a program is not started again; empty if it is.
+
+        Parameters
+        ----------
+        mended
+            Whether others go on without its node: if that was the cause, they do not end so.
+        """
+        if ended.code in self._final:
+            return "This code is one of --no-restart-on"
+        # Python's code of any error says nothing without the place; a signal is not the program's.
+        says = ended.program and (ended.place or ended.code > 1)
+        if not says or not self._final.repeat:
+            return ""
+        if ended.stepped or self.state is State.RUNNING:
+            self._early.clear()
+            return ""
+        key = (ended.code, ended.place)
+        again = key in self._early
+        nodes = self._early.setdefault(key, set())
+        nodes.add(ended.node)
+        if again and (not mended or len(nodes) > 1):
+            return "The program ends with this code at the same place, before its first step"
+        return ""
 
     def _blame(self, node: str, now: float) -> bool:
         """Count a fault of a node; return whether it is left out because of it."""
@@ -240,6 +308,7 @@ class Decisions:
         )
         self.members = self.record.nodes
         self._done, self._loaded, self._each_step = set(), set(), False
+        self._ends = {}
         self._found = math.inf
         self._gathering, self._relaunch_until = False, -math.inf
         for name in sorted(self.members):
@@ -297,6 +366,7 @@ class Decisions:
         fruitless = f"{self.ladder.fruitless} generations in a row have committed no step; {last}"
         texts = {
             "stopped": f"stopped: {self.reason}",
+            "exit-code": f"{self.reason}: it is not started again",
             "no-nodes": f"no layout fits the nodes that are left; {self._refused}; {last}. Bring "
             "nodes back and start the job again: it goes on from its log",
             "no-progress": f"{fruitless}. Mend the cause and start the job again",
@@ -339,6 +409,11 @@ class Decisions:
 
     def _is_member(self, node: str) -> bool:
         return node in self.members
+
+    def _is_over(self, node: str) -> bool:
+        """Whether a member has told how all its workers of this generation ended."""
+        told = self._ends.get(node)
+        return told is not None and told.left == 0
 
     def _is_current(self, generation: int) -> bool:
         return (

@@ -69,7 +69,7 @@ class Hearing(Decisions):
             return
         if other and self._is_member(node.name):
             self._fault(node.name, f"{node.name} came back without its workers", now, silent)
-        elif self._is_member(node.name) and not node.running and node.name not in self._done:
+        elif self._is_member(node.name) and not node.running and not self._is_over(node.name):
             self._idle(node, self.record, now)
         else:
             node.idle_since = None
@@ -130,6 +130,7 @@ class Hearing(Decisions):
         """Blame a node that is gone for what failed elsewhere just before that was heard."""
         if self._accused is not None and self._accused[1] != culprit:
             self._accused = None
+            self._early.clear()  # what its loss explains, no program has said
             if self.state not in ACTIVE:
                 self._blame(culprit, now)
 
@@ -163,16 +164,39 @@ class Hearing(Decisions):
     def _ended(self, event: Ended, now: float) -> None:
         if not self._is_current(event.generation) or not self._is_member(event.node):
             return
-        self.nodes[event.node].running = 0
-        if event.code:
-            self._code = event.code
-            culprit = "" if self._excused(event, now) else event.node
-            self._fault(culprit, f"a worker on {event.node} ended with {event.code}", now)
-            return
-        self._done.add(event.node)
+        self._ends[event.node] = event
+        if not event.left:
+            self.nodes[event.node].running = 0
+            if not event.code:
+                self._done.add(event.node)
         if len(self._done) == len(self.members):
             self._become(State.DONE, "all workers have ended in good order", now)
             self._out.append(Finish())
+            return
+        failed = [end for end in self._ends.values() if end.code]
+        if failed:
+            self._look_at_failed(failed, event, now)
+
+    def _look_at_failed(self, failed: list[Ended], event: Ended, now: float) -> None:
+        """Restart because a worker has failed, unless all others are at their end.
+
+        Who has returned in good order takes part in no further step: nothing is won by starting
+        the rest once more. What the others still do is waited for.
+        """
+        first = failed[0]
+        self._code = first.code
+        what = f"a worker on {first.node} ended with {first.code}"
+        what += f": {first.text}" if first.text else ""
+        alone = len(failed) == 1 and first.bad == 1
+        if not alone or not any(end.well or not end.code for end in self._ends.values()):
+            culprit = "" if self._excused(first, now) else first.node
+            self._fault(culprit, what, now, ended=first)
+        elif any(end.left for end in self._ends.values()) or self._ends.keys() != self.members:
+            if event is first:
+                self._out.append(Tell(text=f"{what}. Others have ended well: the rest may end"))
+        else:
+            self.reason = f"{what}, when all others ended in good order"
+            self._abort("exit-code", now)
 
     def _excused(self, event: Ended, now: float) -> bool:
         """Return whether another node's loss, told later, may be why a worker failed.
@@ -223,6 +247,7 @@ class Hearing(Decisions):
         self._tells = True
         if event.step > self.step:
             self._each_step = event.step == self.step + 1
+            self._early.clear()
         # Also while it is fenced: the step is committed, and nothing takes it back.
         self.step = max(self.step, event.step)
         if self.state in (State.RESHARD, State.RESUME) and self._is_current(event.generation):

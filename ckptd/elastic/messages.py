@@ -130,19 +130,40 @@ class Broken(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Ended(Event, frozen=True, kw_only=True, tag=True):
-    """Workers of a node ended by themselves.
+    """Workers of a node ended by themselves; told again as more of them do.
 
     Attributes
     ----------
     node, generation
         Whose, and of which generation.
     code
-        0 if all returned in good order; of several failures, the first one's.
+        0 if all that have ended returned in good order; of several failures, the first one's.
+    left
+        Workers of the node that run on.
+    well, bad
+        How many have ended in good order, or are about to; and how many otherwise, if `code` is
+        not 0.
+    program
+        Whether it was the program that ended so, and no launcher that could not start it.
+    stepped
+        Whether one of them had made a step.
+    place
+        Where in its program the first one that failed did: equal for the same error at the same
+        line; empty where that is not known.
+    text
+        Why, for people; empty if there is nothing but the code.
     """
 
     node: str
     generation: _Count
     code: int
+    left: _Count = 0
+    well: _Count = 0
+    bad: _Count = 1
+    program: bool = False
+    stepped: bool = False
+    place: _Word = ""
+    text: Annotated[str, msgspec.Meta(max_length=2000)] = ""
 
 
 class Fenced(Event, frozen=True, kw_only=True, tag=True):
@@ -338,8 +359,9 @@ class Abort(Action, frozen=True, kw_only=True, tag=True):
     Attributes
     ----------
     kind
-        ``no-progress``, ``max-restarts``, ``no-nodes``, ``stopped``, or ``requeue``: the job is to
-        be submitted again, and goes on from its log.
+        ``exit-code``: its program says that starting it again is of no use; ``no-progress``,
+        ``max-restarts``, ``no-nodes``, ``stopped``, or ``requeue``: the job is to be submitted
+        again, and goes on from its log.
     text
         What happened, what was lost, what to do.
     code

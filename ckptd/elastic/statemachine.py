@@ -156,7 +156,7 @@ class StateMachine(Hearing):
 
     def _look_at_idle(self, node: Node, waited: float, now: float) -> None:
         running = self.state in ACTIVE and not self._settling
-        if not (running and self._is_member(node.name)) or node.name in self._done:
+        if not (running and self._is_member(node.name)) or self._is_over(node.name):
             node.idle_since = None
         elif waited >= self.settings.silent_s:
             node.idle_since = None
@@ -187,7 +187,7 @@ class StateMachine(Hearing):
     def _settle(self, now: float) -> None:
         """Find out whether the generation of the log's last record still runs."""
         here = [self.nodes[name] for name in sorted(self.members)]
-        missing = [n for n in here if n.running != self.generation and n.name not in self._done]
+        missing = [n for n in here if n.running != self.generation and not self._is_over(n.name)]
         all_heard = all(n.up for n in here)
         if all_heard and not missing:
             self._settling, self._loaded_at = False, now

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-__all__ = ["ControllerSettings", "Move", "State"]
+from ckptd.errors import UsageError
+
+__all__ = ["ControllerSettings", "ExitCodes", "Move", "State"]
 
 
 class State(enum.StrEnum):
@@ -68,6 +70,8 @@ class ControllerSettings:
         up.
     max_restarts
         Faults before the job is given up, whatever it commits between them; None for any number.
+    no_restart_on
+        What a program says by its exit code, see `ExitCodes`.
     flaps, flap_window_s, out_s
         A node that is at fault so often within the window is left out for `out_s`, and for twice
         as long each time that it comes back and is left out again.
@@ -89,9 +93,57 @@ class ControllerSettings:
     levels: int = 1
     cycles: int = 3
     max_restarts: int | None = None
+    no_restart_on: str = "repeat"
     flaps: int = 2
     flap_window_s: float = 600.0
     out_s: float = 3600.0
+
+
+class ExitCodes:
+    """Exit codes after which a job is not restarted.
+
+    Parameters
+    ----------
+    text
+        Codes and ranges with commas between them, such as ``2,64-78``; a signal's is 128 and its
+        number. ``repeat``: also a code that comes twice from the same place of a program before
+        its first step; that is so unless ``none`` is among them.
+
+    Attributes
+    ----------
+    repeat
+        Whether ``repeat`` holds.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``.
+    """
+
+    def __init__(self, text: str) -> None:
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        self.repeat = "none" not in words
+        self._ranges = [_codes(word, text) for word in words if word not in ("none", "repeat")]
+
+    def __contains__(self, code: int) -> bool:
+        """Whether it is named; a code below 0 is a signal's."""
+        shown = 128 - code if code < 0 else code
+        return any(low <= shown <= high for low, high in self._ranges)
+
+
+def _codes(word: str, text: str) -> tuple[int, int]:
+    low, dash, high = word.partition("-")
+    last = high if dash else low
+    numbers = all(part.isascii() and part.isdecimal() and len(part) < 4 for part in (low, last))
+    if numbers and 1 <= int(low) <= int(last) <= 255:
+        return int(low), int(last)
+    raise UsageError(
+        "these are no exit codes",
+        kind="bad-argument",
+        where="--no-restart-on",
+        wanted="codes from 1 to 255 and ranges, such as 2,64-78; repeat; or none",
+        found=text[:200],
+    )
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):

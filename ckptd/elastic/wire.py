@@ -74,8 +74,11 @@ EXIT_CODES = {"done": 0, "requeue": 75, "no-nodes": 76, "no-progress": 77, "stop
 
 
 def exit_code(kind: str, worker: int = 0) -> int:
-    """Return what a launcher ends with; of other kinds, the code of the worker that failed."""
-    return EXIT_CODES.get(kind, worker or 1)
+    """Return what a launcher ends with; of other kinds, the code of the worker that failed.
+
+    Of one that a signal has ended, 128 and the signal's number, as shells have it.
+    """
+    return EXIT_CODES.get(kind, 128 - worker if worker < 0 else worker or 1)
 
 
 # --- node to controller ---------------------------------------------------------------------------

@@ -94,6 +94,8 @@ def _guard() -> None:
     if os.environ.get("CKPTD_LEASE") and not _importing():
         try:
             importlib.import_module("ckptd.train.leaseguard").guard_steps()
+            if "ckptd.train.zygote_child" not in sys.modules:  # which sees to that itself
+                importlib.import_module("ckptd.elastic.lastwords").note_uncaught()
         except Exception as error:  # noqa: BLE001 - the launcher kills who is late, too
             _log.warning("steps are not guarded by the lease: %r", error, exc_info=error)
 

@@ -6,12 +6,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from ckptd.elastic.lastwords import note_step
 from ckptd.elastic.lease import Lease
 from ckptd.elastic.workerwire import LEASE_EXIT_CODE, LEASE_VARIABLE
 
-__all__ = ["BEFORE_STEP", "check_lease", "end_if_over", "guard_steps"]
+__all__ = ["BEFORE_STEP", "check_lease", "end_if_over", "guard_steps", "note_first_step"]
 
 _lease: Lease | None = None
 _installed = False
@@ -32,6 +36,17 @@ def guard_steps() -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
+        note_first_step()
+
+
+def note_first_step() -> None:
+    """Leave word for the launcher when an optimizer of this process has made its first step."""
+
+    def stepped(*_: Any) -> None:
+        handle.remove()
+        note_step()
+
+    handle = register_optimizer_step_post_hook(stepped)
 
 
 def check_lease() -> None:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ckptd.decoding import msgpack_decoder
+from ckptd.elastic.lastwords import first_to_say, note_end
 from ckptd.elastic.launchers.zygotewire import Fork
 from ckptd.elastic.workerwire import LEASE_VARIABLE
 
@@ -70,7 +71,8 @@ def become(order: Fork, given: int, commands: bool) -> Callable[[], None]:
     _as_new(environ)
     _watch(environ)
     _guard(environ.get(LEASE_VARIABLE))
-    return partial(run_program, order.argv, module=order.mode == "module")
+    module, once = order.mode == "module", not order.stderr
+    return partial(run_program, order.argv, module=module, once=once)
 
 
 def _redirect(order: Fork) -> None:
@@ -179,8 +181,9 @@ def _guard(lease: str | None) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         from ckptd.elastic.lease import Lease
-        from ckptd.train.leaseguard import end_if_over
+        from ckptd.train.leaseguard import end_if_over, note_first_step
 
+        note_first_step()
         mine = Lease(lease)
         register_optimizer_step_pre_hook(lambda *_: end_if_over(mine))
 
@@ -206,13 +209,15 @@ def _set_blas_threads(environ: Mapping[str, str]) -> None:
 # --- the program ----------------------------------------------------------------------------------
 
 
-def run_program(argv: Sequence[str], *, module: bool) -> None:
+def run_program(argv: Sequence[str], *, module: bool, once: bool = False) -> None:
     """Run a program as ``python -u [-m] ARGV...`` would; its end is that of this process.
 
     Parameters
     ----------
     argv
         Its file, or name with `module`, and its arguments.
+    once
+        Whether other ranks write to the same place: an error that all have is shown once then.
     """
     # What the zygote was started by has put one entry at the end, from where ckptd came.
     sys.orig_argv = [sys.executable, "-u", *(["-m"] if module else []), *argv]
@@ -229,10 +234,12 @@ def run_program(argv: Sequence[str], *, module: bool) -> None:
         else:
             _set_first(os.path.dirname(os.path.realpath(argv[0])))
             exec(_code(argv[0], main.__dict__), main.__dict__)
-    except SystemExit:
+        note_end(None)
+    except SystemExit as error:
+        note_end(_ours_removed(error))
         raise
     except BaseException as error:  # noqa: BLE001 - as the interpreter does
-        _tell_uncaught(error)
+        _tell_uncaught(error, once=once)
         if isinstance(error, KeyboardInterrupt):
             _end_by_interrupt()
         sys.exit(1)
@@ -271,13 +278,22 @@ def _code(script: str, into: dict[str, Any]) -> types.CodeType:
     return compile(source, path, "exec", dont_inherit=True)
 
 
-def _tell_uncaught(error: BaseException) -> None:
-    """Show an error with the frames of the program, and none of ours."""
+def _ours_removed(error: BaseException) -> BaseException:
+    """Return the error with the frames of the program, and none of ours."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    error = error.with_traceback(trace)
+    return error.with_traceback(trace)
+
+
+def _tell_uncaught(error: BaseException, *, once: bool) -> None:
+    error = _ours_removed(error)
+    trace = error.__traceback__
+    note_end(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    usual = once and sys.excepthook is sys.__excepthook__
+    if usual and not first_to_say("".join(traceback.format_exception(error))):
+        return
     try:
         sys.excepthook(type(error), error, trace)
     except Exception:  # noqa: BLE001 - somebody else's hook; the interpreter shows both as well

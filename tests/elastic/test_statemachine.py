@@ -31,6 +31,8 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.policy import Job, Shape
 from ckptd.elastic.statemachine import State
+from ckptd.elastic.states import ExitCodes
+from ckptd.errors import UsageError
 from tests.elastic.driven import Driver, none, one, restart, with_sessions
 
 
@@ -578,3 +580,112 @@ def test_a_member_that_runs_nothing_and_does_not_say_why_is_a_fault(driver: Driv
 
 
 # What the simulations found; each was mended.
+
+
+def says(node: str, code: int, place: str = "here", **more: object) -> Ended:
+    """A program of one rank has ended before its first step."""
+    fields = {"generation": 0, "program": True, "place": place} | more
+    return Ended(node=node, code=code, **fields)  # type: ignore[arg-type]
+
+
+def fails(driver: Driver, node: str, code: int, **more: object) -> list[Action]:
+    """Let it end so in the generation that runs; return what follows, a restart included."""
+    event = says(node, code, generation=driver.machine.generation, **more)  # type: ignore[arg-type]
+    out = list(driver.hear(event))
+    if driver.machine.state is not State.ABORTED:
+        out += restart(driver, *"abc")
+    return out
+
+
+def begun(**settings: object) -> Driver:
+    """Return three nodes whose generation has made no step yet."""
+    driver = Driver(gather_s=1.0, patience_s=1.0, **settings)  # type: ignore[arg-type]
+    driver.up(*"abc")
+    assert driver.machine.generation == 1
+    return driver
+
+
+def test_a_code_from_the_same_place_on_two_nodes_ends_the_job() -> None:
+    driver = begun()
+    assert none(fails(driver, "a", 7), Abort)
+    abort = one(fails(driver, "b", 7), Abort)
+    assert (abort.kind, abort.code) == ("exit-code", 7)
+
+
+@pytest.mark.parametrize(
+    ("node", "code", "more"),
+    [
+        ("b", 8, {}),
+        ("b", 7, {"place": "elsewhere"}),
+        ("b", 7, {"stepped": True}),
+        ("b", 7, {"program": False}),
+        ("b", -9, {"place": ""}),
+    ],
+)
+def test_what_is_not_the_same_end_again_is_restarted(
+    node: str, code: int, more: dict[str, object]
+) -> None:
+    driver = begun()
+    fails(driver, "a", 7)
+    assert none(fails(driver, node, code, **more), Abort)
+
+
+def test_pythons_own_code_says_nothing_without_the_place() -> None:
+    driver = begun()
+    fails(driver, "a", 1, place="")
+    assert none(fails(driver, "b", 1, place=""), Abort)
+
+
+def test_a_node_alone_with_its_end_is_left_out_and_the_job_goes_on() -> None:
+    driver = begun()
+    for _ in range(2):
+        assert none(fails(driver, "b", 7), Abort)
+    assert driver.machine.members == {"a", "c"}
+
+
+def test_a_loss_that_explains_an_end_makes_it_no_saying() -> None:
+    driver = begun()
+    driver.hear(says("a", 7, generation=driver.machine.generation))
+    driver.hear(Lost(node="c"))
+    restart(driver, *"ab")
+    event = says("b", 7, generation=driver.machine.generation)
+    assert none(driver.hear(event), Abort)
+
+
+def test_named_codes_end_the_job_whenever_they_come() -> None:
+    driver = begun(no_restart_on="3,64-78")
+    driver.hear(Progress(generation=1, step=1))
+    abort = one(fails(driver, "a", 70, stepped=True), Abort)
+    assert (abort.kind, abort.code) == ("exit-code", 70)
+
+
+def test_who_fails_after_others_have_ended_well_restarts_nothing(driver: Driver) -> None:
+    generation = driver.machine.generation
+    driver.hear(Ended(node="a", generation=generation, code=0))
+    assert none(driver.hear(Ended(node="b", generation=generation, code=-9)), Fence)
+    assert none(driver.pass_time(20, *"abc"), Fence)
+    abort = one(driver.hear(Ended(node="c", generation=generation, code=0)), Abort)
+    assert (abort.kind, abort.code) == ("exit-code", -9)
+
+
+def test_a_second_failure_after_others_have_ended_well_restarts(driver: Driver) -> None:
+    generation = driver.machine.generation
+    driver.hear(Ended(node="a", generation=generation, code=0))
+    driver.hear(Ended(node="b", generation=generation, code=-9))
+    assert one(driver.hear(Ended(node="c", generation=generation, code=1)), Fence)
+
+
+@pytest.mark.parametrize("bad", ["0", "256", "7-3", "a", "1,,x", "-1", "9" * 30])
+def test_what_is_no_exit_code_is_refused(bad: str) -> None:
+    with pytest.raises(UsageError):
+        ExitCodes(bad)
+
+
+def test_exit_codes_are_read() -> None:
+    codes = ExitCodes("2, 64-78,139,none")
+    assert [code in codes for code in (1, 2, 63, 64, 78, 79, -11, -9)] == [
+        *(False, True, False, True, True, False, True, False)
+    ]
+    assert not codes.repeat
+    assert ExitCodes("repeat").repeat
+    assert ExitCodes("").repeat

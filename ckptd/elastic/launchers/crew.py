@@ -89,6 +89,8 @@ class Crew:
         has died.
     say
         Tells people.
+    useless
+        Is called with the reason if no worker can ever be started here.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class Crew:
         changed: Callable[[Worker], None],
         hosting: Callable[[int, str, int], None],
         say: Callable[[str], None],
+        useless: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._useless = useless
         self.workers = Workers()
         self._program, self._output, self._selector = program, output, selector
         self._changed, self._hosting, self._say = changed, hosting, say
@@ -237,7 +241,9 @@ class Crew:
     def _heard(self, message: FromZygote) -> None:
         if isinstance(message, Ready):
             self._unready_since = None
-            if message.unsafe and not self._program.plain:
+            if message.broken:
+                self._useless(message.broken)
+            elif message.unsafe and not self._program.plain:
                 self._say(f"{message.unsafe}: workers are started as commands, which takes longer")
         elif isinstance(message, Forked):
             self._forked(message)

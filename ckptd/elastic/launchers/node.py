@@ -19,7 +19,9 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.elastic.lastwords import FOLDER, LastWords, last_words_of
 from ckptd.elastic.launchers.crew import Crew, Program
+from ckptd.elastic.launchers.memory import MemoryWatch
 from ckptd.elastic.launchers.output import Output, error_of
 from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
@@ -70,9 +72,13 @@ _TURN_S = 0.1
 _SILENT_S = 3.0
 _FIRST_SILENT_S = 15.0
 """While none was heard of: this launcher, or another one, may be about to start it."""
-_SAVED_S = 3.0
-"""After which nothing is waited for any more that was to follow from a last save."""
+_ENDING_S = 0.2
+"""For so long after a worker failed others may be about to end in good order: it is waited for
+them, unless another one fails."""
+_LOOK_S = 1.0
+"""Between two looks at the memory of workers."""
 _DEAD_S = 5.0
+_MOST_TEXT = 1000
 _FORGET_S = 2.0
 NO_ORDER = 1 << 20
 """Of a node that no generation has begun on."""
@@ -100,7 +106,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     interrupt_s
         After which a session that does not leave its generation is killed.
     grace_s
-        After which workers are killed that were told to end.
+        After which workers are killed that were told to end, by SIGTERM or what the launcher got.
     """
 
     job: str
@@ -175,8 +181,14 @@ class NodeLauncher:
         self._begin: Begin | None = None
         self._began_at = 0.0
         self._started = 0
-        self._ended_of = 0
-        """Generation of which the end was told."""
+        self._ends: list[_End] = []
+        """Of workers of the running generation that have ended by themselves."""
+        self._told: Ended | None = None
+        """What was told of them last."""
+        self._ends_folder = folder / FOLDER
+        self._ends_folder.mkdir(mode=0o700, exist_ok=True)
+        self._memory = MemoryWatch()
+        self._looked = 0.0
         self._loaded_of = 0
         self._marks: dict[str, float] = {}
         self._lease_until = 0.0
@@ -188,7 +200,15 @@ class NodeLauncher:
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
         self._lease = LeaseFile(folder / "lease")
-        self._crew = Crew(program, output, self._selector, self._worker_changed, self._hosting, say)
+        self._crew = Crew(
+            program,
+            output,
+            self._selector,
+            self._worker_changed,
+            self._hosting,
+            say,
+            self._cannot_start,
+        )
         self._end_of_workers = LauncherEnd(folder / "launcher.sock", self._heard, self._known)
         self._up = self._state()
         self._link = NodeLink(
@@ -273,6 +293,11 @@ class NodeLauncher:
                 worker.kill()
         if self._leaving and (now >= self._leave_by or not self._crew.workers.live()):
             self._left()
+        self._tell_ends(now)
+        if now - self._looked >= _LOOK_S:
+            self._looked = now
+            for worker in self._crew.workers.live(lambda w: w.pid > 0):
+                self._memory.look(worker.pid)
         self._look_at_refusal()
         silent = self._link.silent_s > (_SILENT_S if self._link.met else _FIRST_SILENT_S)
         if silent != self._silent:
@@ -329,11 +354,8 @@ class NodeLauncher:
         if known:
             return
         self._say("the lease is over, nothing was heard of the controller: workers are killed")
-        if self._running and self._ended_of < self._running:
-            self._ended_of = self._running
-            self._link.tell(
-                Ended(node=self._s.node, generation=self._running, code=LEASE_EXIT_CODE)
-            )
+        if self._running and self._told is None:
+            self._tell_end(Ended(node=self._s.node, generation=self._running, code=LEASE_EXIT_CODE))
         self._settle()
 
     # --- what the controller orders ---------------------------------------------------------------
@@ -415,6 +437,7 @@ class NodeLauncher:
 
     def _start(self, begin: Begin) -> None:
         self._started = self._running = begin.generation
+        self._ends, self._told = [], None
         where = f"{_count(begin.world, 'rank')} on {_count(begin.nodes, 'node')} ({begin.shape})"
         step = f" from step {begin.step}" if begin.step else ""
         self._say(f"generation {begin.generation}: {where}{step}; {begin.reason}")
@@ -439,21 +462,77 @@ class NodeLauncher:
     # --- what workers do --------------------------------------------------------------------------
 
     def _worker_changed(self, worker: Worker) -> None:
-        if worker.code is not None and not worker.killed and not worker.out:
-            self._ended(worker, worker.code)
+        if worker.code is not None:
+            self._gone(worker, worker.code)
         self._settle_marks()
         self._settle()
 
-    def _ended(self, worker: Worker, code: int) -> None:
-        """A worker has ended by itself."""
-        if worker.generation != self._running or self._ended_of >= self._running:
+    def _gone(self, worker: Worker, code: int) -> None:
+        """A worker has ended, perhaps by itself."""
+        words, stepped = last_words_of(self._ends_folder, worker.pid, forget=True)
+        by_itself = not worker.killed and not worker.out
+        memory = ""
+        if by_itself and code == -signal.SIGKILL:
+            memory = self._memory.killed(worker.pid)
+        self._memory.forget(worker.pid)
+        if not by_itself or worker.generation != self._started or self._told_of_lease:
             return
-        if code:
-            self._say(_death(worker, code))
-        elif any(map(self._is_current, self._crew.workers)):
-            return  # it runs, or nobody has told yet with what it has ended
-        self._ended_of = self._running
-        self._link.tell(Ended(node=self._s.node, generation=self._running, code=code))
+        # What was left before is not of this end: somebody else has ended it since.
+        words = words if words is not None and words.code == code else None
+        end = _End(worker, code, stepped or "stepped" in worker.marks, words, memory)
+        if code and not any(other.code for other in self._ends):
+            self._say(end.told)
+        self._ends.append(end)
+        self._tell_ends(time.monotonic())
+
+    @property
+    def _told_of_lease(self) -> bool:
+        return self._told is not None and self._told.code == LEASE_EXIT_CODE
+
+    def _tell_ends(self, now: float) -> None:
+        """Tell how workers of the generation have ended, once it is known whether others follow."""
+        begin = self._begin
+        generation = self._started
+        # It may run none any more: what is told last is how the last of them has ended.
+        over = self._told_of_lease or self._fenced >= generation
+        if not self._ends or begin is None or over:
+            return
+        going = [w for w in self._crew.workers if w.generation == generation and w.code is None]
+        ending = sum(self._is_ending(w) for w in going)
+        failed = [end for end in self._ends if end.code]
+        well = len(self._ends) - len(failed) + ending
+        if len(failed) == 1 and not well:
+            all_here = len(begin.seats) == begin.world and not going
+            if not all_here and now - failed[0].at < _ENDING_S:
+                return
+        first = failed[0] if failed else None
+        self._tell_end(
+            Ended(
+                node=self._s.node,
+                generation=generation,
+                code=first.code if first is not None else 0,
+                left=len(going),
+                well=well,
+                bad=len(failed),
+                program=first is not None and first.worker.pid > 0,
+                stepped=any(end.stepped for end in self._ends),
+                place=first.place if first is not None else "",
+                text=first.text if first is not None else "",
+            )
+        )
+
+    def _tell_end(self, ended: Ended) -> None:
+        if ended != self._told:
+            self._told = ended
+            self._link.tell(ended)
+
+    def _is_ending(self, worker: Worker) -> bool:
+        words, _ = last_words_of(self._ends_folder, worker.pid)
+        return words is not None and words.code == 0
+
+    def _cannot_start(self, reason: str) -> None:
+        """No rank can ever run here."""
+        self._ending = Ending("missing-package", reason, 2)
 
     def _known(self, pid: int) -> bool:
         return self._crew.workers.of_session(pid) is not None
@@ -502,9 +581,9 @@ class NodeLauncher:
         elif isinstance(message, SavedNow):
             self._link.tell(Saved(generation=generation, step=message.step))
             if self._leaving:
-                # Where others go on without this node, it is fenced now; else there is no use in
-                # waiting for that.
-                self._leave_by = min(self._leave_by, time.monotonic() + _SAVED_S)
+                # Where others go on without this node, it is fenced now; else its workers have the
+                # rest of their time.
+                self._tell_to_end(signal.SIGTERM)
         elif isinstance(message, BrokenNow):
             self._link.tell(Broken(node=node, generation=generation, reason=message.reason))
 
@@ -531,15 +610,19 @@ class NodeLauncher:
             return
         self._leaving = number
         self._leave_by = time.monotonic() + self._s.grace_s
-        if any(w.end is not None for w in live) and not self._silent:
+        ordered = number is not signal.SIGINT  # with Ctrl-C a person speaks to the program itself
+        if ordered and any(w.end is not None for w in live) and not self._silent:
             # They save first, and the others go on without this node.
             self._say(f"{number.name}: this node leaves; once more ends it at once")
             notice = Notice(node=self._s.node, seconds=self._s.grace_s, reason=number.name)
             self._link.tell(notice)
         else:
             self._say(f"{number.name}: workers are told to end; once more ends them at once")
-            for worker in live:
-                worker.tell_to_end()
+            self._tell_to_end(signal.SIGTERM if ordered else number)
+
+    def _tell_to_end(self, number: signal.Signals) -> None:
+        for worker in self._crew.workers.live(lambda w: not w.killed):
+            worker.tell_to_end(number)
 
     def _left(self) -> None:
         number = self._leaving or signal.SIGTERM
@@ -579,12 +662,32 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _death(worker: Worker, code: int) -> str:
-    how = f"exit code {code}"
-    if code < 0:
-        with suppress(ValueError):
-            how = signal.Signals(-code).name
-    said = error_of(worker.error_file)
-    return f"rank {worker.seat.rank} (process {worker.pid}) has ended: {how}" + (
-        f": {said}" if said else ""
-    )
+class _End:
+    """How a worker has ended by itself.
+
+    Attributes
+    ----------
+    worker, code, stepped
+        Whose, with what, and whether it had made a step.
+    at
+        When, in seconds of ``time.monotonic``.
+    place, text
+        See `Ended`.
+    told
+        The same in a sentence.
+    """
+
+    def __init__(
+        self, worker: Worker, code: int, stepped: bool, words: LastWords | None, memory: str
+    ) -> None:
+        self.worker, self.code, self.stepped = worker, code, stepped
+        self.at = time.monotonic()
+        self.place = words.place if words is not None else ""
+        how = f"exit code {code}"
+        if code < 0:
+            with suppress(ValueError):
+                how = signal.Signals(-code).name
+        said = memory or error_of(worker.error_file) or (words.text if words is not None else "")
+        rank = f"rank {worker.seat.rank}"
+        self.text = f"{rank}: {said}"[:_MOST_TEXT] if said else rank
+        self.told = f"{rank} (process {worker.pid}) has ended: {how}{said and ': '}{said}"

@@ -12,11 +12,11 @@ from contextlib import suppress
 
 import msgspec
 
-from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, ToZygote
+from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, Ready, ToZygote
 from ckptd.engine.channel import SocketChannel
 from ckptd.errors import WorkerError
 
-__all__ = ["Spawner"]
+__all__ = ["Spawner", "tell_broken"]
 
 _READ_S = 1e-4
 _END_S = 5.0
@@ -25,7 +25,12 @@ _CODE = """\
 import sys
 if sys.path and not sys.path[0]:
     sys.path.append(sys.path.pop(0))
-from ckptd.train.zygote import main
+try:
+    from ckptd.train.zygote import main
+except ImportError as error:
+    from ckptd.elastic.launchers.spawn import tell_broken
+    tell_broken(int(sys.argv[1]), error)
+    sys.exit(1)
 rest = main(sys.argv[1:])
 if sys.path and not sys.path[-1]:
     sys.path.pop()
@@ -128,6 +133,13 @@ class Spawner:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+def tell_broken(fd: int, error: ImportError) -> None:
+    """Tell the launcher, in the zygote's place, that there can be none."""
+    with socket.socket(fileno=fd) as sock:
+        broken = f"PyTorch cannot be imported: {type(error).__name__}: {error}"
+        SocketChannel(sock, ToZygote).send(Ready(broken=broken[:_MOST_SHOWN]))
 
 
 def _beginning(words: Sequence[str]) -> list[str]:

@@ -343,7 +343,7 @@ class TorchrunNode:
         with self._news:
             if code == UNKNOWN_CODE or self._inside or self._is_over():
                 return
-            self._tell_ended(code)
+            self._tell_ended(code, program=True)
         # The agent will end the others, but with a patience of 30 s.
         self.workers.kill(0.0)
 
@@ -354,11 +354,19 @@ class TorchrunNode:
             if not self._inside and not self._is_over():
                 self._tell_ended(0)
 
-    def _tell_ended(self, code: int) -> None:
+    def _tell_ended(self, code: int, *, program: bool = False) -> None:
         """Say how the workers of the joined generation have ended, unless that was said."""
         if self._code is None:
             self._code = code
-            self._tell(Ended(node=self.name, generation=self._joined, code=code))
+            self._tell(
+                Ended(
+                    node=self.name,
+                    generation=self._joined,
+                    code=code,
+                    program=program,
+                    stepped=self.reports.stepped,
+                )
+            )
 
     def _is_over(self) -> bool:
         stopped = self._bye is not None and self._bye.kind != "done"

@@ -64,6 +64,11 @@ class Reports:
             self._marks, self._marked, self._loaded = {}, {}, {}
             self._ends.clear()
 
+    @property
+    def stepped(self) -> bool:
+        """Whether a worker of this generation has told of a step."""
+        return "stepped" in self._marked
+
     def spawned(self, workers: int) -> None:
         """All `workers` of the generation have been started."""
         with self._lock:

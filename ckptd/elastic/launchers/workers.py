@@ -103,12 +103,12 @@ class Worker:
             self.dead = self.dead or self.pid == 0
         self.signal(signal.SIGKILL)
 
-    def tell_to_end(self) -> None:
+    def tell_to_end(self, number: signal.Signals) -> None:
         """Let it end in its own way, if it has begun; what it ends with is our doing."""
         if self.gate >= 0:
             self.kill()
         self.killed = True
-        self.signal(signal.SIGTERM)
+        self.signal(number)
 
     def signal(self, number: signal.Signals) -> None:
         """Signal its group, and itself where it leads none yet."""

@@ -52,9 +52,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     ----------
     unsafe
         Why it cannot be forked from, and runs commands instead; empty if it can.
+    broken
+        Why it is of no use at all: PyTorch, which serves the job store, cannot be imported.
     """
 
     unsafe: str = ""
+    broken: str = ""
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):

@@ -81,9 +81,9 @@ class Alone:
         return list(self.crew.workers)
 
     def codes(self) -> list[int]:
-        """Codes of ends that were told."""
+        """Codes of ends that were told, once no worker is left."""
         said = [one.event for one in self.link._kept.values() if isinstance(one, Said)]
-        return [event.code for event in said if isinstance(event, Ended)]
+        return [event.code for event in said if isinstance(event, Ended) and not event.left]
 
     def close(self) -> None:
         if not self.closed:

@@ -133,7 +133,7 @@ def test_how_workers_end_is_said_once(node: TorchrunNode, link: _Link) -> None:
     worker = _worker()
     assert not node.changed()
     worker.kill()
-    ended = Ended(node="n", generation=1, code=-9)
+    ended = Ended(node="n", generation=1, code=-9, program=True)
     _until(lambda: link.has(ended))
     worker.wait(_DEADLINE_S)
     node.take(FenceNow(generation=2))

@@ -1,0 +1,168 @@
+"""Whether a worker was killed for want of memory, by what the kernel counts and logs.
+
+Nobody asks before it kills, and a process that gets SIGKILL cannot say why. The kernel counts such
+kills, for each control group and for the machine, and logs whom it chose; how much memory a worker
+held is looked at while it lives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["MemoryWatch"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_LOG_BYTES = 8192
+_MOST_LINES = 20_000
+_KILLED = re.compile(r"Killed process (\d+) \((.*?)\).*?anon-rss:(\d+)kB")
+_UNLIMITED = 1 << 60
+_NEW_S = 30.0
+
+
+class MemoryWatch:
+    """Looks at the memory of processes of this machine, and at kills for want of it.
+
+    Parameters
+    ----------
+    groups
+        Where control groups are mounted; in tests another folder.
+    """
+
+    def __init__(self, groups: Path = _CGROUPS) -> None:
+        self._folders = _folders(groups)
+        self._kills = self._count()
+        self._held: dict[int, int] = {}
+        """Most bytes that each process was seen to hold."""
+
+    def look(self, pid: int) -> None:
+        """Note how much a process holds now; of no effect once it has ended."""
+        with suppress(OSError, ValueError, IndexError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    self._held[pid] = int(line.split()[1]) << 10
+
+    def forget(self, pid: int) -> None:
+        """Forget a process that has ended."""
+        self._held.pop(pid, None)
+
+    def killed(self, pid: int) -> str:
+        """Return why a process got SIGKILL, as far as memory tells; a few words for people.
+
+        To be called once for each such death, soon after it.
+        """
+        before, self._kills = self._kills, self._count()
+        more = [now > was for was, now in zip(before, self._kills, strict=True)]
+        facts, logged = self._facts(pid), _logged(pid)
+        if logged or any(more[:-1]):
+            words = [text for text in (logged, facts) if text]
+            return f"out of memory (OOM), the kernel has killed it: {', '.join(words)}"
+        if more[-1]:
+            return (
+                "most likely out of memory (OOM): the kernel has just killed a process of this "
+                f"machine for that: {facts}"
+            )
+        return f"sent by somebody; the kernel counts no kill for want of memory: {facts}"
+
+    def _count(self) -> list[int]:
+        """Return the kills that were counted, for each control group that is known and for all."""
+        files = ("memory.events", "memory.oom_control")  # of the second version, and of the first
+        out = [max(_field(folder / name, "oom_kill") for name in files) for folder in self._folders]
+        # Of the whole machine: the only one that is counted where a group has no limit.
+        return [*out, _field(Path("/proc/vmstat"), "oom_kill")]
+
+    def _facts(self, pid: int) -> str:
+        held = self._held.get(pid)
+        facts = [f"it held {_size(held)} at most"] if held else []
+        for folder in self._folders:
+            limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+            if 0 < limit < _UNLIMITED:
+                most = _number(folder / "memory.peak") or _number(
+                    folder / "memory.max_usage_in_bytes"
+                )
+                facts.append(
+                    f"its control group may use {_size(limit)}"
+                    + (f" and has used {_size(most)}" if most else "")
+                )
+                break
+        meminfo = Path("/proc/meminfo")
+        free, total = _field(meminfo, "MemAvailable:"), _field(meminfo, "MemTotal:")
+        facts.append(f"{_size(free << 10)} of the machine's {_size(total << 10)} are free now")
+        return ", ".join(facts)
+
+
+def _folders(groups: Path) -> list[Path]:
+    """Return the folders of this process's memory control group and of those above it."""
+    out: list[Path] = []
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, name = line.split(":", 2)
+            if kinds not in ("", "memory"):
+                continue
+            base = groups / "memory" if kinds else groups
+            folder = base / name.lstrip("/")
+            while True:
+                if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
+                    out.append(folder)
+                if folder in (base, folder.parent):
+                    break
+                folder = folder.parent
+    return out
+
+
+def _number(path: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
+
+
+def _field(path: Path, name: str) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words[:1] == [name]:
+                return int(words[1])
+    return 0
+
+
+def _logged(pid: int) -> str:
+    """Return what the kernel's log says of a process that was killed for want of memory.
+
+    It may be readable by nobody but root, and its numbers are those of the machine, which a
+    container's differ from: a line of another one is not taken.
+    """
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    found = ""
+    try:
+        for _ in range(_MOST_LINES):
+            try:
+                line = os.read(fd, _LOG_BYTES).decode(errors="replace")
+            except BrokenPipeError:  # it was overwritten meanwhile; the next one is read
+                continue
+            except OSError:
+                break
+            match = _KILLED.search(line)
+            if match and int(match[1]) == pid and _is_new(line):
+                found = f"it held {_size(int(match[3]) << 10)}, as the kernel's log says"
+            if not line:
+                break
+    finally:
+        os.close(fd)
+    return found
+
+
+def _is_new(line: str) -> bool:
+    """Whether a line of the kernel's log is of the last moments: ids are used again."""
+    with suppress(ValueError, IndexError):
+        return time.monotonic() - int(line.split(",", 3)[2]) / 1e6 < _NEW_S
+    return False
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,82 @@
+"""Kills for want of memory are told apart from others, with a real kernel where it lets us."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckptd.elastic.launchers.memory import MemoryWatch, _folders
+
+EAT = """\
+import os, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+print("in", flush=True)
+sys.stdin.readline()
+held = []
+while True:
+    held.append(bytearray(os.urandom(1 << 20)))
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of ours with 64 MB, below the one that this process is in."""
+    base = next(iter(_folders(Path("/sys/fs/cgroup"))), None)
+    if base is None:
+        pytest.skip("no memory control group is to be seen")
+    folder = base / f"ckptd-test-{time.monotonic_ns()}"
+    try:
+        folder.mkdir()
+        limit = "memory.max" if (folder / "memory.max").exists() else "memory.limit_in_bytes"
+        (folder / limit).write_text(str(64 << 20))
+    except OSError as error:
+        with suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no control group can be made: {error}")
+    yield folder
+    for _ in range(100):
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(0.05)
+
+
+def test_who_eats_its_memory_is_named(group: Path) -> None:
+    watch = MemoryWatch()
+    watch._folders.insert(0, group)
+    watch._kills = watch._count()
+    with subprocess.Popen(
+        [sys.executable, "-c", EAT, str(group / "cgroup.procs")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        watch.look(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(60) == -signal.SIGKILL
+    text = watch.killed(process.pid)
+    assert text.startswith("out of memory (OOM), the kernel has killed it"), text
+    assert "67.1 MB" in text, text  # the group's limit
+    # What was counted is told once: another process was killed by somebody.
+    assert watch.killed(1 << 30).startswith("sent by somebody")
+
+
+def test_who_is_killed_by_somebody_is_told_with_the_memory() -> None:
+    watch = MemoryWatch()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        watch.look(process.pid)
+        process.kill()
+        process.wait(60)
+    text = watch.killed(process.pid)
+    assert "it held" in text
+    assert "of the machine's" in text
