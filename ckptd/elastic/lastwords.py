@@ -19,6 +19,7 @@ from types import TracebackType
 
 import msgspec
 
+from ckptd.decoding import json_decoder
 from ckptd.elastic.workerwire import LAUNCHER_VARIABLE
 
 __all__ = [
@@ -55,7 +56,7 @@ class LastWords(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-_decoder = msgspec.json.Decoder(LastWords)
+_decoder = json_decoder(LastWords)
 
 
 def note_step() -> None:
