@@ -140,6 +140,7 @@ def controller(
             sock=sock,
             address=_address(sock, host),
             after=after,
+            several=_range((what or JobOptions()).nodes)[1] > 1,
             events=events,
             say=_say,
         )

@@ -362,7 +362,16 @@ class _Run:
             if not o.named:
                 watched += ["--history", str(folder / "history.sqlite")]
             self._watch = Watch(o.job, self._daemon, watched, watcher, self._env, folder, self.say)
-        return Steward(places, o.endpoint, address, self._controller, self._env, folder, self.say)
+        return Steward(
+            places,
+            o.endpoint,
+            address,
+            self._controller,
+            self._env,
+            folder,
+            self.say,
+            o.node if o.high > 1 else "",
+        )
 
     def _own_address(self) -> str:
         """Return where a controller listens that other nodes find by the log alone."""

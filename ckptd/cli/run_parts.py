@@ -19,6 +19,7 @@ from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import Places
 from ckptd.elastic.seat import stand_in_pause_s
+from ckptd.elastic.signs import Outlook
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE
 
@@ -133,6 +134,8 @@ class Steward:
         Of its process.
     say
         Tells people.
+    node
+        Name of this node where others may start a controller; empty on one machine.
 
     Attributes
     ----------
@@ -151,7 +154,14 @@ class Steward:
         env: Mapping[str, str],
         folder: Path,
         say: Callable[[str], None],
+        node: str = "",
     ) -> None:
+        several = places is not None and node
+        self._outlook = Outlook(places.seat, node) if several and places is not None else None
+        self._yielded = False
+        """Whether its controller has ended because another one is there, or should be."""
+        self._cut = False
+        """Whether it was said that this node alone is cut off."""
         self._places, self._endpoint, self._address = places, endpoint, address
         self._arguments, self._env, self._folder, self._say = arguments, env, folder, say
         self._part: Part | None = None
@@ -225,11 +235,16 @@ class Steward:
             return False
         if self._pause_of != order:
             self._pause_of, self._pause_s = order, stand_in_pause_s(order)
+        if self._met and silent_s <= _QUIET_S:
+            self._yielded = self._cut = False
+        if self._met and silent_s > _QUIET_S:
+            self._say_silent()
         if self._met and silent_s <= self._quiet_s():
             return False  # all is well: the place of the seat, perhaps far away, is not asked
         first = not self.started and not self._met and not self._seated()
-        mine = self.started or (first and (not self._endpoint or self._endpoint_here()))
-        if mine or silent_s > self._pause_s:
+        own = self.started and not self._yielded
+        mine = own or (first and (not self._endpoint or self._endpoint_here()))
+        if mine or (silent_s > self._pause_s and self._may_stand_in()):
             if _answers(self.addresses()):
                 # It may refuse this launcher for good: the place of the seat has other guests.
                 self._not_before = time.monotonic() + _AGAIN_S
@@ -237,8 +252,30 @@ class Steward:
                 self._try_start(order < NO_ORDER)
         return False
 
+    def _say_silent(self) -> None:
+        """Leave word beside the seat that this node hears no controller, and see who else does."""
+        if self._outlook is not None:
+            # Where the place cannot be reached, no seat can be taken either.
+            with suppress(CkptdError):
+                self._outlook.say_silent()
+
+    def _may_stand_in(self) -> bool:
+        """Whether the controller is gone, or cut off from more nodes than it hears."""
+        if self._outlook is None:
+            return True
+        if not self._met:
+            self._say_silent()
+        may = self._outlook.looked and self._outlook.may_stand_in(met=self._met)
+        if self._outlook.looked and not may and not self._cut:
+            self._cut = True
+            self._say(
+                "the controller lives and is heard by others: this node is cut off from it, and "
+                "takes its place only if more nodes say so than it hears"
+            )
+        return may
+
     def _quiet_s(self) -> float:
-        if not self.started:
+        if not self.started or self._yielded:
             return self._pause_s
         return _QUIET_S if self._follows else 0.0
 
@@ -296,6 +333,7 @@ class Steward:
     def _judge(self, part: Part, code: int, begun: bool) -> None:
         """Say what has become of the controller; give up what another one could not do either."""
         error = part.error()
+        self._yielded = self._yielded or isinstance(error, ConflictError)
         if error is None or isinstance(error, ConflictError):
             if code:
                 self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")

@@ -124,6 +124,9 @@ class Controller:
         Returns the status; see `ckptd.elastic.status.status_of`.
     reseat
         Takes the seat anew; see `ckptd.elastic.messages.Reseat`.
+    check
+        Called before a generation is decided; ends this controller by an error if others are to
+        decide. None: there are no others.
 
     Attributes
     ----------
@@ -142,7 +145,9 @@ class Controller:
         chronicle: Chronicle,
         status: Callable[[], Status],
         reseat: Callable[[], Awaitable[None]],
+        check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._check_others = check
         self.machine = machine
         self.ending: Ending | None = None
         self.relaunch: tuple[int, Relaunch] | None = None
@@ -456,6 +461,8 @@ class Controller:
 
     async def _carry(self, action: Action) -> None:
         if isinstance(action, Append):
+            if self._check_others is not None:
+                await self._check_others()
             await self._appender.append(action.record)
         elif isinstance(action, Fence):
             self._fence(action)

@@ -13,6 +13,7 @@ import json
 import time
 import urllib.parse
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +21,8 @@ import msgspec
 from ckptd.decoding import json_decoder
 from ckptd.elastic.log import entry_key, entry_number
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
-from ckptd.elastic.seat import SeatRecord, decode_seat, seat_taken
+from ckptd.elastic.seat import SIGNS, SeatRecord, decode_seat, decode_sign, seat_taken
+from ckptd.elastic.signs import Sign
 from ckptd.errors import ConflictError, CorruptError, TransientStoreError, UsageError
 
 __all__ = ["Etcd", "EtcdLog", "EtcdSeat"]
@@ -50,9 +52,14 @@ class _Transaction(msgspec.Struct):
     responses: list[_Response] = []
 
 
+class _Put(msgspec.Struct):
+    """The answer to a put: that there is one is all that counts."""
+
+
 # Now, and not by the first request, in whichever thread that is made.
 json_decoder(_Range)
 json_decoder(_Transaction)
+json_decoder(_Put)
 
 
 class Etcd:
@@ -101,6 +108,16 @@ class Etcd:
         # A request that was sent again, because its answer was lost, meets its own record.
         pairs = [pair for response in answer.responses for pair in response.response_range.kvs]
         return [_unb64(pair.value, self.where) for pair in pairs] == [raw]
+
+    def put(self, key: str, raw: bytes) -> None:
+        """Set a key, whatever it was. Durable on return.
+
+        Raises
+        ------
+        TransientStoreError
+            No member answers; the key may be set or not.
+        """
+        self._ask("put", {"key": _b64(key.encode()), "value": _b64(raw)}, _Put)
 
     def below(self, prefix: str, *, last: bool = False) -> dict[str, bytes]:
         """Return the keys below a prefix, without it, and their values.
@@ -250,6 +267,7 @@ class EtcdSeat:
 
     def __init__(self, etcd: Etcd, prefix: str) -> None:
         self._etcd, self._prefix = etcd, prefix
+        self._signs = f"{prefix.rstrip('/').rpartition('/')[0]}/{SIGNS}"
 
     def newest(self) -> SeatRecord | None:
         """See `ckptd.elastic.seat.SeatBook.newest`."""
@@ -270,6 +288,18 @@ class EtcdSeat:
         """See `ckptd.elastic.seat.SeatBook.still`."""
         newest = self.newest()
         return newest is not None and newest.by == by
+
+    def sign(self, name: str, sign: Sign) -> None:
+        """See `ckptd.elastic.signs.SignBook.sign`."""
+        self._etcd.put(self._signs + name, msgspec.json.encode(sign))
+
+    def signs(self) -> dict[str, Sign]:
+        """See `ckptd.elastic.signs.SignBook.signs`."""
+        found = {}
+        for name, raw in self._etcd.below(self._signs).items():
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError):  # a damaged one is none
+                found[name] = decode_sign(raw)
+        return found
 
 
 def _address(endpoint: str) -> tuple[str, str, int]:

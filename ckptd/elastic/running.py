@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from ckptd.elastic.membership import Record
 from ckptd.elastic.places import Places
 from ckptd.elastic.policy import Job
 from ckptd.elastic.seat import seat_taken
+from ckptd.elastic.signs import LOOK_S, Outlook
 from ckptd.elastic.statemachine import StateMachine
 from ckptd.elastic.states import ControllerSettings
 from ckptd.elastic.status import Setting, status_of
 from ckptd.elastic.wire import Status
-from ckptd.errors import CkptdError, StoreError
+from ckptd.errors import CkptdError, ConflictError, StoreError
 
 __all__ = ["Setup", "run_controller"]
 
@@ -33,6 +35,10 @@ _PAUSE_S = 0.5
 _SEAT_S = 1.0
 _LINGER_S = 5.0
 _FLUSH_S = 2.0
+_HEARD_S = 2.0
+"""A node of which something was heard for so long, four beats, is heard."""
+_OTHERS_S = 3.0
+"""For so long a controller that has lost most of its nodes looks whether they live."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class Setup:
         Under which nodes reach it, ``HOST:PORT``.
     after
         The number of the seat that it is to follow, -1 for the first one; None: the newest.
+    several
+        Whether other nodes may start a controller: this one leaves signs for them then.
     events
         File for changes of state.
     say
@@ -67,6 +75,7 @@ class Setup:
     sock: socket.socket
     address: str
     after: int | None = None
+    several: bool = False
     events: Path | None = None
     say: Callable[[str], None] | None = None
     life: str = field(default_factory=lambda: f"c-{secrets.token_hex(6)}")
@@ -133,7 +142,15 @@ class _Run:
                 setting, machine, chronicle, controller.relaunch, ended, controller.daemon
             )
 
-        controller = Controller(machine, appender, chronicle, status, lambda: self._reseat(door))
+        outlook = Outlook(setup.places.seat) if setup.several else None
+        controller = Controller(
+            machine,
+            appender,
+            chronicle,
+            status,
+            lambda: self._reseat(door),
+            (lambda: self._check_others(outlook, machine)) if outlook is not None else None,
+        )
 
         def refused(peer: Peer, error: CkptdError) -> None:
             chronicle.refused(f"{peer.where}: {error.message}")
@@ -146,6 +163,8 @@ class _Run:
             asyncio.ensure_future(self._watch_seat(chronicle)),
             stopped,
         ]
+        if outlook is not None:
+            tasks.append(asyncio.ensure_future(self._leave_signs(outlook, machine)))
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -210,6 +229,45 @@ class _Run:
             failing = False
             if newest is not None and newest.by not in self._lives:
                 raise seat_taken(setup.places.url)
+
+    # --- signs ------------------------------------------------------------------------------------
+
+    async def _leave_signs(self, outlook: Outlook, machine: StateMachine) -> None:
+        """Show launchers that hear no controller that there is one, and who hears it."""
+        while True:
+            hears, knows = machine.hears(time.monotonic(), _HEARD_S)
+            # Where the place cannot be written its sign grows old, as it should: it can decide
+            # nothing either.
+            with suppress(StoreError):
+                await asyncio.to_thread(outlook.leave, hears, knows)
+            await asyncio.sleep(LOOK_S)
+
+    async def _check_others(self, outlook: Outlook, machine: StateMachine) -> None:
+        """End this controller if more launchers that it does not hear live than it hears.
+
+        Else a node that is cut off with its controller would go on alone, and the others had to
+        wait for the end of its lease.
+
+        Raises
+        ------
+        ConflictError
+            kind ``seat-taken``.
+        """
+        hears, knows = machine.hears(time.monotonic(), _HEARD_S)
+        end = time.monotonic() + _OTHERS_S
+        while knows - hears > hears and time.monotonic() < end:
+            with suppress(StoreError):
+                await asyncio.to_thread(outlook.look)
+            if outlook.silent() > hears:
+                raise ConflictError(
+                    "more nodes live than this controller hears: one of them starts the next one",
+                    kind="seat-taken",
+                    where=self._setup.places.url,
+                    wanted=f"{knows} nodes",
+                    found=f"{hears} that it hears, {outlook.silent()} that hear none",
+                )
+            await asyncio.sleep(LOOK_S)
+            hears, knows = machine.hears(time.monotonic(), _HEARD_S)
 
     async def _patiently(self, call: Callable[[], Any]) -> Any:
         end = time.monotonic() + _FIRST_S

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import suppress
 from typing import Annotated, Protocol
 
 import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.elastic.log import entry_key, entry_number
+from ckptd.elastic.signs import Sign
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.store.base import Store
 
 __all__ = [
     "FOLDER",
+    "SIGNS",
     "SeatBook",
     "SeatRecord",
     "StoreSeat",
     "decode_seat",
+    "decode_sign",
     "seat_taken",
     "stand_in_pause_s",
 ]
 
 FOLDER = "controller/"
+SIGNS = "signs/"
+_sign_decoder = json_decoder(Sign)
 _MOST_BYTES = 4096
 _MOST_TRIED = 6
 _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -89,6 +95,14 @@ class SeatBook(Protocol):
         """Return whether this life of a controller is the one that took the seat last."""
         ...
 
+    def sign(self, name: str, sign: Sign) -> None:
+        """See `ckptd.elastic.signs.SignBook.sign`."""
+        ...
+
+    def signs(self) -> dict[str, Sign]:
+        """See `ckptd.elastic.signs.SignBook.signs`."""
+        ...
+
 
 class StoreSeat:
     """The seat as objects of the store that has the membership log.
@@ -134,6 +148,21 @@ class StoreSeat:
         newest = self.newest()
         return newest is not None and newest.by == by
 
+    def sign(self, name: str, sign: Sign) -> None:
+        """See `ckptd.elastic.signs.SignBook.sign`."""
+        self._store.put(SIGNS + name, msgspec.json.encode(sign))
+
+    def signs(self) -> dict[str, Sign]:
+        """See `ckptd.elastic.signs.SignBook.signs`."""
+        found = {}
+        for info in self._store.list(SIGNS):
+            if info.size <= _MOST_BYTES:
+                # One that is replaced just now, or is damaged, is no sign.
+                with suppress(NotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+                    raw = self._store.get(info.key)
+                    found[info.key.removeprefix(SIGNS)] = decode_sign(raw)
+        return found
+
     def _where(self, key: str) -> str:
         return f"{self._store.url.rstrip('/')}/{key}"
 
@@ -155,6 +184,17 @@ def decode_seat(raw: bytes, where: str) -> SeatRecord:
             where=where,
             found=str(error)[:200],
         ) from error
+
+
+def decode_sign(raw: bytes) -> Sign:
+    """Return the sign that `raw` holds.
+
+    Raises
+    ------
+    msgspec.MsgspecError
+        It is none.
+    """
+    return _sign_decoder.decode(raw)
 
 
 def seat_taken(where: str) -> ConflictError:

@@ -112,6 +112,17 @@ class StateMachine(Hearing):
         failed += [self._accused[1]] if self._accused is not None else []
         return any(name != node for name in failed)
 
+    def hears(self, now: float, within_s: float) -> tuple[int, int]:
+        """Return how many nodes were heard of in the last moments, and how many there should be.
+
+        A controller that has just begun is taken to hear all: they are on their way to it.
+        """
+        known = [node for node in self.nodes if node.up or self._is_member(node.name)]
+        knows = len({node.name for node in known} | self.members)
+        if now - self._born < self.settings.settle_s:
+            return knows, knows
+        return sum(node.up and now - node.seen < within_s for node in known), knows
+
     def may_renew(self, node: str) -> bool:
         """Return whether a beat of this node is to be echoed, which renews its workers' lease.
 

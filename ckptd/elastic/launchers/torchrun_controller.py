@@ -21,6 +21,7 @@ from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.torchrun_workers import Workers
 from ckptd.elastic.places import open_places
 from ckptd.elastic.seat import SeatRecord, stand_in_pause_s
+from ckptd.elastic.signs import Outlook
 from ckptd.errors import CkptdError
 
 __all__ = ["Controller", "ControllerPlace", "is_here"]
@@ -101,10 +102,17 @@ class Controller:
         Of the controller.
     folder
         Of its lock and its log.
+    node
+        Name of the agent's node.
     """
 
     def __init__(
-        self, place: ControllerPlace, workers: Workers, environ: Mapping[str, str], folder: Path
+        self,
+        place: ControllerPlace,
+        workers: Workers,
+        environ: Mapping[str, str],
+        folder: Path,
+        node: str,
     ) -> None:
         self._place, self._workers, self._environ = place, workers, environ
         digest = hashlib.sha256(place.job.encode()).hexdigest()[:12]
@@ -112,6 +120,8 @@ class Controller:
         self.log = folder / f"controller-{digest}.log"
         self._url = place.conf.get("log")
         self._seat = open_places(place.job, self._url).seat if self._sees_log else None
+        several = self._seat is not None and place.most > 1
+        self._outlook = Outlook(self._seat, node) if several and self._seat is not None else None
         self._process: subprocess.Popen[bytes] | None = None
         self._asked = 0
         self._silent_since = 0.0
@@ -149,10 +159,19 @@ class Controller:
             none = self._place.here and not self._met and not self._listens()
             self._pause_s = 0.0 if none else stand_in_pause_s(node_rank)
         may = self._sees_log and (self._met or self._place.here)
-        if may and now - self._silent_since >= self._pause_s:
+        if may and now - self._silent_since >= self._pause_s and self._may_stand_in():
             self._start()
             self._silent_since = 0.0
             self._met = True
+
+    def _may_stand_in(self) -> bool:
+        """Whether the controller is gone, or cut off from more nodes than it hears."""
+        if self._outlook is None or self._pause_s == 0.0:
+            return True
+        # Where the place cannot be reached, no seat can be taken either.
+        with contextlib.suppress(CkptdError):
+            self._outlook.say_silent()
+        return self._outlook.looked and self._outlook.may_stand_in(met=self._met)
 
     def leave(self, job_over: bool, within_s: float) -> None:
         """End a controller that this agent has started; where the job is over, it ends itself."""

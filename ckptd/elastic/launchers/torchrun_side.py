@@ -165,7 +165,7 @@ class Side:
         self._environ = os.environ.copy()
         self._guard = self._start_guard(token)
         self._token = token
-        self._controller = Controller(settings, self.node.workers, self._environ, folder)
+        self._controller = Controller(settings, self.node.workers, self._environ, folder, name)
         self._link = NodeLink(
             self._controller.address,
             settings.job,
