@@ -41,6 +41,8 @@ __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
 
 _EXCUSED_S = 2.0
 """For so long after a worker exited by itself the loss of another node explains it."""
+_LIVED_S = 60.0
+"""A node of which nothing was heard for longer is gone, and not cut off just now."""
 _MISSED_S = 0.5
 """For so long after a collective failed members may still be on their way to a new controller."""
 
@@ -117,11 +119,12 @@ class StateMachine(Hearing):
 
         A controller that has just begun is taken to hear all: they are on their way to it.
         """
-        known = [node for node in self.nodes if node.up or self._is_member(node.name)]
-        knows = len({node.name for node in known} | self.members)
+        # Not by the members: a generation that is being decided has left some of them out already.
+        known = [node for node in self.nodes if node.up or now - node.seen < _LIVED_S]
         if now - self._born < self.settings.settle_s:
+            knows = len({node.name for node in known} | self.members)
             return knows, knows
-        return sum(node.up and now - node.seen < within_s for node in known), knows
+        return sum(node.up and now - node.seen < within_s for node in known), len(known)
 
     def may_renew(self, node: str) -> bool:
         """Return whether a beat of this node is to be echoed, which renews its workers' lease.

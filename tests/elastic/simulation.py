@@ -39,6 +39,7 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.messages import Ended as EndedEvent
 from ckptd.elastic.policy import Job, Shape
 from ckptd.elastic.schedule import Schedule
+from ckptd.elastic.signs import may_stand_in
 from ckptd.elastic.statemachine import State, StateMachine
 from ckptd.errors import CorruptError
 from tests.elastic.simulation_judge import Line, Violation
@@ -100,6 +101,61 @@ class World(Nodes):
         # Who had the seat before sees at some time that it is taken.
         for old in [other for other in self.bosses if other != life]:
             self.later(self.rng.uniform(0.5, 10.0), lambda k=old: self.bosses.pop(k, None))  # type: ignore[misc]
+
+    def cut_off(self, island: list[SimNode], seconds: float) -> None:
+        """Cut nodes off from the controller's side; the larger side has a controller soon."""
+        for node in island:
+            self.away(node)
+            if self.rng.random() < 0.5:
+                self.lose(node)
+        end = self.now + seconds
+        stand_ins, before = 0, self.faults()
+
+        def look() -> None:
+            nonlocal stand_ins
+            if self.now >= end:
+                for node in self.nodes.values():
+                    node.reaches = True
+                return
+            self.later(0.5, look)
+            silent = self.silent()
+            if silent and self.may_stand_in(len(silent)):
+                stand_ins += 1
+                # Each side may get it once, and once more after each other fault: who is frozen or
+                # dead is heard by nobody.
+                if stand_ins > 2 + 2 * (self.faults() - before):
+                    raise Violation(f"{stand_ins} controllers followed each other in one cut")
+                self.counts["stand-ins"] += 1
+                self.start_controller()
+                for node in self.nodes.values():
+                    if node in silent:
+                        node.reaches = True
+                    else:
+                        self.away(node)
+
+        self.later(0.5, look)
+
+    def faults(self) -> int:
+        """Return how many faults there were so far."""
+        return sum(count for name, count in self.counts.items() if name.startswith("fault "))
+
+    def away(self, node: SimNode) -> None:
+        """Let a node not reach the controller."""
+        if node.reaches:
+            node.reaches, node.cut_at = False, self.now
+
+    def silent(self) -> list[SimNode]:
+        """Return the nodes whose launchers say, beside the seat, that they hear no controller."""
+        late = self.now - 2.0
+        live = [n for n in self.nodes.values() if n.alive and n.frozen_until <= self.now]
+        return [n for n in live if not n.reaches and n.cut_at <= late]
+
+    def may_stand_in(self, silent: int) -> bool:
+        """Return what launchers that hear no controller make of its signs."""
+        boss = self.newest()
+        if boss is None:
+            return may_stand_in(2.0, 0, 0, silent, met=True)
+        return may_stand_in(0.0, *boss.machine.hears(self.now, 2.0), silent, met=True)
 
     def turn_to(self, node: SimNode, life: int) -> None:
         """Have a node connect to a controller."""
@@ -183,6 +239,11 @@ class World(Nodes):
         known = any(n.alive and (n.running or n.fenced) for n in self.nodes.values())
         if self.log_lost and known:
             raise Violation(f"generation {record.generation} was begun over a log that was lost")
+        hears, knows = boss.machine.hears(self.now, 2.0)
+        if knows - hears > hears and len(self.silent()) > hears:
+            self.counts["yielded"] += 1
+            del self.bosses[boss.life]
+            return
         if len(self.log) != boss.known:
             self.counts["log-taken"] += 1
             del self.bosses[boss.life]

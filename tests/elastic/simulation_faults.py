@@ -59,10 +59,16 @@ class _Faults:
                 self._cut(node)
 
     def _cut(self, node: SimNode) -> None:
-        node.reaches = False
+        self.world.away(node)
         if self.rng.random() < 0.5:
             self.world.lose(node)
         self.world.later(self.rng.uniform(0.5, 40), lambda: setattr(node, "reaches", True))
+
+    def fault_island(self) -> None:
+        """Some nodes and the controller are cut off from each other, and all reach the log."""
+        part = self.rng.choice([0.0, 0.4, 0.8])
+        island = [node for node in self.nodes if self.rng.random() < part] or [self.one()]
+        self.world.cut_off(island, self.rng.uniform(0.5, 40))
 
     def fault_reset(self) -> None:
         """A connection breaks, and is back too late by a little."""

@@ -54,6 +54,8 @@ class SimNode:
     alive: bool = True
     reaches: bool = True
     """Whether it and the controller reach each other."""
+    cut_at: float = 0.0
+    """Since when they do not."""
     side: int = 0
     """Nodes reach each other if they are on one side."""
     frozen_until: float = 0.0
