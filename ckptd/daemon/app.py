@@ -320,7 +320,16 @@ def make_app(service: Service, access: Access) -> ASGIApp:
 async def _plain_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     kind = {404: "not-found", 405: "no-method"}.get(status, "http")
-    return document({"error": {"kind": kind, "message": "nothing is told here"}}, status)
+    messages = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    told = {
+        "kind": kind,
+        "message": messages.get(status, "this cannot be told"),
+        "hint": f"{V1}/job and what docs/reference/api.md names beside it",
+    }
+    return document({"error": told}, status)
 
 
 def _told(endpoint: Endpoint) -> Endpoint:

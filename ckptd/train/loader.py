@@ -39,7 +39,7 @@ from ckptd.train.laid_source import LaidSource, source_program
 from ckptd.train.laid_witness import check_laid_witness
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.pauses import no_collection
-from ckptd.train.recorder import phase
+from ckptd.train.recorder import at_step, phase
 from ckptd.train.restore import apply_objects, check_objects, prepare
 from ckptd.train.sources import LoadSources, Near
 from ckptd.train.witnessing import Place, check_witness, witness_places
@@ -199,6 +199,8 @@ class Loader:
                 (sources.unheld,) if sources.unheld else (),
             )
             self._tell(report, begun)
+            if not weights_only and only is None:
+                at_step(report.step)
             return report
 
     def newest(self) -> int | None:

@@ -39,6 +39,7 @@ from ckptd.train.recorder_sources import MakeSource, Source, wanted
 
 __all__ = [
     "Recorder",
+    "at_step",
     "attach",
     "attach_when_known",
     "detach",
@@ -74,6 +75,8 @@ class Recorder:
         self._making = Making(ring, self.aside)
         self._aside = False
         self._by_hand = False
+        self._settled = self._told_only = False
+        """Whether a checkpointer has told a step; and whether nobody else counts since."""
         self._optimizer: weakref.ref[Any] | None = None
         self._optimizer_hook: Any = None
 
@@ -180,6 +183,7 @@ class Recorder:
     def goes_on(self, before: Recorder) -> None:
         """Take over from the recorder of an earlier generation how steps are told."""
         self._by_hand = before._by_hand
+        self._settled, self._told_only = before._settled, before._told_only
 
     # --- steps and phases -----------------------------------------------------------------------
 
@@ -193,6 +197,23 @@ class Recorder:
         elif self._aside:
             self._let_go()
 
+    def at_step(self, number: int) -> None:
+        """Say that step `number` was loaded or is saved: steps of an optimizer count from there.
+
+        Where the program counts otherwise than its optimizer does (epochs, say), only what is told
+        here counts from then on.
+        """
+        if self._by_hand or not self._on:
+            return
+        try:
+            before = self.ring.current_step
+            self._told_only |= self._settled and number < before
+            self._settled = True
+            if number != before:
+                self.ring.step(number)
+        except Exception as error:  # noqa: BLE001 - the watched program must not notice
+            self.aside(error)
+
     def _step(self, number: int) -> None:
         if self.ring.phase is Phase.INIT:
             self.ring.phase = Phase.TRAIN
@@ -202,7 +223,7 @@ class Recorder:
         """Count the steps of the first optimizer, for programs that do not say."""
         if self._aside:
             self._let_go()
-        if not self._on or self._by_hand:
+        if not self._on or self._by_hand or self._told_only:
             return
         try:
             if self._optimizer is None or self._optimizer() is None:
@@ -346,6 +367,12 @@ def step(number: int) -> None:
     """Say that training step `number` begins; does nothing where nothing is recorded."""
     if _current is not None:
         _current.step(number)
+
+
+def at_step(number: int) -> None:
+    """Say which step a checkpointer has loaded or saves; does nothing where nothing is recorded."""
+    if _current is not None:
+        _current.at_step(number)
 
 
 @contextmanager

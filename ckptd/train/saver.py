@@ -35,7 +35,7 @@ from ckptd.train.laid_saving import LaidLeaves, laid_leaves
 from ckptd.train.leaves import Leaves, TensorLeaf
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
-from ckptd.train.recorder import phase
+from ckptd.train.recorder import at_step, phase
 from ckptd.train.replicas import Samples, replica_digests, shards_in_common
 
 __all__ = ["Lazy", "Saver"]
@@ -151,6 +151,7 @@ class Saver:
             The state cannot be saved, ranks disagree, or the previous save does not end. The
             other ranks' saves of this attempt then fail too, and say why.
         """
+        at_step(step)
         job = client.next_job()
         handle = SaveHandle(step, generation, attempt, 0, near=near, root=root)
         key = f"save/{generation}/{step}/{attempt}"

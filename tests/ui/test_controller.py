@@ -25,7 +25,21 @@ def test_an_order_asks_for_a_reason_and_is_carried_out(tmp_path: Path) -> None:
         assert found["nodes"] == ["n0", "n1"]
         assert found["disabled"] == ["resume"]
         assert found["error"] == "Choose a node."
-        assert found["recoveries"] == 1
+        assert found["submit"] == "Exclude n1"
+        assert found["looks"]
+        assert found["recoveries"] == found["recovered"] == 1
+        assert "Diagnosis" not in found["tiles"]
+        assert "Saved" in found["tiles"]
+        assert found["empty"] == ["block", 1]
+        assert found["emptyWide"] > 0.8
+        for mesh, places in found["filled"].items():
+            for apart, wide, high in places:
+                assert apart, mesh
+                assert wide <= 1, mesh
+                assert high <= 645 or mesh == "1 1024 1", mesh
+                assert wide > 0.6 or mesh == "2 4 2", mesh
+        assert found["unknown"] == "There is no such page"
+        assert found["rising"] == [[100, 110, 120], [100, 0, 1, 2, 3], [1, 2]]
         assert max(found["wide"], found["sideways"]) <= 0
         status = elastic.controller.status
         assert status is not None

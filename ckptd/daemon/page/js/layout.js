@@ -2,6 +2,7 @@
 
 const LABEL = 40;
 const TOP = 20;
+const ASIDE = 14;
 
 /**
  * Nodes as small blocks in reading order.
@@ -24,7 +25,7 @@ export function byNode(ranks, width) {
     const lines = Math.ceil(nodes / columns);
     return { gap, block, columns, height: lines * (down * size + head + gap) };
   };
-  const size = largest(shape, nodes > 64 ? 620 : 560, nodes <= 8 ? 44 : 24);
+  const size = largest(shape, nodes > 64 ? 620 : 560, 44);
   const { gap, block, columns, height } = shape(size);
   const x = new Float32Array(ranks.length).fill(-1), y = new Float32Array(ranks.length).fill(-1);
   const labels = [], boxes = [];
@@ -51,32 +52,45 @@ export function byMesh(ranks, width) {
     return most + 1;
   };
   const [bands, columns, rows] = [extent(a), extent(b), extent(c)];
-  const room = Math.max(40, width - LABEL);
-  const shape = (size) => {
-    const lines = Math.ceil(columns / Math.max(1, Math.floor(room / size)));
-    const perLine = Math.ceil(columns / lines); // lines of one length
-    const between = Math.max(2, Math.round(size / 3));
-    const band = lines * rows * size + (lines - 1) * between;
-    const gap = Math.max(6, Math.round(size / 2));
-    return { perLine, lines, between, band, gap, height: TOP + bands * (band + gap) };
+  // Bands below each other, or several beside each other where cells are larger for that: many
+  // bands of few columns would else be a thin strip on a wide card.
+  const arranged = (beside) => {
+    const room = Math.max(40, Math.floor((width - (beside - 1) * ASIDE) / beside) - LABEL);
+    const shape = (size) => {
+      const lines = Math.ceil(columns / Math.max(1, Math.floor(room / size)));
+      const perLine = Math.ceil(columns / lines); // lines of one length
+      const between = Math.max(2, Math.round(size / 3));
+      const band = lines * rows * size + (lines - 1) * between;
+      const gap = Math.max(6, Math.round(size / 2));
+      return { perLine, lines, between, band, gap, height: TOP + Math.ceil(bands / beside) * (band + gap) };
+    };
+    const least = room / columns >= 4 ? Math.floor((2 * room) / columns) / 2 : 5;
+    const size = largest(shape, 640, 44, Math.min(5, least));
+    return { beside, room, size, ...shape(size) };
   };
-  const least = room / columns >= 4 ? Math.floor((2 * room) / columns) / 2 : 5;
-  const size = largest(shape, 640, ranks.length <= 64 ? 44 : 30, Math.min(5, least));
-  const s = shape(size);
+  let s = arranged(1);
+  for (let beside = 2; beside <= Math.min(bands, 8); beside += 1) {
+    const other = arranged(beside);
+    const fits = beside * (other.room + LABEL) + (beside - 1) * ASIDE <= width && other.height <= 640;
+    if (fits && other.size > s.size) s = other;
+  }
+  const size = s.size;
+  const left = (band) => (band % s.beside) * (s.room + LABEL + ASIDE);
+  const top = (band) => TOP + Math.floor(band / s.beside) * (s.band + s.gap);
   const x = new Float32Array(ranks.length), y = new Float32Array(ranks.length);
   for (let row = 0; row < ranks.length; row += 1) {
     const column = at(row, b);
     const line = Math.floor(column / s.perLine);
-    x[row] = LABEL + (column % s.perLine) * size;
-    y[row] = TOP + at(row, a) * (s.band + s.gap) + line * (rows * size + s.between) + at(row, c) * size;
+    x[row] = left(at(row, a)) + LABEL + (column % s.perLine) * size;
+    y[row] = top(at(row, a)) + line * (rows * size + s.between) + at(row, c) * size;
   }
   const labels = [];
   if (a >= 0) for (let band = 0; band < bands; band += 1) {
-    labels.push({ x: 0, y: TOP + band * (s.band + s.gap) + Math.min(s.band / 2 + 4, 14), text: `${axes[a]} ${band}`, width: LABEL - 4, side: "left" });
+    labels.push({ x: left(band), y: top(band) + Math.min(s.band / 2 + 4, 14), text: `${axes[a]} ${band}`, width: LABEL - 4, side: "left" });
   }
   const step = [1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100].find((n) => n * size >= 28) ?? 128;
-  if (b >= 0) for (let column = 0; column < s.perLine; column += step) {
-    labels.push({ x: LABEL + column * size, y: 12, text: column ? String(column) : `${axes[b]} 0`, width: 60, side: "left" });
+  if (b >= 0) for (let band = 0; band < s.beside; band += 1) for (let column = 0; column < s.perLine; column += step) {
+    labels.push({ x: left(band) + LABEL + column * size, y: 12, text: column ? String(column) : `${axes[b]} 0`, width: 60, side: "left" });
   }
   return { x, y, size, width, height: s.height, labels, boxes: [] };
 }

@@ -27,13 +27,13 @@ let shown = null; // {name, end, show}
 
 function route() {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
-  const [key, title, make] = VIEWS.find(([k]) => k === name) ?? VIEWS[0];
+  const [key, , make] = VIEWS.find(([k]) => k === name) ?? (name ? [`unknown ${name}`, "", unknown] : VIEWS[0]);
   const argument = rest.length ? decodeURIComponent(rest.join("/")) : null;
   if (shown?.name !== key) {
     shown?.end();
     $("tip").hidden = true;
     $("view").replaceChildren();
-    $("view").className = `view-${key}`;
+    $("view").className = `view-${key.split(" ")[0]}`;
     shown = { name: key, ...make($("view")) };
     scrollTo(0, 0);
   }
@@ -45,8 +45,15 @@ function route() {
   drawTitle();
 }
 
+/** An address that is none of this page's, from an old link or a slip of the hand. */
+function unknown(root) {
+  root.append(h("h1", {}, "There is no such page"),
+    h("p", { id: "unknown" }, h("code", {}, location.hash), " is none of this page's views. Go to ", h("a", { href: "#/overview" }, "Overview"), "."));
+  return { end: () => {} };
+}
+
 function drawTitle() {
-  const [, title] = VIEWS.find(([k]) => k === shown?.name) ?? VIEWS[0];
+  const [, title] = VIEWS.find(([k]) => k === shown?.name) ?? ["", "No such page"];
   const open = store.open.length;
   document.title = `${open ? `(${open}) ` : ""}${title} · ${store.job?.job || "ckptd"}`;
 }

@@ -13,6 +13,8 @@ const PARTS = [["detect", ["detect"]], ["fence and plan", ["fence", "plan"]], ["
 const KINDS = ["useful", "training", "saving", "lost", "restarting", "waiting", "parked"];
 const STATE_OF = { running: 0, done: 0, aborted: 3, parked: 4 };
 const LEVELS = ["in process", "respawn", "relaunch", "requeue"];
+/** Those that take something from the job, which nobody should give by a slip. */
+const DANGEROUS = ["restart", "exclude", "drain", "stop"];
 /** Orders: [kind, word, what it asks of nodes, what it does]. */
 const ORDERS = [
   ["restart", "Restart", false, "All ranks save, end and start again."],
@@ -24,6 +26,8 @@ const ORDERS = [
   ["stop", "Stop", false, "The ranks save and the job ends. It does not come back by itself."],
 ];
 
+/** What a recovery took, in seconds. */
+export const total = (r) => PARTS.reduce((a, p) => a + took(r, p), 0);
 const took = (r, [, names]) => names.reduce((a, n) => a + (r[n] ?? 0), 0);
 
 /** Put the controller's panels into `root`; returns what ends them. */
@@ -92,7 +96,6 @@ function nodeTable(status) {
 
 function recoveryTable(some) {
   if (!some.length) return [h("p", { class: "quietly" }, "None yet.")];
-  const total = (r) => PARTS.reduce((a, p) => a + took(r, p), 0);
   const most = Math.max(1e-9, ...some.map(total));
   const rows = some.slice().reverse().map((r) => [
     clock(r.at), h("span", {}, sentence(r.cause), r.planned ? h("span", { class: "quietly" }, " (planned)") : null), `L${r.level} ${LEVELS[r.level] ?? ""}`, count(r.steps_lost), seconds(total(r)),
@@ -115,12 +118,19 @@ function goodput(kinds) {
 function orderBar() {
   const form = h("div", { class: "order-form", role: "group", "aria-label": "Confirm the order", hidden: true });
   const said = h("p", { class: "quietly", role: "status", id: "order-said" });
-  const buttons = ORDERS.map((o) => h("button", { type: "button", class: "small", "data-order": o[0], disabled: true, onclick: () => ask(o) }, o[1]));
+  const buttons = ORDERS.map((o) => h("button", { type: "button", class: DANGEROUS.includes(o[0]) ? "small danger" : "small", "data-order": o[0], disabled: true, onclick: () => ask(o) }, o[1]));
   let names = [];
 
   function ask([kind, text, ofNodes, does]) {
     setText(said, "");
-    const chosen = names.map((name) => h("input", { type: "checkbox", value: name }));
+    const chosen = names.map((name) => h("input", { type: "checkbox", value: name, onchange: () => name_() }));
+    const submit = h("button", { type: "submit", class: DANGEROUS.includes(kind) ? "danger filled" : "primary" }, text);
+    /** The last button says what it does, and to whom. */
+    const name_ = () => {
+      const nodes = chosen.filter((c) => c.checked).map((c) => c.value);
+      const whom = ofNodes ? nodes.join(", ") || "…" : `job ${store.job?.job ?? ""}`;
+      setText(submit, `${text} ${whom}`);
+    };
     const reason = h("input", { type: "text", id: "order-reason", maxlength: "500", autocomplete: "off" });
     const error = h("p", { class: "form-error", role: "alert" });
     const done = () => { form.hidden = true; form.replaceChildren(); };
@@ -138,7 +148,8 @@ function orderBar() {
     } }, h("p", {}, h("b", {}, `${text}? `), does),
     ofNodes ? h("fieldset", {}, h("legend", {}, "Nodes"), names.map((name, i) => h("label", {}, chosen[i], name))) : null,
     h("label", { for: "order-reason" }, "Reason, for the membership log"), reason,
-    h("div", { class: "form-end" }, h("button", { type: "submit", class: "primary" }, text), h("button", { type: "button", class: "quiet", onclick: done }, "Cancel"), error)));
+    h("div", { class: "form-end" }, submit, h("button", { type: "button", class: "quiet", onclick: done }, "Cancel"), error)));
+    name_();
     form.hidden = false;
     reason.focus();
   }

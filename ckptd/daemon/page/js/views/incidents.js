@@ -168,7 +168,7 @@ function consequences(i) {
 function responseForm(i) {
   if (!i.response && !i.proposal) return null;
   const said = h("p", { class: "form-error", role: "alert" });
-  const button = i.proposal && h("button", { type: "button", class: "primary", id: "enforce", onclick: async () => {
+  const button = i.proposal && h("button", { type: "button", class: "danger filled", id: "enforce", onclick: async () => {
     if (!confirm(`${sentence(i.proposal.text)}? The job goes on from its last committed step.`)) return;
     button.disabled = true;
     try {

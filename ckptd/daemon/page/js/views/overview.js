@@ -3,36 +3,53 @@
 import { get } from "../api.js";
 import { lineChart } from "../charts.js";
 import { h, panel, refill, setText } from "../dom.js";
-import { clock, count, percent, plural, seconds } from "../format.js";
+import { clock, count, percent, plural, seconds, sentence } from "../format.js";
 import { HeatMap } from "../heatmap.js";
 import { listen, store } from "../store.js";
+import { total } from "./controller.js";
 import { BY_WEIGHT, JOB_STATES, STATUSES, shape } from "../words.js";
 import { incidentRow } from "./incidents.js";
 
 const HISTORY_S = 3600;
 const AGAIN_MS = 10000;
 
+/**
+ * The points without those of ranks that have begun anew and not loaded yet: a step far below the one before
+ * and the one to which the job is back a moment later. Where it does begin anew, the line falls.
+ */
+export function rising(points) {
+  const known = points.filter(([, v]) => v !== null && v !== undefined && Number.isFinite(v));
+  let before = -Infinity;
+  return known.filter(([x, v], i) => {
+    const back = v < before / 2 && known.slice(i + 1).some(([at, later]) => at - x < 60 && later >= before / 2);
+    if (!back) before = v;
+    return !back;
+  });
+}
+
 export function overview(root) {
   const tile = (name) => {
     const value = h("p", { class: "tile-value" }), under = h("p", { class: "tile-under" });
     return { value, under, element: h("div", { class: "tile" }, h("h2", {}, name), value, under) };
   };
-  const tiles = { state: tile("State"), step: tile("Step"), ranks: tile("Ranks"), agents: tile("Agents"), round: tile("Diagnosis"), goodput: tile("Goodput") };
+  const tiles = { state: tile("State"), step: tile("Step"), ranks: tile("Ranks"), agents: tile("Agents"), saved: tile("Saved"), goodput: tile("Goodput") };
   const map = new HeatMap(store.ranks, { onselect: (rank) => { if (rank !== null) location.hash = `#/ranks/${rank}`; }, compact: true });
   const statuses = h("ul", { class: "statuses" });
   const frame = h("div", { class: "map-frame small" }, map.element);
   const phases = h("ul", { class: "phases" });
   const latest = h("div", { class: "incident-list" });
+  const recovered = h("div", { class: "recoveries" });
   const chart = h("div", { class: "chart-box" });
   root.append(h("h1", { class: "hidden" }, "Overview"),
     h("div", { class: "tiles" }, Object.values(tiles).map((t) => t.element)),
     h("div", { class: "overview-grid" },
       panel("Ranks", { class: "o-ranks", aside: h("a", { href: "#/ranks" }, "All of it") }, statuses, frame, phases),
       panel("Incidents", { class: "o-incidents", aside: h("a", { href: "#/incidents" }, "All incidents") }, latest),
+      panel("Recoveries", { class: "o-recoveries", aside: h("a", { href: "#/elastic" }, "All recoveries") }, recovered),
       panel("Steps in the last hour", { class: "o-steps" }, chart)));
-  const offs = [listen(["job", "incidents"], drawTiles), listen(["ranks"], drawRanks), listen(["incidents"], drawIncidents)];
+  const offs = [listen(["job", "incidents"], drawTiles), listen(["ranks"], drawRanks), listen(["incidents"], drawIncidents), listen(["elastic"], drawRecoveries), listen(["elastic"], drawTiles)];
   const timer = setInterval(loadHistory, AGAIN_MS);
-  let points = [], width = 0;
+  let points = [], width = 0, saves = null;
   const resized = new ResizeObserver(() => { if (chart.clientWidth !== width) drawChart(); });
   resized.observe(chart);
 
@@ -47,24 +64,43 @@ export function overview(root) {
     setText(tiles.state.under, open.length ? `${plural(open.length, "incident")} open` : lastText());
     const step = job.step ?? {};
     const marked = step.max !== null && step.max !== undefined && step.max >= 0;
+    const status = store.elastic?.status;
     set(tiles.step, marked ? count(step.max) : "–", !marked ? "steps are not marked" : step.min === step.max ? "all ranks" : `the last rank at ${count(step.min)}`);
+    const durable = saves?.filter((s) => s.last_step !== null) ?? [];
+    const newest = durable.length ? Math.max(...durable.map((s) => s.last_step)) : null;
+    const committed = status?.step > 0 ? status.step : null;
+    set(tiles.saved, newest !== null ? count(newest) : committed !== null ? count(committed) : "–",
+      newest !== null ? `newest durable step, in ${durable.map((s) => s.tier).join(", ")}` : committed !== null ? "last committed step" : "no save is known");
     set(tiles.ranks, count(job.ranks_reporting), `of ${count(job.world)} report, on ${plural(job.nodes, "node")}`);
     const { up = 0, silent = 0 } = job.agents ?? {};
     set(tiles.agents, count(up), silent ? `${count(silent)} silent` : "none is silent");
-    set(tiles.round, seconds((job.round?.cpu_ms ?? NaN) / 1000), `CPU a round, every ${seconds(job.round?.period_s)}`);
     const goodput = job.goodput?.share ?? null;
     set(tiles.goodput, percent(goodput, 1), goodput === null ? "not known yet" : `of ${seconds(job.now - job.up_since)} in training`);
     refill(phases, JSON.stringify(job.phases), () => Object.entries(job.phases ?? {}).filter(([, n]) => n).map(([phase, n]) => h("li", {}, phase.toLowerCase(), h("b", {}, count(n)))));
   }
 
+  /** What happened last: a rank that dies and is replaced at once is no incident, and no quiet life. */
   function lastText() {
-    const last = store.listed()[0];
-    return last ? `last incident ${clock(last.opened_at)}` : "no incident so far";
+    const last = store.listed()[0], back = faults()[0];
+    if (back && (!last || back.at > last.opened_at)) return `last recovery ${clock(back.at)}`;
+    return last ? `last incident ${clock(last.opened_at)}` : store.elastic?.status ? "no incident or recovery so far" : "no incident so far";
+  }
+
+  /** Recoveries that nobody wanted, the newest first. */
+  function faults() {
+    return (store.elastic?.status?.recoveries ?? []).filter((r) => !r.planned).slice().reverse();
+  }
+
+  function drawRecoveries() {
+    const link = store.elastic?.controller, all = (store.elastic?.status?.recoveries ?? []).slice().reverse();
+    refill(recovered, JSON.stringify([!!link, all.slice(0, 5)]), () => all.length
+      ? h("ul", { class: "plain" }, all.slice(0, 5).map((r) => h("li", {}, h("b", {}, clock(r.at)), " ", sentence(r.cause), r.planned ? " (planned)" : "", h("span", { class: "quietly" }, ` ${seconds(total(r))}, ${plural(r.steps_lost, "step")} lost`))))
+      : h("p", { class: "quietly" }, link ? "None so far." : "The job has no controller: what restarts it is not seen here."));
   }
 
   function drawRanks() {
     const counts = store.ranks.counts();
-    refill(statuses, counts.join(), () => !store.ranks.length ? h("li", {}, "No rank reports yet. Agents find the daemon of their job by themselves: ", h("code", {}, "ckptd watch -- COMMAND"), ".") : BY_WEIGHT.slice().reverse().filter((s) => counts[s] || s === 0).map((s) => h("li", { title: STATUSES[s].says }, shape(s), STATUSES[s].word, h("b", {}, count(counts[s])))));
+    refill(statuses, counts.join(), () => !store.ranks.length ? h("li", { class: "empty" }, h("p", {}, "No rank reports yet. Agents find the daemon of their job by themselves: ", h("code", {}, "ckptd watch -- COMMAND"), ".")) : BY_WEIGHT.slice().reverse().filter((s) => counts[s] || s === 0).map((s) => h("li", { title: STATUSES[s].says }, shape(s), STATUSES[s].word, h("b", {}, count(counts[s])))));
     map.arrangement = store.ranks.mesh ? "mesh" : "node";
     frame.hidden = !store.ranks.length;
     map.draw();
@@ -81,10 +117,16 @@ export function overview(root) {
     if (document.hidden) return;
     try {
       const series = await get(`history?what=step&seconds=${HISTORY_S}&points=400`);
-      points = series.at.map((at, i) => [at, series.step_max[i]]);
+      points = rising(series.at.map((at, i) => [at, series.step_max[i]]));
     } catch {
       points = []; // the connection's state says it already
     }
+    try {
+      saves = (await get("checkpoints")).tiers ?? [];
+    } catch {
+      saves = null; // no folder of events is told to the daemon
+    }
+    drawTiles();
     drawChart();
   }
 
@@ -94,6 +136,6 @@ export function overview(root) {
     chart.replaceChildren(lineChart(points, { label: "Step over time", width, height: 150, words: ([x, v]) => [`step ${count(v)}`, clock(x)] }));
   }
 
-  drawTiles(); drawRanks(); drawIncidents(); loadHistory();
+  drawTiles(); drawRanks(); drawIncidents(); drawRecoveries(); loadHistory();
   return { end: () => { offs.forEach((off) => off()); clearInterval(timer); resized.disconnect(); map.end(); } };
 }
