@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -65,8 +66,14 @@ _outcomes = json_decoder(dict[str, str | None])
 _log = logging.getLogger("ckptd")
 _BUSY_POLL_S = 0.01
 _IDLE_POLL_S = 0.25
+_MOST_TRIES = 3
+"""So often is a save handed over; one whose every writing process dies is perhaps why they do."""
+_MOST_DEATHS = 5
+"""So many writing processes may die one after another that have ended nothing."""
 _COUNTED = 256
 """Counters of shares that stay on the board after their saves: other ranks may look late."""
+_END_S = 5.0
+"""For a worker to end that has closed its channel, in seconds."""
 _LEAVE_S = 0.2
 """For this client's thread, which may wait for a store that is gone."""
 GRACE_S = 30.0
@@ -77,11 +84,21 @@ GRACE_S = 30.0
 class _Job:
     handle: SaveHandle
     outcome_key: str
+    save: Save
+    plan: SavePlan
+    slot: Slot
     deadline: float = field(default=float("inf"))
     aborted: bool = False
     freed: bool = False
     answered: bool = False
     """The worker has said its last word on it, whatever the handle says."""
+    sealed: Sealed | None = None
+    given_up: bool = False
+    """The trainer could not finish it."""
+    counted: set[str] = field(default_factory=set)
+    """Near tiers on which this rank's share has been counted, once for all workers."""
+    tries: int = 1
+    """So many workers have had it."""
 
     @property
     def holds(self) -> bool:
@@ -125,7 +142,12 @@ class WriterClient:
     ) -> None:
         self._board = board
         self._jobs: dict[int, _Job] = {}
-        self._slots = Slots(slots, self._announce)
+        self._segments: dict[int, Slot] = {}
+        """What the worker has been told of, for the one that comes in its place."""
+        self._told: dict[type, Partner | Neighbours] = {}
+        self._deaths = 0
+        self._life = 1
+        self._slots = Slots(slots, self._announce, self._withdraw)
         self._counted: deque[str] = deque()
         self._dead: WorkerError | None = None
         self._ails: dict[str, str] = {}
@@ -176,13 +198,18 @@ class WriterClient:
             )
         return self._answer
 
+    @property
+    def life(self) -> int:
+        """Rises by one with each worker that comes in the place of one that died."""
+        return self._life
+
     def meet(self, partner: Partner) -> None:
         """Say whose memory the peer tier is."""
-        self._send(partner)
+        self._send(partner, note=lambda: self._told.update({Partner: partner}))
 
     def remember(self, neighbours: Neighbours) -> None:
         """Say of which nodes the agent is to tell the next life."""
-        self._send(neighbours)
+        self._send(neighbours, note=lambda: self._told.update({Neighbours: neighbours}))
 
     @property
     def dead(self) -> WorkerError | None:
@@ -210,19 +237,38 @@ class WriterClient:
         threading.Thread(target=worker.run, name="ckptd-worker", daemon=True).start()
         return ours
 
-    def _send(self, message: Request, fd: int | None = None) -> None:
-        """Send from the trainer's thread or the monitor's: a channel takes one at a time."""
+    def _send(
+        self,
+        message: Request,
+        fd: int | None = None,
+        note: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Send from the trainer's thread or the monitor's: a channel takes one at a time.
+
+        Parameters
+        ----------
+        note
+            Takes down what this says, for a worker that comes in the place of a dead one.
+
+        Raises
+        ------
+        WorkerError
+            The worker takes nothing, or is dead and no other will come.
+        """
         if not self._connected.is_set():
             self.answer()
         with self._sending:
+            note()
             try:
                 self._channel.send(message, fd)
             except WorkerError as error:
-                # Before the monitor hears of it: who is told now begins the next save with another.
+                if self._dead is not None:
+                    raise self._dead from error
                 # One that only takes nothing is not dead: the monitor ends it (see `_hangs`).
-                if not isinstance(error.__cause__, TimeoutError):
-                    self._dead = self._dead or error
-                raise
+                if isinstance(error.__cause__, TimeoutError):
+                    raise
+                # The monitor hears of it now, and tells the next one what is noted.
+                self._channel.shut()
 
     # -- the trainer's thread --------------------------------------------------------------------
 
@@ -244,7 +290,12 @@ class WriterClient:
     def _announce(self, slot: Slot) -> None:
         in_thread = self._agent is None and self._process is None
         fd = os.dup(slot.fd) if in_thread else slot.fd
-        self._send(Segment(slot.number, slot.nbytes), fd)
+        segment = Segment(slot.number, slot.nbytes)
+        self._send(segment, fd, lambda: self._segments.update({slot.number: slot}))
+
+    def _withdraw(self, slot: Slot) -> None:
+        with self._sending:
+            self._segments.pop(slot.number, None)
 
     def begin(
         self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str, slot: Slot
@@ -255,9 +306,9 @@ class WriterClient:
             self._plan = plan.digest
         slot.begin(save.job)
         self._slots.take(slot, save.job)
-        deadline = time.monotonic() + 2 * save.timeout_s + GRACE_S
-        self._jobs[save.job] = _Job(handle, outcome_key, deadline)
-        self._send(msgspec.structs.replace(save, slot=slot.number))
+        save = msgspec.structs.replace(save, slot=slot.number)
+        job = _Job(handle, outcome_key, save, plan, slot, _deadline(save))
+        self._send(save, note=lambda: self._jobs.update({save.job: job}))
 
     def seal(
         self,
@@ -268,10 +319,11 @@ class WriterClient:
     ) -> None:
         """Say that all of a job is copied; see `Sealed`."""
         slot.seal()
+        sealed, mine = Sealed(job, replicas, blobs), self._jobs[job]
         # The worker first: who was told that the snapshot is staged may be killed at that moment,
         # and a worker that heard of no seal would throw it away.
-        self._send(Sealed(job, replicas, blobs))
-        self._jobs[job].handle._sealed()
+        self._send(sealed, note=lambda: setattr(mine, "sealed", sealed))
+        mine.handle._sealed()
 
     def next_job(self) -> int:
         """Return a fresh job number."""
@@ -284,9 +336,12 @@ class WriterClient:
         The slot stays taken until the worker has let go of it: bytes of the next save must
         never be written under this one's name.
         """
+        # First: the worker's answer, "aborted", must not overtake the reason.
+        self._fail_all(job, cause or SaveError(reason, kind="aborted"))
+        if (mine := self._jobs.get(job)) is not None:
+            mine.given_up = True
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
             self._send(Abort(job, reason))
-        self._fail_all(job, cause or SaveError(reason, kind="aborted"))
 
     def close(self, timeout_s: float) -> None:
         """Let the worker finish what is staged, and end it. Idempotent; never raises.
@@ -337,7 +392,8 @@ class WriterClient:
         try:
             if self._agent is not None and not self._join_agent(self._agent):
                 return
-            self._listen()
+            while (found := self._listen()) is not None and self._replace(found):
+                pass
         except Exception as error:  # noqa: BLE001 - a bug must reach the handles, not hang them
             self._end_worker(f"this process no longer listens to it: {error!r}")
 
@@ -353,7 +409,8 @@ class WriterClient:
             self._hear(first)
         return self._dead is None
 
-    def _listen(self) -> None:
+    def _listen(self) -> str | None:
+        """Hear the worker until it is no more wanted; return how it died, if it did."""
         pause = _IDLE_POLL_S
         start = time.monotonic()
         # An agent goes on by itself after `Stop`; a process of ours is waited for until it ends.
@@ -362,16 +419,101 @@ class WriterClient:
                 item = self._channel.receive(pause)
             except (EOFError, msgspec.MsgspecError) as error:
                 if not self._left:
-                    self._worker_gone(str(error))
+                    return str(error)
                 break
             if item is not None:
                 self._hear(item[0])
             elif not self._ready.is_set() and time.monotonic() - start > START_S:
                 self._end_worker(f"it did not start within {START_S:.0f} s")
-                return
+                return None
             pause = self._look_around(pause if item is None else _BUSY_POLL_S)
         if self._left:
             self._channel.close()
+        return None
+
+    # -- a worker that died ------------------------------------------------------------------------
+
+    def _replace(self, found: str) -> bool:
+        """Have another worker in the place of one that died, and hand everything over to it.
+
+        What was copied lies in the arena, which this process has as well: neither a save that is
+        under way nor a snapshot in memory is lost with the process that was to keep it.
+        """
+        in_thread = self._agent is None and self._process is None
+        self._deaths += 1
+        if in_thread or self._closing or self._dead is not None or self._deaths > _MOST_DEATHS:
+            self._worker_gone(found)
+            return False
+        code = _ended(self._process)
+        how = found if code is None else f"exit status {code}; {found}"
+        _log.warning("the writing process died (%s): another one takes over", how)
+        old = self._channel
+        try:
+            if self._agent is not None:
+                channel, first = join_agent(self._agent, self._hello, lambda: not self._closing)
+            else:
+                channel, first = self._start_process(), None
+        except (OSError, WorkerError) as error:
+            self._worker_gone(f"{how}; no other one can be started: {error}")
+            return False
+        kept = self._slots.kept
+        with self._sending:
+            old.close()
+            self._channel = channel
+            try:
+                self._hand_over(kept)
+            except WorkerError as error:  # the monitor is about to hear of that, too
+                _log.warning("the next writing process died as well: %s", error)
+        if first is not None:
+            self._hear(first)
+        self._life += 1
+        for number, job in list(self._jobs.items()):
+            if job.freed and not job.handle.done and job.tries > _MOST_TRIES:
+                why = "the writing process died with this save again and again"
+                self._fail_all(number, WorkerError(why, hint=self._last_words()))
+            self._release(number, job)
+        return self._dead is None
+
+    def _hand_over(self, kept: Mapping[str, int]) -> None:
+        """Tell a worker everything that the one before it knew, or still had to do."""
+        send = self._channel.send
+        if self._agent is None:  # an agent has been greeted already
+            send(self._hello)
+        for message in self._told.values():
+            send(message)
+        for slot in self._segments.values():
+            send(Segment(slot.number, slot.nbytes), slot.fd)
+        self._plan = ""
+        for number, job in list(self._jobs.items()):
+            near = self._wanted_near(number, job, kept)
+            root = job.handle.root and not job.handle._root_ended
+            job.tries += not job.handle.done
+            wanted = (near or root) and not job.given_up and job.tries <= _MOST_TRIES
+            job.freed = job.answered = not wanted
+            if not wanted:
+                continue
+            job.deadline = _deadline(job.save)
+            if self._plan != job.plan.digest:
+                send(SetPlan(job.plan))
+                self._plan = job.plan.digest
+            # Refer to nothing: what was agreed upon for that died with the other one.
+            more = {"near": near, "root": root, "refer": False, "again": True}
+            send(msgspec.structs.replace(job.save, **more))
+            if job.sealed is not None:
+                send(job.sealed)
+            if self._agent is not None:
+                for tier, state in job.handle.tiers.items():
+                    if state == "complete":
+                        send(Complete(tier, job.handle.step, job.handle.generation))
+        if self._closing:
+            send(Stop())
+
+    def _wanted_near(self, number: int, job: _Job, kept: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the near tiers that a share has not reached, or that lost it with the worker."""
+        near = {t for t, state in job.handle.tiers.items() if state == "pending"}
+        if number in kept.values() and job.slot.sealed == number:
+            near.add(next(tier for tier in KEEPING if tier in job.save.near))
+        return tuple(tier for tier in job.save.near if tier in near)
 
     def _hear(self, message: Response) -> None:
         self._heard = time.monotonic()
@@ -388,6 +530,7 @@ class WriterClient:
             last = Written if self._board.rank else Committed
             final = Failed | Committed | last if job.handle.root else Freed
             job.answered = job.answered or isinstance(message, final)
+            self._deaths = 0 if job.answered else self._deaths
         if isinstance(message, Failed):
             error = CkptdError.from_dict(message.error)
             if message.job < 0:
@@ -465,6 +608,9 @@ class WriterClient:
         if self._board.world == 1:
             self._complete(number, job, tier)
             return
+        if tier in job.counted:  # by a worker that died since
+            return
+        job.counted.add(tier)
         try:
             self._board.add(near_key(job.outcome_key, tier))
         except CkptdError as error:
@@ -504,6 +650,8 @@ class WriterClient:
     def _complete(self, number: int, job: _Job, tier: str) -> None:
         """Every rank's share is on a tier: what was there before may go, and this must stay."""
         handle = job.handle
+        if handle.tiers.get(tier) != "pending":  # a worker that came later says so again
+            return
         self._slots.keep(tier, number)
         self._ails.pop(tier, None)
         handle._settle(tier)
@@ -557,7 +705,9 @@ class WriterClient:
             self._slots.release(number)
 
     def _forget_old(self) -> None:
-        done = [n for n, j in list(self._jobs.items()) if j.handle.done and j.freed]
+        kept = set(self._slots.kept.values())
+        jobs = list(self._jobs.items())
+        done = [n for n, j in jobs if j.handle.done and j.freed and n not in kept]
         for number in done[:-8]:
             job = self._jobs.pop(number)
             if self._board.world > 1 and self._board.rank == 0:
@@ -594,6 +744,21 @@ class WriterClient:
         self._slots.fail(error)
         for number in list(self._jobs):
             self._fail_all(number, error)
+
+
+def _deadline(save: Save) -> float:
+    return time.monotonic() + 2 * save.timeout_s + GRACE_S
+
+
+def _ended(process: subprocess.Popen[bytes] | None) -> int | None:
+    """Return the exit code of a worker that has closed its channel; it must not write any more."""
+    if process is None:
+        return None
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def near_key(outcome_key: str, tier: str) -> str:

@@ -165,6 +165,8 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     root_id, claim_id
         Of the root and of the generation's claim that this save is for: nothing is written to
         another root at the same place, and nothing committed under another claim. Empty: unknown.
+    again
+        Whether a writing process that died had it before: then its part may be at the root.
     """
 
     job: int
@@ -183,6 +185,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     refer: bool = True
     root_id: str = ""
     claim_id: str = ""
+    again: bool = False
 
     @property
     def name(self) -> CommitName:

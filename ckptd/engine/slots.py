@@ -31,11 +31,19 @@ class Slots:
         How many; None leaves it to the memory there is.
     announce
         Tells the writing process of a new slot.
+    withdraw
+        Called before the memory of a slot goes.
     """
 
-    def __init__(self, wanted: int | None, announce: Callable[[Slot], None]) -> None:
+    def __init__(
+        self,
+        wanted: int | None,
+        announce: Callable[[Slot], None],
+        withdraw: Callable[[Slot], None] = lambda slot: None,
+    ) -> None:
         self._wanted = wanted
         self._announce = announce
+        self._withdraw = withdraw
         self._free = threading.Condition()
         self._arena: dict[int, Slot] = {}
         self._taken: dict[int, int] = {}
@@ -49,6 +57,12 @@ class Slots:
         """The job that each slot is taken by."""
         with self._free:
             return dict(self._taken)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The job whose snapshot is the newest complete one of each near tier that keeps one."""
+        with self._free:
+            return {tier: self._arena[number].sealed for tier, number in self._kept.items()}
 
     @property
     def full(self) -> bool:
@@ -128,6 +142,7 @@ class Slots:
     def _make(self, number: int, nbytes: int) -> Slot:
         old = self._arena.pop(number, None)
         if old is not None:  # first, so that both need not fit
+            self._withdraw(old)
             old.close()
         slot = self._arena[number] = Slot(number, nbytes)
         self._most = slots_for(nbytes, self._wanted, available_bytes() + nbytes)

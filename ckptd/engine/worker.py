@@ -40,6 +40,7 @@ from ckptd.engine.job import (
     Lost,
     NearFailed,
     Neighbours,
+    Part,
     Partner,
     Progress,
     Ready,
@@ -58,8 +59,8 @@ from ckptd.engine.near import Near
 from ckptd.engine.referring import Unchanged
 from ckptd.engine.retention import apply_retention
 from ckptd.engine.telling import root_tier, saving
-from ckptd.errors import CkptdError, ConflictError, SaveError, WorkerError
-from ckptd.format.names import commit_key
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, SaveError, WorkerError
+from ckptd.format.names import commit_key, part_key
 from ckptd.store.base import Store
 
 __all__ = ["Worker", "main"]
@@ -302,16 +303,17 @@ class Worker:
                 self._lanes.take(self._share(save, plan, slot))
                 return
             self._check_root(save)
-            drain(
-                self._store,
-                plan,
-                save,
-                slot.data,
-                lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
-                lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
-                progress,
-                self._unchanged,
-            )
+            if not self._is_reported(save):
+                drain(
+                    self._store,
+                    plan,
+                    save,
+                    slot.data,
+                    lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
+                    lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
+                    progress,
+                    self._unchanged,
+                )
         except CkptdError as error:
             self._give_up(save, error.to_dict())
             return
@@ -320,6 +322,23 @@ class Worker:
             return
         self.tell(Freed(save.job))
         self._written(save, plan)
+
+    def _is_reported(self, save: Save) -> bool:
+        """Tell whether a worker that died has written this rank's share and reported its part.
+
+        Then whoever commits may have seen the part, and what it tells of must not be written anew.
+        The part is looked for first: it goes when the commit is there.
+        """
+        if not save.again:
+            return False
+        key = part_key(save.folder, self._hello.rank)
+        try:
+            part = Part.decode(self._store.get(key), key)
+        except NotFoundError:
+            return self._store.exists(commit_key(save.name))
+        if part.error is not None:
+            raise CkptdError.from_dict(part.error)
+        return True
 
     def _give_up(self, save: Save, error: dict[str, str | None]) -> None:
         """Tell that nothing of this rank's share goes anywhere."""
@@ -400,7 +419,8 @@ class Worker:
             self._raise_aborted(save)
             self._check_root(save)
             with events.about(tier=self._tier):
-                share.write(self._store, data, self._unchanged)
+                if not self._is_reported(save):
+                    share.write(self._store, data, self._unchanged)
         except CkptdError as error:
             self._unchanged.end(save)
             self.tell(Failed(save.job, error.to_dict()))

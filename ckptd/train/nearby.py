@@ -138,7 +138,7 @@ class Nearby:
         self._gone: set[str] = set()
         self._heard_again = 0
         self._here = ""
-        self._met: WriterClient | None = None
+        self._met: tuple[WriterClient, int] | None = None
         self._partner: _Node | None = None
         self._sources: list[Source] = []
 
@@ -156,7 +156,8 @@ class Nearby:
         WorkerError
             The node's agent does not answer.
         """
-        if client is self._met:
+        life = client.life
+        if self._met == (client, life):
             if self._refresh(client):
                 self._remember(client)
             return
@@ -173,7 +174,7 @@ class Nearby:
         if again:
             self._say_again(own.name)
         self._nodes[own.name] = own
-        self._met, self._partner = client, None
+        self._met, self._partner = (client, life), None
         if self._chosen() is None:
             # The agent may still know that of an earlier generation, and would try it at each save.
             client.meet(Partner("", ""))

@@ -22,7 +22,6 @@ from ckptd.errors import (
     RefusedError,
     SaveError,
     UsageError,
-    WorkerError,
 )
 from ckptd.store import StoreSpec, open_store
 
@@ -398,13 +397,6 @@ def test_a_dead_worker_is_replaced(root: str) -> None:
     ck.wait()
     assert ck.worker_pid is not None
     os.kill(ck.worker_pid, signal.SIGKILL)
-    handle = None
-    for _ in range(200):
-        if ck._client is not None and ck._client.dead is not None:
-            break
-        import time
-
-        time.sleep(0.05)
     handle = ck.save(2, state)
     assert handle is not None
     handle.durable(30)
@@ -412,21 +404,20 @@ def test_a_dead_worker_is_replaced(root: str) -> None:
     assert steps_on_line(root) == [1, 2]
 
 
-def test_killing_the_worker_in_mid_save_fails_that_save_only(root: str) -> None:
+def test_killing_the_worker_in_mid_save_loses_nothing(root: str) -> None:
     import os
     import signal
 
     state = {"w": torch.zeros(200_000)}
-    ck = ckptd.Checkpointer(root, throttle=100_000.0)
+    ck = ckptd.Checkpointer(root, throttle=400_000.0)
     handle = ck.save(1, state)
     assert handle is not None
     assert ck.worker_pid is not None
     os.kill(ck.worker_pid, signal.SIGKILL)
-    with pytest.raises(WorkerError):
-        handle.durable(30)
+    handle.durable(60)
     ck.save(2, {"w": torch.zeros(10)})
     ck.close()
-    assert steps_on_line(root) == [2]
+    assert steps_on_line(root) == [1, 2]
 
 
 def test_values_that_cannot_be_saved_say_how(root: str) -> None:

@@ -23,7 +23,7 @@ import ckptd.train.checkpointer as checkpointer
 from ckptd.engine.agentlink import run_folder
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
-from ckptd.errors import CkptdError, StoreError, WorkerError
+from ckptd.errors import CkptdError, StoreError
 from ckptd.store import StoreSpec
 from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
@@ -235,13 +235,12 @@ def test_a_full_disk_in_one_tier(
 def test_a_killed_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the middle of a call of save, which does not raise; the next one starts another agent."""
+    """In the middle of a call of save, and while a save is written: another one has them all."""
     root = str(tmp_path / "root")
     acquire = WriterClient.acquire
 
     def die(client: WriterClient, nbytes: int, timeout_s: float) -> Any:
         os.kill(client.pid, signal.SIGKILL)
-        until(lambda: client.dead is not None)
         return acquire(client, nbytes, timeout_s)
 
     tiers = [ckptd.Memory(every=1)]
@@ -250,25 +249,23 @@ def test_a_killed_agent(
         first = ck.worker_pid
         with monkeypatch.context() as patch:
             patch.setattr(WriterClient, "acquire", die)
-            lost = save(ck, 2)
-        assert any("step 2 is not saved" in r.getMessage() for r in caplog.records)
-        with pytest.raises(WorkerError):
-            lost.durable(WAIT_S, tier="memory")
-        assert failed(ck, "memory") == 1
-        assert lost.done
+            taken = save(ck, 2)
+        taken.durable(WAIT_S, tier="memory")
+        assert any("another one takes over" in r.getMessage() for r in caplog.records)
         save(ck, 3).durable(WAIT_S, tier="memory")
         assert ck.worker_pid != first
         under_way = save(ck, 5)
         os.kill(ck.worker_pid or 0, signal.SIGKILL)
-        until(lambda: under_way.done)
-        assert isinstance(under_way.error, WorkerError)
+        under_way.durable(WAIT_S, tier="memory")
+        under_way.durable(WAIT_S)
+        assert failed(ck, "memory") == 0
         save(ck, 6).durable(WAIT_S, tier="memory")
         save(ck, 8).durable(WAIT_S)
     assert loaded(root) == 8
 
 
 def lose_the_peer(root: str) -> tuple[list[str], list[str], float]:
-    """Rank 1's agent dies; both go on. Returns states of the peer tier, log lines, the metric."""
+    """Rank 1's agent dies, another comes. Returns the peer tier's states, log lines, the metric."""
     import logging
 
     rank = int(os.environ["RANK"])
@@ -297,8 +294,6 @@ def test_a_peer_that_is_gone(tmp_path: Path) -> None:
     ends = run_ranks(2, lose_the_peer, str(tmp_path / "root"), deadline_s=110.0)
     for states, _, count in ends:
         assert states[:2] == ["complete", "complete"]
-        assert "failed" in states[2:]
         assert states[-1] == "complete"
         assert count == states.count("failed")
-    assert any(lines for _, lines, _ in ends), "nobody was told in the log"
     assert loaded(str(tmp_path / "root")) == 12
