@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,17 +25,41 @@ PORTABLE = 1
 
 
 class _Pin:
-    """One locked slot; unlocks it when the slot is closed, unless it is still copied to."""
+    """One locked slot; unlocks it when the slot is closed and nothing is copied to it any more."""
+
+    _left: ClassVar[set[_Pin]] = set()
+    """Slots that were closed while a device still copied to them."""
 
     def __init__(self, slot: Slot, address: int) -> None:
         self.nbytes = slot.nbytes
         self._address = address
-        self.users = 0
+        self._slot = weakref.ref(slot)
+        self._users = 0
+        self._mapped: object = None
+        self._lock = threading.Lock()
+
+    def use(self, more: int) -> None:
+        """Count who copies; the last one unlocks a slot that was closed meanwhile."""
+        with self._lock:
+            self._users += more
+            if not self._users and self in self._left:
+                self._left.discard(self)
+                self._unlock()
+                self._mapped = None
 
     def release(self) -> None:
-        if self.users:  # unlocking would wait for a device that hangs
-            _log.error("a slot that is still copied to stays page-locked until the process ends")
-            return
+        """Unlock the slot, which is about to be closed, as soon as nothing is copied to it."""
+        with self._lock:
+            if not self._users:
+                self._unlock()
+                return
+            # To unlock it now would wait for a device that hangs. What is locked stays mapped:
+            # other memory at its address would be taken for it, and could not be locked itself.
+            slot = self._slot()
+            self._mapped = None if slot is None else np.frombuffer(slot.data, dtype=np.uint8)
+            self._left.add(self)
+
+    def _unlock(self) -> None:
         status = int(torch.cuda.cudart().cudaHostUnregister(self._address))
         self.nbytes = 0
         if status:
@@ -71,7 +97,7 @@ class Pins:
         """Count who copies to a locked slot: `more` is 1 or -1."""
         pin = self._known.get(slot)
         if pin is not None:
-            pin.users += more
+            pin.use(more)
 
     def _register(self, slot: Slot) -> _Pin | None:
         if not slot.nbytes:

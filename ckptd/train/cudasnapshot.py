@@ -142,7 +142,7 @@ class CudaSnapshot:
 
     def order(self) -> None:
         """Let what the current streams do from now on come after everything that is pushed."""
-        for lane in self._lanes.values():
+        for lane in list(self._lanes.values()):  # the copying thread lets go of them when it ends
             lane.order()
 
     @contextmanager
