@@ -1,11 +1,13 @@
 """The arena: memory that the trainer fills with snapshots and the writing process drains.
 
-It has one or more slots, a segment each, allocated for real and touched before use: a copy into
-fresh pages runs at a tenth of the speed of one into warm pages, and a sparse segment in a small
-container raises SIGBUS long after the save returned. A slot is filled front to back under a
-counter, so that writing begins while copying still goes on, and then sealed: a snapshot is whole
-if and only if its slot carries the seal of its job. Slots of their own grow one by one, while the
-others keep what is sealed in them.
+It has one or more slots, a segment each. A new one is filled by system calls (`Slot.put`): the
+kernel takes a page and copies into it, in one pass, where touching a fresh page fills it with zeros
+first; and memory that is not there is an error, where touching a page without memory behind it is a
+SIGBUS. What was filled once is warm, and later snapshots are copied straight into it.
+
+A slot is filled front to back under a counter, so that writing begins while copying still goes on,
+and then sealed: a snapshot is whole if and only if its slot carries the seal of its job. Slots of
+their own grow one by one, while the others keep what is sealed in them.
 
 A memfd on Linux (containers give ``/dev/shm`` 64 MB), an unlinked temporary file elsewhere.
 """
@@ -15,9 +17,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckptd.engine.memory import available_bytes
 from ckptd.errors import SaveError
@@ -29,6 +35,12 @@ MOST_SLOTS = 8
 _JOB, _STAGED, _SEAL = range(3)
 _WORDS = 3
 _POLL_S = 0.0005
+_PIECE_BYTES = 32 << 20
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE: since Linux 5.14; older kernels refuse it."""
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+if _libc is not None:
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Slot:
@@ -59,10 +71,13 @@ class Slot:
         self.before_close: Callable[[], None] | None = None
         """Called once before the memory goes; whoever page-locks it sets this."""
         size = CONTROL_BYTES + max(nbytes, 1)
-        self.fd = _allocate(size) if fd is None else fd
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self.fd = _reserve(size) if fd is None else fd
+        self._fresh = fd is None
+        """Whether there may be no memory behind some of it."""
         try:
-            self._map = mmap.mmap(self.fd, size, flags)
+            # Not populated: what is not filled yet would be filled with zeros by this process,
+            # while the other one copies.
+            self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED)
         except OSError as error:  # a limit on addresses, or a segment that is too small
             os.close(self.fd)
             raise _no_memory(size, error) from error
@@ -84,9 +99,73 @@ class Slot:
     def staged(self, nbytes: int) -> None:
         self._control[_STAGED] = nbytes
 
+    def put(self, start: int, source: NDArray[np.uint8]) -> None:
+        """Copy bytes to their place.
+
+        Raises
+        ------
+        SaveError
+            kind ``no-memory``: there is none for them.
+        """
+        if not self._fresh:
+            np.copyto(self.place(start, start + len(source)), source)
+            return
+        view, at = source.data, CONTROL_BYTES + start
+        while len(view):
+            try:
+                done = os.pwrite(self.fd, view[:_PIECE_BYTES], at)
+            except OSError as error:
+                raise _no_memory(self.nbytes, error) from error
+            view, at = view[done:], at + done
+
+    def place(self, start: int, end: int) -> NDArray[np.uint8]:
+        """Return a part of the data, with memory behind it, to be written to.
+
+        Raises
+        ------
+        SaveError
+            kind ``no-memory``.
+        """
+        if end <= start:
+            return np.empty(0, np.uint8)
+        if self._fresh:
+            try:
+                _allocate(self.fd, CONTROL_BYTES + start, end - start)
+            except OSError as error:
+                raise _no_memory(self.nbytes, error) from error
+        return np.frombuffer(self.data, np.uint8, end - start, start)
+
+    def allocate(self) -> None:
+        """Have memory behind all of it, for a device that copies to it by itself.
+
+        Raises
+        ------
+        SaveError
+            kind ``no-memory``.
+        """
+        if self._fresh:
+            self.place(0, self.nbytes)
+            self._warm()
+
     def seal(self) -> None:
         """Say that the snapshot is whole. Comes last."""
         self._control[_SEAL] = self._control[_JOB]
+
+    def warm_up(self) -> None:
+        """Map what was filled, so that the next snapshot is copied without page faults.
+
+        Called once a snapshot is whole, by a thread that nobody waits for.
+        """
+        if self._fresh and self.sealed and self.staged >= self.nbytes:
+            self._warm()
+
+    def _warm(self) -> None:
+        if _libc is not None:
+            start = ctypes.addressof(self._control)
+            size = CONTROL_BYTES + self.nbytes
+            for at in range(0, size, _PIECE_BYTES):  # a page fault finds what this could not do
+                _libc.madvise(start + at, min(_PIECE_BYTES, size - at), _POPULATE_WRITE)
+        self._fresh = False
 
     @property
     def sealed(self) -> int:
@@ -154,7 +233,8 @@ def slots_for(nbytes: int, wanted: int | None, room: int) -> int:
     return 2 if 2 * nbytes <= room // 4 else 1
 
 
-def _allocate(size: int) -> int:
+def _reserve(size: int) -> int:
+    """Return the descriptor of a new segment, with memory behind its control page only."""
     # Beyond a container's limit nothing fails: the kernel kills the trainer in mid-allocation.
     if size > (room := available_bytes()):
         raise _no_memory(size, f"{room / 1e9:.2f} GB available")
@@ -167,14 +247,17 @@ def _allocate(size: int) -> int:
     except OSError as error:
         raise _no_memory(size, error) from error
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
-        else:
-            os.ftruncate(fd, size)
+        os.ftruncate(fd, size)
+        _allocate(fd, 0, CONTROL_BYTES if hasattr(os, "memfd_create") else size)
     except OSError as error:
         os.close(fd)
         raise _no_memory(size, error) from error
     return fd
+
+
+def _allocate(fd: int, start: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, start, nbytes)
 
 
 def _no_memory(size: int, found: object) -> SaveError:

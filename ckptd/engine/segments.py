@@ -48,9 +48,14 @@ class Segments:
                 found = f"{self._given / 1e9:.2f} of {self.budget / 1e9:.2f} GB in use"
                 raise _no_space(f"{size / 1e9:.2f} GB", found)
             self._given += size
+        segment = None
         try:
-            return Slot(0, size)
+            segment = Slot(0, size)
+            segment.allocate()  # it is filled from a connection, where it lies
+            return segment
         except SaveError as error:
+            if segment is not None:
+                segment.close()
             with self._lock:
                 self._given -= size
             raise _no_space(error.wanted, error.found) from error

@@ -208,15 +208,14 @@ class Sources:
         """Return what a unit copies."""
         return _part(self.whole(unit.step), unit.part)
 
-    def copy(self, number: int, target: _Bytes) -> None:
-        """Copy a step's tensor, which is on the host, into its place in the slot's bytes."""
+    def copy(self, number: int, slot: Slot) -> None:
+        """Copy a step's tensor, which is on the host, into its place in the slot."""
         step = self.steps[number]
-        place = target[step.start : step.end]
         plain = self._plain[number]
         if plain is None:
-            _copy(self.whole(number), place)
+            _copy(self.whole(number), slot.place(step.start, step.end))
         else:
-            np.copyto(place, plain)
+            slot.put(step.start, plain)
 
     @cached_property
     def _plain(self) -> list[_Bytes | None]:
@@ -240,12 +239,12 @@ class _HostLane:
     free = False
 
     def __init__(self, slot: Slot, sources: Sources) -> None:
-        self._target = np.frombuffer(slot.data, dtype=np.uint8)
+        self._slot = slot
         self._sources = sources
 
     def push(self, group: Group) -> Mark:
         for unit in group.units:
-            self._sources.copy(unit.step, self._target)
+            self._sources.copy(unit.step, self._slot)
         if group.task is not None:
             group.task()
         return self
@@ -333,9 +332,8 @@ class Snapshot:
 
     def copy_now(self) -> None:
         """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
-        target = np.frombuffer(self._slot.data, dtype=np.uint8)
         for number in self._live.early:
-            self._live.copy(number, target)
+            self._live.copy(number, self._slot)
         if self._samples is not None:
             for leaf in self._common("cpu", late=False):
                 self._samples(leaf.tensor)

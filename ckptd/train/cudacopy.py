@@ -208,6 +208,7 @@ class CudaCopies:
         source: Callable[[Unit], torch.Tensor],
     ) -> dict[torch.device, CudaLane]:
         """Return a lane for each device; page-locks the slot the first time."""
+        slot.allocate()
         locked = self.pins.lock(slot)
         target = torch.from_numpy(np.frombuffer(slot.data, dtype=np.uint8))
         found = {}

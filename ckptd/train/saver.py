@@ -305,6 +305,7 @@ class Saver:
                     snapshot.copy_rest()
                 slot.staged = total
                 client.seal(save.job, slot, *self._replicas(*alike))
+                slot.warm_up()
             except CkptdError as error:
                 client.abandon(save.job, error.message, error)
             except BaseException as error:  # noqa: BLE001 - the handle tells it
@@ -344,7 +345,6 @@ class Saver:
 
 
 def _append(slot: Slot, start: int, bodies: list[bytes]) -> None:
-    target = np.frombuffer(slot.data, dtype=np.uint8)
     for body in bodies:
-        target[start : start + len(body)] = np.frombuffer(body, dtype=np.uint8)
+        slot.put(start, np.frombuffer(body, dtype=np.uint8))
         start += len(body)

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,67 @@ def test_another_process_sees_the_same_slot() -> None:
     assert other.sealed == 7
     for s in (slot, other):
         s.close()
+
+
+def test_a_new_slot_is_filled_without_being_touched_first() -> None:
+    """Zeros that are about to be overwritten took most of what the first save held up."""
+    nbytes = 8 << 20
+    slot, rng = Slot(0, nbytes), np.random.default_rng(0)
+    other = Slot(0, nbytes, os.dup(slot.fd))
+    assert os.fstat(slot.fd).st_blocks * 512 < 1 << 20
+    for job in (1, 2, 3):  # fresh, warm, and again
+        expected = rng.integers(0, 256, nbytes, dtype=np.uint8)
+        slot.begin(job)
+        slot.put(0, expected[:5])
+        slot.put(5, expected[5 : nbytes // 2])
+        slot.place(nbytes // 2, nbytes - 7)[:] = expected[nbytes // 2 : -7]
+        slot.put(nbytes - 7, expected[-7:])
+        slot.put(nbytes, expected[:0])
+        assert not len(slot.place(nbytes, nbytes))
+        slot.staged = nbytes
+        slot.seal()
+        assert bytes(other.data) == bytes(slot.data) == expected.tobytes()
+        slot.warm_up()
+        assert slot._fresh is False
+    assert os.fstat(slot.fd).st_blocks * 512 >= nbytes
+    for s in (slot, other):
+        s.close()
+
+
+def test_a_slot_that_was_filled_in_part_is_still_a_new_one() -> None:
+    slot = Slot(0, 4 << 20)
+    slot.begin(1)
+    slot.put(0, np.ones(100, np.uint8))
+    slot.staged = 100
+    slot.warm_up()
+    assert slot._fresh, "what is not there would be taken for memory"
+    slot.allocate()
+    assert not slot._fresh
+    assert os.fstat(slot.fd).st_blocks * 512 >= 4 << 20
+    assert bytes(slot.data[:101]) == b"\1" * 100 + b"\0"
+    slot.close()
+
+
+def test_memory_that_is_not_there_is_an_error() -> None:
+    """And no SIGBUS: a limit on the size of files stands for it."""
+    code = """
+    import resource, signal, sys
+    import numpy as np
+    from ckptd.engine.arena import Slot
+    from ckptd.errors import SaveError
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    slot = Slot(0, 4 << 20)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    slot.put(0, np.ones(1000, np.uint8))
+    try:
+        slot.put(2 << 20, np.ones(9, np.uint8))
+    except SaveError as error:
+        print(error.kind)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.split()[0] == "no-memory", ended.stderr
 
 
 def test_bytes_of_another_job_are_not_waited_for() -> None:
