@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import ckptd
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.gc import plan_gc, run_gc
 from ckptd.engine.verify import check_records, verify
-from ckptd.format.names import CommitName
+from ckptd.format.names import CommitName, commit_key
 from ckptd.store import open_store
 
 BEFORE_DIGESTS = Path(__file__).parent / "root-539564c"
@@ -36,6 +37,13 @@ def test_it_is_read(root: Path) -> None:
     for name in catalogue.commits():
         assert verify(catalogue, name).ok
     assert catalogue.commit(CommitName(4, 3)).metadata == {"loss": 6.0}
+
+
+def test_a_stranger_recovers_it(root: Path) -> None:
+    recover = runpy.run_path(str(Path(__file__).parents[2] / "docs/recover.py"))["recover"]
+    for step in (1, 2, 3):
+        found = recover(root / commit_key(CommitName(step, 1)), "w")
+        assert torch.equal(torch.from_numpy(found), weights(step))
 
 
 def test_it_is_loaded_and_goes_on(root: Path) -> None:

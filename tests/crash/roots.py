@@ -130,6 +130,7 @@ class Life:
             fill(PLAN, 0, values(seed), slot.data)
             slot.staged = total
             client.seal(save.job, slot)
+            time.sleep(0.02)
             handles.append((step, seed, handle))
             while handles and (len(handles) > 1 or draw.random() < 0.5):
                 self._settle(root_id, *handles.pop(0))
@@ -139,7 +140,7 @@ class Life:
             handle.durable(_SAVE_S)
         except CkptdError as error:
             self.note(error.kind, root_id, step, seed)
-            time.sleep(0.01)
+            time.sleep(0.1)  # a job computes between its saves, and whoever kills it needs the CPU
             return
         self.note("durable", root_id, step, seed)
 
