@@ -153,9 +153,17 @@ def _engine_s(job: Job, codes: Array) -> float:
 
 
 def _place(job: Job, row: int) -> str:
-    """Return where in the program a rank made its last call; empty if it has made none."""
+    """Return where in the program a rank made its last call; empty if it has made none.
+
+    A thread that only runs PyTorch, as those of a backward pass, has no line: then it is which call.
+    """
     last = int(job.last_call[row])
-    return job.text(int(job.calls["site"][last])) if last >= 0 else ""
+    if last < 0:
+        return ""
+    call = job.calls[last]
+    if call["site"]:
+        return job.text(int(call["site"]))
+    return f"{job.text(int(call['op']))} in {job.group_name(int(call['group']))}"
 
 
 def _subtype(job: Job, row: int) -> str:

@@ -211,3 +211,19 @@ def test_a_rank_that_does_something_is_told_as_one() -> None:
     assert verdict.numbers["engine s"] == 600.0
     known = replace(jobs.job(*_late(process_state="R")), timeouts={7: 1800.0, 8: 5.0})
     assert _told(known)[0].numbers["engine s"] == 1800.0
+
+
+def test_where_in_the_program_it_was_last_seen() -> None:
+    def place(**call: int) -> str:
+        views = _late()
+        made = jobs.calls(jobs.call(7, 9, jobs.NOW - 45, jobs.NOW - 40, **call))
+        views[3] = jobs.changed(views[3], calls=made)
+        texts = {5: "train.py:12", 1: "all_reduce"}
+        job = replace(jobs.job(*views), texts=texts, group_names={7: "dp"})
+        (verdict,) = _told(job)
+        return verdict.place
+
+    assert place(site=5) == "train.py:12"
+    assert place(site=0) == "all_reduce in dp"
+    (verdict,) = _told(jobs.job(*_late()))
+    assert verdict.place == ""
