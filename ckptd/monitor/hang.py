@@ -155,7 +155,7 @@ def _engine_s(job: Job, codes: Array) -> float:
 def _place(job: Job, row: int) -> str:
     """Return where in the program a rank made its last call; empty if it has made none.
 
-    A thread that only runs PyTorch, as those of a backward pass, has no line: then it is which call.
+    A thread that only runs PyTorch, as those of a backward pass, has no line: it is a call then.
     """
     last = int(job.last_call[row])
     if last < 0:
