@@ -120,7 +120,7 @@ def test_stopped_held_sleeping_and_waiting_are_told_apart(tmp_path: Path) -> Non
             0: "stopped by a signal or a debugger",
             1: "the GIL is held, or the interpreter is frozen",
             2: "Python runs: it computes, sleeps or spins",
-            3: "Python runs: it computes, sleeps or spins",
+            3: "Python runs: it computes, reads or writes",
         }
         there.until(lambda: subtypes(there) == wanted, f"{wanted}")
         row = there.rows()[4]
