@@ -241,6 +241,8 @@ def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
     for name, setting in {"level": "levels", "max_restarts": "max_restarts"}.items():
         if options[name] is not None:
             settings.setdefault(setting, str(options[name]))
+    if (codes := options.get("no_restart_on", "repeat")) != "repeat":
+        settings.setdefault("no_restart_on", codes)
     settings.setdefault("levels", str(levels))
     settings.setdefault("nodes_s", _NODES_S)  # those that an allocation has lost do not come back
     for name, value in settings.items():
