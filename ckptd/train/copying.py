@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptd.engine.arena import Slot
 from ckptd.engine.structure import SavePlan
@@ -25,7 +27,9 @@ from ckptd.train.describe import Describer
 from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.feed import Feed, Group, Mark, Unit, cuts, grouped
 from ckptd.train.leaves import TensorLeaf
+from ckptd.train.pages import Pages, mappings
 from ckptd.train.replicas import Samples
+from ckptd.train.watch import Span, Watch
 from ckptd.types import Box
 
 __all__ = ["CopyStep", "Snapshot", "Sources", "Window", "copy_steps"]
@@ -122,6 +126,9 @@ class Sources:
     ----------
     locals, late
         Local tensor by name: all of them, and those that are copied late.
+    shared
+        Names of those in memory that other processes may write. These ask no gate, so such memory
+        is copied at once, and must be the same afterwards.
     """
 
     def __init__(
@@ -135,8 +142,13 @@ class Sources:
         self._held = held
         self.locals = {s.name: local_tensor(leaves[s.name].tensor) for s in steps}
         self.mixed = any(x.is_cuda for x in self.locals.values())
+        self._mappings = mappings() if any(map(_on_host, self.locals.values())) else []
+        shared = [(m.start, m.end) for m in self._mappings if m.shared]
+        self.shared = {n for n, x in self.locals.items() if _lies_in(x, shared)}
+        self._shared_locals = {id(self.locals[n]) for n in self.shared}
         self.late = {n: x for n, x in self.locals.items() if self.is_held(leaves[n])}
-        self._versioned = [(n, x) for n, x in self.late.items() if not x.is_inference()]
+        self._counted = {n: _counted(leaves[n], x) for n, x in self.late.items()}
+        self._addresses = [self.locals[step.name].data_ptr() for step in steps]
 
     def is_held(self, leaf: TensorLeaf) -> bool:
         """Tell whether a leaf is copied late."""
@@ -145,12 +157,34 @@ class Sources:
             # Beside CUDA tensors the few bytes of an optimizer's step counters would be all that
             # the host has to wait for at the gate.
             small = self.mixed and tensor.numel() * tensor.element_size() <= SMALL_BYTES
-            return not small and self._held(leaf)
+            alone = id(tensor) not in self._shared_locals and _is_dense(tensor)
+            return alone and not small and self._held(leaf)
         return tensor.is_cuda and self._held(leaf)
 
-    def versions(self) -> list[tuple[str, int]]:
+    def versions(self) -> dict[str, list[int]]:
         """Return what torch counts of changes of what is copied late."""
-        return [(name, local._version) for name, local in self._versioned]
+        return {
+            name: [t._version for t in tensors if not t.is_inference()]
+            for name, tensors in self._counted.items()
+        }
+
+    @cached_property
+    def watch(self) -> Watch:
+        """Finds writes that torch does not count to what is copied late on the host."""
+        spans = []
+        whole = set()
+        for unit in self.late_on_host:
+            step = self.steps[unit.step]
+            plain = self._plain[unit.step]
+            if plain is not None:
+                at = plain.ctypes.data
+                spans.append(Span(step.name, at, plain.nbytes, step.start))
+            elif step.name not in whole:
+                whole.add(step.name)
+                local = self.locals[step.name]
+                nbytes = local.numel() * local.element_size()
+                spans.append(Span(step.name, local.data_ptr(), nbytes, None))
+        return Watch(spans, self._mappings, Pages.of_this_process())
 
     @cached_property
     def early(self) -> list[int]:
@@ -209,13 +243,30 @@ class Sources:
         return _part(self.whole(unit.step), unit.part)
 
     def copy(self, number: int, slot: Slot) -> None:
-        """Copy a step's tensor, which is on the host, into its place in the slot."""
+        """Copy a step's tensor, which is on the host, into its place in the slot.
+
+        Raises
+        ------
+        SaveError
+            kind ``mutated``: its memory was freed.
+        """
         step = self.steps[number]
+        if self.locals[step.name].data_ptr() != self._addresses[number]:
+            raise _mutated([step.name])
         plain = self._plain[number]
         if plain is None:
             _copy(self.whole(number), slot.place(step.start, step.end))
         else:
             slot.put(step.start, plain)
+
+    def is_copied(self, number: int, slot: Slot) -> bool:
+        """Tell whether the slot holds what a step's tensor, which is on the host, holds now."""
+        step = self.steps[number]
+        place = slot.place(step.start, step.end)
+        plain = self._plain[number]
+        if plain is not None:
+            return bool(np.array_equal(place, plain))
+        return digest(place.data) == _digest(self.whole(number))
 
     @cached_property
     def _plain(self) -> list[_Bytes | None]:
@@ -307,6 +358,10 @@ class Snapshot:
         self._locals: Mapping[str, torch.Tensor] = sources.locals
         self._late: Mapping[str, torch.Tensor] = sources.late
         self._versions = sources.versions()
+        self._counts: Callable[[], dict[str, list[int]]] = sources.versions
+        # Before anything is copied: what is written from now on is not of this step.
+        self._watched = sources.watch.begin() if sources.late_on_host else None
+        self._unsteady: list[str] = []
         # Until the gate opens nothing changes what is on the host; what a device has may change
         # before the host sees its copies done, so of that the staged bytes are compared.
         on_host = {n: x for n, x in self._late.items() if not x.is_cuda} if look else {}
@@ -334,6 +389,10 @@ class Snapshot:
         """Copy what may change at any time. Returns when it is copied, or cloned on its device."""
         for number in self._live.early:
             self._live.copy(number, self._slot)
+        for number in self._live.early:
+            name = self._steps[number].name
+            if name in self._live.shared and not self._live.is_copied(number, self._slot):
+                self._unsteady.append(name)
         if self._samples is not None:
             for leaf in self._common("cpu", late=False):
                 self._samples(leaf.tensor)
@@ -439,10 +498,13 @@ class Snapshot:
             self._feed = self._on_cuda = None
             with self._checking:
                 self._changed = self._changed or []
+                if self._watched is not None:
+                    self._watched.end()
+                self._watched, self._counts = None, dict
             self._locals, self._late, self._sources = {}, {}, None
 
     def _check(self) -> None:
-        changed = self._changes()
+        changed = self._changes() + self._unsteady
         if self._on_cuda is not None:
             changed += self._on_cuda.changed()
         for number, wanted in self._staged_digests.items():
@@ -450,21 +512,17 @@ class Snapshot:
             if digest(self._slot.data[step.start : step.end]) != wanted:
                 changed.append(step.name)
         if changed:
-            names = sorted(set(changed))
-            raise SaveError(
-                f"{len(names)} tensors changed before they were copied",
-                kind="mutated",
-                where=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-                wanted="no change between save() and before_mutation() or the optimizer's step",
-                hint="call before_mutation() of the checkpointer before whatever changes them, or "
-                'make it with lazy="off"',
-            )
+            raise _mutated(changed)
 
     def _changes(self) -> list[str]:
         """Return what has changed by now, or by the time when the gate opened."""
         with self._checking:
             if self._changed is None:
-                self._changed = [n for n, v in self._versions if self._late[n]._version != v]
+                now = self._counts()
+                self._changed = [n for n, v in self._versions.items() if now[n] != v]
+                if self._watched is not None:
+                    at = np.frombuffer(self._slot.data, np.uint8).ctypes.data
+                    self._changed += self._watched.changed(at)
                 self._changed += [
                     n for n, d in self._digests.items() if _digest(self._late[n]) != d
                 ]
@@ -496,6 +554,50 @@ class Snapshot:
         """Whether a device may still write into the slot though the copying was given up."""
         feed = self._feed
         return feed is not None and feed.stuck
+
+
+def _mutated(names: Iterable[str]) -> SaveError:
+    found = sorted(set(names))
+    return SaveError(
+        f"{len(found)} tensors changed before they were copied",
+        kind="mutated",
+        where=", ".join(found[:5]) + (", ..." if len(found) > 5 else ""),
+        wanted="no change between save() and before_mutation() or the optimizer's step",
+        hint="call before_mutation() of the checkpointer before whatever changes them, or "
+        'make it with lazy="off"; memory that other processes write needs them to wait',
+    )
+
+
+def _counted(leaf: TensorLeaf, local: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors whose counts torch raises when a leaf is changed in place.
+
+    An operation on a DTensor raises the count of the DTensor, and not always that of the tensor
+    inside; the detached leaf has counts of its own.
+    """
+    if not isinstance(leaf.origin, DTensor):
+        return [local]
+    return [local, leaf.origin, local_tensor(leaf.origin)]
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
+    if not ranges or not _on_host(tensor) or not tensor.numel():
+        return False
+    at = tensor.data_ptr()
+    found = bisect.bisect_right(ranges, (at, 1 << 64)) - 1
+    # Page-locked memory is mapped as shared by the driver, and no other process has it.
+    return found >= 0 and at < ranges[found][1] and not tensor.is_pinned()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has its memory for itself, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return reach == tensor.numel()
 
 
 def _part(local: torch.Tensor, part: Box | Window | None) -> torch.Tensor:

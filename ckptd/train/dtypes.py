@@ -72,7 +72,8 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     Returns
     -------
     numpy.ndarray
-        uint8, shape ``(numel * itemsize,)``. No copy: writing to it writes to the tensor.
+        uint8, shape ``(numel * itemsize,)``. No copy: writing to it writes to the tensor. It is
+        of use until the tensor's storage is resized.
 
     Raises
     ------
@@ -88,5 +89,22 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
             wanted="a contiguous CPU tensor",
             found=f"{plain.device}, strides {plain.stride()}{', lazy view' if lazy else ''}",
         )
-    raw: np.ndarray[tuple[int], np.dtype[np.uint8]] = plain.reshape(-1).view(torch.uint8).numpy()
-    return raw
+    nbytes = plain.numel() * plain.element_size()
+    return np.asarray(_Memory(plain, nbytes)) if nbytes else np.empty(0, np.uint8)
+
+
+class _Memory:
+    """The memory of a tensor for numpy, which keeps the tensor.
+
+    `torch.Tensor.numpy` would forbid for ever that the storage is resized, and so break programs
+    that free storages and fill them again.
+    """
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+        }

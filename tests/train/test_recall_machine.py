@@ -54,7 +54,7 @@ class Machine:
         tensors, values = changing.expected(state)
         handle = ck.save(self.step, state)
         assert handle is not None
-        after = draw.choice(["nothing", "train", "asked"])
+        after = draw.choice(["nothing", "train", "asked", "not asked"])
         if after == "train":
             changing.train(state, draw)
         elif after == "asked":
