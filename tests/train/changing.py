@@ -173,8 +173,12 @@ def uncounted(state: State, draw: random.Random) -> None:
             torch._foreach_add_([t.data for t in state["model"].parameters()], 1)
         elif how == 2:
             tensor.untyped_storage().copy_(tensor.untyped_storage().clone().fill_(3))
-        elif not tensor.data.is_conj() and not tensor.data.is_neg() and tensor.numel():
-            tensor.data.view(-1)[:1].numpy()[...] += 1 if tensor.data.is_contiguous() else 0
+        elif tensor.is_contiguous() and tensor.numel() and can_be_array(tensor):
+            tensor.data.view(-1)[:1].numpy()[...] += 1
+
+
+def can_be_array(tensor: torch.Tensor) -> bool:
+    return not tensor.is_conj() and not tensor.is_neg() and tensor.dtype != torch.bfloat16
 
 
 def loaded_optimizer(state: State, draw: random.Random) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,28 @@ def test_a_value_that_is_put_back_was_written_all_the_same() -> None:
     tensor.data[5000] = 1
     tensor.data[5000] = 0
     assert look.changed(0) == ["w"]
+
+
+@pytest.mark.parametrize("pages", eyes(), ids=lambda p: "blind" if p is None else "kernel")
+def test_what_does_not_write_is_no_change(pages: Pages | None) -> None:
+    """Reads, reads of memory that nobody has touched yet, forks, and what children write."""
+    fresh = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensors = {
+        "untouched": torch.frombuffer(fresh, dtype=torch.uint8),
+        "touched": torch.ones(1 << 20),
+        "used": torch.ones(512, 512, requires_grad=True),
+    }
+    for _ in range(2):
+        look = watch(tensors, pages).begin()
+        child = os.fork()
+        if not child:
+            tensors["touched"].numpy()[:] = 7
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert not bool(tensors["untouched"].any())
+        os.pwrite(os.memfd_create("any"), tensors["touched"].numpy().data, 0)
+        (tensors["used"] @ tensors["used"]).sum().backward()
+        assert not look.changed(0)
 
 
 def test_of_more_than_fits_there_are_samples_of_each_tensor() -> None:
@@ -251,6 +274,21 @@ def test_what_other_processes_write_is_copied_at_once_and_compared(tmp_path: Pat
         wanted = model.weight.detach().clone()
         ck.load(state, 3)
     assert torch.equal(model.weight, wanted)
+
+
+def test_what_nobody_counted_between_two_saves_is_written_anew(tmp_path: Path) -> None:
+    """Nothing that spares copying or writing may ask torch what has changed."""
+    weight = torch.zeros(256, 256)
+    state = {"w": weight}
+    with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
+        for step in (1, 2, 3, 4):
+            ck.save(step, state).durable(60.0)
+            weight.numpy()[step, step] = step
+        wanted = weight.clone()
+        ck.save(5, state).durable(60.0)
+        weight.data.zero_()
+        ck.load(state, 5)
+    assert torch.equal(weight, wanted)
 
 
 # --- DTensors -------------------------------------------------------------------------------------
