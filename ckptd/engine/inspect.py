@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ckptd.format.filemap import FileMap
-from ckptd.format.manifest import Manifest, ObjectEntry
+from ckptd.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 
@@ -163,8 +163,12 @@ def _group_text(group: Any) -> str:
         return value_text(group)
     params = group.get("params")
     count = f"{len(params)} tensors" if isinstance(params, list) else value_text(params)
-    rest = [f"{k}={value_text(v)}" for k, v in group.items() if k != "params"]
-    return " ".join([count, *rest])
+    said = group.get(OPTIMIZER_CLASS)
+    classes = said.get("classes") if isinstance(said, dict) else None
+    whose = [str(classes[0])[:80]] if isinstance(classes, list) and classes else []
+    shown = {k: v for k, v in group.items() if k not in ("params", OPTIMIZER_CLASS)}
+    rest = [f"{k}={value_text(v)}" for k, v in shown.items()]
+    return " ".join([count, *whose, *rest])
 
 
 def value_text(raw: Any, depth: int = 3) -> str:

@@ -20,6 +20,7 @@ from ckptd.layout.owners import Owners
 
 __all__ = [
     "FORMAT",
+    "OPTIMIZER_CLASS",
     "VERSION",
     "FileEntry",
     "GridEntry",
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 FORMAT = "ckptd"
 VERSION = 1
+OPTIMIZER_CLASS = "ckptd.class"
+"""Key of a group of an object of the kind ``groups`` that says whose groups they are."""
 SUPPORTED: frozenset[str] = frozenset()
 """Features of ``requires`` that this reader knows."""
 

@@ -74,6 +74,10 @@ class Gate:
             Tells of a leaf whether it is mutated by these alone: their state, and the parameters
             in their groups.
         """
+        optimizers = list(optimizers)
+        if not all(hasattr(o, "_optimizer_step_pre_hooks") for o in optimizers):
+            # One that never called torch's __init__ has no hooks: nothing would make it wait.
+            return lambda leaf: False
         held: set[int] = set()
         for optimizer in optimizers:
             if optimizer not in self._hooks:

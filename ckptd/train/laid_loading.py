@@ -117,11 +117,12 @@ class LaidLoad:
     def names(self, rest: SavedNames, wanted: Callable[[str], bool]) -> SavedNames:
         """Add what is offered to the names of everything else, with groups by the job's name."""
         tensors = {n: e for n, e in self.offered.items() if wanted(n)}
-        objects = dict(rest.objects)
+        objects, groups = dict(rest.objects), dict(rest.groups)
         live, saved = self.job.spelling.groups[0], self.source.spelling.groups[0]
         if live != saved and saved in objects and live not in objects:
             objects[live] = objects.pop(saved)
-        return SavedNames({**rest.tensors, **tensors}, objects, rest.aliases)
+            groups[live] = groups.pop(saved, None)
+        return SavedNames({**rest.tensors, **tensors}, objects, rest.aliases, groups)
 
     def to_saved(self, rename: Callable[[str], str]) -> Callable[[str], str]:
         """Return `rename`, with the job's name of optimizer groups led to the checkpoint's."""

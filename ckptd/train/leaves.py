@@ -176,6 +176,7 @@ class Leaves:
     into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
     `optimizers` are those of the state. Two that have one `known` object have the same tensor
     leaves, in the same memory, in the same groups of the same optimizers; None tells nothing.
+    `misfits` says of optimizers, by name, why a load has no leaves for them.
     """
 
     tensors: dict[str, TensorLeaf] = field(default_factory=dict)
@@ -185,6 +186,7 @@ class Leaves:
     pending: list[Pending] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     known: object | None = None
+    misfits: dict[str, str] = field(default_factory=dict)
 
     def tensor(self, name: str) -> TensorLeaf | None:
         """Return the leaf that has `name` as its name or as an alias."""
@@ -203,11 +205,14 @@ class SavedNames:
         Kind by object name (``value`` or ``groups``), per-rank values not among them.
     aliases
         Tensor name by alias.
+    groups
+        The encoded value of each object of the kind ``groups``.
     """
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     objects: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Any] = field(default_factory=dict)
     _sorted: list[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

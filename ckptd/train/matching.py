@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from ckptd.format.manifest import Manifest
 from ckptd.train.leaves import Leaves, SavedNames
 
 __all__ = ["Matching", "Saved", "match", "selector"]
+
+_log = logging.getLogger("ckptd")
 
 MAX_LISTED = 40
 
@@ -98,6 +101,11 @@ def saved_names(
             if wanted(live(n))
         },
         aliases={live(a): live(n) for a, n in saved.aliases.items() if wanted(live(a))},
+        groups={
+            live(n): saved.manifest.objects[i].value
+            for n, i in saved.objects.items()
+            if saved.manifest.objects[i].kind == "groups" and wanted(live(n))
+        },
     )
 
 
@@ -152,10 +160,18 @@ def match(
     doubtful = [n for n in saved.doubtful() if wanted(n)]
     found.unexpected = [n for n in everything if n not in known and wanted(n)]
     found.unexpected += [n for n in doubtful if n in known]
+    misfits = {n: why for n, why in leaves.misfits.items() if wanted(f"{n}.groups")}
     if strict:
+        differences += [f"{n}: {why}" for n, why in misfits.items()]
+        # One line says of all of them why they have no place here.
+        below = tuple(f"{n}." for n in misfits)
+        found.unexpected = [n for n in found.unexpected if not n.startswith(below)]
         differences += [f"{n}: both a tensor and a value in the checkpoint" for n in doubtful]
     if differences or (strict and (found.missing or found.unexpected)):
         raise _error(found, differences, saved, leaves, strict)
+    for name, why in misfits.items():
+        _log.warning("%s keeps its own state: %s", name, why)
+        found.missing.append(f"{name}.groups")
     return found
 
 
@@ -197,8 +213,9 @@ def _error(
         f"the state and the checkpoint do not fit: {len(differences)} differ, "
         f"{len(found.missing)} missing, {len(found.unexpected)} unexpected\n    {shown}{more}",
         where=f"step {saved.manifest.step}",
-        hint="rename= maps names, only= and weights_only= select, strict=False loads what fits; "
-        "shapes and dtypes must agree in any case",
+        hint="rename= maps names, only= and weights_only= select, strict=False loads what fits"
+        + (" and leaves an optimizer of another kind as it is; " if leaves.misfits else "; ")
+        + "shapes and dtypes must agree in any case",
     )
 
 

@@ -16,18 +16,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptd.errors import MismatchError, UsageError
+from ckptd.format.manifest import OPTIMIZER_CLASS
 from ckptd.format.names import escape_key
 from ckptd.train.dtypes import torch_dtype
 from ckptd.train.leaves import Pending, Place, SavedNames
 from ckptd.train.meta import target_device
 from ckptd.train.modules import module_tensors, reshard
+from ckptd.train.optimkinds import misfit, record
 from ckptd.train.sink import Sink
+from ckptd.train.unwrapping import unseen_state
 from ckptd.train.values import add_value
 from ckptd.train.walk import Site
 
 __all__ = ["Owners", "add_groups", "add_optimizer"]
 
-_NOT_HYPER = ("params", "param_names")
+_NOT_HYPER = ("params", "param_names", OPTIMIZER_CLASS)
 
 
 class Owners:
@@ -91,6 +94,8 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
 
     In a load, state that the checkpoint has and the optimizer has not (it has not stepped) is
     made and becomes pending; state that the checkpoint knows to be absent is removed likewise.
+    Of an optimizer that cannot take the saved state nothing is added but why not, in
+    `Leaves.misfits`.
 
     Raises
     ------
@@ -99,9 +104,17 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
     """
     _check_optimizer(optimizer, place)
     names = owners.names(optimizer, place)
-    at = add_groups(sink, place, optimizer, names)
     saved = _saved_state(sink.saved, place.name, set(names.values()))
+    at = _groups_at(place)
     known = sink.saved is not None and at.name in sink.saved.objects
+    if sink.saved is not None and known:
+        keys = {key for entries in saved.values() for key in entries}
+        groups = sink.saved.groups.get(at.name)
+        if (why := misfit(optimizer, groups, set(names.values()), keys)) is not None:
+            # Nothing of it has a place here: what is taken is all of a state, or nothing.
+            sink.leaves.misfits[place.name] = why
+            return
+    add_groups(sink, place, optimizer, names)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             fqn = names[id(parameter)]
@@ -121,7 +134,7 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
 
 def add_groups(sink: Sink, place: Place, optimizer: Optimizer, names: Mapping[int, str]) -> Place:
     """Add the hyperparameters of an optimizer; return where. `names` are those of `Owners`."""
-    at = place.child("groups", ".param_groups")
+    at = _groups_at(place)
     put = partial(_put_groups, optimizer, names)
 
     def check(value: Any) -> None:
@@ -129,6 +142,10 @@ def add_groups(sink: Sink, place: Place, optimizer: Optimizer, names: Mapping[in
 
     sink.add_object(at, _groups(optimizer, names), put, kind="groups", check=check)
     return at
+
+
+def _groups_at(place: Place) -> Place:
+    return place.child("groups", ".param_groups")
 
 
 class _Parameter:
@@ -196,14 +213,14 @@ def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _check_optimizer(optimizer: Optimizer, place: Place) -> None:
-    inner = getattr(optimizer, "optimizers", None)
-    if isinstance(inner, list | tuple | dict) and inner:
+    if hidden := unseen_state(optimizer):
         raise UsageError(
-            "a container of optimizers has no state of its own",
+            "an optimizer's state is not where optimizers have theirs",
             kind="optimizer-container",
             where=place.name,
-            found=type(optimizer).__name__,
-            hint='put its optimizers into the state: {"optim": container.optimizers, ...}',
+            wanted="what its state_dict() has, in its attribute `state`",
+            found=f"{type(optimizer).__name__}: state of {hidden} parameters in state_dict() alone",
+            hint="put the optimizers that have the state into the state of the checkpoint",
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     loose = [k for k in optimizer.state if id(k) not in held and optimizer.state[k]]
@@ -240,10 +257,12 @@ def _saved_state(saved: SavedNames | None, name: str, fqns: set[str]) -> dict[st
 
 
 def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    said = record(optimizer)
     return [
         {
             "params": sorted(names[id(p)] for p in group["params"]),
             **{k: v for k, v in group.items() if k not in _NOT_HYPER},
+            OPTIMIZER_CLASS: said,
         }
         for group in optimizer.param_groups
     ]

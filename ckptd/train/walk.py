@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckptd.format.names import canonical_fqn, escape_fqn, escape_key, unescape_k
 from ckptd.train.leaves import Place, SavedNames
 from ckptd.train.objects import replace_in_place
 from ckptd.train.perrank import PerRank
+from ckptd.train.unwrapping import is_optimizer, unwrapped
 
 __all__ = ["Site", "is_state_dict", "is_stateful", "refuse_optimizer_ids", "walk"]
 
@@ -50,7 +51,8 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
     ------
     UsageError
         Kinds ``bad-state`` (not a mapping with string keys, or keys that cannot be names),
-        ``cycle``, ``optimizer-ids`` (an `Optimizer.state_dict()` whose ids mean nothing later).
+        ``cycle``, ``optimizer-ids`` (an `Optimizer.state_dict()` whose ids mean nothing later),
+        ``optimizer-container`` (an optimizer around others, of which something would be lost).
     """
     given: object = state
     if not isinstance(given, Mapping) or not all(type(k) is str for k in given):
@@ -69,13 +71,25 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
         )
     walker = _Walker(saved)
     walker.enter(state, "state")
-    return [
+    sites = [
         site
         for key, value in state.items()
         for site in walker.visit(
             Place(escape_key(key), f"state[{key!r}]", key), value, _put_item(state, key)
         )
     ]
+    return _without_wrappers(sites)
+
+
+def _without_wrappers(sites: list[Site]) -> list[Site]:
+    """Put optimizers in the place of what is only around them."""
+    found = [i for i, site in enumerate(sites) if is_optimizer(site.value)]
+    for i in found:
+        others = [sites[j].value for j in found if j != i]
+        bare = unwrapped(sites[i].value, sites[i].place.name, others)
+        if bare is not sites[i].value:
+            sites[i] = replace(sites[i], value=bare)
+    return sites
 
 
 def is_stateful(value: Any) -> bool:
