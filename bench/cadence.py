@@ -92,7 +92,7 @@ def cost(loop: Loop, folder: str, saves: int) -> dict[str, float]:
         while len(handles) < saves:
             step += 1
             loop.step()
-            if (handle := ck.save(step, loop.state)) is not None:
+            if handle := ck.save(step, loop.state):
                 handles.append(handle)
         handles[-1].durable()
         ck.save(step + 1, loop.state)

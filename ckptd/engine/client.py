@@ -59,7 +59,7 @@ from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
-__all__ = ["WriterClient", "near_key"]
+__all__ = ["WriterClient", "near_key", "post_failure"]
 
 _outcomes = json_decoder(dict[str, str | None])
 
@@ -89,6 +89,8 @@ class _Job:
     slot: Slot
     deadline: float = field(default=float("inf"))
     aborted: bool = False
+    reason: CkptdError | None = None
+    """Why it was given up; the worker, which is asked to, answers with less."""
     freed: bool = False
     answered: bool = False
     """The worker has said its last word on it, whatever the handle says."""
@@ -109,6 +111,22 @@ class _Job:
         """
         pending = any(self.handle.tiers.get(tier) == "pending" for tier in KEEPING)
         return not self.freed or pending
+
+
+def post_failure(board: Board, outcome_key: str, error: CkptdError) -> None:
+    """Tell rank 0 why this rank's part of a save will not come, with all that the error says."""
+    told = error.to_dict() | {
+        "class": SaveError.__name__,
+        "message": f"rank {board.rank} failed: {error.message}",
+    }
+    board.set(f"{outcome_key}/failed", msgspec.json.encode(told))
+
+
+def _posted(raw: bytes) -> CkptdError:
+    try:
+        return CkptdError.from_dict(_outcomes.decode(raw))
+    except msgspec.MsgspecError:
+        return SaveError(raw.decode(errors="replace")[:500], kind="aborted")
 
 
 class WriterClient:
@@ -536,7 +554,8 @@ class WriterClient:
             if message.job < 0:
                 self._worker_gone(error.message, error)
             else:
-                self._fail(message.job, error)
+                given_up = job is not None and error.kind == "aborted"
+                self._fail(message.job, (given_up and job and job.reason) or error)
         elif job is None:
             return
         elif isinstance(message, Freed):
@@ -587,12 +606,12 @@ class WriterClient:
             if self._board.rank == 0:
                 raw = self._board.peek(job.outcome_key + "/failed")
                 if raw is not None and not job.aborted:
-                    job.aborted = True
-                    self._send(Abort(number, raw.decode()))
+                    job.aborted, job.reason = True, _posted(raw)
+                    self._send(Abort(number, job.reason.message))
             elif (raw := self._board.peek(job.outcome_key)) is not None:
                 outcome = _outcomes.decode(raw)
                 if outcome:
-                    error = CkptdError.from_dict(outcome)
+                    job.reason = error = CkptdError.from_dict(outcome)
                     self._send(Abort(number, error.message))
                     self._fail(number, error)
                 else:
@@ -694,9 +713,7 @@ class WriterClient:
             if self._board.rank == 0:
                 self._board.set(job.outcome_key, msgspec.json.encode(outcome))
             else:
-                where = f" ({outcome['where']})" if outcome.get("where") else ""
-                text = f"rank {self._board.rank} failed: {outcome.get('message')}{where}"
-                self._board.set(job.outcome_key + "/failed", text.encode())
+                post_failure(self._board, job.outcome_key, CkptdError.from_dict(outcome))
         except CkptdError as error:
             _log.warning("the other ranks were not told: %s", error.message)
 

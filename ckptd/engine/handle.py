@@ -14,6 +14,7 @@ from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 __all__ = ["SaveHandle", "SaveProgress"]
 
 
+_UNSAVED = ("not-due", "skipped")
 _ORDER = ("staging", "writing", "committing", "durable", "failed")
 
 
@@ -24,7 +25,8 @@ class SaveProgress:
     Attributes
     ----------
     phase
-        ``staging``, ``writing``, ``committing``, ``durable`` or ``failed``.
+        ``staging``, ``writing``, ``committing``, ``durable`` or ``failed``; ``not-due`` or
+        ``skipped`` where nothing was begun.
     done_bytes, total_bytes
         Bytes written, and to write, by this rank.
     """
@@ -39,6 +41,10 @@ class SaveHandle:
 
     `staged` and `durable` wait and raise what failed. Nobody has to wait: a failure is also
     raised by the next call on the checkpointer.
+
+    Where nothing was due, or the save was skipped, there is nothing to wait for: the handle is
+    false (``if handle:``), its phase says which it was, `staged` and `durable` return at once and
+    say nothing of any checkpoint, and `done` is true.
 
     Attributes
     ----------
@@ -81,6 +87,18 @@ class SaveHandle:
         self._ended: float | None = None
         self._safe: Callable[[], None] | None = None
 
+    @classmethod
+    def unsaved(cls, step: int, generation: int, why: Literal["not-due", "skipped"]) -> SaveHandle:
+        """Return the handle of a call that began no save."""
+        handle = cls(step, generation, "", 0, root=False)
+        handle._phase = why
+        handle._ended = handle._began
+        return handle
+
+    def __bool__(self) -> bool:
+        """Whether a save was begun."""
+        return self._phase not in _UNSAVED
+
     def __repr__(self) -> str:
         return f"<SaveHandle step {self.step} {self._phase}>"
 
@@ -101,7 +119,7 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the save has ended, well or badly, on every tier."""
         with self._changed:
-            return self._phase in ("durable", "failed") and not self._pending()
+            return self._phase in ("durable", "failed", *_UNSAVED) and not self._pending()
 
     def _pending(self) -> list[str]:
         return [tier for tier, state in self._tiers.items() if state == "pending"]
@@ -117,7 +135,10 @@ class SaveHandle:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the call to the end, well or badly; None while the save is under way."""
+        """Seconds from the call to the end, well or badly; None while the save is under way.
+
+        0 where nothing was begun.
+        """
         with self._changed:
             return None if self._ended is None else self._ended - self._began
 
@@ -136,7 +157,8 @@ class SaveHandle:
         CkptdError
             What failed.
         """
-        self._wait(("writing", "committing", "durable"), timeout)
+        if self:
+            self._wait(("writing", "committing", "durable"), timeout)
 
     def durable(self, timeout: float | None = None, *, tier: str | None = None) -> None:
         """Return when the checkpoint exists, every byte of it on the store. See `staged`.
@@ -152,6 +174,8 @@ class SaveHandle:
         UsageError
             kind ``bad-tier``: this save does not go there.
         """
+        if not self:
+            return
         if tier is None:
             self._wait(("durable",), timeout)
         else:

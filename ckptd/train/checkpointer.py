@@ -56,7 +56,8 @@ class Checkpointer:
     url
         The root: a path, ``s3://bucket/prefix``, ``memory://name``, or any fsspec URL.
     every
-        When a save is due; an int means steps. `save` returns None when it is not. None: always.
+        When a save is due; an int means steps. The handle that `save` returns is false when it is
+        not. None: always.
         `Auto` chooses. See ``docs/guide/cadence.md``.
     tiers
         Nearer places for snapshots: ``[ckptd.Memory(), ckptd.Peer(), ckptd.Local("/nvme/run")]``,
@@ -200,7 +201,7 @@ class Checkpointer:
         *,
         metadata: Mapping[str, Any] | None = None,
         force: bool = False,
-    ) -> SaveHandle | None:
+    ) -> SaveHandle:
         """Save `state` as `step`, if it is due.
 
         Returns once copies are begun (see `lazy`): optimizers may step at once, and wait by
@@ -222,8 +223,9 @@ class Checkpointer:
 
         Returns
         -------
-        SaveHandle or None
-            None when nothing was due, or it was skipped.
+        SaveHandle
+            False (``if handle:``) when nothing was due, or it was skipped: then it says so, and its
+            `durable` returns at once.
 
         Raises
         ------
@@ -241,10 +243,10 @@ class Checkpointer:
         self._raise_unseen()
         root = root or forced
         if not root and not near:
-            return None
+            return SaveHandle.unsaved(step, self._lineage.generation, "not-due")
         if not forced and not self._admission.grants(step, self._start_client().busy):
             self._telling.skipped(CommitName(step, self._lineage.generation), "no slot is free")
-            return None
+            return SaveHandle.unsaved(step, self._lineage.generation, "skipped")
         self._lineage.claim_for_save(step)
         attempt = self._lineage.next_attempt(step)
         name = CommitName(step, self._lineage.generation)

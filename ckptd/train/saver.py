@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptd import events
 from ckptd.engine.arena import Slot
-from ckptd.engine.client import WriterClient, near_key
+from ckptd.engine.client import WriterClient, near_key, post_failure
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.holders import Holders
 from ckptd.engine.job import Blob, Extra, Save
@@ -243,8 +243,9 @@ class Saver:
     def _tell_others(self, key: str, near: Sequence[str], error: CkptdError) -> None:
         if self._board.world > 1:
             text = f"rank {self._board.rank} failed: {error.message}"
-            for place in (key, *(near_key(key, tier) for tier in near)):
+            for place in (near_key(key, tier) for tier in near):
                 self._board.set(f"{place}/failed", text.encode())
+            post_failure(self._board, key, error)
             if self._board.rank == 0:
                 self._board.set(key, msgspec.json.encode(error.to_dict()))
 

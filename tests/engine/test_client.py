@@ -20,6 +20,7 @@ from ckptd.engine.board import LocalBoard
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.client import WriterClient
 from ckptd.engine.handle import SaveHandle
+from ckptd.engine.job import Abort
 from ckptd.errors import CkptdError, ConflictError, DeadlineError, SaveError, WorkerError
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import CommitName
@@ -120,6 +121,7 @@ def test_a_trainer_that_dies_in_mid_copy_leaves_nothing_visible(root: str) -> No
         sys.path.insert(0, {top!r})
         from ckptd.store import StoreSpec
         from ckptd.engine.handle import SaveHandle
+from ckptd.engine.job import Abort
         from tests.engine.saving import Job
         job = Job(StoreSpec({root!r}))
         slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
@@ -207,6 +209,51 @@ def two_ranks(root: str) -> list[Job]:
     boards.append(LocalBoard(1, 2, boards[0]))
     first = Job(StoreSpec(root), board=boards[0])
     return [first, Job(StoreSpec(root), board=boards[1], generation=first.generation)]
+
+
+def begun(job: Job, step: int) -> tuple[int, SaveHandle]:
+    """Begin a save that is never sealed; return its job's number and its handle."""
+    save = job.request(step)
+    total = job.plan.filemap.data_bytes(job.board.rank)
+    handle = SaveHandle(step, job.generation, save.attempt, total)
+    slot = job.client.acquire(total, 20.0)
+    job.client.begin(save, job.plan, handle, f"save/{step}/{save.attempt}", slot)
+    return save.job, handle
+
+
+def test_a_refused_save_keeps_its_reason_however_fast_the_writer_answers(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(StoreSpec(root))
+    number, handle = begun(job, 1)
+    send = job.client._send
+
+    def slow(message: object, fd: int | None = None) -> None:
+        send(message, fd)  # type: ignore[arg-type]
+        if isinstance(message, Abort):
+            assert handle._settled(20.0)  # by the writer's answer
+
+    monkeypatch.setattr(job.client, "_send", slow)
+    cause = SaveError("2 tensors changed before they were copied", kind="mutated", where="w")
+    job.client.abandon(number, "copying failed", cause)
+    assert handle.error is cause
+    monkeypatch.undo()
+    job.close()
+
+
+def test_the_reason_of_another_rank_reaches_all(root: str) -> None:
+    jobs = two_ranks(root)
+    (_, first), (number, second) = begun(jobs[0], 1), begun(jobs[1], 1)
+    cause = SaveError("2 tensors changed", kind="mutated", where="w", hint="wait")
+    jobs[1].client.abandon(number, "copying failed", cause)
+    for handle in (first, second):
+        with pytest.raises(SaveError) as caught:
+            handle.durable(20.0)
+        assert (caught.value.kind, caught.value.where) == ("mutated", "w")
+        assert caught.value.hint == "wait"
+    assert "rank 1 failed" in str(first.error)
+    for job in jobs:
+        job.close()
 
 
 def test_drifting_replicas_are_named(root: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from ckptd.engine.handle import SaveHandle
@@ -144,3 +146,25 @@ def test_a_step_at_the_root_counts_whatever_becomes_of_the_peer() -> None:
     save._advance("durable")
     save._when_safe(lambda: heard.append("safe"))
     assert heard
+
+
+@pytest.mark.parametrize("why", ["not-due", "skipped"])
+def test_a_handle_of_no_save_waits_for_nothing(why: Literal["not-due", "skipped"]) -> None:
+    handle = SaveHandle.unsaved(7, 2, why)
+    assert not handle
+    handle.durable()
+    handle.durable(0.0, tier="memory")
+    handle.staged()
+    assert (handle.step, handle.generation, handle.progress.phase) == (7, 2, why)
+    assert handle.done
+    assert handle.error is None
+    assert handle.tiers == {}
+    assert handle.seconds == 0.0
+    assert why in repr(handle)
+
+
+def test_a_handle_of_a_save_is_true_however_it_ends() -> None:
+    handle = SaveHandle(1, 1, "0001", 10)
+    assert handle
+    handle._fail(ERROR)
+    assert handle

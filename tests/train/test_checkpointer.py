@@ -129,9 +129,9 @@ def test_what_is_saved_is_what_was_there_at_the_call(root: str) -> None:
 def test_every_and_keep(root: str) -> None:
     state = {"w": torch.zeros(3)}
     with ckptd.Checkpointer(root, every=10, keep=2) as ck:
-        saved = [s for s in range(1, 51) if ck.save(s, state) is not None]
+        saved = [s for s in range(1, 51) if ck.save(s, state)]
         assert saved == [10, 20, 30, 40, 50]
-        assert ck.save(51, state, force=True) is not None
+        assert ck.save(51, state, force=True)
     assert steps_on_line(root) == [50, 51]
 
 

@@ -300,8 +300,8 @@ def test_a_save_without_a_slot_is_skipped_and_counted(
 ) -> None:
     live = {"w": torch.zeros(1 << 18)}
     with ckptd.Checkpointer(root, throttle=1e6, slots=1, when_full="skip") as ck:
-        assert ck.save(1, live) is not None
-        assert ck.save(2, live) is None
+        assert ck.save(1, live)
+        assert not ck.save(2, live)
         assert ck.skipped == 1
         assert "step 2 is not saved" in caplog.text
         forced = ck.save(3, live, force=True)

@@ -320,7 +320,7 @@ def test_the_last_save_that_failed_is_raised_in_the_end(
     ck.wait(WAIT_S)
     assert ck.worker_pid is not None
     os.kill(ck.worker_pid, 19)
-    assert ck.save(2, state_at(2)) is not None
+    assert ck.save(2, state_at(2))
     never_starts(monkeypatch, ck)
     with pytest.raises(WorkerError) as caught:
         ck.close()

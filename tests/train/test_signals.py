@@ -170,7 +170,7 @@ def test_a_user_signal_saves_once_and_training_goes_on(tmp_path: Path) -> None:
         for step in range(1, 11):
             if step == 4:
                 me(USR1)
-            saved += [step] * (ck.save(step, state()) is not None)
+            saved += [step] * bool(ck.save(step, state()))
         assert not ck.stop_requested
     assert saved == [4]
 
@@ -219,10 +219,10 @@ def test_without_save_on_no_handler_is_touched(tmp_path: Path) -> None:
 def test_what_a_signal_asks_for_is_never_skipped(tmp_path: Path) -> None:
     options: dict[str, Any] = {"slots": 1, "when_full": "skip", "throttle": 4e6}
     with ckptd.Checkpointer(str(tmp_path), every=1, save_on=USR1, **options) as ck:
-        assert ck.save(1, state(1 << 20)) is not None
-        assert ck.save(2, state(1 << 20)) is None
+        assert ck.save(1, state(1 << 20))
+        assert not ck.save(2, state(1 << 20))
         me(USR1)
-        assert ck.save(3, state(1 << 20)) is not None
+        assert ck.save(3, state(1 << 20))
         assert ck.skipped == 1
 
 
@@ -246,10 +246,10 @@ def test_close_gives_up_with_the_scheduler_and_says_what_is_lost(tmp_path: Path,
     late = threading.Timer(0.3, me, [TERM])
     if when == "before":
         me(TERM)
-        assert ck.save(6, state(4 << 20)) is not None
+        assert ck.save(6, state(4 << 20))
         assert ck.stop_requested
     else:
-        assert ck.save(10, state(4 << 20)) is not None
+        assert ck.save(10, state(4 << 20))
         late.start()
     with pytest.raises(DeadlineError) as info:
         ck.close()
@@ -278,7 +278,7 @@ def loop(
             time.sleep(pause_s)
             if step == 7 and dist.get_rank() == who:
                 me(number)
-            if ck.save(step, state()) is not None:
+            if ck.save(step, state()):
                 saved.append(step)
             if ck.stop_requested:
                 stopped = step
@@ -316,7 +316,7 @@ def three_signals(root: str) -> list[int]:
                 me(USR1)
             if len(saved) == 1 and step > saved[0] + 5 and rank == 1:
                 me(TERM)
-            if ck.save(step, state()) is not None:
+            if ck.save(step, state()):
                 saved.append(step)
             if ck.stop_requested:
                 break

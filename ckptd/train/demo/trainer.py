@@ -134,7 +134,7 @@ def train(spec: RunSpec) -> None:
                 # way at the kill would be left to luck.
                 checkpointer.wait(timeout=spec.timeout_s)
             handle = checkpointer.save(job.state["step"], job.state)
-            if handle is None:
+            if not handle:
                 continue
             reports.process(checkpointer.worker_pid)
             handles.append(handle)
@@ -164,9 +164,7 @@ def _save_again(spec: RunSpec, job: Job) -> None:
     if spec.check_root is None:
         return
     with ckptd.Checkpointer(spec.check_root, timeout_s=spec.timeout_s) as checkpointer:
-        handle = checkpointer.save(job.state["step"], job.state)
-        if handle is not None:
-            handle.durable(timeout=spec.timeout_s)
+        checkpointer.save(job.state["step"], job.state).durable(timeout=spec.timeout_s)
 
 
 class _Reports:
