@@ -121,7 +121,6 @@ def test_a_trainer_that_dies_in_mid_copy_leaves_nothing_visible(root: str) -> No
         sys.path.insert(0, {top!r})
         from ckptd.store import StoreSpec
         from ckptd.engine.handle import SaveHandle
-from ckptd.engine.job import Abort
         from tests.engine.saving import Job
         job = Job(StoreSpec({root!r}))
         slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
