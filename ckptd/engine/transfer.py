@@ -19,7 +19,7 @@ from ckptd.engine.working import Working, refuse_behind
 from ckptd.errors import UsageError
 from ckptd.format.invariants import check_files, check_manifest
 from ckptd.format.manifest import Manifest
-from ckptd.format.names import CommitName
+from ckptd.format.names import ROOT_MARKER, CommitName
 from ckptd.format.records import Commit
 from ckptd.store.base import Store
 
@@ -95,6 +95,7 @@ class Transfer:
                 where=source.store.url,
                 hint="ckptd rollback goes back to an older step; ckptd pin keeps one",
             )
+        self._bulk.anchor(ROOT_MARKER)  # a store of its own, which has opened no root
 
     def copy(self, commit: Commit) -> Copied:
         """Copy one checkpoint; durable on return. The caller holds a lease on it.

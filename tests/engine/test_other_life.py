@@ -19,10 +19,11 @@ from ckptd.engine import marks
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.gc import plan_gc, run_gc
 from ckptd.engine.leases import hold
+from ckptd.engine.transfer import Transfer
 from ckptd.errors import CkptdError, ConflictError, CorruptError, NotFoundError, StoreError
 from ckptd.format.names import CommitName, commit_key
 from ckptd.store.local import LocalStore
-from tests.engine.checkpoints import Visited, assert_whole, put_attempt, save, steps
+from tests.engine.checkpoints import Visited, assert_whole, memory, put_attempt, save, steps
 from tests.engine.test_gc_death import DiedError, Dying
 
 OLD, NEW = CommitName(9, 1), CommitName(3, 1)
@@ -174,6 +175,23 @@ def test_each_verb_says_why(ram: Path) -> None:
                 act(old, place)
             assert caught.value.kind == kind
             place.close()
+
+
+def test_a_copy_into_a_root_that_vanishes_makes_no_folder(ram: Path) -> None:
+    place, source = Place(ram), memory()
+    origin = Catalogue(source)
+    origin.create_or_open()
+    name = save(origin, 9, origin.claim(None, 1).generation)
+    bulk = LocalStore(place.root)
+    copy = Transfer(origin, Catalogue(LocalStore(place.root)), bulk=bulk)
+    place.vanish()
+    with pytest.raises(CkptdError):
+        copy.copy(origin.commit(name))
+    with pytest.raises(StoreError) as caught:
+        bulk.writer("data/000000000009-g00000002-cp/r00000.safetensors", 10)
+    assert caught.value.kind == "root-gone"
+    assert os.listdir(place.folder) == ["away"]
+    place.close()
 
 
 def test_a_generation_that_another_life_claimed_again(ram: Path) -> None:

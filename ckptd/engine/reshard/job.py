@@ -25,6 +25,7 @@ from ckptd.engine.reshard.work import Work
 from ckptd.engine.working import Working, refuse_behind, refuse_others
 from ckptd.errors import UsageError
 from ckptd.format.digest import digest_hex
+from ckptd.format.names import ROOT_MARKER
 from ckptd.store.base import Store
 
 __all__ = ["REASON", "Job", "Share", "check_share"]
@@ -101,6 +102,7 @@ class Job:
         """
         begun = time.monotonic()
         self._catalogue.create_or_open()
+        self._bulk.anchor(ROOT_MARKER)  # a store of its own, which has opened no root
         done = self._present(share)
         if done is not None:
             return done
