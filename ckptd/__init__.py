@@ -27,13 +27,24 @@ from ckptd.errors import (
 if TYPE_CHECKING:
     from ckptd.engine.tiers import Local, Memory, Peer
     from ckptd.format.codec import register
-    from ckptd.train import Auto, Checkpointer, Every, Keep, LoadReport, PerRank, Rng, SaveHandle
+    from ckptd.train import (
+        Auto,
+        Batches,
+        Checkpointer,
+        Every,
+        Keep,
+        LoadReport,
+        PerRank,
+        Rng,
+        SaveHandle,
+    )
     from ckptd.train.relayout import relayout
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "Batches",
     "Checkpointer",
     "CkptdError",
     "ConflictError",
@@ -62,7 +73,17 @@ __all__ = [
 ]
 
 _TRAIN = frozenset(
-    {"Auto", "Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"},
+    {
+        "Auto",
+        "Batches",
+        "Checkpointer",
+        "Every",
+        "Keep",
+        "LoadReport",
+        "PerRank",
+        "Rng",
+        "SaveHandle",
+    },
 )
 # numpy comes with this one, so it too is imported on first use.
 _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {

@@ -12,6 +12,7 @@ import ckptd
 
 NAMES = [
     "Auto",
+    "Batches",
     "Checkpointer",
     "CkptdError",
     "ConflictError",
@@ -39,7 +40,17 @@ NAMES = [
     "relayout",
 ]
 
-FROM_TRAIN = ["Auto", "Checkpointer", "Every", "Keep", "LoadReport", "PerRank", "Rng", "SaveHandle"]
+FROM_TRAIN = [
+    "Auto",
+    "Batches",
+    "Checkpointer",
+    "Every",
+    "Keep",
+    "LoadReport",
+    "PerRank",
+    "Rng",
+    "SaveHandle",
+]
 
 TORCH_FREE = [
     "ckptd",

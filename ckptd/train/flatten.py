@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.train.arrays import add_array
-from ckptd.train.leaves import Leaves
+from ckptd.train.batches import Batches
+from ckptd.train.leaves import Leaves, Place
 from ckptd.train.modules import add_module
 from ckptd.train.objects import call_with, replace_in_place
 from ckptd.train.optimizers import Owners, add_groups, add_optimizer
@@ -25,6 +28,8 @@ from ckptd.train.values import add_value
 from ckptd.train.walk import Site, is_stateful, walk
 
 __all__ = ["Flattener", "collect", "flatten"]
+
+_log = logging.getLogger("ckptd")
 
 
 class Flattener:
@@ -101,6 +106,8 @@ def _add(sink: Sink, site: Site, owners: Owners) -> None:
         _add_per_rank(sink, site, value)
     elif isinstance(value, Rng | torch.Generator):
         _add_per_rank(sink, site, PerRank(value, on_change="reseed"))
+    elif isinstance(value, Batches):
+        _add_per_rank(sink, site, PerRank(value, on_change="reduce", reduce=value.shared_out))
     elif isinstance(value, nn.Module):
         add_module(sink, place, value)
     elif isinstance(value, torch.optim.Optimizer):
@@ -111,8 +118,10 @@ def _add(sink: Sink, site: Site, owners: Owners) -> None:
     elif isinstance(value, np.ndarray):
         add_array(sink, place, value, site.put)
     elif is_stateful(value):
-        put = partial(call_with, value.load_state_dict, place.name)
+        put = partial(_give_state, value, place.name)
         add_value(sink, place, value.state_dict(), put)
+    elif isinstance(value, DataLoader):
+        raise _no_position(place)
     else:
         add_value(sink, place, value, site.put)
 
@@ -127,10 +136,12 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
             found=f"PerRank of {type(value).__name__} at {place.path}",
             hint="put it into the state as it is; shards are found from its DTensors",
         )
+    if isinstance(value, DataLoader) and not is_stateful(value):
+        raise _no_position(place)
     if isinstance(value, torch.Generator):
         read, put = value.get_state, partial(call_with, value.set_state, place.name)
     elif is_stateful(value):
-        read, put = value.state_dict, partial(call_with, value.load_state_dict, place.name)
+        read, put = value.state_dict, partial(_give_state, value, place.name)
     else:
         read, put = lambda: value, partial(_set_value, declared)
     sink.add_per_rank(
@@ -141,7 +152,29 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
         reduce=declared.reduce,
         reseed=partial(_reseed, declared) if can_reseed(value) else None,
         random=isinstance(value, Rng | torch.Generator),
+        follower=value if isinstance(value, Batches) else None,
     )
+
+
+def _no_position(place: Place) -> UsageError:
+    return UsageError(
+        "a DataLoader does not tell where in the data it is",
+        kind="unsavable",
+        where=place.name,
+        found=place.path,
+        hint="put ckptd.Batches(loader) into the state and take the batches from it",
+    )
+
+
+def _give_state(value: Any, name: str, saved: Any) -> None:
+    """Give an object its saved state; warn of a loader's iterator, which it does not reach."""
+    if isinstance(value, DataLoader) and getattr(value, "_iterator", None) is not None:
+        _log.warning(
+            "an iterator of the loader %s was made before the load, and goes on where it was: make "
+            "a new one, or put ckptd.Batches(loader) into the state (docs/guide/exact-resume.md)",
+            name,
+        )
+    call_with(value.load_state_dict, name, saved)
 
 
 def _set_value(declared: PerRank, saved: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from ckptd.train.dtypes import dtype_name
 from ckptd.train.perrank import OnChange, choose
 
 __all__ = [
+    "Follower",
     "Leaves",
     "ObjectKind",
     "ObjectLeaf",
@@ -128,12 +129,23 @@ class ObjectLeaf:
     check: Callable[[Any], None] | None = None
 
 
+class Follower(Protocol):
+    """A value that needs to know which step it was saved and loaded with."""
+
+    def saved(self, step: int) -> None:
+        """Note that its value was taken for a save of `step`."""
+
+    def loaded(self, step: int, *, streams: bool) -> None:
+        """Note that all of `step` was loaded, and whether global random streams were."""
+
+
 @dataclass(slots=True)
 class PerRankLeaf:
     """One value of which each rank has its own; attributes as in `ObjectLeaf`.
 
     `on_change` and `reduce` are the declaration, `reseed` starts the value anew from a seed, and
-    `random` tells random streams, which are restored after everything else.
+    `random` tells random streams, which are restored after everything else. `follower` is told
+    of saves and loads.
     """
 
     name: str
@@ -145,6 +157,7 @@ class PerRankLeaf:
     put: Callable[[Any], None]
     reseed: Callable[[int], None] | None
     random: bool = False
+    follower: Follower | None = None
 
     def choose(self, read: Callable[[int], Any], *, saved_world: int, rank: int, world: int) -> Any:
         """Return what `rank` of `world` gets: a value, `perrank.DROP` or `perrank.Reseed`.

@@ -37,8 +37,10 @@ from ckptd.train.laid_loading import LaidLoad, look
 from ckptd.train.laid_program import LayoutSpec, read_layout
 from ckptd.train.laid_source import LaidSource, source_program
 from ckptd.train.laid_witness import check_laid_witness
+from ckptd.train.leaves import Leaves
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.pauses import no_collection
+from ckptd.train.perrank import Dropped
 from ckptd.train.recorder import at_step, phase
 from ckptd.train.restore import apply_objects, check_objects, prepare
 from ckptd.train.sources import LoadSources, Near
@@ -306,6 +308,7 @@ class Loader:
             with events.span("verify"):
                 self._check_witness(witness, places.result(), manifest, filling, laid)
         apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
+        _tell_followers(leaves, per_rank, candidate.step)
         return matching, read
 
     def _likely(self, manifest: Manifest, options: _Options) -> list[FileEntry]:
@@ -466,6 +469,14 @@ def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callabl
     if callable(rename):
         return rename
     return lambda name: rename.get(name, name)
+
+
+def _tell_followers(leaves: Leaves, per_rank: Mapping[str, Any], step: int) -> None:
+    """Tell the values that ask for it what was loaded."""
+    put = [leaves.per_rank[n] for n, value in per_rank.items() if not isinstance(value, Dropped)]
+    for leaf in put:
+        if leaf.follower is not None:
+            leaf.follower.loaded(step, streams=any(other.random for other in put))
 
 
 def _tell_read(read: ReadReport, begun_ns: int) -> None:

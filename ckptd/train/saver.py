@@ -190,6 +190,9 @@ class Saver:
                 claim_id=claim_id,
             )
             self._stage(client, save, plan, leaves, laid, bodies, handle, key)
+            for value in leaves.per_rank.values():
+                if value.follower is not None:
+                    value.follower.saved(step)
         except CkptdError as error:
             self._tell_others(key, near, error)
             if not (goes_on and isinstance(error, WorkerError)):

@@ -15,6 +15,7 @@ from ckptd.errors import UsageError
 from ckptd.format.invariants import MAX_DIMS
 from ckptd.train.dtypes import dtype_name, local_tensor
 from ckptd.train.leaves import (
+    Follower,
     Leaves,
     ObjectKind,
     ObjectLeaf,
@@ -134,6 +135,7 @@ class Sink:
         reduce: Callable[[list[Any]], Any] | None = None,
         reseed: Callable[[int], None] | None = None,
         random: bool = False,
+        follower: Follower | None = None,
     ) -> PerRankLeaf:
         """Add a per-rank value; `read` gives it.
 
@@ -142,7 +144,16 @@ class Sink:
         self._claim(place)
         raw = encode(read(), place.name) if self.saved is None else None
         leaf = PerRankLeaf(
-            place.name, raw, place.section, place.path, on_change, reduce, put, reseed, random
+            place.name,
+            raw,
+            place.section,
+            place.path,
+            on_change,
+            reduce,
+            put,
+            reseed,
+            random,
+            follower,
         )
         self.leaves.per_rank[place.name] = leaf
         return leaf

@@ -1,0 +1,18 @@
+"""Packages that only these tests need: the extra ``trainers``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+__all__ = ["needs"]
+
+
+def needs(module: str) -> Any:
+    """Import a module, or skip the test and say how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed: scripts/install trainers")

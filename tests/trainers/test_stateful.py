@@ -1,0 +1,105 @@
+"""torchdata's loader under `ckptd.Batches`: it goes to its position by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import ckptd
+from ckptd.elastic import keyed_generator
+from tests.train.bridge import give, take
+from tests.trainers.packages import needs
+
+pytestmark = [pytest.mark.filterwarnings("default")]
+
+
+class Keyed(Dataset[float]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 14
+
+    def __getitem__(self, i: int) -> float:
+        return i + float(torch.rand((), generator=keyed_generator(1, self.epoch, i)))
+
+
+class Drawing(Keyed):
+    def __getitem__(self, i: int) -> float:
+        return i + float(torch.rand(()))
+
+
+class Flow(IterableDataset[float]):
+    """Tells where it is, and its streams."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[float]:
+        while self.at < 13:
+            self.at += 1
+            yield self.at + float(torch.rand(()))
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "rng": ckptd.Rng().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        ckptd.Rng().load_state_dict(state["rng"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("data", ["keyed", "drawing", "flow"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_it_goes_on_where_it_was(workers: int, data: str, ahead: int) -> None:
+    if data == "drawing" and workers:
+        pytest.skip("workers that draw are told of, see tests/train/test_batches.py")
+    torchdata = needs("torchdata.stateful_dataloader")
+
+    def program(seed: int) -> ckptd.Batches:
+        torch.manual_seed(seed)
+        source: Any = {"keyed": Keyed, "drawing": Drawing, "flow": Flow}[data]()
+        loader = torchdata.StatefulDataLoader(
+            source, 3, shuffle=data != "flow" or None, num_workers=workers
+        )
+        return ckptd.Batches(loader, ahead=ahead)
+
+    for taken in (0, 3, 5, 8) if not workers else (3, 5):
+        batches = program(1)
+        held = [next(batches) for _ in range(ahead)]
+        for _ in range(taken):
+            held = [*held, next(batches)][1:] if ahead else [next(batches)][:0]
+        state = take({"data": batches, "rng": ckptd.Rng()})
+        wanted = [*(b.tolist() for b in held), *(next(batches).tolist() for _ in range(8))]
+        again = program(2)
+        give(state, {"data": again, "rng": ckptd.Rng()})
+        assert [next(again).tolist() for _ in range(8 + ahead)] == wanted
+    # In loops: between epochs, and within the second one.
+    for taken in () if ahead else (5, 7) if not workers else (5,):
+        batches = program(1)
+        loop = endless(batches)
+        for _ in range(taken):
+            next(loop)
+        if taken == 5:
+            batches = program(1)
+            list(batches)
+            loop = endless(batches)
+        state = take({"data": batches, "rng": ckptd.Rng()})
+        wanted = [next(loop) for _ in range(9)]
+        again = program(2)
+        give(state, {"data": again, "rng": ckptd.Rng()})
+        loop = endless(again)
+        assert [next(loop) for _ in range(9)] == wanted
+
+
+def endless(batches: ckptd.Batches) -> Iterator[list[float]]:
+    while True:
+        for batch in batches:
+            yield batch.tolist()
