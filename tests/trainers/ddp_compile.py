@@ -27,7 +27,7 @@ def main(root: str, report: Report) -> None:
     data = TensorDataset(tokens)
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
     batches = ckptd.Batches(loader)  # ckptd
-    state = {"model": model, "optim": optimizer, "sched": scheduler}
+    state = {"model": model, "optim": optimizer, "sched": scheduler}  # ckptd
     state |= {"data": batches, "rng": ckptd.Rng()}  # ckptd
     ck = ckptd.Checkpointer(root, every=4)  # ckptd
     step = ck.load(state) if ck.latest() is not None else 0  # ckptd

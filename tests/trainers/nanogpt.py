@@ -54,13 +54,8 @@ def main(root: str, report: Report) -> None:
     data = ckptd.Batches(lambda: get_batch("t"), ahead=1)  # ckptd
     first = lambda values: values[0]  # ckptd  # noqa: E731
     own = ckptd.PerRank(progress, on_change="reduce", reduce=first)  # ckptd
-    state = {
-        "model": model,
-        "optim": optimizer,
-        "data": data,
-        "own": own,
-        "rng": ckptd.Rng(),
-    }  # ckptd
+    state = {"model": model, "optim": optimizer, "rng": ckptd.Rng()}  # ckptd
+    state |= {"data": data, "own": own}  # ckptd
     ck = ckptd.Checkpointer(root, keep=3)  # ckptd
     iter_num = ck.load(state) if ck.latest() is not None else 0  # ckptd
     begin = iter_num

@@ -76,7 +76,7 @@ def main(root: str, report: Report) -> None:
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min(1.0, (s + 1) / 4))
     train_state = {"ntokens_seen": 0}
     batches = ckptd.Batches(loader)  # ckptd
-    state = {"model": model, "optim": optimizer, "sched": warm, "train_state": train_state}
+    state = {"model": model, "optim": optimizer, "sched": warm, "train_state": train_state}  # ckptd
     state |= {"data": batches, "rng": ckptd.Rng()}  # ckptd
     ck = ckptd.Checkpointer(root, every=3)  # ckptd
     step = ck.load(state) if ck.latest() is not None else 0  # ckptd

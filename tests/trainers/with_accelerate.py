@@ -26,7 +26,7 @@ def main(root: str, report: Report) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     data = ckptd.Batches(loader)  # ckptd
-    state = {"model": model, "optim": optimizer, "sched": scheduler}
+    state = {"model": model, "optim": optimizer, "sched": scheduler}  # ckptd
     state |= {"data": data, "rng": ckptd.Rng()}  # ckptd
     ck = ckptd.Checkpointer(root, every=3)  # ckptd
     start = step = ck.load(state) if ck.latest() is not None else 0  # ckptd

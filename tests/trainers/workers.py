@@ -55,7 +55,8 @@ def main(root: str, report: Report, *, stateful: bool = False) -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=STEPS)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
     batches = ckptd.Batches(loader)  # ckptd
-    state = {"model": model, "ema": ema, "optim": optimizer, "sched": scheduler, "scaler": scaler}
+    state = {"model": model, "ema": ema, "optim": optimizer}  # ckptd
+    state |= {"sched": scheduler, "scaler": scaler}  # ckptd
     state |= {"data": batches, "rng": ckptd.Rng()}  # ckptd
     ck = ckptd.Checkpointer(root, every=4)  # ckptd
     start = ck.load(state) if ck.latest() is not None else 0  # ckptd
