@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.train.keyed import keyed_seed
 from ckptd.train.perrank import derive_seed
+from ckptd.train.replicas import sample_digest
 from ckptd.train.rng import OwnStreams, Streams
 from ckptd.train.sampler import ElasticSampler
 from ckptd.train.workerdraws import watch_workers
@@ -55,6 +56,8 @@ class _Position:
         Whether the epoch went on with an iterator whose workers an epoch before had started.
     inner
         What a stateful loader told.
+    last
+        A digest of the last batch of a plain loader; empty where it has none.
     """
 
     drawn: int = 0
@@ -65,6 +68,7 @@ class _Position:
     generators: tuple[bytes, ...] = ()
     reused: bool = False
     inner: Any = None
+    last: str = ""
 
 
 class Batches:
@@ -213,7 +217,8 @@ class Batches:
 
     def _took(self, batch: Any) -> Any:
         at = self._at
-        self._at = replace(at, drawn=at.drawn + 1, taken=(at.taken or 0) + 1)
+        last = _digest(batch) if self._kind == "loader" else ""
+        self._at = replace(at, drawn=at.drawn + 1, taken=(at.taken or 0) + 1, last=last)
         self._since_load += 1
         self._goes_on = False
         return batch
@@ -272,14 +277,21 @@ class Batches:
         inner = iter(source)  # type: ignore[arg-type]
         if self._kind != "loader":
             _after_opening(self._own(), at).set()
+        batch: Any = None
         for _ in range(skip):
-            if next(inner, _END) is _END:
+            if (batch := next(inner, _END)) is _END:
                 raise MismatchError(
                     "the data ends before the batch that was saved",
                     kind="data-position",
                     wanted=f"more than {skip} batches in epoch {at.epoch}",
                     hint="load with the data set, sampler and batch size that it was saved with",
                 )
+        if skip and at.last and at.last != _digest(batch):
+            _log.warning(
+                "batches that were taken come out otherwise when they are made again: something "
+                "draws from a stream that ckptd does not know, so that this resume is not exact "
+                "(docs/guide/exact-resume.md)"
+            )
         return inner
 
     def _seed(self) -> int | None:
@@ -312,6 +324,7 @@ class Batches:
             "generators": list(at.generators),
             "reused": at.reused,
             "inner": at.inner,
+            "last": at.last,
             "batch_size": _batch_size(self.source),
         }
 
@@ -378,6 +391,7 @@ class Batches:
             if None in sizes:
                 raise _no_share(len(states), world, "the loader does not tell its batch_size")
             samples = sum((s["taken"] or 0) * s["batch_size"] for s in states)
+            own["last"] = ""
             own["taken"] = samples // (world * int(_batch_size(self.source) or 1))
             _log.warning(
                 "%d ranks shared the data and %d do now: the epoch goes on after as many samples, "
@@ -484,19 +498,39 @@ def _kind_of(source: Any) -> _Kind:
 
 
 def _parts(loader: Any) -> list[Any]:
-    """Return the loader and what it is made of, as far as it tells."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = [loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    return [part for part in [*found, getattr(loader, "dataset", None)] if part is not None]
+    """Return the loader, what it is made of, as far as it tells, and its data set."""
+    found: dict[int, Any] = {}
+    left = [loader]
+    while left:
+        part = left.pop()
+        if part is not None and id(part) not in found:
+            found[id(part)] = part
+            # Frameworks put samplers into samplers, to share batches out among ranks.
+            left += [
+                getattr(part, n, None) for n in ("sampler", "batch_sampler", "base_dataloader")
+            ]
+    data = getattr(loader, "dataset", None)
+    return [*found.values(), *([] if data is None else [data])]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    found = [getattr(part, "generator", None) for part in _parts(loader)]
+    names = ("generator", "synchronized_generator")
+    found = [getattr(part, name, None) for part in _parts(loader) for name in names]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def _state_of(generator: torch.Generator) -> bytes:
     return generator.get_state().numpy().tobytes()
+
+
+def _digest(batch: Any) -> str:
+    """Return a digest of samples of the tensors of a batch that are on the host."""
+    if isinstance(batch, torch.Tensor):
+        plain = batch.device.type == "cpu" and batch.layout is torch.strided
+        return sample_digest(batch) if plain else ""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    return "".join(map(_digest, batch[:8])) if isinstance(batch, list | tuple) else ""
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
@@ -531,6 +565,7 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             generators=tuple(bytes(raw) for raw in state["generators"]),
             reused=bool(state["reused"]),
             inner=state["inner"],
+            last=str(state["last"]),
         )
     except (LookupError, TypeError, ValueError) as error:
         raise CorruptError(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -434,6 +435,61 @@ def test_batches_that_a_program_holds_over_a_load_are_told_of(
     next(data)
     give(taken, {"data": data})
     assert "after the load" in caplog.text
+
+
+class Hidden(Sampler[int]):
+    """A sampler with a stream that nobody can know."""
+
+    def __init__(self, seed: int) -> None:
+        self.stream = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 14
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.stream.permutation(14).tolist()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_batches_that_come_out_otherwise_are_told_of(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = ckptd.Batches(DataLoader(Plain(), 3, sampler=Hidden(1)))
+    for _ in range(3):
+        next(batches)
+    again = ckptd.Batches(DataLoader(Plain(), 3, sampler=Hidden(seed)))
+    give(take({"data": batches}), {"data": again})
+    next(again)
+    assert ("come out otherwise" in caplog.text) == (seed == 2)
+
+
+class Shard(Sampler[list[int]]):
+    """Batches of another sampler of batches, as accelerate shares them out."""
+
+    def __init__(self, inner: Any) -> None:
+        self.batch_sampler = inner
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from self.batch_sampler
+
+
+def test_generators_are_found_within_samplers_of_samplers() -> None:
+    def program(seed: int) -> ckptd.Batches:
+        stream = torch.Generator().manual_seed(seed)
+        inner = BatchSampler(RandomSampler(Plain(), generator=stream), 3, drop_last=False)
+        return ckptd.Batches(DataLoader(Plain(), batch_sampler=Shard(inner)))
+
+    batches = program(1)
+    for _ in range(7):
+        next(batches)
+    taken = take({"data": batches})
+    wanted = [listed(next(batches)) for _ in range(9)]
+    again = program(2)
+    give(taken, {"data": again})
+    assert [listed(next(again)) for _ in range(9)] == wanted
 
 
 def test_data_that_ended_earlier_is_another() -> None:
