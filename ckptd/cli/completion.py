@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from ckptd.cli.output import flag
-from ckptd.errors import UsageError
+from ckptd.errors import RefusedError, UsageError
 
 __all__ = ["install_completion"]
 
@@ -24,12 +25,18 @@ def install_completion(
         Path | None, Parameter(help="Where to write the script.", show_default=False)
     ] = None,
     no_startup: Annotated[bool, flag("Leave the shell's start-up file alone.")] = False,
+    yes: Annotated[bool, flag("Do not ask before the shell's start-up file is changed.")] = False,
 ) -> int:
-    """Install tab completion for the shell in use, and say where."""
+    """Install tab completion for the shell in use, and say where.
+
+    It asks before it changes the shell's start-up file.
+    """
     from cyclopts.completion.detect import ShellDetectionError
 
     from ckptd.cli.main import app
 
+    if not no_startup and not yes:
+        _confirm(shell)
     try:
         path = app.install_completion(shell=shell, output=output, add_to_startup=not no_startup)
     except ShellDetectionError as error:
@@ -40,3 +47,19 @@ def install_completion(
         ) from None
     print(f"wrote {path}; it works in the next shell that starts")
     return 0
+
+
+def _confirm(shell: Shell | None) -> None:
+    """Ask a person; refuse where nobody can answer."""
+    whose = f"{shell}'s start-up file" if shell else "the shell's start-up file"
+    if not sys.stdin.isatty():
+        raise RefusedError(
+            f"{whose} would be changed, and nobody is there to confirm it",
+            kind="unconfirmed",
+            hint="--yes changes it without asking; --no-startup only writes the script",
+        )
+    print(f"write a script for tab completion, and load it in {whose}? [y/N] ", end="", flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise RefusedError(
+            "nothing was changed", kind="unconfirmed", hint="--no-startup only writes the script"
+        )

@@ -155,9 +155,13 @@ def wait(
             raise _error_of(rank, msgspec.json.decode(sign[1:]))
         if alive is not None and not alive() and board.peek(key) is None:
             raise CkptdError(
-                "a rank of this host died",
+                "a rank of this host ended before it came to this call",
                 kind="rank-died",
                 where=f"rank {rank}, waiting for {key}",
+                wanted="the same call on every rank",
+                found="its process is gone",
+                hint="every rank must call save(), load(), latest() and close(), and not rank 0 "
+                "alone; if it did, the output of that rank says why it died",
             )
         if sign != last:
             last, until = sign, time.monotonic() + stall_s

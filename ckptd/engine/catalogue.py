@@ -354,12 +354,15 @@ class Catalogue(Index):
             won = self.commit(commit.name)
             same = (won.attempt, won.manifest_digest) == (commit.attempt, commit.manifest_digest)
             if won.write_id != commit.write_id and not same:
+                # A generation has one run, so it was this one, or what is left of it.
                 raise ConflictError(
-                    f"{commit.name} was committed by another writer",
+                    f"{commit.name} was committed by this run already, in an earlier save",
                     kind="committed",
                     where=self.where(key),
                     wanted=f"attempt {commit.attempt}, write id {commit.write_id}",
                     found=f"attempt {won.attempt}, write id {won.write_id}, at {won.created}",
+                    hint="what was saved first stays; give the next save a later step, or load() "
+                    "first to begin anew from there",
                 )
         self.store.sync(COMMITS)
         self._known.add(commit.name)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptd.store import StoreSpec
 from ckptd.store.spec import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec
+from ckptd.store.url import checked_url
 
 __all__ = ["root_spec", "served_spec"]
 
@@ -30,13 +31,18 @@ def root_spec(
         counts as it is stored.
     compress
         Level of zstd for data files, 1 to 22; None stores them plain.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-url``: this is no URL and no path.
     """
     # Retries are outermost: they keep what they may have to write again, which is then the
     # caller's memory, and not packed copies of it.
     wrappers: tuple[WrapperSpec, ...] = (PackSpec(level=compress), RetrySpec())
     if throttle_bytes_s is not None:
         wrappers = (ThrottleSpec(write_bytes_per_s=throttle_bytes_s), *wrappers)
-    return StoreSpec(str(url), dict(options or {}), wrappers)
+    return StoreSpec(checked_url(url), dict(options or {}), wrappers)
 
 
 def served_spec(url: str, secret: str = "", **options: Any) -> StoreSpec | None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import numbers
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from ckptd.engine.clock import seconds_of
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName, commit_key
 from ckptd.format.records import Commit
 
-__all__ = ["Every", "Keep", "Selection", "check_positive", "select"]
+__all__ = ["Every", "Keep", "Selection", "check_positive", "metric_of", "plain_int", "select"]
 
 Best = tuple[str, Literal["min", "max"], int]
 
@@ -27,6 +28,13 @@ def check_positive(name: str, value: object, kinds: tuple[type[int | float], ...
         raise UsageError(
             f"{name} must be positive", kind="bad-policy", where=name, found=repr(value)
         )
+
+
+def plain_int(value: Any) -> Any:
+    """Return an integer of another type (numpy's, say) as an int, and all else as it is."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return value
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class Every:
     @staticmethod
     def of(value: int | Every) -> Every:
         """Return the rule; a plain number means steps."""
-        return value if isinstance(value, Every) else Every(steps=value)
+        return value if isinstance(value, Every) else Every(steps=plain_int(value))
 
     @property
     def by_clock(self) -> bool:
@@ -138,7 +146,7 @@ class Keep:
     @staticmethod
     def of(value: int | Keep | None) -> Keep:
         """Return the rule; a plain number means the newest so many, None means all."""
-        return value if isinstance(value, Keep) else Keep(last=value)
+        return value if isinstance(value, Keep) else Keep(last=plain_int(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +208,12 @@ def _period(commit: Commit, every: timedelta) -> int:
 def _best(commits: Sequence[Commit], metric: str, mode: str) -> list[CommitName]:
     """Names by value, best first; of equals the newer, because it has seen more data."""
     sign = 1.0 if mode == "min" else -1.0
-    scored = [(_number(c.metadata.get(metric)), c.name) for c in commits]
+    scored = [(metric_of(c.metadata.get(metric)), c.name) for c in commits]
     ranked = sorted((sign * v, -n.step, n) for v, n in scored if v is not None)
     return [n for _, _, n in ranked]
 
 
-def _number(value: object) -> float | None:
+def metric_of(value: object) -> float | None:
     """Return a metric as a number; what somebody wrote there may be anything."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

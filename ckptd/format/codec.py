@@ -2,8 +2,12 @@
 
 JSON values stand for themselves. Everything else is ``{"$": tag, ...}``: tuples, bytes, sets,
 numpy arrays and scalars, complex numbers, huge integers, non-finite floats, dicts with keys that
-JSON lacks, enums and dataclasses that were registered. Anything else is an error that says how
-to register it. Decoding runs no code that was not registered.
+JSON lacks, dates, paths and other values of the standard library (`ckptd.format.builtins`), enums
+and dataclasses that were registered. Anything else is an error that says how to register it.
+
+Decoding imports nothing that a file names and runs no code that was not registered. Enums and
+named tuples that nobody registered are made again where their class is loaded already; elsewhere
+they come back as their plain value.
 """
 
 from __future__ import annotations
@@ -11,9 +15,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import logging
 import math
+import sys
+import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,13 +30,15 @@ from ckptd.errors import CkptdError, CorruptError, UsageError
 from ckptd.format.strictjson import unique_keys
 from ckptd.types import DTYPES, dtype_of
 
-__all__ = ["decode", "encode", "register"]
+__all__ = ["decode", "encode", "is_named_tuple", "register"]
 
 MAX_DEPTH = 64
 MAX_ALIKE = 32
 """Most members of a set, or keys, with one hash."""
 MAX_DIMS = 32
 """What numpy before 2.0 can hold."""
+_ENUM, _NAMED = "ckptd.Enum", "ckptd.NamedTuple"
+_log = logging.getLogger("ckptd")
 _PLAIN = (bool, int, float, str, type(None))
 _by_type: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _by_tag: dict[str, Callable[[Any], Any]] = {}
@@ -113,12 +122,81 @@ def _encode(value: Any, where: str, depth: int) -> Any:
         return {"$": "type", "name": name, "v": _encode(function(value), where, depth + 1)}
     if kind is list:
         return [_encode(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, enum.Enum):
+        return {"$": "type", "name": _ENUM, "v": _encode_enum(value, where, depth)}
+    if isinstance(value, tuple) and is_named_tuple(kind):
+        content = [_class_name(kind), list(kind._fields), tuple(value)]
+        return {"$": "type", "name": _NAMED, "v": _encode(content, where, depth + 1)}
     if kind in (tuple, set, frozenset):
         items = sorted(value, key=repr) if kind is not tuple else value
         return {"$": kind.__name__, "v": [_encode(v, where, depth + 1) for v in items]}
     if isinstance(value, dict):
         return _encode_dict(value, where, depth)
     return _encode_bytes_and_numbers(value, where)
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Return whether `kind` is a class as `collections.namedtuple` makes them."""
+    fields = getattr(kind, "_fields", None)
+    plain = isinstance(fields, tuple) and all(type(f) is str for f in fields)
+    return plain and issubclass(kind, tuple) and hasattr(kind, "_make")
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _encode_enum(value: enum.Enum, where: str, depth: int) -> Any:
+    try:
+        plain = _encode(value.value, where, depth + 2)
+    except UsageError:
+        plain = None  # only what loads it without its class needs the value
+    return [_class_name(type(value)), value.name, plain]
+
+
+def _loaded(name: str, base: type) -> Any:
+    """Return a class that is loaded already, or None; never imports, asks no module's code."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        try:
+            found = vars(found).get(part)
+        except TypeError:
+            return None
+    return found if isinstance(found, type) and issubclass(found, base) else None
+
+
+def _decode_enum(raw: Any) -> Any:
+    name, member, plain = raw
+    known = _by_name(str(name)) or _loaded(str(name), enum.Enum)
+    if known is None:
+        _log.warning("%s is not loaded here: a member of it is loaded as its value", name)
+        return plain
+    if member in known.__members__:
+        return known.__members__[member]
+    if issubclass(known, enum.Flag):
+        return known(plain)
+    raise ValueError(f"{name} has no member {member!r}")
+
+
+def _decode_named(raw: Any) -> Any:
+    name, fields, values = raw
+    known = _by_name(str(name)) or _loaded(str(name), tuple)
+    if not isinstance(values, tuple) or len(fields) != len(values):
+        raise ValueError("not a named tuple")
+    if known is None or not is_named_tuple(known) or list(known._fields) != list(fields):
+        _log.warning("%s is not loaded here with these fields: loaded as a plain tuple", name)
+        return values
+    return tuple.__new__(known, values)
+
+
+def _by_name(name: str) -> Any:
+    """Return a registered type, also where it was not yet registered when it was saved."""
+    return next((t for t in _by_type if _class_name(t) == name), None)
+
+
+_by_tag[_ENUM] = _decode_enum
+_by_tag[_NAMED] = _decode_named
 
 
 def _encode_plain(value: Any) -> Any:
@@ -174,8 +252,27 @@ def _unsavable(value: object, where: str, found: str) -> UsageError:
         where=where,
         wanted="JSON values, bytes, numpy arrays, tensors, tuples, sets, registered types",
         found=found,
-        hint=f"ckptd.register({type(value).__name__}), with encode= and decode= unless it is an "
-        "enum or a dataclass; or take the value out of the state",
+        hint=_way_out(value),
+    )
+
+
+def _way_out(value: object) -> str:
+    """Say what to do with a value that cannot be saved."""
+    code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial, type)
+    if isinstance(value, code):
+        return (
+            "functions and classes are code, which a checkpoint does not hold: take it out of the "
+            "state, make it anew in the program, and save the values that it is made of"
+        )
+    if isinstance(value, Iterator):
+        return (
+            "an iterator has a position that cannot be read: take it out of the state, and save "
+            "how far it is; a loader with state_dict() can stand in the state itself"
+        )
+    name = type(value).__name__
+    return (
+        f"ckptd.register({name}), with encode= and decode= unless it is an enum or a dataclass; "
+        "or take the value out of the state"
     )
 
 
@@ -276,3 +373,7 @@ def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
         raise
     except Exception as error:  # noqa: BLE001 - somebody else's code, given data from a file
         raise ValueError(f"{name} was not made: {error!r}") from None
+
+
+# Last: it registers here what it has.
+from ckptd.format import builtins  # noqa: E402, F401

@@ -5,8 +5,10 @@ Spec sections 2 (root), 4.1 (chunk names) and 6 (canonical names).
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptd.errors import CorruptError, UsageError
@@ -81,8 +83,16 @@ class CommitName:
 
 
 def check_step(step: int) -> int:
-    """Return `step` when it can be named; raise `UsageError` otherwise."""
+    """Return `step` as an int when it can be named; raise `UsageError` otherwise.
+
+    Integers of other types (numpy's, tensors of one integer) are steps as well; truth is none.
+    """
+    given = step
+    if type(step) is not int and not isinstance(step, bool):
+        with suppress(TypeError, RuntimeError, ValueError):
+            step = operator.index(step)
     if type(step) is not int or not 0 <= step <= MAX_STEP:
+        step = given
         raise UsageError(
             "not a step", kind="bad-step", wanted=f"an int in [0, {MAX_STEP}]", found=repr(step)
         )

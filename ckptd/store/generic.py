@@ -289,6 +289,7 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
             kind="missing-package",
             where=url,
             found=error,
+            hint="pip install the package that it names; `pip install 'ckptd[s3]'` for s3://",
         ) from error
     except (ValueError, TypeError) as error:
         raise UsageError(

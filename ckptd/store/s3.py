@@ -28,7 +28,7 @@ from ckptd.store.base import (
 )
 from ckptd.store.buffers import as_bytes_view, check_end
 from ckptd.store.registry import parse_options
-from ckptd.store.s3_client import S3Client, S3Options
+from ckptd.store.s3_client import S3Client, S3Options, check_installed
 from ckptd.store.s3_errors import PreconditionError, s3_errors
 from ckptd.store.s3_writer import S3Writer
 from ckptd.types import ByteRange
@@ -42,7 +42,14 @@ _Uploads = list[dict[str, Any]]
 
 
 def open_s3(url: str, options: dict[str, Any]) -> S3Store:
-    """Open ``s3://bucket/prefix``."""
+    """Open ``s3://bucket/prefix``.
+
+    Raises
+    ------
+    UsageError
+        Kind ``missing-package``: the extra ``s3`` is not installed.
+    """
+    check_installed()
     return S3Store(url, parse_options(url, options, S3Options))
 
 

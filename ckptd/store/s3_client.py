@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ import msgspec
 from ckptd.errors import TransientStoreError, UsageError
 from ckptd.store.s3_errors import s3_errors
 
-__all__ = ["S3Client", "S3Options"]
+__all__ = ["S3Client", "S3Options", "check_installed"]
 
 _T = TypeVar("_T")
 _GRACE_S = 5.0
@@ -197,17 +198,36 @@ async def _close(fs: Any) -> None:
     await fs._s3creator.__aexit__(None, None, None)
 
 
+def check_installed() -> None:
+    """Raise `UsageError` (kind ``missing-package``) where a package that s3:// needs is missing.
+
+    Before anything is asked of the store: what translates its errors needs them as well. They are
+    looked for, not imported, which would take a second.
+    """
+    for name in ("s3fs", "aiobotocore", "botocore"):
+        try:
+            found = find_spec(name) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            raise _missing(f"no module named {name!r}")
+
+
+def _missing(found: object) -> UsageError:
+    return UsageError(
+        "s3:// needs the package s3fs",
+        kind="missing-package",
+        found=found,
+        hint="pip install 'ckptd[s3]', or pip install '.[s3]' in a clone",
+    )
+
+
 def _connect(options: S3Options) -> Any:
     try:
         import s3fs
         from fsspec.asyn import get_loop
     except ImportError as error:
-        raise UsageError(
-            "s3:// needs the package s3fs",
-            kind="missing-package",
-            found=error,
-            hint="pip install 'ckptd[s3]'",
-        ) from error
+        raise _missing(error) from error
     given: dict[str, Any] = {"verify": options.verify}
     if options.region:
         given["region_name"] = options.region

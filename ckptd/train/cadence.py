@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +21,7 @@ from ckptd.engine.auto import (
 )
 from ckptd.engine.handle import SaveHandle
 from ckptd.engine.lives import lives_of, mtbf_s
-from ckptd.engine.policy import Every
+from ckptd.engine.policy import Every, plain_int
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.records import Generation
 from ckptd.train.agree import Agreement
@@ -267,8 +268,8 @@ def rule_of(value: object) -> Every | Auto | None:
     """
     if value is None or isinstance(value, Every | Auto):
         return value
-    if isinstance(value, int):
-        return Every.of(value)
+    if isinstance(value, numbers.Integral):
+        return Every.of(plain_int(value))
     raise UsageError(
         "every is not a rule",
         kind="bad-policy",

@@ -37,6 +37,7 @@ from ckptd.train.recorder import phase
 from ckptd.train.saver import Lazy, Saver
 from ckptd.train.signals import GRACE_S, lost
 from ckptd.train.telling import Telling
+from ckptd.train.uncompiled import uncompiled
 
 __all__ = ["Checkpointer"]
 
@@ -194,6 +195,7 @@ class Checkpointer:
 
     # -- saving ----------------------------------------------------------------------------------
 
+    @uncompiled
     def save(
         self,
         step: int,
@@ -233,7 +235,7 @@ class Checkpointer:
             This save cannot begin; or an earlier one failed and nobody has looked yet.
         """
         begun_ns = time.monotonic_ns()
-        check_step(step)
+        step = check_step(step)
         self._check_open()
         began = time.monotonic()
         # First, so that ranks count alike also where an earlier failure is raised on one of them.
@@ -276,6 +278,7 @@ class Checkpointer:
         self._handles.append(handle)
         return handle
 
+    @uncompiled
     def before_mutation(self) -> None:
         """Return when everything of the last save is copied, and may change.
 
@@ -289,6 +292,7 @@ class Checkpointer:
 
     # -- loading ---------------------------------------------------------------------------------
 
+    @uncompiled
     def latest(self) -> int | None:
         """Return the newest step of the line, or None; the same on every rank.
 
@@ -304,6 +308,7 @@ class Checkpointer:
             self._elastic.begins(self._store)
         return step
 
+    @uncompiled
     def load(
         self,
         state: Mapping[str, Any],
@@ -359,6 +364,7 @@ class Checkpointer:
         CorruptError
             Verification failed; `state` is untouched unless the error says otherwise.
         """
+        step = None if step is None else check_step(step)
         self._check_open()
         self.wait()
         self._meet()
@@ -448,14 +454,17 @@ class Checkpointer:
 
     def pin(self, step: int, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
+        step = check_step(step)
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.pin(c.find(step), reason))
 
     def unpin(self, step: int) -> None:
         """Undo `pin`."""
+        step = check_step(step)
         self._check_open()
         self._lineage.on_catalogue(lambda c: c.unpin(c.find(step)))
 
+    @uncompiled
     @phase(Phase.CKPT)
     def wait(self, timeout: float | None = None) -> None:
         """Return when every save so far is durable.
@@ -493,6 +502,7 @@ class Checkpointer:
             failed[0]._error.add_note(f"the save of step {failed[0].step}")
             raise failed[0]._error
 
+    @uncompiled
     @phase(Phase.CKPT)
     def close(self) -> None:
         """Wait for every save, end the writing process, raise what failed unseen. Idempotent.

@@ -199,8 +199,9 @@ class _Walker:
 
         def put_at(i: int, new: Any) -> None:
             items[i] = new
-            if items is not value:
-                put(tuple(items))
+            if isinstance(value, tuple):
+                # A named tuple stays one.
+                put(tuple.__new__(type(value), items))
 
         for i, item in enumerate(value):
             yield from self.visit(place.child(str(i), f"[{i}]"), item, partial(put_at, i))

@@ -271,3 +271,30 @@ def test_completion(cli: Cli, tmp_path: Path) -> None:
     args = ("--shell", "bash", "--output", str(script), "--no-startup")
     assert str(script) in cli.good("--install-completion", *args).out
     assert all(verb in script.read_text() for verb in VERBS)
+
+
+def test_completion_asks_before_it_changes_a_file_of_the_shell(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start = tmp_path / ".bashrc"
+    start.write_text("# mine\n")
+    args = ("--install-completion", "--shell", "bash", "--output", str(tmp_path / "c.sh"))
+    ended = cli(*args)
+    assert ended.code == 5
+    assert "--yes" in ended.err
+    assert start.read_text() == "# mine\n"
+    assert not (tmp_path / "c.sh").exists()
+    cli.good(*args, "--yes")
+    assert start.read_text() != "# mine\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "ckptd", "--version"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, __version__)

@@ -98,7 +98,7 @@ class Unknown:
 
 @pytest.mark.parametrize(
     "value",
-    [Unknown(), {"a": [Unknown()]}, object, len, np.array([object()]), np.array(["a"]), range(3)],
+    [Unknown(), {"a": [Unknown()]}, object(), np.array([object()]), np.array(["a"])],
 )
 def test_unknown_types_are_refused_with_a_hint(value: Any) -> None:
     with pytest.raises(UsageError) as caught:
