@@ -258,6 +258,7 @@ def test_every_package_has_its_place_in_the_import_rules() -> None:
     testing = re.findall(r"ckptd\.(\w+)", rules["importlinter:contract:testing"]["source_modules"])
     modules = {p.stem for p in (ROOT / "ckptd").iterdir() if p.is_dir() or p.suffix == ".py"} - {
         "__init__",
+        "__main__",
         "__pycache__",
         "testing",
     }
