@@ -226,6 +226,7 @@ def test_a_share_is_counted_once(root: str) -> None:
     jobs = [NearJob(root, board=b, generation=1) for b in boards]
     jobs[0].catalogue.claim(None, 2, "test")
     first = jobs[0].save(7)
+    jobs[1].client.answer()  # connected: another agent is another life for both
     until(lambda: boards[1].peek("save/7/0001/near/memory"))
     os.kill(jobs[0].agent, signal.SIGKILL)
     until(lambda: all(job.client.life == 2 for job in jobs))
