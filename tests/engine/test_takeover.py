@@ -227,7 +227,7 @@ def test_a_share_is_counted_once(root: str) -> None:
     jobs[0].catalogue.claim(None, 2, "test")
     first = jobs[0].save(7)
     jobs[1].client.answer()  # connected: another agent is another life for both
-    until(lambda: boards[1].peek("save/7/0001/near/memory"))
+    until(lambda: boards[1].count("save/7/0001/near/memory"))
     os.kill(jobs[0].agent, signal.SIGKILL)
     until(lambda: all(job.client.life == 2 for job in jobs))
     second = jobs[1].save(7)
