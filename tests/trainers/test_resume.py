@@ -63,15 +63,15 @@ def live(script: str, root: str, folder: str, kill_at: int, options: dict[str, A
 def run(trainer: Trainer, root: Path, folder: Path, kill_at: int = 0) -> list[dict[str, str]]:
     arguments = (trainer.script, str(root), str(folder), kill_at, dict(trainer.options))
     if kill_at:
-        for outcome in rank_outcomes(trainer.ranks, live, *arguments, deadline_s=300.0):
+        for outcome in rank_outcomes(trainer.ranks, live, *arguments, deadline_s=420.0):
             assert outcome.exit_code == -signal.SIGKILL, outcome.trace or outcome.log
     else:
-        run_ranks(trainer.ranks, live, *arguments, deadline_s=300.0)
+        run_ranks(trainer.ranks, live, *arguments, deadline_s=420.0)
     return read(folder)
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in TRAINERS],
