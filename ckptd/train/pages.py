@@ -8,18 +8,21 @@ C, a system call. It does not see writes of other processes to shared memory, or
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import fcntl
 import mmap
 import os
 import platform
 import struct
+import threading
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["PAGE", "Mapping", "Pages", "Range", "mappings"]
+__all__ = ["PAGE", "Count", "Mapping", "Pages", "Range", "mappings"]
 
 Range = tuple[int, int]
 """First address, and the one after the last."""
@@ -56,6 +59,8 @@ class Pages:
         if number is None:
             raise OSError("no number of the system call for this machine")
         libc = ctypes.CDLL(None, use_errno=True)
+        self._lock = threading.Lock()
+        self._counts: weakref.WeakSet[Count] = weakref.WeakSet()
         self._fault = libc.syscall(number, os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
             raise OSError(ctypes.get_errno(), "userfaultfd")
@@ -94,10 +99,10 @@ class Pages:
             at = ctypes.addressof(held)
             page = [(at, at + PAGE)]
             self.register(page[0])
-            self.protect(page)
-            clean = self.written(page)
+            count = self.count(page)
+            clean = count.written()
             memory[0] = 2
-            found = self.written(page)
+            found = count.written()
             del held
         if clean or found != page:
             raise OSError("writes are not counted")
@@ -108,31 +113,65 @@ class Pages:
         asked = bytearray(struct.pack("=4Q", start, end - start, _REGISTER_WP, 0))
         fcntl.ioctl(self._fault, _UFFDIO_REGISTER, asked)
 
-    def protect(self, ranges: Iterable[Range]) -> None:
-        """Begin to count: some 45 ns for each page of 4 KiB, as much for a huge one."""
-        for start, end in ranges:
-            self._scan(start, end, _WP_MATCHING | _CHECK_WPASYNC, 0, 0)
+    def count(self, ranges: Iterable[Range]) -> Count:
+        """Begin to count: some 45 ns for each page of 4 KiB, as much for a huge one.
 
-    def written(self, ranges: Sequence[Range]) -> list[Range]:
-        """Return what was written since `protect`."""
-        found: list[Range] = []
-        room = array("Q", bytes(24 * 16))
-        for start, end in ranges:
-            at = start
-            while at < end:
-                many, at = self._scan(at, end, _CHECK_WPASYNC, room.buffer_info()[0], 16)
-                found += [(room[3 * i], room[3 * i + 1]) for i in range(many)]
-        return found
+        Counts may go on at a time, of the same pages too: there is one protection of a page, so
+        that what the beginning of one hides is noted for the others, and the end of one leaves
+        what the others need.
 
-    def release(self, ranges: Iterable[Range]) -> None:
-        """Stop counting: the next write to each page costs nothing then."""
-        for start, end in ranges:
+        Raises
+        ------
+        OSError
+            Some of it is not registered.
+        """
+        count = Count(self, ranges)
+        with self._lock:
+            others = list(self._counts)
+            try:
+                for page in count.ranges:
+                    found = self._find(page, _WP_MATCHING | _CHECK_WPASYNC, tell=bool(others))
+                    for other in others:
+                        other._noted += _common(found, other.ranges)
+            except OSError:
+                self._release(count)
+                raise
+            self._counts.add(count)
+        return count
+
+    def _written(self, count: Count) -> list[Range]:
+        with self._lock:
+            found = [f for page in count.ranges for f in self._find(page, _CHECK_WPASYNC)]
+            return sorted({*found, *count._noted})
+
+    def _end(self, count: Count) -> None:
+        with self._lock:
+            self._counts.discard(count)
+            self._release(count)
+
+    def _release(self, count: Count) -> None:
+        """Let the next write to each page cost nothing, where nobody else counts."""
+        left = count.ranges
+        for other in self._counts:
+            left = _without(left, other.ranges)
+        for start, end in left:
             with suppress(OSError):  # it was unmapped meanwhile
                 fcntl.ioctl(
                     self._fault,
                     _UFFDIO_WRITEPROTECT,
                     bytearray(struct.pack("=3Q", start, end - start, 0)),
                 )
+
+    def _find(self, page: Range, flags: int, *, tell: bool = True) -> list[Range]:
+        """Return what was written since it was protected; `flags` may protect it anew."""
+        found: list[Range] = []
+        room = array("Q", bytes(24 * 16))
+        at, end = page
+        while at < end:
+            into = room.buffer_info()[0] if tell else 0
+            many, at = self._scan(at, end, flags, into, 16 if tell else 0)
+            found += [(room[3 * i], room[3 * i + 1]) for i in range(many if tell else 0)]
+        return found
 
     def _scan(self, start: int, end: int, flags: int, into: int, room: int) -> tuple[int, int]:
         mask = _WRITTEN
@@ -141,6 +180,64 @@ class Pages:
         )
         many = fcntl.ioctl(self._map, _PAGEMAP_SCAN, asked)
         return many, _SCAN.unpack(asked)[4] or end
+
+
+class Count:
+    """Counts writes to some pages, from `Pages.count` on; it lets go of them when it is dropped.
+
+    Attributes
+    ----------
+    ranges
+        The pages, in rising order; none twice.
+    """
+
+    def __init__(self, pages: Pages, ranges: Iterable[Range]) -> None:
+        self.ranges = _joined(ranges)
+        self._pages = pages
+        self._noted: list[Range] = []
+
+    def written(self) -> list[Range]:
+        """Return what was written since; raises `OSError` where memory was mapped anew."""
+        return self._pages._written(self)
+
+    def end(self) -> None:
+        """Stop counting. Idempotent."""
+        self._pages._end(self)
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Return ranges in rising order, those that overlap as one."""
+    found: list[Range] = []
+    for start, end in sorted(r for r in ranges if r[0] < r[1]):
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _common(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
+    """Return what lies in both; `ranges` are joined."""
+    found = []
+    for start, end in some:
+        number = max(0, bisect.bisect_right(ranges, (start, 1 << 64)) - 1)
+        while number < len(ranges) and ranges[number][0] < end:
+            low, high = max(start, ranges[number][0]), min(end, ranges[number][1])
+            found += [(low, high)] if low < high else []
+            number += 1
+    return found
+
+
+def _without(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
+    """Return what lies in the first and not in the other; `ranges` are joined."""
+    found = []
+    for start, end in some:
+        at = start
+        for low, high in _common([(start, end)], ranges):
+            found += [(at, low)] if at < low else []
+            at = high
+        found += [(at, end)] if at < end else []
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.train.pages import PAGE, Mapping, Pages, Range
+from ckptd.train.pages import PAGE, Count, Mapping, Pages, Range
 
 __all__ = ["Span", "Watch", "Watched"]
 
@@ -122,11 +122,11 @@ class Watch:
 
     def begin(self) -> Watched:
         """Watch from now on. What an earlier call returned must have been asked already."""
+        count = None
         if self._pages is not None and self.ranges:
             try:
-                self._pages.protect(self.ranges)
+                count = self._pages.count(self.ranges)
             except OSError:  # memory that is mapped anew at the same place is not registered
-                self._pages.release(self.ranges)
                 self._plan(set())
         spans, offsets, sizes = self._fixed
         if len(self._drawn):
@@ -136,7 +136,7 @@ class Watch:
             spans = np.concatenate((spans, self._drawn))
             offsets = np.concatenate((offsets, drawn))
             sizes = np.concatenate((sizes, np.full(len(drawn), WINDOW_BYTES, np.int64)))
-        return Watched(self, self._pages, self._file, spans, offsets, sizes)
+        return Watched(self, count, self._file, spans, offsets, sizes)
 
 
 class Watched:
@@ -145,20 +145,19 @@ class Watched:
     def __init__(
         self,
         watch: Watch,
-        pages: Pages | None,
+        count: Count | None,
         file: int,
         spans: _Ints,
         offsets: _Ints,
         sizes: _Ints,
     ) -> None:
         self._watch = watch
-        self._pages = pages
+        self._count = count
         self._file = file
         self._spans, self._offsets, self._sizes = spans, offsets, sizes
         self._ends = np.cumsum(sizes)
         self._total = int(self._ends[-1]) if len(sizes) else 0
         self._ranges = list(watch.ranges)
-        self._counting = True
         _gather(file, 0, watch._at[spans] + offsets, sizes)
 
     def changed(self, slot: int) -> list[str]:
@@ -181,12 +180,12 @@ class Watched:
         return sorted(found)
 
     def _written(self) -> Iterator[str]:
-        if self._pages is None or not self._ranges:
+        if self._count is None:
             return
         order = sorted(zip(self._ranges, self._watch._of_range, strict=True))
         starts = [start for (start, _), _ in order]
         try:
-            written = self._pages.written(self._ranges)
+            written = self._count.written()
         except OSError:  # some of it was unmapped
             written = self._ranges
         for start, _ in written:
@@ -206,9 +205,9 @@ class Watched:
 
     def end(self) -> None:
         """Let the memory be written at no cost again."""
-        if self._counting and self._pages is not None:
-            self._pages.release(self._ranges)
-        self._counting = False
+        if self._count is not None:
+            self._count.end()
+        self._count = None
 
 
 def _ints(values: Iterator[int]) -> _Ints:

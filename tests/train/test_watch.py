@@ -112,6 +112,47 @@ def test_of_more_than_fits_there_are_samples_of_each_tensor() -> None:
     assert 5 <= found <= 60  # each with the odds that are told, a little less than a half
 
 
+@pytest.mark.skipif(Pages.of_this_process() is None, reason="this kernel counts no writes")
+@pytest.mark.parametrize("ends_first", [0, 1])
+def test_watches_of_the_same_memory_do_not_blind_one_another(ends_first: int) -> None:
+    pages = Pages.of_this_process()
+    memory = torch.zeros(40 * PAGE, dtype=torch.uint8)
+    parts = {"all": memory, "left": memory[: 20 * PAGE], "right": memory[15 * PAGE :]}
+    whole, again = (watch({"all": memory}, pages) for _ in range(2))
+    halves = watch({n: parts[n] for n in ("left", "right")}, pages)
+    for pair in (whole, halves), (halves, whole), (whole, again):
+        first = pair[0].begin()
+        second = pair[1].begin()
+        looks = [first, second]
+        assert not looks.pop(ends_first).changed(0)
+        assert not looks.pop().changed(0), "the end of one is no write for the other"
+        first = pair[0].begin()
+        memory.numpy()[33 * PAGE] += 1
+        second = pair[1].begin()
+        assert not second.changed(0), "it was written before"
+        assert first.changed(0), "the beginning of another hides no write"
+        first, second = pair[0].begin(), pair[1].begin()
+        looks = [first, second]
+        assert not looks.pop(ends_first).changed(0)
+        memory.numpy()[33 * PAGE] += 1
+        assert looks.pop().changed(0)
+
+
+def test_two_checkpointers_save_the_same_state_at_once(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(512, 512)}
+    state["optimizer"] = torch.optim.Adam(state["model"].parameters())
+    with (
+        ckptd.Checkpointer(str(tmp_path / "near")) as near,
+        ckptd.Checkpointer(str(tmp_path / "far")) as far,
+    ):
+        for step in range(1, 4):
+            state["model"](torch.ones(1, 512)).sum().backward()
+            state["optimizer"].step()
+            handles = near.save(step, state), far.save(step, state)
+            for handle in handles:
+                handle.durable(60)
+
+
 def test_memory_that_is_gone_is_a_change_and_no_crash() -> None:
     memory = mmap.mmap(-1, 64 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     held = ctypes.c_char.from_buffer(memory)
