@@ -54,8 +54,16 @@ class Agreement:
         raw = self._answer(key, lambda: msgspec.json.encode(function()), self._timeout_s)
         return msgspec.json.decode(raw)
 
-    def all_reports(self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes]) -> bytes:
+    def all_reports(
+        self, name: str, value: bytes, digest: Callable[[list[bytes]], bytes], round_of: str = ""
+    ) -> bytes:
         """Bring every rank's value to rank 0, which turns the list into one value for all.
+
+        Parameters
+        ----------
+        round_of
+            Names the round where not every rank takes part in each: a number that only some of them
+            raise would keep them apart for ever.
 
         Raises
         ------
@@ -65,7 +73,7 @@ class Agreement:
         """
         if self.board.world == 1:
             return digest([value])
-        key = self._key(name)
+        key = f"agree/{round_of}/{name}" if round_of else self._key(name)
         if self.board.rank != 0:
             self.board.set(f"{key}/{self.board.rank}", value)
         # Rank 0 may have waited its whole time for a straggler before it answers.

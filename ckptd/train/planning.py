@@ -55,8 +55,13 @@ class Planner:
         board = self._agreement.board
         return 0 if board.world == 1 else board.count(_FAILED)
 
-    def plan(self, structure: Structure) -> SavePlan:
+    def plan(self, structure: Structure, save: str = "") -> SavePlan:
         """Return the plan for this structure, the same on every rank.
+
+        Parameters
+        ----------
+        save
+            Names the save, the same on every rank; empty where every rank asks each time.
 
         Raises
         ------
@@ -77,7 +82,7 @@ class Planner:
             groups = [Group(structure, (0,))]
         else:
             try:
-                groups = self._exchange(own, raw)
+                groups = self._exchange(own, raw, save)
             except CkptdError:
                 self._known = ""
                 with contextlib.suppress(CkptdError):  # what failed is told, not this
@@ -89,7 +94,7 @@ class Planner:
         self._known, self._planned = own, structure
         return self._plan
 
-    def _exchange(self, own: str, raw: bytes) -> list[Group]:
+    def _exchange(self, own: str, raw: bytes, save: str) -> list[Group]:
         board = self._agreement.board
 
         def tabulate(digests: list[bytes]) -> bytes:
@@ -98,7 +103,7 @@ class Planner:
                 ranks.setdefault(digest.decode(), []).append(rank)
             return msgspec.json.encode(ranks)
 
-        table = self._agreement.all_reports("structure", own.encode(), tabulate)
+        table = self._agreement.all_reports("structure", own.encode(), tabulate, save)
         by_digest = _groups.decode(table)
         # Only the first rank of each group publishes its structure, under its digest.
         if by_digest[own][0] == board.rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -18,7 +19,7 @@ from ckptd.engine.holders import Holders
 from ckptd.engine.job import Blob, Extra, Save
 from ckptd.engine.policy import Keep
 from ckptd.engine.structure import SavePlan, Structure
-from ckptd.errors import CkptdError, UsageError, WorkerError
+from ckptd.errors import CkptdError, SaveError, UsageError, WorkerError
 from ckptd.format.container import build_header
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
@@ -94,6 +95,7 @@ class Saver:
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
+        self._unheeded: list[SaveHandle] = []
         self._cuda = CudaCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
         self._copier = ThreadPoolExecutor(1, "ckptd-copy")
@@ -116,6 +118,13 @@ class Saver:
     def heed(self, error: CkptdError) -> None:
         """Plan afresh at the next save if ranks turned out to disagree; see `Planner.heed`."""
         self._planner.heed(error)
+
+    def _heed_all(self) -> None:
+        """Heed each save that failed, whoever has looked at its handle, and also where it began."""
+        for handle in [h for h in self._unheeded if h.done or h._error is not None]:
+            self._unheeded.remove(handle)
+            if handle._error is not None:
+                self.heed(handle._error)
 
     @phase(Phase.CKPT)
     def save(
@@ -155,6 +164,8 @@ class Saver:
         job = client.next_job()
         handle = SaveHandle(step, generation, attempt, 0, near=near, root=root)
         key = f"save/{generation}/{step}/{attempt}"
+        self._heed_all()
+        self._unheeded.append(handle)
         try:
             refuse_capture()
             self._gate.check()
@@ -169,7 +180,7 @@ class Saver:
                 structure = self._structure_of(leaves)
                 structure = structure if laid is None else laid.structure(structure)
             with events.span("plan"):
-                plan = self._planner.plan(structure)
+                plan = self._planner.plan(structure, key)
             extras, bodies = self._extras(leaves, plan)
             leader = self._board.rank in plan.leaders
             save = Save(
@@ -203,6 +214,12 @@ class Saver:
                 handle._settle(tier, error)
             if root:
                 handle._fail(error)
+        except BaseException as error:  # of the program's own methods, or of its user
+            ended = SaveError(f"save was left: {error!r}"[:500], kind="aborted")
+            handle._fail(ended)
+            with suppress(CkptdError):  # what was raised counts
+                self._tell_others(key, near, ended)
+            raise
         return handle
 
     def _structure_of(self, leaves: Leaves) -> Structure:
