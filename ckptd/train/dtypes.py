@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from ckptd.errors import UsageError
@@ -57,8 +58,12 @@ def torch_dtype(name: str, where: str | None = None) -> torch.dtype:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor: of a DTensor its part, else the tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """Return what this rank has of a tensor: of a DTensor its part, else the tensor.
+
+    What a collective still computes is waited for: before that it has no memory of its own.
+    """
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.trigger_wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -78,9 +83,10 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
     Raises
     ------
     UsageError
-        kind ``not-bytes``: not on the CPU, not contiguous, or a lazily conjugated or negated view.
+        kind ``not-bytes``: not on the CPU, not contiguous, a lazily conjugated or negated view, or
+        a subclass that wraps tensors and has no memory of its own.
     """
-    plain = tensor.detach()
+    plain = local_tensor(tensor).detach()
     lazy = plain.is_conj() or plain.is_neg()
     if plain.device.type != "cpu" or not plain.is_contiguous() or lazy:
         raise UsageError(
@@ -90,7 +96,17 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]
             found=f"{plain.device}, strides {plain.stride()}{', lazy view' if lazy else ''}",
         )
     nbytes = plain.numel() * plain.element_size()
-    return np.asarray(_Memory(plain, nbytes)) if nbytes else np.empty(0, np.uint8)
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    if not plain.data_ptr():
+        raise UsageError(
+            "this tensor has no memory of its own",
+            kind="not-bytes",
+            wanted="a plain tensor, or a DTensor",
+            found=f"{type(plain).__name__}, {nbytes} bytes",
+            hint="save the tensors that it wraps, or register(...) a type for it",
+        )
+    return np.asarray(_Memory(plain, nbytes))
 
 
 class _Memory:

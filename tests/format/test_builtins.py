@@ -97,7 +97,9 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize(
+    "value", VALUES, ids=[f"{i}-{type(v).__name__}" for i, v in enumerate(VALUES)]
+)
 def test_what_comes_back_is_what_went_in(value: Any) -> None:
     back = again({"v": [value]})["v"][0]
     assert type(back) is type(value)

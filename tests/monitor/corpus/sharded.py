@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +69,9 @@ def fsdp_over_tensor_parallel() -> None:
 @program()
 def zero_optimizer() -> None:
     model = DistributedDataParallel(net())
+    # Its module compiles by torch.jit, of which torch itself warns.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     for i in rounds():
         model(batch()).square().mean().backward()
