@@ -171,7 +171,10 @@ class _Job:
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         command += ["--local-addr=127.0.0.1", "--max-restarts=0"]
         command += ["--module", "ckptd.train.demo.watchedjob", str(folder)]
-        with self.log.open("wb") as log:
+        # To a file that others may read, `ckptd watch` would not write the page's token.
+        with os.fdopen(
+            os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb"
+        ) as log:
             self.process = psutil.Popen(
                 [sys.executable, "-c", _CLI, *command],
                 stdin=subprocess.DEVNULL,
