@@ -8,6 +8,7 @@ readers and writers on other machines do not wait.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -44,7 +45,7 @@ LEFTOVER_S = 86_400.0
 """Age at which an attempt of the live generation counts as given up, in seconds."""
 MANIFEST = "manifest."
 
-Kind = Literal["commit", "data", "leftover", "parts", "pin", "lease"]
+Kind = Literal["commit", "data", "leftover", "parts", "marks", "pin", "lease"]
 
 
 class GcItem(msgspec.Struct, frozen=True):
@@ -198,7 +199,8 @@ def plan_gc(
     items = [GcItem("commit", commit_key(n), "; ".join(r)) for n, r in dropped.items()]
     items += _folders(catalogue.store, inventory, set(dropped), now - leftover_s)
     if thorough:
-        items += _parts(catalogue.store, [inventory.records[n] for n in chosen.kept])
+        records = [inventory.records[n] for n in chosen.kept]
+        items += _parts(catalogue.store, records, now - leftover_s)
     items += _markers(catalogue, inventory, now)
     return GcPlan(
         newest=inventory.newest,
@@ -268,12 +270,20 @@ def _parted(
     return inside, others
 
 
-def _parts(store: Store, records: Iterable[Commit]) -> Iterator[GcItem]:
-    """Reports of attempts that are committed, or were once and still lend their data."""
+def _parts(store: Store, records: Iterable[Commit], old: float) -> Iterator[GcItem]:
+    """Reports of attempts that are committed, or were once and still lend their data.
+
+    Also marks of clean-ups that died before they deleted anything.
+    """
     for folder in sorted({f for r in records for f in r.folders}):
-        if PARTS in store.children(folder):
+        children = store.children(folder)
+        if PARTS in children:
             item = _weigh(store, "parts", folder + PARTS)
             yield msgspec.structs.replace(item, reason="the attempt is committed")
+        if MARKS in children:
+            item = _weigh(store, "marks", folder + MARKS)
+            if item.objects and item.modified < old:
+                yield msgspec.structs.replace(item, reason="the clean-up that left them is over")
 
 
 def _markers(catalogue: Catalogue, inventory: Inventory, now: float) -> Iterator[GcItem]:
@@ -323,8 +333,11 @@ class _Run:
             match item.kind:
                 case "data" | "leftover":
                     self._settle(item, self._folder(item))
-                case "parts":
-                    self._delete([o.key for o in self.store.list(item.key)])
+                case "parts" | "marks":
+                    # A clean-up may have begun since the plan, and its marks count.
+                    last = item.modified if item.kind == "marks" else math.inf
+                    there = self.store.list(item.key)
+                    self._delete([o.key for o in there if o.modified <= last])
                     self._settle(item, None)
                 case "pin" | "lease":
                     self._settle(item, self._marker(item))

@@ -79,4 +79,4 @@ def legal_keys(store: Store) -> set[str]:
 
 def assert_only_legal(store: Store, raw: Iterable[str]) -> None:
     """`raw` is every name in the place, temporary files and unfinished uploads included."""
-    assert sorted(raw) == sorted(legal_keys(store))
+    assert sorted(raw) == sorted(legal_keys(store)), sorted(set(raw) ^ set(legal_keys(store)))
