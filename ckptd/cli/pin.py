@@ -8,10 +8,10 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Root, Where, needs_step, opened
-from ckptd.cli.output import Document, Json, print_document, print_table
+from ckptd.cli.output import Document, Json, note, print_document, print_table
 from ckptd.cli.output import time_text as when
 from ckptd.engine.catalogue import Catalogue
-from ckptd.errors import NotFoundError
+from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.names import CommitName, commit_key, pin_key
 from ckptd.format.records import Pin
 
@@ -90,6 +90,11 @@ def pins(root: Root, /, *, json: Json = False) -> int:
     """List the pinned checkpoints."""
     with opened(root) as catalogue:
         rows = tuple(_row(catalogue, name) for name in sorted(catalogue.pins()))
+        try:
+            catalogue.line()
+        except CorruptError as error:
+            if error.kind != "missing-record":  # which `opened` has said
+                note(f"{error.message} ({error.where}): no checkpoint counts until that is mended")
         document = PinsDocument(root=catalogue.store.url, pins=rows)
     if json:
         print_document(document)

@@ -19,12 +19,17 @@ from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.engine.board import Board
 from ckptd.errors import CkptdError, DeadlineError
 
-__all__ = ["STALL_S", "Peers", "Pulse", "agree", "liveness", "wait"]
+__all__ = ["EVERY_RANK", "STALL_S", "Peers", "Pulse", "agree", "liveness", "wait"]
 
 _errors = json_decoder(dict[int, dict[str, str | None]])
 
 _identities = msgpack_decoder(tuple[int, str, str])
 
+EVERY_RANK = (
+    "every rank must call save(), load(), latest() and close(), in the same order, and not rank 0 "
+    "alone"
+)
+"""What to do where ranks are missing."""
 STALL_S = 300.0
 """Longest time in seconds without progress of an awaited rank."""
 
@@ -160,8 +165,7 @@ def wait(
                 where=f"rank {rank}, waiting for {key}",
                 wanted="the same call on every rank",
                 found="its process is gone",
-                hint="every rank must call save(), load(), latest() and close(), and not rank 0 "
-                "alone; if it did, the output of that rank says why it died",
+                hint=f"{EVERY_RANK}; if it did, the output of that rank says why it died",
             )
         if sign != last:
             last, until = sign, time.monotonic() + stall_s
@@ -171,7 +175,7 @@ def wait(
                 kind="board",
                 where=f"rank {rank}, waiting for {key}",
                 wanted=f"a sign within {stall_s:.0f} s",
-                hint="every rank must make the same ckptd calls in the same order",
+                hint=EVERY_RANK,
             )
         if own is not None:
             own.beat()

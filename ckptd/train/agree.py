@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ckptd.engine.agree import Peers, agree, wait
+from ckptd.engine.agree import EVERY_RANK, Peers, agree, wait
 from ckptd.engine.board import Board
 from ckptd.errors import CkptdError, DeadlineError
 
@@ -143,5 +143,5 @@ class Agreement:
             where=key,
             wanted=f"all {world} ranks within {self._timeout_s:.0f} s",
             found=f"missing ranks {missing[:16]}{' ...' if len(missing) > 16 else ''}",
-            hint="every rank must make the same ckptd calls in the same order",
+            hint=EVERY_RANK,
         )

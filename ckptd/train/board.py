@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptd.config import SECRET_VARIABLE, derived_key, given_secret
+from ckptd.engine.agree import EVERY_RANK
 from ckptd.engine.board import Board, LocalBoard
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 from ckptd.format.digest import digest_hex
@@ -75,7 +76,7 @@ class JobBoard:
                     kind="board",
                     where=key,
                     wanted=f"within {timeout_s:.0f} s",
-                    hint="every rank must make the same ckptd calls in the same order",
+                    hint=EVERY_RANK,
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
