@@ -151,7 +151,7 @@ def test_an_error_in_a_helper_thread_is_not_swallowed(
     ballast = tmpfs.fill(leave=1 << 20)
     state = {n: torch.zeros(shape) for n, shape in EIGHT.items()}
     with pytest.raises(StoreError, match="no space left"):  # nobody asked the handle
-        with ckptd.Checkpointer(str(place.root)) as ck:
+        with ckptd.Checkpointer(str(place.root), fresh_line=False) as ck:
             ck.save(2, state)
     ballast.unlink()
     with ckptd.Checkpointer(str(place.root)) as ck:
@@ -403,7 +403,7 @@ def test_a_killed_writing_process_hangs_nobody(root: str) -> None:
     state = {"w": torch.zeros(100_000)}
 
     def begin(step: int) -> tuple[ckptd.Checkpointer, ckptd.SaveHandle, int]:
-        ck = ckptd.Checkpointer(root, throttle=400_000.0)
+        ck = ckptd.Checkpointer(root, throttle=400_000.0, fresh_line=False)
         handle = ck.save(step, state)
         assert handle is not None
         assert ck.worker_pid is not None
