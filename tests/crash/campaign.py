@@ -254,4 +254,4 @@ class Campaign:
 def _pattern(key: str, url: str) -> str:
     """Return `key` as a pattern that also fits another root, temporary names, marks and leases."""
     key = f"*{key.removeprefix(url)}" if key.startswith(url) else key
-    return re.sub(r"(~|/deleting/|leases/)[0-9a-f]+", r"\1*", key)
+    return re.sub(r"(~|/deleting/(?:commit-)?|leases/)[0-9a-f]+", r"\1*", key)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import threading
 import types
 from typing import Any
@@ -229,10 +228,6 @@ def test_runaway_nesting() -> None:
     refused({"a": deep}, "unsavable")
 
 
-class Colour(enum.Enum):
-    RED = 1
-
-
 @dataclasses.dataclass
 class Unknown:
     n: int = 0
@@ -242,7 +237,6 @@ class Unknown:
     ("value", "where"),
     [
         (threading.Lock(), "a.b"),
-        (Colour.RED, "a.b"),
         (Unknown(), "a.b"),
         (nn.Linear, "a.b"),
         ([1, {"k": object()}], "a.b[1].k"),

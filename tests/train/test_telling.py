@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import ckptd
 from ckptd.engine.eventfiles import EventFolder
 from ckptd.engine.profile import Profiles, SaveProfile
-from ckptd.errors import StoreError, WorkerError
+from ckptd.errors import DeadlineError, StoreError, WorkerError
 from ckptd.events import FOLDER_VARIABLE, LoadDone, SaveBegun, SaveDurable, Span
 from ckptd.events.event import AnyEvent
 from ckptd.testing.ranks import run_ranks
@@ -216,14 +217,18 @@ def test_a_save_that_fails_is_told(tmp_path: Path) -> None:
     train(model, optim)
     handle = ck.save(1, state)
     assert handle is not None
-    assert ck.worker_pid is not None
-    os.kill(ck.worker_pid, signal.SIGKILL)
-    with pytest.raises(WorkerError):
-        handle.durable(30.0)
+    with pytest.raises(WorkerError):  # those that take over as well
+        for _ in range(20):
+            if worker := ck.worker_pid:
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+            with suppress(DeadlineError):
+                handle.durable(1.0)
     ck.close()
     assert 'ckptd_saves_total{outcome="failed",tier="local"} 1.0' in ck.metrics_text()
     _, (save,) = recorded(tmp_path / "events")
-    assert (save.outcome, save.reason) == ("failed", "the writing process died")
+    assert save.outcome == "failed"
+    assert save.reason.startswith("the writing process died")
 
 
 def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def _files_of(store: Store, layout: Resolved) -> list[str]:
         f"{at}{n}" for at in found for n in store.children(at) if re.fullmatch(last, n, re.ASCII)
     ]
     if len(keys) > _MAX_FILES:
-        raise UsageError("too many files", kind="limits", where=store.url, found=len(keys))
+        raise UsageError("too many files", kind="too-many-files", where=store.url, found=len(keys))
     if not keys:
         raise NotFoundError(
             "no file of a rank is here",
