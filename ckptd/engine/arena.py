@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from ckptd.engine.memory import available_bytes
 from ckptd.errors import SaveError
 
-__all__ = ["MOST_SLOTS", "Slot", "half_staged", "slots_for"]
+__all__ = ["MOST_SLOTS", "Slot", "anonymous_file", "half_staged", "slots_for"]
 
 CONTROL_BYTES = 4096
 MOST_SLOTS = 8
@@ -233,17 +233,21 @@ def slots_for(nbytes: int, wanted: int | None, room: int) -> int:
     return 2 if 2 * nbytes <= room // 4 else 1
 
 
+def anonymous_file(name: str) -> int:
+    """Return the descriptor of an empty file without a path, in memory where there is such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 def _reserve(size: int) -> int:
     """Return the descriptor of a new segment, with memory behind its control page only."""
     # Beyond a container's limit nothing fails: the kernel kills the trainer in mid-allocation.
     if size > (room := available_bytes()):
         raise _no_memory(size, f"{room / 1e9:.2f} GB available")
     try:
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("ckptd-slot", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = anonymous_file("ckptd-slot")
     except OSError as error:
         raise _no_memory(size, error) from error
     try:

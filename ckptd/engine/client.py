@@ -462,7 +462,11 @@ class WriterClient:
         if in_thread or self._closing or self._dead is not None or self._deaths > _MOST_DEATHS:
             self._worker_gone(found)
             return False
-        code = _ended(self._process)
+        try:
+            code = _ended(self._process)
+        except WorkerError as error:
+            self._worker_gone(f"{found}; {error.message} ({error.where})")
+            return False
         how = found if code is None else f"exit status {code}; {found}"
         _log.warning("the writing process died (%s): another one takes over", how)
         old = self._channel
@@ -768,14 +772,26 @@ def _deadline(save: Save) -> float:
 
 
 def _ended(process: subprocess.Popen[bytes] | None) -> int | None:
-    """Return the exit code of a worker that has closed its channel; it must not write any more."""
+    """Return the exit code of a worker that has closed its channel; it must not write any more.
+
+    Raises
+    ------
+    WorkerError
+        It does not end, killed or not: it is held by the kernel, and may still write.
+    """
     if process is None:
         return None
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_END_S)
+    process.kill()
     try:
         return process.wait(_END_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        raise WorkerError(
+            "the writing process does not end",
+            where=f"process {process.pid}",
+            found="killed, and held by the kernel: a store that hangs?",
+        ) from None
 
 
 def near_key(outcome_key: str, tier: str) -> str:

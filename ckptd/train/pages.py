@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import struct
+import sys
 import threading
 import weakref
 from array import array
@@ -253,8 +254,10 @@ class Mapping:
 
 
 def mappings() -> list[Mapping]:
-    """Return what of this process's memory can be written, in rising order."""
-    found = []
+    """Return what of this process's memory can be written, in rising order; on Linux only."""
+    found: list[Mapping] = []
+    if sys.platform != "linux":
+        return found
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             where, rights, _ = line.split(" ", 2)

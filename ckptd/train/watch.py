@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.engine.arena import anonymous_file
 from ckptd.train.pages import PAGE, Count, Mapping, Pages, Range
 
 __all__ = ["Span", "Watch", "Watched"]
@@ -85,7 +86,7 @@ class Watch:
         self._random = np.random.default_rng()
         self._at = _ints(s.at for s in self.spans)
         self._sizes = _ints(s.nbytes for s in self.spans)
-        self._file = os.memfd_create("ckptd-watch", os.MFD_CLOEXEC)
+        self._file = anonymous_file("ckptd-watch")
         weakref.finalize(self, os.close, self._file)
         self._plan(_countable(self.spans, mappings, pages) if pages is not None else set())
 
