@@ -97,6 +97,16 @@ def test_import_without_torch(module: str) -> None:
     assert heavy.stdout.strip() == "set()"
 
 
+def test_what_most_programs_do_without_is_not_imported() -> None:
+    code = "import sys, torch; old = {*sys.modules}; import ckptd; ckptd.Checkpointer; "
+    done = python(code + "print(*sorted({*sys.modules} - old))")
+    brought = done.stdout.split()
+    assert "ckptd.train.loader" in brought, done.stderr
+    # DTensor takes longer than all of ckptd; Lay is a quarter of it; the worker is a process.
+    for name in ("torch.distributed.", "ckptd.layout.lay", "ckptd.engine.worker", "sympy"):
+        assert not [b for b in brought if b.startswith(name)]
+
+
 def test_without_torch_the_missing_extra_is_named() -> None:
     # None in sys.modules is how Python itself says that a module cannot be imported.
     done = python("import sys; sys.modules['torch'] = None; import ckptd; ckptd.Checkpointer")

@@ -54,7 +54,6 @@ from ckptd.engine.job import (
 from ckptd.engine.joining import START_S, AgentSpec, join_agent
 from ckptd.engine.slots import KEEPING, Slots
 from ckptd.engine.structure import SavePlan
-from ckptd.engine.worker import Worker
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
@@ -250,6 +249,8 @@ class WriterClient:
         return SocketChannel(ours, Response)
 
     def _start_thread(self, store: Store) -> Channel:
+        from ckptd.engine.worker import Worker  # which most programs have in another process
+
         ours, theirs = queue_pair()
         worker = Worker(theirs, store)
         threading.Thread(target=worker.run, name="ckptd-worker", daemon=True).start()

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ckptd.elastic.schedule import share
 from ckptd.elastic.treesum import Node, TreeSum, cover
 from ckptd.errors import UsageError
+from ckptd.train.distributed import is_dtensor
 
 __all__ = ["CanonicalGradients"]
 
@@ -70,7 +70,7 @@ class CanonicalGradients:
         self._rank = 0 if self._alone else dist.get_rank(group)
         self._world = 1 if self._alone else dist.get_world_size(group)
         self._leaves = microbatches
-        if any(isinstance(p, DTensor) for p in self._parameters):
+        if any(is_dtensor(p) for p in self._parameters):
             raise UsageError(
                 "gradients of sharded parameters cannot be summed in a fixed order",
                 kind="bad-argument",

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptd.engine.arena import Slot
 from ckptd.engine.structure import SavePlan
@@ -24,6 +23,7 @@ from ckptd.layout.region import Region
 from ckptd.train.cudacopy import CHUNK_BYTES, CudaCopies
 from ckptd.train.cudasnapshot import CudaSnapshot, OnDevice
 from ckptd.train.describe import Describer
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.feed import Feed, Group, Mark, Unit, cuts, grouped
 from ckptd.train.leaves import TensorLeaf
@@ -574,7 +574,7 @@ def _counted(leaf: TensorLeaf, local: torch.Tensor) -> list[torch.Tensor]:
     An operation on a DTensor raises the count of the DTensor, and not always that of the tensor
     inside; the detached leaf has counts of its own.
     """
-    if not isinstance(leaf.origin, DTensor):
+    if not is_dtensor(leaf.origin):
         return [local]
     return [local, leaf.origin, local_tensor(leaf.origin)]
 

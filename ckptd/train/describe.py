@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptd.engine.structure import LocalTensor, Structure
 from ckptd.errors import UsageError
@@ -15,9 +14,13 @@ from ckptd.format.manifest import MeshEntry
 from ckptd.layout.owners import Owners
 from ckptd.layout.region import Region, box_region
 from ckptd.layout.sharding import Placement, ambiguous, local_regions, local_shape, nested
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.dtypes import dtype_name
 from ckptd.train.leaves import TensorLeaf
 from ckptd.types import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["Describer", "Held"]
 
@@ -63,7 +66,7 @@ class Describer:
         tensors = []
         for name, leaf in leaves.items():
             tensor = leaf.tensor
-            if isinstance(tensor, DTensor):
+            if is_dtensor(tensor):
                 entry, _, placements = self._sharding(name, tensor)
                 number = meshes.setdefault(entry, len(meshes))
             else:
@@ -88,7 +91,7 @@ class Describer:
         UsageError
             kind ``placement``: the local tensor has not the shape that its placements imply.
         """
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             shape = tuple(tensor.shape)
             return Held(tensor, (box_region(Box((0,) * len(shape), shape)),))
         entry, coordinate, placements = self._sharding(name, tensor)
@@ -184,11 +187,11 @@ def _root(mesh: Any) -> Any:
 
 
 def _placement(name: str, placement: Any, ndim: int) -> Placement:
-    if isinstance(placement, Replicate):
+    if placement.is_replicate():
         return "replicate"
     if type(placement).__name__ == "_StridedShard":
         return ("strided", placement.dim % ndim, int(placement.split_factor))
-    if isinstance(placement, Shard):
+    if placement.is_shard():
         return ("shard", placement.dim % ndim)
     raise UsageError(
         "a tensor with this placement cannot be saved",

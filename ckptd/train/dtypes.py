@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 
 from ckptd.errors import UsageError
+from ckptd.train.distributed import is_async, is_dtensor
 from ckptd.types import DTYPES, dtype_of
 
 __all__ = ["as_bytes", "dtype_name", "local_tensor", "torch_dtype"]
@@ -62,8 +61,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     What a collective still computes is waited for: before that it has no memory of its own.
     """
-    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return part.trigger_wait() if isinstance(part, AsyncCollectiveTensor) else part
+    part = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return part.trigger_wait() if is_async(part) else part
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
-from torch.distributed.tensor import DTensor
 
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.engine.reshard.layouts import Program
@@ -24,6 +23,7 @@ from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.observe import bind_ranks, bind_stored
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.train.agree import Agreement
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.laid_program import LayoutSpec, Spelling, read_layout, spelling_of
 from ckptd.train.laid_writers import Writers
 from ckptd.train.leaves import Leaves
@@ -174,7 +174,7 @@ class Seen:
         """Return what the leaves of a state are; DTensors only where tensors are `whole`."""
         shapes: dict[str, Shape] = {}
         for leaf in leaves.tensors.values():
-            if whole or not isinstance(leaf.tensor, DTensor):
+            if whole or not is_dtensor(leaf.tensor):
                 for name in (leaf.name, *leaf.aliases):
                     shapes[name] = leaf.shape
         in_module = any(leaf.kind == "param" for leaf in leaves.tensors.values())

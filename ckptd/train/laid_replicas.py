@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import DTensor
-
 from ckptd.engine.holders import Holders, Shared
 from ckptd.layout.lay.modifiers import Replicas
 from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.laid_saving import LaidLeaves, Part
 from ckptd.train.replicas import Samples
 
@@ -32,7 +31,7 @@ def replica_tables(
             if not shared.alone:
                 tables.setdefault((group, shared), {})[name] = sample(part.leaf.tensor)
     for name, leaf in laid.leaves.tensors.items():
-        if isinstance(leaf.tensor, DTensor):
+        if is_dtensor(leaf.tensor):
             continue
         if name in laid.followers:
             rule = job.form.rules[laid.followers[name][0]]

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-from torch.distributed.tensor import DTensor
 
 from ckptd.engine.structure import LocalTensor as Held
 from ckptd.engine.structure import Structure
@@ -26,6 +25,7 @@ from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredTensor, local_cells
 from ckptd.layout.region import flat_regions
 from ckptd.train.copying import CopyStep, Window
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.laid import JobLayout
 from ckptd.train.laid_program import combined
 from ckptd.train.leaves import Leaves, ObjectLeaf, TensorLeaf
@@ -205,7 +205,7 @@ def scalar_name(job: JobLayout, rule: int, indexes: tuple[int, ...], scalar: str
 
 
 def _check(leaf: TensorLeaf, name: str, shape: tuple[int, ...]) -> None:
-    if isinstance(leaf.tensor, DTensor):
+    if is_dtensor(leaf.tensor):
         raise UsageError(
             "a DTensor has the name of a tensor that is local to ranks",
             kind="lay-use",

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from ckptd.engine.candidates import Candidate
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
 from ckptd.engine.readahead import read_ahead
-from ckptd.engine.reshard.layouts import Program
 from ckptd.engine.telling import saving
 from ckptd.engine.union import UnionStore
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
@@ -32,11 +31,6 @@ from ckptd.train.agree import Agreement
 from ckptd.train.describe import Describer
 from ckptd.train.filling import Filling
 from ckptd.train.hosts import host_members
-from ckptd.train.laid import JobLayout, Laid
-from ckptd.train.laid_loading import LaidLoad, look
-from ckptd.train.laid_program import LayoutSpec, read_layout
-from ckptd.train.laid_source import LaidSource, source_program
-from ckptd.train.laid_witness import check_laid_witness
 from ckptd.train.leaves import Leaves
 from ckptd.train.matching import Matching, Saved, match, saved_names, selector
 from ckptd.train.pauses import no_collection
@@ -46,6 +40,12 @@ from ckptd.train.restore import apply_objects, check_objects, prepare
 from ckptd.train.sources import LoadSources, Near
 from ckptd.train.witnessing import Place, check_witness, witness_places
 from ckptd.types import Box
+
+if TYPE_CHECKING:
+    from ckptd.engine.reshard.layouts import Program
+    from ckptd.train.laid import JobLayout, Laid
+    from ckptd.train.laid_loading import LaidLoad
+    from ckptd.train.laid_program import LayoutSpec
 
 __all__ = ["LoadReport", "Loader"]
 
@@ -250,15 +250,18 @@ class Loader:
         self, state: Mapping[str, Any], source: LayoutSpec | None
     ) -> tuple[JobLayout | None, Program | None]:
         """Return the layout of the live state, and the one given for the checkpoint."""
-        program = None if source is None else read_layout(source)
         if self._layout is None:
-            if program is not None:
+            if source is not None:
                 raise UsageError(
                     "a checkpoint's layout is of no use without one of the live state",
                     kind="lay-use",
                     hint="Checkpointer(..., layout=...) says the layout of the live state",
                 )
             return None, None
+        from ckptd.train.laid_loading import look  # with Lay: see Checkpointer
+        from ckptd.train.laid_program import read_layout
+
+        program = None if source is None else read_layout(source)
         return self._layout.bind(lambda: look(state)), program
 
     def _load_one(
@@ -341,6 +344,8 @@ class Loader:
         def check() -> None:
             check_witness(witness, places, manifest, filling.wants)
             if laid is not None:
+                from ckptd.train.laid_witness import check_laid_witness
+
                 check_laid_witness(laid, WitnessPlan.of(manifest), witness)
 
         self._undamaged(check)
@@ -363,6 +368,9 @@ class Loader:
     ) -> tuple[Matching, Any, Any, Filling, LaidLoad | None]:
         laid, to_saved, rest = None, options.to_saved, saved
         if options.job is not None:
+            from ckptd.train.laid_loading import LaidLoad
+            from ckptd.train.laid_source import LaidSource, source_program
+
             program = source_program(saved, options.source, options.job)
             source = LaidSource(options.job, program, saved, filemap)
             if options.source is not None and options.allow != "layout":

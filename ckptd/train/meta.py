@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ckptd.errors import UsageError
+from ckptd.train.distributed import is_dtensor, is_fsdp2
 from ckptd.train.leaves import Leaves, Pending, SavedNames, TensorLeaf
 
 __all__ = ["check_buffers", "materialise", "target_device"]
@@ -27,7 +26,7 @@ def target_device(tensor: torch.Tensor, device: torch.device | None) -> torch.de
         return tensor.device
     if device is not None:
         return device
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         kind = tensor.device_mesh.device_type
     else:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -118,7 +117,7 @@ def _swap(leaf: TensorLeaf, new: torch.Tensor, held: Any) -> None:
 
 
 def _fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    if isinstance(module, FSDPModule):
+    if is_fsdp2(module):
         state = module._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)
         groups = several if several is not None else [state._fsdp_param_group]

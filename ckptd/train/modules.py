@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptd.errors import UsageError
 from ckptd.format.names import escape_fqn
+from ckptd.train.distributed import is_fsdp1, is_fsdp2
 from ckptd.train.leaves import Place, TensorKind
 from ckptd.train.objects import call_with
 from ckptd.train.sink import Sink
@@ -47,7 +47,7 @@ def reshard(module: nn.Module) -> None:
     those the optimizer holds, and whole on every rank.
     """
     for inner in module.modules():
-        if isinstance(inner, FSDPModule):
+        if is_fsdp2(inner):
             inner.reshard()
 
 
@@ -110,7 +110,7 @@ def _named_modules(
 
 def _check_module(module: nn.Module, prefix: str, place: Place) -> None:
     where = place.child(prefix.removesuffix("."), "").name
-    if isinstance(module, FullyShardedDataParallel):
+    if is_fsdp1(module):
         raise UsageError(
             "FullyShardedDataParallel (FSDP1) flattens parameters, and their names and shapes go",
             kind="fsdp1",

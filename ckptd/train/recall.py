@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.dtypes import local_tensor
 from ckptd.train.leaves import Leaves
 from ckptd.train.modules import reshard
@@ -186,7 +186,7 @@ def _memory(tensors: Sequence[torch.Tensor]) -> list[Any]:
     found: list[Any] = []
     for tensor in tensors:
         local = local_tensor(tensor)
-        if local is not tensor and isinstance(tensor, DTensor):
+        if local is not tensor and is_dtensor(tensor):
             # The mesh is an object that others may be equal to: ranks agree on its identity alone.
             found += (id(tensor.device_mesh), tensor.placements, tensor.shape)
         at = local.data_ptr()

@@ -6,18 +6,21 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ckptd.errors import StoreError, UsageError
 from ckptd.monitor.corruption import CHUNK, checksum
 from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
 from ckptd.train.commhook import Reduced, comm_hook, mean
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.recorder import Recorder, recorder
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["check_replicas", "watch_gradients"]
 
@@ -129,7 +132,7 @@ def _by_holders(tensors: Named, group: Any) -> dict[tuple[int, ...], dict[str, t
     everybody = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     for name, tensor in tensors.items():
         ranks, local = everybody, tensor.detach()
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             ranks, local = _holders(tensor), tensor.to_local().detach()
         dense = local.layout == torch.strided and not local.is_meta
         if len(ranks) > 1 and dense and local.numel():

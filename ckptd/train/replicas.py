@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor, Replicate
 
 from ckptd.engine.holders import Holders, Shared
 from ckptd.engine.job import Blob
 from ckptd.format.digest import digest_hex
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.dtypes import as_bytes, local_tensor
 from ckptd.train.leaves import ObjectLeaf, TensorLeaf
 
@@ -78,7 +78,7 @@ class Samples:
 
     def wants(self, tensor: torch.Tensor) -> bool:
         """Return whether several ranks may hold the same values of it."""
-        if self._shards is None or not isinstance(tensor, DTensor):
+        if self._shards is None or not is_dtensor(tensor):
             return is_common(tensor)
         return id(tensor) in self._shards
 
@@ -101,7 +101,7 @@ def shards_in_common(
     return {
         name: leaf.tensor
         for name, leaf in tensors.items()
-        if isinstance(leaf.tensor, DTensor) and not holders.tensor(name).alone
+        if is_dtensor(leaf.tensor) and not holders.tensor(name).alone
     }
 
 
@@ -140,7 +140,7 @@ def replica_digests(
             body = msgspec.json.encode(leaf.raw)
             tables.setdefault(shared, {})[name] = digest_hex(body)[:16]
     for name, held in tensors.items():
-        if known is not None and not isinstance(held.tensor, DTensor):
+        if known is not None and not is_dtensor(held.tensor):
             continue
         shared = holders.tensor(name)
         if not shared.alone:
@@ -161,7 +161,7 @@ def replica_digests(
 
 def is_common(tensor: torch.Tensor) -> bool:
     """Return whether several ranks of its mesh may hold the same values of it."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return True
-    replicated = any(isinstance(p, Replicate) for p in tensor.placements)
+    replicated = any(p.is_replicate() for p in tensor.placements)
     return replicated and tensor.device_mesh.size() > 1

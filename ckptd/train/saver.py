@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -30,14 +30,15 @@ from ckptd.train.cudacopy import CudaCopies, refuse_capture
 from ckptd.train.describe import Describer
 from ckptd.train.flatten import Flattener
 from ckptd.train.gate import Gate
-from ckptd.train.laid import Laid
-from ckptd.train.laid_replicas import replica_tables
-from ckptd.train.laid_saving import LaidLeaves, laid_leaves
 from ckptd.train.leaves import Leaves, TensorLeaf
 from ckptd.train.pauses import no_collection
 from ckptd.train.planning import Planner
 from ckptd.train.recorder import at_step, phase
 from ckptd.train.replicas import Samples, replica_digests, shards_in_common
+
+if TYPE_CHECKING:
+    from ckptd.train.laid import Laid
+    from ckptd.train.laid_saving import LaidLeaves
 
 __all__ = ["Lazy", "Saver"]
 
@@ -175,6 +176,8 @@ class Saver:
                 leaves = taken = self._flattener.flatten(state)
                 laid = None
                 if self._layout is not None:
+                    from ckptd.train.laid_saving import laid_leaves  # with Lay: see Checkpointer
+
                     laid = laid_leaves(self._layout.bind(lambda: taken), taken)
                     leaves = laid.leaves
                 structure = self._structure_of(leaves)
@@ -257,6 +260,8 @@ class Saver:
             return (), ()
         known = None
         if laid is not None and not laid.job.whole:
+            from ckptd.train.laid_replicas import replica_tables
+
             known = replica_tables(laid, holders, samples)
         return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 

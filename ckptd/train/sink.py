@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.errors import UsageError
 from ckptd.format.invariants import MAX_DIMS
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.dtypes import dtype_name, local_tensor
 from ckptd.train.leaves import (
     Follower,
@@ -173,7 +173,7 @@ class Sink:
 
 def memory_key(tensor: torch.Tensor) -> Hashable:
     """Return what is equal for two tensors exactly when they are one view of one memory."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         mesh, placements = tensor.device_mesh, tensor.placements
         return (memory_key(tensor._local_tensor), tuple(tensor.shape), mesh, placements)
     # The storage object, and not its address: memory that is empty here (an uneven shard) or on
@@ -214,7 +214,7 @@ def check_tensor(place: Place, tensor: torch.Tensor, *, loading: bool) -> None:
         )
     wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if (
-        (wrapper and not isinstance(tensor, DTensor))
+        (wrapper and not is_dtensor(tensor))
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or tensor.is_quantized

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format import codec
 from ckptd.format.names import escape_key
+from ckptd.train.distributed import is_dtensor
 from ckptd.train.dtypes import torch_dtype
 from ckptd.train.leaves import Place, SavedNames, TensorKind
 from ckptd.train.objects import TensorRef, map_refs, refs
@@ -138,4 +138,4 @@ def _adopt(
 
 def _keeps(live: torch.Tensor, shape: tuple[int, ...]) -> bool:
     """Return whether a load must fill this very tensor: it fits, or others know it."""
-    return tuple(live.shape) == shape or live.requires_grad or isinstance(live, DTensor)
+    return tuple(live.shape) == shape or live.requires_grad or is_dtensor(live)

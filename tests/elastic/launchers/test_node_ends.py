@@ -193,9 +193,9 @@ def test_one_rank_a_node_that_is_killed_at_the_end_restarts_nothing(tmp_path: Pa
 def test_a_signal_reaches_the_script_as_it_is(tmp_path: Path, number: signal.Signals) -> None:
     body = TRAIN + (
         "def handler(number, _):\n"
-        "    print('got', signal.Signals(number).name, flush=True)\n"
+        "    os.write(1, f'got {signal.Signals(number).name}\\n'.encode())\n"
         "    time.sleep(1)\n"
-        "    print('cleaned up', flush=True)\n"
+        "    os.write(1, b'cleaned up\\n')\n"
         "    sys.exit(0)\n"
         "for number in (signal.SIGINT, signal.SIGTERM):\n"
         "    signal.signal(number, handler)\n"
