@@ -318,13 +318,16 @@ def machine() -> dict[str, Any]:
 
 def in_fresh_process(script: str, options: Sequence[str], timeout_s: float = 600.0) -> Any:
     """Run ``script options`` and return the JSON of its last line of output."""
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # Packages are installed with their modules compiled; those of a checkout must be so, too.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     ended = subprocess.run(
         [sys.executable, script, *options],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        env=environment,
     )
     lines = [x for x in ended.stdout.splitlines() if x.startswith("{")]
     if ended.returncode or not lines:

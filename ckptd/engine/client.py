@@ -344,6 +344,19 @@ class WriterClient:
         self._send(sealed, note=lambda: setattr(mine, "sealed", sealed))
         mine.handle._sealed()
 
+    def snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
+        """Return this rank's whole snapshot of an attempt, if a slot still holds it.
+
+        It is what lies there, and nobody has looked at it: compare it with the digests that were
+        committed. The next save overwrites it.
+        """
+        wanted = (step, generation, attempt)
+        for number, job in list(self._jobs.items()):
+            if (job.save.step, job.save.generation, job.save.attempt) == wanted:
+                whole = job.slot.fd >= 0 and job.slot.sealed == number
+                return job.slot.data[: job.slot.staged] if whole else None
+        return None
+
     def next_job(self) -> int:
         """Return a fresh job number."""
         self._counter += 1

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.engine.hostbuffer import HostBuffer
 from ckptd.engine.localfiles import LocalFiles
 from ckptd.engine.pool import run_all
 from ckptd.engine.wants import Move
 
-__all__ = ["copy_from_buffer", "copy_from_files"]
+__all__ = ["copy_from_files", "copy_from_memory"]
 
 FAR_BYTES = 256 << 10
 """Runs this far apart are read one by one; nearer ones as one window (measured break-even)."""
@@ -26,15 +25,27 @@ _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 OnBytes = Callable[[int], None]
 
 
-def copy_from_buffer(
-    moves: Sequence[Move], buffer: HostBuffer, *, threads: int, stall_s: float, on_bytes: OnBytes
+def copy_from_memory(
+    moves: Sequence[Move],
+    memory: NDArray[np.uint8],
+    offset: Callable[[int, int, int], int],
+    *,
+    threads: int,
+    stall_s: float,
+    on_bytes: OnBytes,
 ) -> None:
-    """Copy `moves` out of a host buffer that holds all their bytes."""
+    """Copy `moves` out of memory that holds all their bytes.
+
+    Parameters
+    ----------
+    offset
+        ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
+    """
 
     def work(task: list[Move]) -> None:
         for move in task:
             lo, hi = move.span
-            _copy(move, buffer.memory, buffer.offset(move.file, lo, hi))
+            _copy(move, memory, offset(move.file, lo, hi))
         on_bytes(sum(m.byte_count for m in task))
 
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")

@@ -134,6 +134,29 @@ class Fetcher:
                 if union is None or not union.distrust(key, served):
                     raise
 
+    def check_memory(self, file: int, data: memoryview, runs: Runs) -> None:
+        """Compare blocks of a file whose data section lies in memory with their digests.
+
+        Raises
+        ------
+        CorruptError
+            kind ``digest``; what `check_files` raises for its index.
+        """
+        self.check_files([file], lambda: None, anywhere=True)
+
+        def work(window: tuple[int, int, int]) -> None:
+            _, lo, hi = window
+            start, end = self._line.byte_range(file, lo, hi)
+            self._check(file, lo, start, data[start:end], runs)
+
+        run_all(
+            self._line.windows(runs, LOCAL_WINDOW_BLOCKS),
+            work,
+            threads=self._threads,
+            stall_s=self._stall_s,
+            what="comparing what is in memory",
+        )
+
     def fetch(
         self,
         runs: Runs,

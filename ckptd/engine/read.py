@@ -12,16 +12,18 @@ are read again, unverified: committed files never change, and a lease keeps them
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.engine.blocks import Runs, merge
-from ckptd.engine.copying import copy_from_buffer, copy_from_files
+from ckptd.engine.copying import copy_from_files, copy_from_memory
 from ckptd.engine.fetch import Fetcher
 from ckptd.engine.hostbuffer import HostBuffer
 from ckptd.engine.hostgroup import HostGroup, Needs
@@ -31,13 +33,23 @@ from ckptd.engine.pool import cores
 from ckptd.engine.sharing import Schedule, Wave, make_schedule
 from ckptd.engine.union import UnionStore
 from ckptd.engine.wants import Move, ReadPlan, Want, read_plan
-from ckptd.errors import CkptdError, StoreError
+from ckptd.errors import CkptdError, CorruptError, StoreError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.store.base import Store
 
-__all__ = ["HostGroup", "ReadPlan", "ReadReport", "Want", "execute", "read_plan"]
+__all__ = ["HostGroup", "InMemory", "ReadPlan", "ReadReport", "Want", "execute", "read_plan"]
 
+_log = logging.getLogger("ckptd")
 _MOST_THREADS = 8
+_MEMORY_SPAN = 4 << 20
+"""Bytes of what is in memory that one thread copies at a time."""
+
+
+class InMemory(NamedTuple):
+    """The data section of file number `file`, as this process still has it in memory."""
+
+    file: int
+    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,8 @@ class ReadReport:
         Bytes that this rank's buffers take from the checkpoint.
     bytes_fetched
         Bytes that this rank brought from the store in pass 1, for itself and its host.
+    bytes_in_memory
+        Bytes that this rank needed and had in memory.
     bytes_copied
         Bytes written to live buffers.
     files
@@ -62,6 +76,7 @@ class ReadReport:
 
     bytes_needed: int
     bytes_fetched: int
+    bytes_in_memory: int
     bytes_copied: int
     files: int
     waves: int
@@ -73,6 +88,7 @@ def execute(
     plan: ReadPlan,
     store: Store,
     *,
+    in_memory: InMemory | None = None,
     host: HostGroup | None = None,
     budget_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -88,6 +104,9 @@ def execute(
         See `read_plan`.
     store
         The checkpoint's root.
+    in_memory
+        A file of the checkpoint that need not be read. It is compared with its digests like any
+        other, and read where it is not what was written.
     host
         The ranks of this host, on the board of the job; None for a job of one rank. A rank that
         is alone on its host is a group of one.
@@ -113,16 +132,23 @@ def execute(
     StoreError, TransientStoreError, DeadlineError
         Likewise, `poisoned` included. When one rank fails all ranks raise.
     """
-    run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s)
+    run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s, in_memory)
     with run.files:
         return run.go(budget_bytes, progress, verify)
 
 
 class _Run:
     def __init__(
-        self, plan: ReadPlan, store: Store, group: HostGroup, threads: int | None, stall_s: float
+        self,
+        plan: ReadPlan,
+        store: Store,
+        group: HostGroup,
+        threads: int | None,
+        stall_s: float,
+        in_memory: InMemory | None,
     ) -> None:
-        self._plan = plan
+        self._whole = self._plan = plan
+        self._in_memory, self._from_memory = in_memory, plan.of_files(())
         self._store = store
         self._group = group
         self._copiers = threads or _share_of(cores(), group.local_world)
@@ -170,6 +196,8 @@ class _Run:
 
     def _until_first_write(self, budget_bytes: int | None) -> None:
         begin = time.monotonic()
+        if self._in_memory is not None:
+            self._leave_out(self._in_memory)
         self._prepare(budget_bytes)
         mine = self._schedule.mine
         # Files first, those of later waves too: what is missing is found before a byte is read.
@@ -185,11 +213,31 @@ class _Run:
         files = self._plan.line.files_of(mine)
         self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
         fetched = self._buffer is not None or self._verify
-        self._count.total = self._plan.bytes_needed
+        self._count.total = self._whole.bytes_needed
         self._count.total += self._plan.line.byte_count(mine) if fetched else 0
         if self._schedule.waves:
             self._fetch(self._schedule.waves[0])
         self._fetch_s += time.monotonic() - begin
+
+    def _leave_out(self, found: InMemory) -> None:
+        """Leave out of what is read what is in memory, if that is what was written."""
+        plan = self._whole.of_files({found.file})
+        fetcher = Fetcher(
+            self._store,
+            plan.places,
+            plan.line,
+            self.files,
+            threads=self._copiers,
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        try:
+            fetcher.check_memory(found.file, found.data, plan.needed)
+        except CorruptError as error:
+            _log.warning("what this process has in memory is not read from there: %s", error)
+            return
+        others = {*range(len(plan.manifest.files))} - {found.file}
+        self._from_memory, self._plan = plan, self._whole.of_files(others)
 
     def _prepare(self, budget_bytes: int | None) -> None:
         """Agree with the host on who brings what when, and get the buffer for it."""
@@ -259,6 +307,17 @@ class _Run:
         self._count.add(n)
 
     def _write(self) -> None:
+        if self._in_memory is not None and self._from_memory.moves:
+            begin = time.monotonic()
+            copy_from_memory(
+                self._from_memory.parts(_MEMORY_SPAN).moves,
+                np.frombuffer(self._in_memory.data, np.uint8),
+                lambda file, start, end: start,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+            )
+            self._copy_s += time.monotonic() - begin
         for number, wave in enumerate(self._schedule.waves):
             begin = time.monotonic()
             if number:
@@ -276,9 +335,10 @@ class _Run:
 
     def _copy(self, moves: list[Move]) -> None:
         if self._buffer is not None:
-            copy_from_buffer(
+            copy_from_memory(
                 moves,
-                self._buffer,
+                self._buffer.memory,
+                self._buffer.offset,
                 threads=self._copiers,
                 stall_s=self._stall_s,
                 on_bytes=self._on_copied,
@@ -294,10 +354,11 @@ class _Run:
 
     def _report(self) -> ReadReport:
         return ReadReport(
-            bytes_needed=self._plan.bytes_needed,
+            bytes_needed=self._whole.bytes_needed,
             bytes_fetched=self._fetched,
+            bytes_in_memory=self._from_memory.bytes_needed,
             bytes_copied=self._copied,
-            files=len(self._plan.files),
+            files=len(self._whole.files),
             waves=len(self._schedule.waves),
             fetch_s=self._fetch_s,
             copy_s=self._copy_s,

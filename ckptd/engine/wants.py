@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -160,6 +160,11 @@ class ReadPlan:
             for lo, hi in touched(m.block, m.itemsize, m.start)
         ]
         return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
+
+    def of_files(self, files: Collection[int]) -> ReadPlan:
+        """Return the plan of the copies out of some files alone."""
+        moves = [m for m in self.moves if m.file in files]
+        return ReadPlan(self.manifest, self.places, moves, self.absent)
 
     @property
     def files(self) -> list[int]:

@@ -181,7 +181,7 @@ class Checkpointer:
         self._slots = slots
         self._nearby = near_tiers(tiers, self._store, agreement, linger_s)
         near = None if self._nearby is None else self._nearby.sources
-        self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near)
+        self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near, self._snapshot)
         self._client: WriterClient | None = None
         self._handles: list[SaveHandle] = []
         self._told: list[SaveHandle] = []
@@ -393,6 +393,10 @@ class Checkpointer:
         self._poisoned = None
         self._loaded(report)
         return report.step
+
+    def _snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
+        client = self._client
+        return None if client is None else client.snapshot(step, generation, attempt)
 
     def _loaded(self, report: LoadReport) -> None:
         """Go on from what was loaded."""

@@ -15,7 +15,7 @@ import numpy as np
 from ckptd import events
 from ckptd.engine.candidates import Candidate
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.read import HostGroup, ReadReport, Want, execute, read_plan
+from ckptd.engine.read import HostGroup, InMemory, ReadReport, Want, execute, read_plan
 from ckptd.engine.readahead import read_ahead
 from ckptd.engine.telling import saving
 from ckptd.engine.union import UnionStore
@@ -23,6 +23,7 @@ from ckptd.errors import CkptdError, CorruptError, NotFoundError, UsageError
 from ckptd.format import codec
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import FileEntry, Manifest
+from ckptd.format.names import file_key
 from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.region import box_region
@@ -128,7 +129,9 @@ class Loader:
         timeout_s: float,
         layout: Laid | None = None,
         near: Near | None = None,
+        snapshot: Callable[[int, int, str], memoryview | None] = lambda *_: None,
     ) -> None:
+        self._snapshot = snapshot
         self._layout = layout
         self._near = near
         self._catalogue = catalogue
@@ -197,7 +200,7 @@ class Loader:
                 tuple(skipped),
                 read,
                 candidate.snapshot is not None,
-                sources.store.read_bytes(),
+                _by_tier(sources.store.read_bytes(), read.bytes_in_memory),
                 (sources.unheld,) if sources.unheld else (),
             )
             self._tell(report, begun)
@@ -304,7 +307,13 @@ class Loader:
         with ThreadPoolExecutor(1, "ckptd-witness") as beside:
             places = beside.submit(witness_places, values, filling.wants)
             begun = time.monotonic_ns()
-            read = execute(plan, store, host=self._host_group(), progress=options.progress)
+            read = execute(
+                plan,
+                store,
+                in_memory=self._in_memory(manifest),
+                host=self._host_group(),
+                progress=options.progress,
+            )
             _tell_read(read, begun)
         self._finish(filling, laid)
         if isinstance(witness, Witness):
@@ -319,11 +328,23 @@ class Loader:
         board = self._agreement.board
         if options.filtered:
             return []
+        if self._in_memory(manifest) is not None:
+            return []
         if board.world == 1:
             return list(manifest.files)
         if board.world != manifest.world_size:
             return []
         return [f for f in manifest.files if f.rank == board.rank]
+
+    def _in_memory(self, manifest: Manifest) -> InMemory | None:
+        """Return this rank's file, where it has left the file's bytes in memory when it saved."""
+        data = self._snapshot(manifest.step, manifest.generation, manifest.attempt)
+        own = file_key(manifest.folder, self._agreement.board.rank)
+        for number, entry in enumerate(manifest.files):
+            # It is shorter than the snapshot where chunks that had not changed were left out.
+            if data is not None and entry.path == own and entry.data_bytes == len(data):
+                return InMemory(number, data)
+        return None
 
     def _finish(self, filling: Filling, laid: LaidLoad | None) -> None:
         """Bring what was read to its last place; a layout may change values on the way."""
@@ -477,6 +498,10 @@ def _renamer(rename: Mapping[str, str] | Callable[[str], str] | None) -> Callabl
     if callable(rename):
         return rename
     return lambda name: rename.get(name, name)
+
+
+def _by_tier(read: Mapping[str, int], memory: int) -> Mapping[str, int]:
+    return {**read, "memory": read.get("memory", 0) + memory} if memory else read
 
 
 def _tell_followers(leaves: Leaves, per_rank: Mapping[str, Any], step: int) -> None:
