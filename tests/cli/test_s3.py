@@ -16,7 +16,7 @@ from tests.servers import MOTO, RADOSGW, s3_moto, s3_radosgw, s3_url
 __all__ = ["s3_moto", "s3_radosgw"]
 
 
-@pytest.fixture(params=[MOTO, RADOSGW])
+@pytest.fixture(params=[MOTO, pytest.param(RADOSGW, marks=pytest.mark.long)])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     options = request.getfixturevalue(request.param)
     for name in [n for n in os.environ if n.startswith("AWS_")]:

@@ -52,7 +52,7 @@ def expected(job: Job, seed: int) -> bytes:
 
 
 def test_a_save_that_is_being_written_is_written_by_another(root: str) -> None:
-    slow = StoreSpec(root).wrapped(ThrottleSpec(write_bytes_per_s=2000.0))
+    slow = StoreSpec(root).wrapped(ThrottleSpec(write_bytes_per_s=8000.0))
     job = Job(slow)
     handle = job.save(1, values(1))
     until(lambda: handle.progress.done_bytes > 0 or handle.done)

@@ -41,10 +41,13 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.dist
 @pytest.mark.timeout(640)
-def test_the_whole_demo(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parts", [("save",), pytest.param(("watch", "save"), marks=pytest.mark.long)]
+)
+def test_the_demo(tmp_path: Path, parts: tuple[str, ...]) -> None:
     folder = tmp_path / "demo"
-    parts = ("--only", "watch", "--only", "save")
-    done = _run("--dir", str(folder), "--quick", "--json", "--keep", *parts)
+    only = [word for part in parts for word in ("--only", part)]
+    done = _run("--dir", str(folder), "--quick", "--json", "--keep", *only)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(_reported(folder)) >= 2 * (4 + 2 + 3)
     assert not _living(_reported(folder))
@@ -60,7 +63,8 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert report.pace is not None
     assert report.pace.complete == report.pace.saves > 6
     assert report.pace.ratio > 0
-    _check_watched(report)
+    if "watch" in parts:
+        _check_watched(report)
     assert (folder / "resharded" / "ckptd.json").exists()
     assert all(check.ok for check in report.checks)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -137,7 +141,7 @@ def _check_lives(report: Report) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGINT, id="SIGINT"),
+        pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.long),
     ],
 )

@@ -119,7 +119,7 @@ def test_integers_of_numpy_are_steps_and_rules() -> None:
 def save_on_rank_zero(root: str) -> str:
     if dist.get_rank():
         return ""
-    with ckptd.Checkpointer(root, timeout_s=60.0) as ck:
+    with ckptd.Checkpointer(root, timeout_s=8.0) as ck:
         ck.save(1, {"a": torch.ones(3)})
     return "saved"
 

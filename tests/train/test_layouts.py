@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,16 @@ CASES = [
     ("replicated", 2, [("fsdp+tp", 4)]),
     ("tp", 4, [("fsdp", 3)]),
 ]
+SHORT = ("fsdp+tp", "unnamed", "replicated")
 
 
-@pytest.mark.parametrize(("kind", "world", "others"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
+def _cases() -> Iterator[Any]:
+    for kind, world, others in CASES:
+        marks = () if kind in SHORT else pytest.mark.long
+        yield pytest.param(kind, world, others, id=f"{kind}-{world}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "world", "others"), _cases())
 def test_any_layout_loads_into_any_other(
     tmp_path: Path, kind: str, world: int, others: list[tuple[str, int]]
 ) -> None:
@@ -154,7 +162,7 @@ def test_damage_that_one_rank_finds_stops_all_of_them_untouched(tmp_path: Path) 
 
 def save_unevenly(root: str) -> str:
     tensors = {"a": torch.ones(3)}
-    with ckptd.Checkpointer(root, timeout_s=15.0) as ck:
+    with ckptd.Checkpointer(root, timeout_s=6.0) as ck:
         ck.save(1, {"t": tensors})
         ck.wait()
         if dist.get_rank() == 1:

@@ -41,7 +41,7 @@ def run(report: Report, arguments: Sequence[str], timeout_s: float) -> list[Outc
 
 @pytest.mark.timeout(600)
 def test_a_few_seeds(report: Report) -> None:
-    outcomes = run(report, ["2", "5", "6", "7", "1002"], 580.0)
+    outcomes = run(report, ["2", "6", "1002"], 580.0)
     assert sum(len(o.kills) for o in outcomes)
     assert sum(o.restored.get("snapshot", 0) for o in outcomes)
 
