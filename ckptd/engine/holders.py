@@ -71,6 +71,7 @@ class Holders:
         self._meshes: dict[Any, int] = {}
         self._tensors: dict[str, int] = {}
         self._objects: dict[str, int] = {}
+        self._own_values: set[str] = set()
         self._cuts: dict[tuple[int, Any], _Cut] = {}
         self._found: dict[tuple[str, int], Shared] = {}
         self._described: dict[int, list[tuple[int, int, Any]]] = {}
@@ -84,6 +85,8 @@ class Holders:
                 seen = first.setdefault(tensor.name, (cut, number))
                 if seen[0] != cut:
                     raise _cut_twice(tensor.name, groups, seen[1], number)
+                if tensor.own:
+                    self._own_values.add(tensor.name)
                 before = self._tensors.get(tensor.name, -1)
                 self._tensors[tensor.name] = self._link(before, number, mesh, placements)
             for name in group.structure.objects:
@@ -114,6 +117,8 @@ class Holders:
 
     def tensor(self, name: str) -> Shared:
         """Return with whom this rank compares a tensor that it has."""
+        if name in self._own_values:
+            return Shared("own", False, True)
         return self._shared("tensor", self._tensors[name])
 
     def object(self, name: str) -> Shared:

@@ -46,6 +46,8 @@ class LocalTensor(msgspec.Struct, frozen=True):
     grid, owners, base
         Of a tensor that a layout program describes: numbers in `Structure.grids` and
         `Structure.owners`, and what is added to the owners. -1 for all others.
+    own
+        Ranks may have values of their own, and the lowest rank's are saved. Of a plain tensor.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LocalTensor(msgspec.Struct, frozen=True):
     grid: int = -1
     owners: int = -1
     base: int = 0
+    own: bool = False
 
 
 class Structure(msgspec.Struct, frozen=True):
@@ -207,7 +210,8 @@ def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
     replicas: dict[tuple[int, ...], list[int]] = {}
     for name, (tensor, place, ranks) in merged.items():
         if place is None:
-            plain.append((tensor, ranks))
+            # One rank's alone: pieces of several ranks would be a mixture.
+            plain.append((tensor, ranks[:1] if tensor.own else ranks))
         elif isinstance(place, Cut):
             entries[name] = _cut_entry(tensor, place, ranks, tables, balance)
         else:
@@ -302,6 +306,8 @@ def _merge(
                 raise _two_cuts(
                     tensor.name, groups[holding[tensor.name][0]].ranks[0], group.ranks[0]
                 )
+            if tensor.own and not seen[0].own:
+                merged[tensor.name] = msgspec.structs.replace(seen[0], own=True), seen[1]
             if seen[1] == place and seen[0].placements == tensor.placements:
                 holding[tensor.name].append(number)
     _check_meanings(groups, merged, aliases)

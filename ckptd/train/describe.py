@@ -79,6 +79,7 @@ class Describer:
                     number,
                     placements,
                     tuple(leaf.aliases),
+                    own=bool(leaf.own) and not is_dtensor(tensor),
                 )
             )
         return Structure(tuple(meshes), tuple(tensors), tuple(sorted(objects)))

@@ -24,6 +24,7 @@ __all__ = [
     "Leaves",
     "ObjectKind",
     "ObjectLeaf",
+    "OwnKind",
     "Pending",
     "PerRankLeaf",
     "Place",
@@ -34,6 +35,7 @@ __all__ = [
 
 TensorKind = Literal["param", "buffer", "optim", "tensor", "ndarray"]
 ObjectKind = Literal["value", "groups"]
+OwnKind = Literal["", "broadcast", "statistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ class TensorLeaf:
     assign
         Where `tensor` is a copy because the live memory cannot be filled (a read-only array, an
         expanded tensor): puts a tensor in the live one's place. `apply_objects` calls it.
+    own
+        Why each rank may have values of its own, of which the lowest rank's are saved:
+        ``broadcast``, DistributedDataParallel overwrites those of the others; ``statistics``, a
+        norm layer has them of its rank's batches. Empty: all ranks must have the same.
     """
 
     name: str
@@ -87,6 +93,7 @@ class TensorLeaf:
     origin: torch.Tensor
     aliases: tuple[str, ...] = ()
     assign: Callable[[torch.Tensor], None] | None = None
+    own: OwnKind = ""
 
     @property
     def dtype(self) -> str:

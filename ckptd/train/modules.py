@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptd.errors import UsageError
 from ckptd.format.names import escape_fqn
 from ckptd.train.distributed import is_fsdp1, is_fsdp2
-from ckptd.train.leaves import Place, TensorKind
+from ckptd.train.leaves import OwnKind, Place, TensorKind
 from ckptd.train.objects import call_with
 from ckptd.train.sink import Sink
 
-__all__ = ["ModuleTensor", "add_module", "module_tensors", "reshard"]
+__all__ = ["ModuleTensor", "add_module", "has_statistics", "module_tensors", "reshard"]
 
 _EXTRA = "_extra_state"
 _TRANSPARENT = {
@@ -31,13 +32,22 @@ _TRANSPARENT = {
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """A parameter or persistent buffer: its canonical FQN and where the module keeps it."""
+    """A parameter or persistent buffer: its canonical FQN and where the module keeps it.
+
+    `own` is that of `ckptd.train.leaves.TensorLeaf`.
+    """
 
     fqn: str
     kind: TensorKind
     tensor: torch.Tensor
     slots: dict[str, Any]
     key: str
+    own: OwnKind = ""
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Tell whether the buffers of a module are statistics of what its own rank has seen."""
+    return isinstance(module, _NormBase) and not isinstance(module, nn.SyncBatchNorm)
 
 
 def reshard(module: nn.Module) -> None:
@@ -59,7 +69,7 @@ def module_tensors(module: nn.Module, place: Place) -> Iterator[ModuleTensor]:
     UsageError
         Kinds ``fsdp1`` and ``module-state`` for modules whose state is not in their parameters.
     """
-    for prefix, inner in _named_modules(module, "", place):
+    for prefix, inner, wrapper in _named_modules(module, "", place):
         _check_module(inner, prefix, place)
         for key, parameter in inner._parameters.items():
             if parameter is not None:
@@ -68,7 +78,10 @@ def module_tensors(module: nn.Module, place: Place) -> Iterator[ModuleTensor]:
         for key, buffer in inner._buffers.items():
             if buffer is not None and key not in inner._non_persistent_buffers_set:
                 fqn = escape_fqn(prefix + key)
-                yield ModuleTensor(fqn, "buffer", buffer, inner._buffers, key)
+                own: OwnKind = "statistics" if has_statistics(inner) else ""
+                if wrapper is not None and wrapper.broadcasts(buffer):
+                    own = "broadcast"
+                yield ModuleTensor(fqn, "buffer", buffer, inner._buffers, key, own)
 
 
 def add_module(sink: Sink, place: Place, module: nn.Module) -> None:
@@ -77,8 +90,8 @@ def add_module(sink: Sink, place: Place, module: nn.Module) -> None:
     for entry in module_tensors(module, place):
         assign = partial(_set_slot, entry.slots, entry.key)
         at = place.child(entry.fqn, f".{entry.fqn}")
-        sink.add_tensor(at, entry.tensor, entry.kind, assign)
-    for prefix, inner in _named_modules(module, "", place):
+        sink.add_tensor(at, entry.tensor, entry.kind, assign, entry.own)
+    for prefix, inner, _ in _named_modules(module, "", place):
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             fqn = escape_fqn(prefix) + _EXTRA
             put = partial(call_with, inner.set_extra_state, place.child(fqn, "").name)
@@ -90,22 +103,45 @@ def _set_slot(slots: dict[str, Any], key: str, new: torch.Tensor) -> None:
     slots[key] = nn.Parameter(new) if isinstance(slots[key], nn.Parameter) else new
 
 
+class _Wrapper:
+    """A DistributedDataParallel, and what it makes the same on all ranks as a forward begins."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        ignored = getattr(module, "parameters_to_ignore", ())  # buffers are among them
+        named = module.module.named_buffers(remove_duplicate=False)
+        sent = [b for name, b in named if name not in ignored] if module.broadcast_buffers else []
+        self._sent = {id(b) for b in sent}
+
+    def broadcasts(self, buffer: torch.Tensor) -> bool:
+        """Tell whether a buffer is overwritten by rank 0's."""
+        return id(buffer) in self._sent
+
+
 def _named_modules(
-    module: nn.Module, prefix: str, place: Place, around: tuple[nn.Module, ...] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield canonical prefixes (empty, or ending in a dot) and modules, shared ones each time."""
+    module: nn.Module,
+    prefix: str,
+    place: Place,
+    around: tuple[nn.Module, ...] = (),
+    wrapper: _Wrapper | None = None,
+) -> Iterator[tuple[str, nn.Module, _Wrapper | None]]:
+    """Yield canonical prefixes, modules and what wraps them; shared modules come each time.
+
+    A prefix is empty or ends in a dot.
+    """
     if any(module is m for m in around):
         raise UsageError(
             "a module contains itself", kind="cycle", where=place.child(prefix, "").name
         )
-    yield prefix, module
+    if isinstance(module, DistributedDataParallel):
+        wrapper = _Wrapper(module)
+    yield prefix, module, wrapper
     for key, child in module._modules.items():
         if child is None:
             continue
         # DDP's `module` is an ordinary attribute name elsewhere, so only the wrapper's own goes.
         wrapped = key == "module" and isinstance(module, DistributedDataParallel | DataParallel)
         inner = prefix if wrapped or key in _TRANSPARENT else f"{prefix}{key}."
-        yield from _named_modules(child, inner, place, (*around, module))
+        yield from _named_modules(child, inner, place, (*around, module), wrapper)
 
 
 def _check_module(module: nn.Module, prefix: str, place: Place) -> None:

@@ -17,6 +17,7 @@ from ckptd.monitor.corruption import CHUNK, checksum
 from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
 from ckptd.train.commhook import Reduced, comm_hook, mean
 from ckptd.train.distributed import is_dtensor
+from ckptd.train.modules import has_statistics
 from ckptd.train.recorder import Recorder, recorder
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def check_replicas(
     what
         A module, or tensors by name. DTensors are compared among the ranks that hold the same
         shard; what no other rank holds is left out. All else counts as equal on all ranks of
-        `group`: parameters of DDP are, and buffers as well if they are broadcast.
+        `group`: parameters of DDP are, and buffers as well if they are broadcast, but for the
+        statistics of norm layers, which are each rank's own until the next forward.
     every
         Steps between checks. Steps as marked for the recorder, else calls.
     group
@@ -123,7 +125,10 @@ def _tensors(what: nn.Module | Named) -> Iterator[tuple[str, torch.Tensor]]:
         return
     yield from what.named_parameters()
     if not isinstance(what, nn.parallel.DistributedDataParallel) or what.broadcast_buffers:
-        yield from what.named_buffers()
+        statistics = {
+            id(b) for m in what.modules() if has_statistics(m) for b in m.buffers(recurse=False)
+        }
+        yield from ((n, b) for n, b in what.named_buffers() if id(b) not in statistics)
 
 
 def _by_holders(tensors: Named, group: Any) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:

@@ -97,6 +97,7 @@ class Saver:
         self._look = look
         self._gate = Gate(timeout_s)
         self._unheeded: list[SaveHandle] = []
+        self._told_statistics = False
         self._cuda = CudaCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
         self._copier = ThreadPoolExecutor(1, "ckptd-copy")
@@ -231,7 +232,23 @@ class Saver:
             return self._structure[1]
         structure = self._describer.structure(leaves.tensors, list(leaves.objects))
         self._structure = (key, structure)
+        self._tell_statistics([n for n, x in leaves.tensors.items() if x.own == "statistics"])
         return structure
+
+    def _tell_statistics(self, names: Sequence[str]) -> None:
+        """Say once whose statistics are saved, where nothing shows that the others' are of no use.
+
+        A wrapper that overwrites them from rank 0 may be there and not in the state.
+        """
+        if names and self._board.world > 1 and self._board.rank == 0 and not self._told_statistics:
+            self._told_statistics = True
+            _log.warning(
+                "%d buffers of norm layers (%s, ...) are statistics of what each rank has seen: "
+                "those of the lowest rank that has them are saved, as DistributedDataParallel "
+                "broadcasts them; torch.nn.SyncBatchNorm has the same on all ranks",
+                len(names),
+                names[0],
+            )
 
     def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> Sources:
         held = self._held(leaves)  # each time: optimizers may have lost their hooks

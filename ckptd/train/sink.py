@@ -19,6 +19,7 @@ from ckptd.train.leaves import (
     Leaves,
     ObjectKind,
     ObjectLeaf,
+    OwnKind,
     PerRankLeaf,
     Place,
     SavedNames,
@@ -74,6 +75,7 @@ class Sink:
         tensor: torch.Tensor,
         kind: TensorKind,
         assign: Callable[[torch.Tensor], None] | None = None,
+        own: OwnKind = "",
     ) -> TensorLeaf:
         """Add a tensor, or an alias when its memory is a leaf already.
 
@@ -104,6 +106,7 @@ class Sink:
             path=place.path,
             origin=tensor,
             assign=None if filled is live else assign or partial(_copy_into, live),
+            own=own,
         )
         self._by_memory[key] = leaf
         self.leaves.tensors[place.name] = leaf
