@@ -333,7 +333,9 @@ class Checkpointer:
         Tensors are filled by copy, plain values are replaced in their containers, optimizers that
         have not stepped get their state, modules on the meta device get memory. Every digest is
         verified on every rank before anything is written. Afterwards this job continues from that
-        checkpoint: a new generation is claimed, and later commits of others leave the line.
+        checkpoint: a new generation is claimed, and later commits of others leave the line. After
+        `weights_only` or `only` that waits for the first save: who evaluates beside a job that
+        trains takes nothing from it.
 
         Parameters
         ----------
@@ -391,17 +393,19 @@ class Checkpointer:
                 self._poisoned = error
             raise
         self._poisoned = None
-        self._loaded(report)
+        self._loaded(report, partly=weights_only or only is not None)
         return report.step
 
     def _snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
         client = self._client
         return None if client is None else client.snapshot(step, generation, attempt)
 
-    def _loaded(self, report: LoadReport) -> None:
+    def _loaded(self, report: LoadReport, *, partly: bool) -> None:
         """Go on from what was loaded."""
         loaded = CommitName(report.step, report.generation)
-        unclaimed = self._lineage.claim_for_load(loaded, committed=not report.snapshot)
+        unclaimed = self._lineage.claim_for_load(
+            loaded, committed=not report.snapshot, at_once=not partly
+        )
         if unclaimed:
             report = replace(report, warnings=(*report.warnings, unclaimed))
         self._cadence.loaded(report.step)

@@ -99,14 +99,19 @@ class Lineage:
         self._take(self._agreement.on_rank_zero("claim", claim))
 
     @phase(Phase.CKPT)
-    def claim_for_load(self, parent: CommitName, *, committed: bool = True) -> str:
+    def claim_for_load(
+        self, parent: CommitName, *, committed: bool = True, at_once: bool = True
+    ) -> str:
         """Claim a generation whose parent is what was loaded: a commit, or a snapshot without.
 
-        Where nothing can be written (a full disk, a read-only root) the first save claims it: who
-        only reads needs none. Returns what to say of that; empty when it is claimed.
+        Where nothing can be written (a full disk, a read-only root), or not `at_once`, the first
+        save claims it: who only reads needs none, and would take the line from the job that
+        trains. Returns what to say of what could not be written; else nothing.
         """
 
         def claim() -> Any:
+            if not at_once:
+                return 0, parent.step, "", "", "", self._catalogue.newest_generation()
             try:
                 return self._claim(parent, "load", committed=committed)
             except StoreError as error:
@@ -115,7 +120,8 @@ class Lineage:
 
         *claimed, text, newest = self._agreement.on_rank_zero("claim", claim)
         self._take((*claimed, text, newest))
-        self._unclaimed = _Unclaimed(parent, committed, newest) if text else None
+        late = bool(text) or not at_once
+        self._unclaimed = _Unclaimed(parent, committed, newest) if late else None
         if text:
             _log.warning("%s", text)
         return str(text)

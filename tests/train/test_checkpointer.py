@@ -16,6 +16,7 @@ from torch import nn
 import ckptd
 from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import (
+    ConflictError,
     CorruptError,
     MismatchError,
     NotFoundError,
@@ -237,6 +238,30 @@ def test_weights_only(root: str) -> None:
             assert torch.equal(model.state_dict()[name], value), name
         with pytest.raises(MismatchError, match="not in the live state"):
             ck.load({"model": model})
+
+
+@pytest.mark.parametrize("part", [{"weights_only": True}, {"only": "model.*"}])
+def test_who_evaluates_takes_nothing_from_who_trains(root: str, part: dict[str, Any]) -> None:
+    trainer = Run(1, root)
+    trainer.train(1)
+    trainer.ck.save(1, trainer.state).durable(60.0)
+    model = Net()
+    evaluator = ckptd.Checkpointer(root)
+    for step in (2, 3):
+        assert evaluator.load({"model": model}, **part) == step - 1
+        assert evaluator.generation == 0
+        trainer.train(1)
+        trainer.ck.save(step, trainer.state).durable(60.0)
+    assert [name.generation for name in Catalogue(open_store(root)).line()] == [1, 1, 1]
+    # Who goes on from what it has loaded is a new generation all the same.
+    evaluator.load({"model": model}, **part)
+    evaluator.save(4, {"model": model}).durable(60.0)
+    newest = Catalogue(open_store(root)).line()[-1]
+    assert (newest.step, newest.generation) == (4, 2)
+    with pytest.raises(ConflictError) as caught:
+        trainer.ck.save(5, trainer.state).durable(60.0)
+    assert caught.value.kind == "superseded"
+    evaluator.close()
 
 
 def test_only_and_rename(root: str) -> None:
