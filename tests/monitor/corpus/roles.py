@@ -90,16 +90,23 @@ def two_groups_in_another_order() -> None:
 def parameter_server() -> None:
     """Workers ask when they are ready, and the server serves whoever asks."""
     if rank() == 0:
-        for _ in rounds():
-            for _ in range(world() - 1):
-                got = torch.empty(8)
-                sender = dist.recv(got)
+        going, left, served = rounds(), world() - 1, 0
+        while left:  # until the last worker has said that it is done
+            if served % (world() - 1) == 0:
+                next(going, None)
+            got = torch.empty(8)
+            sender = dist.recv(got)
+            if got[0] < 0:
+                left -= 1
+            else:
                 dist.send(got / 2, sender)
+                served += 1
         return
     for i in rounds():
         pause(0.01 * rank() + (0.3 if (i + rank()) % 20 == 0 else 0.0))
         dist.send(torch.ones(8), 0)
         dist.recv(torch.empty(8), 0)
+    dist.send(-torch.ones(8), 0)
 
 
 @program()
