@@ -82,12 +82,16 @@ def run(chosen: Sequence[str], seconds: float) -> Iterator[Outcome]:
     )
     assert process.stdout is not None
     began, name, lines, told = time.monotonic(), "", list[str](), list[str]()
+    known: set[str] = set()
     for line in process.stdout:
         lines = [*lines[-_SHOWN:], line.rstrip()]
         if begun := re.search(r"begin (\w+)$", line):
+            # That one of an earlier program is over is told in a later one.
+            known |= {incident.partition(":")[0] for incident in told}
             began, name, told = time.monotonic(), begun[1], []
         elif "ckptd: incident" in line:
-            told.append(line.partition("ckptd: incident ")[2].rstrip())
+            incident = line.partition("ckptd: incident ")[2].rstrip()
+            told += [incident] if incident.partition(":")[0] not in known else []
         elif ended := re.search(r"end (\w+) (-?\d+)$", line):
             yield Outcome(
                 name=ended[1],
