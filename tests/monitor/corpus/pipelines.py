@@ -96,8 +96,11 @@ def pipeline_1f1b() -> None:
             stage.send_forward(stage.forward(stage.recv_forward()))
         for _ in range(MICRO - warm):
             y = stage.forward(stage.recv_forward())
-            stage.send_forward(y)
+            # Begun, and not waited for: the next stage may be sending the other way.
+            sent = None if stage.last else dist.isend(y.detach(), rank() + 1)
             stage.send_backward(stage.backward(stage.recv_backward()))
+            if sent is not None:
+                sent.wait()
         for _ in range(warm):
             stage.send_backward(stage.backward(stage.recv_backward()))
         stage.optimizer.step()
