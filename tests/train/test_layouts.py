@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,16 @@ CASES = [
     ("tp", 4, [("fsdp", 3)]),
 ]
 SHORT = ("fsdp+tp", "unnamed", "replicated")
+LONG = pytest.mark.long
 
 
-def _cases() -> Iterator[Any]:
-    for kind, world, others in CASES:
-        marks = () if kind in SHORT else pytest.mark.long
-        yield pytest.param(kind, world, others, id=f"{kind}-{world}", marks=marks)
-
-
-@pytest.mark.parametrize(("kind", "world", "others"), _cases())
+@pytest.mark.parametrize(
+    ("kind", "world", "others"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=() if case[0] in SHORT else LONG)
+        for case in CASES
+    ],
+)
 def test_any_layout_loads_into_any_other(
     tmp_path: Path, kind: str, world: int, others: list[tuple[str, int]]
 ) -> None:
