@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         group = item.get_closest_marker("xdist_group")
         if group is not None and config.getoption("loadgroup", False):
             _tell_group(item, group.args[0])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what stays to the end, all tests and their modules, to no later collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def _tell_group(item: pytest.Item, group: str) -> None:

@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,18 @@ import pytest
 from ckptd import errors
 from ckptd.errors import CkptdError, ConflictError, CorruptError
 
+pytestmark = pytest.mark.xdist_group("source")
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/reference/errors.md").read_text()
 CLASSES = {name: getattr(errors, name) for name in errors.__all__}
+SOUGHT = (ast.Call, ast.Constant)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Let no later test's garbage collection walk the trees of all modules."""
+    yield
+    nodes.cache_clear()
 
 
 def rows(section: str) -> list[list[str]]:
@@ -30,10 +40,19 @@ def documented() -> set[tuple[str, str]]:
     return {(name, r[0]) for r in rows("Kinds") for name in r[1].split(", ")}
 
 
+@cache
+def nodes() -> dict[Path, list[ast.Call | ast.Constant]]:
+    """Calls and constants of each module."""
+    return {
+        path: [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, SOUGHT)]
+        for path in sorted((ROOT / "ckptd").rglob("*.py"))
+    }
+
+
 def raised() -> Iterator[tuple[str, str, str]]:
     """(class, kind, where) of every error with a kind of its own that the code builds."""
-    for path in sorted((ROOT / "ckptd").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, found in nodes().items():
+        for node in found:
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.id if isinstance(node.func, ast.Name) else ""
@@ -47,8 +66,8 @@ def raised() -> Iterator[tuple[str, str, str]]:
 def strings_in_code() -> set[str]:
     return {
         node.value
-        for path in (ROOT / "ckptd").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for found in nodes().values()
+        for node in found
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
 

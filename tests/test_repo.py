@@ -17,6 +17,9 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 
+# On one worker, for it parses each file once.
+pytestmark = pytest.mark.xdist_group("source")
+
 # In pieces, so that this file passes its own test.
 MACHINE_PATHS = re.compile(
     r"(?<![\w.}$])/(?:" + "|".join(["work", "root", "home/" + r"\w+"]) + ")/"
@@ -64,8 +67,21 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Let no later test's garbage collection walk the trees of all files."""
+    yield
+    tree.cache_clear()
+    nodes.cache_clear()
+
+
 def functions(path: Path) -> Iterator[Function]:
-    return (n for n in ast.walk(tree(path)) if isinstance(n, Function))
+    return (n for n in nodes(path) if isinstance(n, Function))
 
 
 def test_files_are_found() -> None:
@@ -84,16 +100,6 @@ def test_words_that_do_not_belong(pattern: re.Pattern[str], what: str) -> None:
         if pattern.search(line)
     ]
     assert not found, what
-
-
-def test_future_annotations() -> None:
-    without = [
-        shown(p)
-        for p in python_files()
-        if any(not isinstance(n, ast.Expr) for n in tree(p).body)
-        and "from __future__ import annotations" not in p.read_text()
-    ]
-    assert not without
 
 
 # --- public functions: documented, and their return type said ---------------------------------
@@ -156,7 +162,7 @@ def documented_methods() -> dict[str, tuple[list[str], frozenset[str]]]:
     """Class name -> its bases, and the methods that have a docstring there."""
     classes: dict[str, tuple[list[str], frozenset[str]]] = {}
     for path in python_files("ckptd", "plugins"):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 methods = (n for n in node.body if isinstance(n, Function))
                 names = frozenset(m.name for m in methods if ast.get_docstring(m))
@@ -190,13 +196,15 @@ def decoders_in_passing(path: Path) -> Iterator[tuple[int, str]]:
     Two threads that do so at once end the process, see `ckptd/decoding.py`. Within a function only
     what the caller says may be decoded: the type is one of the parameters.
     """
+    if "msgspec" not in path.read_text() and "decoding" not in path.read_text():
+        return
     given = {
         id(node): {arg.arg for arg in (*f.args.args, *f.args.kwonlyargs)}
         for f in functions(path)
         for node in ast.walk(f)
         if isinstance(node, ast.Call)
     }
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if not isinstance(node, ast.Call):
             continue
         name = called(node)
@@ -242,7 +250,7 @@ def test_processes_of_ours_report_their_crashes() -> None:
         if "ckptd/testing" not in shown(p)
         and not any(
             isinstance(n, ast.Call) and called(n) in {"report_crashes", "faulthandler.enable"}
-            for n in ast.walk(tree(p))
+            for n in nodes(p)
         )
     ]
     assert not silent

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -32,6 +33,8 @@ __all__ = ["Index"]
 
 MAX_TRIES = 64
 """Bound of each loop that starts again because somebody else was faster."""
+_THREAD_S = 0.001
+"""A read that takes longer is waited for with others, in threads of their own."""
 MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
 
 
@@ -300,11 +303,20 @@ class Index(Root):
         wanted = list(names)
         found = {n: self._records.get(n) for n in wanted}
         missing = [n for n, r in found.items() if r is None]
-        with ThreadPoolExecutor(max(1, min(len(missing), self.store.capabilities.parallel))) as p:
-            found.update(zip(missing, p.map(self._commit_or_none, missing), strict=True))
+        found.update(zip(missing, self._read_all(missing), strict=True))
         records = {n: r for n, r in found.items() if r is not None}
         self._records.update(records)
         return records
+
+    def _read_all(self, names: Sequence[CommitName]) -> list[Commit | None]:
+        """Read records, in threads where they are waited for: a file is there before a thread."""
+        started = time.monotonic()
+        found = [self._commit_or_none(n) for n in names[:1]]
+        rest = names[1:]
+        if time.monotonic() - started < _THREAD_S:
+            return found + [self._commit_or_none(n) for n in rest]
+        with ThreadPoolExecutor(max(1, min(len(rest), self.store.capabilities.parallel))) as pool:
+            return [*found, *pool.map(self._commit_or_none, rest)]
 
     def _commit_or_none(self, name: CommitName) -> Commit | None:
         try:

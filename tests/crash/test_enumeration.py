@@ -25,19 +25,19 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_local(ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, keep=1)
-    report(f"local, with retention, every third operation: {campaign.run(slice(0, None, 3))}")
+    report(f"local, with retention, every sixth operation: {campaign.run(slice(0, None, 6))}")
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
 
 def test_local_inner_steps(ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, inner=True)
-    report(f"local, every fourth of the inner steps too: {campaign.run(slice(1, None, 4))}")
+    report(f"local, every eighth of the inner steps too: {campaign.run(slice(1, None, 8))}")
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
 
 def test_memory(report: Report) -> None:
     campaign = Campaign(MemoryPlace("crash"), None, keep=1)
-    report(f"memory, with retention: {campaign.run()}")
+    report(f"memory, with retention, every other operation: {campaign.run(slice(1, None, 2))}")
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
 
@@ -46,7 +46,7 @@ def test_s3(server: str, request: pytest.FixtureRequest, zygote: Zygote, report:
     options: dict[str, Any] = request.getfixturevalue(server)
     place = S3Place(s3_url(), options)
     campaign = Campaign(place, zygote, after=False)
-    report(f"{server}, every sixth operation: {campaign.run(slice(2, None, 6))}")
+    report(f"{server}, every twelfth operation: {campaign.run(slice(2, None, 12))}")
     place.close()
     assert 0 < campaign.tally.committed < campaign.tally.deaths
 
@@ -54,9 +54,11 @@ def test_s3(server: str, request: pytest.FixtureRequest, zygote: Zygote, report:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks(victim: int, ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, world=2, victim=victim)
-    report(f"local, rank {victim} of 2, every third operation: {campaign.run(slice(0, None, 3))}")
+    report(f"local, rank {victim} of 2, every sixth operation: {campaign.run(slice(0, None, 6))}")
 
 
 def test_the_worker_alone(ram: Path, zygote: Zygote, report: Report) -> None:
     campaign = Campaign(LocalPlace(ram), zygote, elsewhere=True)
-    report(f"local, the worker alone, every eighth operation: {campaign.run(slice(1, None, 8))}")
+    report(
+        f"local, the worker alone, every sixteenth operation: {campaign.run(slice(1, None, 16))}"
+    )

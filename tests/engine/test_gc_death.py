@@ -24,6 +24,7 @@ from ckptd.store.memory import MemoryStore
 from tests.engine.checkpoints import Visited
 from tests.engine.test_gc import Scene, set_scene
 from tests.engine.test_gc_twice import only
+from tests.sampling import sampled
 
 NAME = CommitName(10, 1)
 _names = itertools.count()
@@ -70,15 +71,19 @@ def operations() -> int:
     return store.count
 
 
-@pytest.mark.parametrize("act", [pin, lease, go_back])
+ACTS = [pin, lease, go_back]
+
+
+@sampled(4)
+@pytest.mark.parametrize("act", ACTS)
 def test_who_was_told_yes_has_the_checkpoint(
-    act: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+    act: Callable[[Scene], None], every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(marks, "WAIT_S", 0.0)
     total = operations()
     told = refused = 0
     for at in range(1, total + 1):
-        for dies in range(at, total + 2):
+        for dies in range(at + (at + ACTS.index(act)) % every, total + 2, every):
             scene = anew()
             plan = only(scene.plan(), NAME)
             yes: list[bool] = []

@@ -20,7 +20,6 @@ import pytest
 from ckptd.store import open_store
 from tests.engine.llama import HF, MEGATRON, program, resharded, save, values
 
-KILLS = 20
 FILES = 5
 BIG = 12
 STAGES = """
@@ -89,7 +88,10 @@ def wait_for_part(root: Path, known: int, child: int) -> None:
         time.sleep(0.002)
 
 
-def test_twenty_kills_end_in_the_same_bytes(tmp_path: Path, zygote: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("wanted_kills", [8, pytest.param(40, marks=pytest.mark.long)])
+def test_kills_end_in_the_same_bytes(
+    wanted_kills: int, tmp_path: Path, zygote: subprocess.Popen[str]
+) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     rng = np.random.default_rng(1)
     shape = (1024, BIG * 256)
@@ -111,7 +113,7 @@ def test_twenty_kills_end_in_the_same_bytes(tmp_path: Path, zygote: subprocess.P
     kills, ends, resumed = 0, 0, 0
     moments = random.Random(11)
     shutil.rmtree(target)
-    while kills < KILLS:
+    while kills < wanted_kills:
         before = len(parts(target))
         child = ask(zygote, args)
         if kills % 2:  # the machine may be slower now: so that some files are complete in any case

@@ -25,6 +25,7 @@ from ckptd.store.fault import Fault
 from ckptd.store.spec import FaultRule, FaultSpec
 from tests.engine.builder import Built, build, random_saved
 from tests.engine.test_reshard_execute import MIB, check, job, recut, values
+from tests.sampling import sampled
 
 BUDGET = Budget(32 * MIB, 2 * MIB, 8 * MIB, 4 * MIB, 2, 1)
 
@@ -53,16 +54,17 @@ def contents(store: Store) -> dict[str, bytes]:
     return {i.key: store.get(i.key) for i in store.list("data/") if "/parts/" not in i.key}
 
 
+@sampled(2)
 @pytest.mark.parametrize("action", ["die", "die-after"])
-def test_death_at_every_operation(action: str, report: Callable[[str], None]) -> None:
+def test_death_at_every_operation(action: str, every: int, report: Callable[[str], None]) -> None:
     """Absent or whole after each; the next run succeeds, with the same bytes."""
     with memory() as store, memory() as calm:
         case = Case(store, 3)
         case.run(calm)
         wanted = contents(calm)
-        number = tried = resumed = 0
+        number, tried, resumed = -(action == "die") % every, 0, 0
         while True:
-            number += 1
+            number += every
             with memory() as out:
                 rule = FaultRule(action=action, number=number)  # type: ignore[arg-type]
                 faulty = Fault(out, FaultSpec((rule,)))
@@ -79,8 +81,8 @@ def test_death_at_every_operation(action: str, report: Callable[[str], None]) ->
                 resumed += done.reused_files > 0
                 assert contents(out) == wanted
                 assert len(Catalogue(out).generations()) == 1
-        assert tried > 20
-        assert resumed > 5
+        assert tried > 20 // every
+        assert resumed > 5 // every
         report(f"reshard, {action}: {tried} deaths, {resumed} resumed from what was there")
 
 

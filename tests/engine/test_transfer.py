@@ -45,6 +45,7 @@ from ckptd.store.memory import forget_memory
 from ckptd.store.spec import FaultRule, FaultSpec
 from tests.cli.roots import by_columns, cut, flip, make_root, put, rank_file, values
 from tests.engine.builder import Saved, build
+from tests.sampling import sampled
 
 TIMEOUT_S = 60
 
@@ -216,18 +217,24 @@ def test_a_block_in_the_middle_of_a_large_file(tmp_path: Path, target: Store) ->
 # -- death -----------------------------------------------------------------------------------------
 
 
+@sampled(3)
 @pytest.mark.parametrize(
-    ("target", "action"),
-    [("memory", "die"), ("memory", "die-after"), ("local", "die")],
+    ("target", "action", "first"),
+    [("memory", "die", 0), ("memory", "die-after", 1), ("local", "die", 2)],
     indirect=["target"],
 )
 def test_death_at_every_operation(
-    source: Catalogue, target: Store, action: str, report: Callable[[str], None]
+    source: Catalogue,
+    target: Store,
+    action: str,
+    first: int,
+    every: int,
+    report: Callable[[str], None],
 ) -> None:
     """Absent or whole after each; the next copy succeeds and leaves nothing over."""
-    number = tried = resumed = 0
+    number, tried, resumed = -first % every, 0, 0
     while True:
-        number += 1
+        number += every
         for info in list(target.list()):
             target.delete([info.key])
         rule = FaultRule(action=action, number=number)  # type: ignore[arg-type]
@@ -247,8 +254,8 @@ def test_death_at_every_operation(
         assert_same(source, target, 10)
         assert len(Catalogue(target).generations()) == 1
         assert len(target.children("data/")) == 1
-    assert tried > 20
-    assert resumed > 5
+    assert tried > 20 // every
+    assert resumed > 5 // every
     report(f"copy, {action}: {tried} deaths, {resumed} resumed from what was there")
 
 

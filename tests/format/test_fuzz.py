@@ -339,7 +339,7 @@ def campaign(name: str, count: int, seed: int, report: Callable[[str], None]) ->
     assert errors
 
 
-SHORT, LONG = 8000, 400_000
+SHORT, LONG = 4000, 400_000
 
 
 @pytest.mark.timeout(300)

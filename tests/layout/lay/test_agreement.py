@@ -23,7 +23,7 @@ from tests.layout.lay.brute_judge import Judge
 from tests.layout.lay.programs_random import Pair, pair, pairs
 from tests.layout.lay.programs_random_constructs import CONSTRUCTS
 
-SHORT = 500
+SHORT = 300
 PARTS = 2
 LONG = 10_000
 
