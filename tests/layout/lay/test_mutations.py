@@ -88,7 +88,7 @@ def test_mutations(report: Report) -> None:
     rng = random.Random(4)
 
     def few(program: str, found: list[Mutant]) -> list[Mutant]:
-        return rng.sample(found, min(len(found), 1 if program == "10" else 4))
+        return rng.sample(found, min(len(found), 1 if program == "10" else 2))
 
     campaign(few, report)
 
