@@ -18,8 +18,8 @@ import numpy as np
 import planning
 
 from ckptd.engine.assemble import assemble
-from ckptd.engine.drain import RankPlan
 from ckptd.engine.job import Part, Save
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.structure import Group, LocalTensor, SavePlan, Structure, build_plan
 from ckptd.engine.wants import Want, read_plan
 from ckptd.format.invariants import check_manifest
@@ -120,7 +120,7 @@ def measure(ranks: int) -> Iterator[dict[str, Any]]:
         plan = clock.run("plan save s", lambda f=found: build_plan(f, ranks))
         clock.run("one rank's file s", lambda p=plan: RankPlan(p, ranks // 2))
         reported = parts(plan, ranks)
-        save = Save(1, 1000, 1, "0001", plan.digest, (), (), (), (), {}, None, 60.0)
+        save = Save(1, 1000, 1, "0001", plan.digest, (), (), {}, None, 60.0)
         manifest = clock.run(
             "join parts s", lambda p=plan, r=reported, s=save: assemble(p, r, s, None)
         )

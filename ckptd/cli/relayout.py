@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from msgspec import to_builtins
 
 from ckptd.cli.output import Document, Json, note, print_document, print_table, size_text
 
 if TYPE_CHECKING:
+    from ckptd.cli.relayouting import Answer
     from ckptd.elastic.explain import Explanation, Row
     from ckptd.elastic.moved import Moved
 
@@ -103,7 +105,7 @@ def relayout(
     if plot is not None:
         draw(answer.rows, question.job.planned, plot)
     if json:
-        print_document(answer.document())
+        print_document(_document(answer))
     elif answer.choice is None:
         _show_rows(answer.rows)
     else:
@@ -111,6 +113,17 @@ def relayout(
     if plot is not None:
         note(f"the picture is {plot}")
     return 0
+
+
+def _document(answer: Answer) -> RelayoutDocument:
+    return RelayoutDocument(
+        microbatches=answer.job.microbatches,
+        before=to_builtins(answer.job.planned),
+        choice=to_builtins(answer.choice),
+        rows=tuple(to_builtins(answer.rows)),
+        moved=to_builtins(answer.moved),
+        memory=to_builtins(answer.job.memory),
+    )
 
 
 def _percent(share: float) -> str:

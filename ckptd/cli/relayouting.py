@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.cli.relayout import RelayoutDocument
 from ckptd.cli.resharding import open_stock
 from ckptd.cli.sizes import size_of
 from ckptd.elastic.explain import Explanation, Row, cluster_of, explain, row_of, survivors_of
@@ -248,24 +247,12 @@ def memory_of(text: str, model: Model | None, before: Shape) -> Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What is to be shown; see `RelayoutDocument`."""
+    """What is to be shown; `choice`, or with a range `rows`."""
 
     job: Job
     choice: Explanation | None = None
     rows: tuple[Row, ...] = ()
     moved: Moved | None = None
-
-    def document(self) -> RelayoutDocument:
-        """Return it for programs."""
-        to_builtins = msgspec.to_builtins
-        return RelayoutDocument(
-            microbatches=self.job.microbatches,
-            before=to_builtins(self.job.planned),
-            choice=to_builtins(self.choice),
-            rows=tuple(to_builtins(self.rows)),
-            moved=to_builtins(self.moved),
-            memory=to_builtins(self.job.memory),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,34 +8,47 @@ fault needs no rule of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckptd.elastic.decisions import ACTIVE, CLEAN, PAUSED_BEFORE
+import msgspec
+
 from ckptd.elastic.growth import grown
-from ckptd.elastic.hearing import Hearing
+from ckptd.elastic.ladder import DEEPEST, RELAUNCH, Ladder
+from ckptd.elastic.membership import Record, check_log, members_of
 from ckptd.elastic.messages import (
+    Abort,
     Action,
+    Append,
     Broken,
     Ended,
     Event,
     Fence,
     Fenced,
+    Finish,
     Left,
     Loaded,
     Lost,
     NodeUp,
     Notice,
     Order,
+    OrderKind,
     Progress,
+    Refuse,
+    Relaunch,
     Reseat,
     Reseated,
+    Save,
     Saved,
+    Start,
     Suspected,
+    Tell,
     Tick,
 )
-from ckptd.elastic.roster import Node
-from ckptd.elastic.states import ControllerSettings, Move, State
+from ckptd.elastic.policy import Choice, Job, choose
+from ckptd.elastic.roster import MOST_DOUBLED, Node, Roster
+from ckptd.elastic.states import ControllerSettings, ExitCodes, Move, State
+from ckptd.errors import RefusedError
 
 __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
 
@@ -45,9 +58,17 @@ _LIVED_S = 60.0
 """A node of which nothing was heard for longer is gone, and not cut off just now."""
 _MISSED_S = 0.5
 """For so long after a collective failed members may still be on their way to a new controller."""
+_READY_S = 60.0
+"""By so much longer the first start waits for nodes that are there and not ready yet."""
+_MOST_REASON = 1000
+"""Characters of a node's reason that are kept: it goes into each status."""
+_CLEAN = 24
+"""Times `ControllerSettings.out_s` after which a node that was left out is like any other."""
+_PAUSED_BEFORE = "paused before the controller was restarted"
+_ACTIVE = (State.RUNNING, State.SUSPECT, State.RESHARD, State.RESUME)
 
 
-class StateMachine(Hearing):
+class StateMachine:
     """The decisions for one job.
 
     Whoever drives it hands over events in the order in which it hears of them, with the moment
@@ -95,6 +116,80 @@ class StateMachine(Hearing):
         kind ``bad-log``: the log goes backwards.
     """
 
+    def __init__(
+        self,
+        job: Job,
+        settings: ControllerSettings | None = None,
+        records: Sequence[Record] = (),
+        now: float = 0.0,
+        *,
+        by: str = "controller",
+        epoch: float = 0.0,
+    ) -> None:
+        check_log(records, "the membership log")
+        self.job = job
+        self.settings = settings or ControllerSettings()
+        self.nodes = Roster()
+        self.record = records[-1] if records else None
+        self._out_before = set(self.record.out if self.record else ())
+        """Nodes that were left out under a controller before this one."""
+        for name in self._out_before:
+            self.nodes[name].out_until = math.inf
+        longest = self.settings.out_s * 2**MOST_DOUBLED
+        for name, until in self.record.resting if self.record else ():
+            # By another machine's clock, perhaps.
+            self.nodes[name].out_until = now + min(until - epoch - now, longest)
+            self._out_before.add(name)
+        self.members = self.record.nodes if self.record else frozenset[str]()
+        self.generation = self.record.generation if self.record else 0
+        self.step = self.record.step if self.record else 0
+        self.state = State.SUSPECT if self.record else State.PLAN
+        self.since = now
+        self.reason = "the controller was restarted" if self.record else "waiting for nodes"
+        self.level = self.record.level if self.record else 1
+        self.ladder = Ladder.after(self.record, self.settings)
+        self._by, self._epoch, self._born = by, epoch, now
+        self._settling = self.record is not None
+        self._gathering = self.record is None
+        self._planned_restart = False
+        self._tells = self.step > 0
+        """Whether this job ever told of loading or steps."""
+        self._each_step = False
+        """Whether each step of the generation was committed, as far as it has told."""
+        parked = self.record is not None and self.record.parked
+        self._then = State.PARKED if parked else State.PLAN
+        """What follows the fence."""
+        self._save_until = self._relaunch_until = -math.inf
+        self._fenced_at = self._loaded_at = now
+        self._looked = now
+        """When newcomers were looked at."""
+        self._hurried = False
+        """Whether those that did not come out are being killed."""
+        self._code = 0
+        self._final = ExitCodes(self.settings.no_restart_on)
+        self._ends: dict[str, Ended] = {}
+        """What each member has told of its workers' ends in this generation."""
+        self._early: dict[tuple[int, str], set[str]] = {}
+        """Nodes whose program has ended before its first step, by code and place, since a step."""
+        self._refused = ""
+        self._changed = True
+        """Whether a plan that was refused may succeed now: looking costs time."""
+        self._broken: tuple[float, str, str] | None = None
+        """When a collective failed, on which node, and what is known of it."""
+        self._accused: tuple[float, str] | None = None
+        """When a worker failed by itself, and on which node, if that may be another one's fault."""
+        self._reseating = False
+        self._reseated = -math.inf
+        """Since when no lease is renewed without this controller."""
+        self._pending: list[str] = []
+        """Nodes whose fence is waited for."""
+        self._done: set[str] = set()
+        self._loaded: set[str] = set()
+        self._found = math.inf
+        """The oldest step that a node of the generation has loaded."""
+        self._out: list[Action] = []
+        self._moves: list[Move] = []
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take an event; return what is to be done about it, in this order."""
         self._out = []
@@ -133,7 +228,275 @@ class StateMachine(Hearing):
         """
         return node not in self.nodes or self.nodes[node].stuck_at is None
 
-    # --- what follows -----------------------------------------------------------------------------
+    # --- events: nodes ----------------------------------------------------------------------------
+
+    def _node_up(self, said: NodeUp, now: float) -> None:
+        known = max(said.fenced, said.running)
+        if self.record is None and known > 0:
+            self._refuse(said, now)
+            return
+        silent = self._silence(self.nodes[said.node], now)
+        had = self.nodes[said.node].up, self.nodes[said.node].slots
+        other = self.nodes.hear(said, now)
+        node = self.nodes[said.node]
+        self._changed |= other or had != (node.up, node.slots)
+        if not node.running and node.fenced >= self.generation:
+            # It may have fenced while it was cut off: nobody will hear of that by itself.
+            self._changed |= node.stuck_at is not None
+            node.stuck_at = None
+        if known > self.generation:
+            # A controller before this one had begun a generation that the log does not know.
+            self.generation = known
+            if self.state in _ACTIVE:
+                paused = self._settling and self._then is State.PARKED
+                text = "a generation was begun and not written down"
+                self._fence(_PAUSED_BEFORE if paused else text, now)
+        self._repeat(node, came=other or not had[0])
+        if self.state not in _ACTIVE or self._settling or self.record is None:
+            return
+        if other and self._is_member(node.name):
+            self._fault(node.name, f"{node.name} came back without its workers", now, silent)
+        elif self._is_member(node.name) and not node.running and not self._is_over(node.name):
+            self._idle(node, self.record, now)
+        else:
+            node.idle_since = None
+
+    def _idle(self, node: Node, record: Record, now: float) -> None:
+        """Ask why a member runs nothing."""
+        if node.fenced < record.generation:
+            # Perhaps it never heard of this generation. Who has started it already does nothing.
+            self._out.append(Start(record=record, level=self.level, nodes=(node.name,)))
+            return
+        # How they ended is perhaps about to be told.
+        node.idle_since = now if node.idle_since is None else node.idle_since
+
+    def _repeat(self, node: Node, *, came: bool) -> None:
+        """Fence again whoever has not heard of it, or came too late to."""
+        fencing = self.state is State.FENCE
+        unheard = (fencing or node.stuck_at is not None) and node.fenced < self.generation
+        if unheard or 0 < node.running < self.generation:
+            level = self._fence_level() if fencing else 1
+            self._out.append(Fence(nodes=(node.name,), generation=self.generation, level=level))
+        waited_for = node.running or self._is_member(node.name)
+        if fencing and unheard and came and waited_for:
+            self._pending.append(node.name)
+
+    def _refuse(self, said: NodeUp, now: float) -> None:
+        text = (
+            f"{said.node} knows of generation {max(said.fenced, said.running)}, and the membership "
+            "log is empty: it was lost, or this is another one. Nothing was begun and nobody was "
+            "stopped. Start the controller with the job's log; or stop all of the job's launchers, "
+            "and start it as a new one: its checkpoints are not touched"
+        )
+        self._become(State.ABORTED, text, now)
+        self._out.append(Refuse(kind="lost-log", text=text))
+
+    def _left(self, event: Left, now: float) -> None:
+        node = self.nodes[event.node]
+        node.up, node.running, self._changed = False, 0, True
+        node.fenced = max(node.fenced, self.generation)
+        if self._is_member(event.node):
+            self._acquit(event.node, now)
+            if self.state in _ACTIVE:
+                self._fault(event.node, f"{event.node} is gone", now)
+
+    def _lost(self, event: Lost, now: float) -> None:
+        if event.node in self.nodes and self.nodes[event.node].up:
+            text = f"the connection to {event.node} broke"
+            self._gone(self.nodes[event.node], text, now)
+
+    def _gone(self, node: Node, reason: str, now: float) -> None:
+        """Give a node up, whose workers may run on."""
+        node.up, self._changed = False, True
+        if self._is_member(node.name):
+            self._acquit(node.name, now)
+            if self.state in _ACTIVE:
+                self._fault(node.name, reason, now, self._silence(node, now))
+
+    def _acquit(self, culprit: str, now: float) -> None:
+        """Blame a node that is gone for what failed elsewhere just before that was heard."""
+        if self._accused is not None and self._accused[1] != culprit:
+            self._accused = None
+            self._early.clear()  # what its loss explains, no program has said
+            if self.state not in _ACTIVE:
+                self._blame(culprit, now)
+
+    def _notice(self, event: Notice, now: float) -> None:
+        node = self.nodes[event.node]
+        node.leaving, self._changed = node.life, True
+        if not self._is_member(event.node) or self.state not in _ACTIVE:
+            return
+        reason = event.reason[:_MOST_REASON] or "notice"
+        text = f"{event.node} will be gone in {event.seconds:.0f} s: {reason}"
+        try:
+            choose(self.job, self.nodes.slots(now, self.record, all_up=True))
+        except RefusedError:
+            # Without it the job only waits: it trains on as long as it can.
+            self._out.append(Tell(text=f"{text}. Nothing fits without it"))
+            if self.record is not None and self.state is State.RUNNING:
+                self._out.append(Save(generation=self.record.generation))
+            return
+        self._planned(text, now, within_s=max(event.seconds, 0.0), leaving=True)
+
+    def _fenced(self, event: Fenced, now: float) -> None:
+        node = self.nodes[event.node]
+        node.seen = max(node.seen, now)
+        node.fenced = max(node.fenced, event.generation)
+        if node.running <= event.generation and node.fenced >= self.generation:
+            self._changed |= node.stuck_at is not None
+            node.running, node.stuck_at = 0, None
+
+    # --- events: workers --------------------------------------------------------------------------
+
+    def _ended(self, event: Ended, now: float) -> None:
+        if not self._is_current(event.generation) or not self._is_member(event.node):
+            return
+        self._ends[event.node] = event
+        if not event.left:
+            self.nodes[event.node].running = 0
+            if not event.code:
+                self._done.add(event.node)
+        if len(self._done) == len(self.members):
+            self._become(State.DONE, "all workers have ended in good order", now)
+            self._out.append(Finish())
+            return
+        failed = [end for end in self._ends.values() if end.code]
+        if failed:
+            self._look_at_failed(failed, event, now)
+
+    def _look_at_failed(self, failed: list[Ended], event: Ended, now: float) -> None:
+        """Restart because a worker has failed, unless all others are at their end.
+
+        Who has returned in good order takes part in no further step: nothing is won by starting
+        the rest once more. What the others still do is waited for.
+        """
+        first = failed[0]
+        self._code = first.code
+        what = f"a worker on {first.node} ended with {first.code}"
+        what += f": {first.text}" if first.text else ""
+        alone = len(failed) == 1 and first.bad == 1
+        if not alone or not any(end.well or not end.code for end in self._ends.values()):
+            culprit = "" if self._excused(first, now) else first.node
+            self._fault(culprit, what, now, ended=first)
+        elif any(end.left for end in self._ends.values()) or self._ends.keys() != self.members:
+            if event is first:
+                self._out.append(Tell(text=f"{what}. Others have ended well: the rest may end"))
+        else:
+            self.reason = f"{what}, when all others ended in good order"
+            self._abort("exit-code", now)
+
+    def _excused(self, event: Ended, now: float) -> bool:
+        """Return whether another node's loss, told later, may be why a worker failed.
+
+        Its collective failed then, and it exits by itself: a signal has no such excuse. Nor has who
+        needed it before; or else a node whose workers fail as soon as they start is never left out.
+        """
+        if self._accused is not None:
+            # A whole generation lies between, and no node was lost.
+            self._blame(self._accused[1], now)
+        faults = self.nodes.recent(event.node, now, self.settings.flap_window_s)
+        excused = event.code > 0 and len(self.members) > 1
+        excused = excused and (not faults or faults + 1 < self.settings.flaps)
+        self._accused = (now, event.node) if excused else None
+        return excused
+
+    def _broken_(self, event: Broken, now: float) -> None:
+        if self._is_current(event.generation) and self._is_member(event.node):
+            reason = event.reason[:_MOST_REASON] or "a collective failed"
+            self._broken = self._broken or (now, event.node, f"{event.node}: {reason}")
+
+    def _loaded_(self, event: Loaded, now: float) -> None:
+        if not self._is_current(event.generation) or not self._is_member(event.node):
+            return
+        self._tells = True
+        self._loaded.add(event.node)
+        if event.step > 0:
+            self._found = min(self._found, event.step)
+        if self.state is State.RESHARD and len(self._loaded) == len(self.members):
+            self._tell_of_lost_steps()
+            self._loaded_at = now
+            self._become(State.RESUME, self.reason, now, keep_since=True)
+
+    def _tell_of_lost_steps(self) -> None:
+        """Say so if an older state was found than the one that is known to be committed.
+
+        The log keeps the committed step, which never falls: steps that are made again are no
+        progress.
+        """
+        known = self.record.step if self.record is not None else 0
+        if self._found < known:
+            text = f"{known - self._found:.0f} committed steps were lost: step {known} was"
+            self._out.append(Tell(text=f"{text} promised, and step {self._found:.0f} found"))
+
+    def _progress(self, event: Progress, now: float) -> None:
+        if self.record is None or event.generation != self.record.generation:
+            return
+        self._tells = True
+        if event.step > self.step:
+            self._each_step = event.step == self.step + 1
+            self._early.clear()
+        # Also while it is fenced: the step is committed, and nothing takes it back.
+        self.step = max(self.step, event.step)
+        if self.state in (State.RESHARD, State.RESUME) and self._is_current(event.generation):
+            self._become(State.RUNNING, "", now)
+
+    def _saved(self, event: Saved, now: float) -> None:
+        if self.record is None or event.generation != self.record.generation:
+            return
+        self._tells = True
+        self.step = max(self.step, event.step)
+        if self.state is State.SUSPECT and not self._settling:
+            self._fence(self.reason, now, planned=True)
+
+    # --- events: people and monitors --------------------------------------------------------------
+
+    def _suspected(self, event: Suspected, now: float) -> None:
+        for name in event.nodes:
+            self.nodes[name].out_until = max(self.nodes[name].out_until, now + self.settings.out_s)
+        self._changed = True
+        stale = self.record is None or event.generation not in (0, self.record.generation)
+        meant = not event.nodes or any(self._is_member(name) for name in event.nodes)
+        if self.state in _ACTIVE and meant and not stale:
+            self._fault("", event.reason, now, event.since_s)
+        self._keep_orders(now)
+
+    def _order(self, event: Order, now: float) -> None:
+        self._obey(event, now)
+        self._keep_orders(now)
+
+    def _obey(self, event: Order, now: float) -> None:
+        text = event.reason or f"ordered: {event.kind} {' '.join(event.nodes)}".strip()
+        kind = event.kind
+        self._changed = True
+        if kind is OrderKind.ADD:
+            for name in event.nodes:
+                node = self.nodes[name]
+                node.out_until, node.faults, node.leaving = -math.inf, [], None
+                node.outs, node.out_at = 0, -math.inf
+            return
+        if kind in (OrderKind.EXCLUDE, OrderKind.DRAIN):
+            for name in event.nodes:
+                self.nodes[name].out_until = math.inf
+                self._out_before.discard(name)
+            if not any(self._is_member(name) for name in event.nodes):
+                return
+        if kind is OrderKind.RESUME:
+            self._resume(text, now)
+            return
+        if kind is OrderKind.PAUSE:
+            self._then = State.PARKED
+        if kind is OrderKind.STOP:
+            self._then = State.ABORTED
+            self.reason = text
+        self._planned(text, now, leaving=kind is not OrderKind.RESTART)
+
+    def _resume(self, text: str, now: float) -> None:
+        if self._then is State.PARKED:
+            self._then = State.PLAN
+        if self.state is State.PARKED:
+            self._become(State.PLAN, text, now)
+
+    # --- time -------------------------------------------------------------------------------------
 
     def _tick(self, _: Tick, now: float) -> None:
         """Look for silence, and for what has lasted too long."""
@@ -148,7 +511,7 @@ class StateMachine(Hearing):
         self._changed = True
         if self._accused is not None and now - self._accused[0] >= _EXCUSED_S:
             self._convict(self._accused[1], now)
-        if self.state in ACTIVE and self._broken is not None:
+        if self.state in _ACTIVE and self._broken is not None:
             self._wait_for_cause(*self._broken, now)
         if self.state is State.FENCE:
             self._hurry(now)
@@ -158,18 +521,18 @@ class StateMachine(Hearing):
 
     def _is_past(self, node: Node, now: float) -> bool:
         """Return whether a node that is gone means nothing any more: names must not pile up."""
-        kept_s = max(CLEAN * self.settings.out_s, self.settings.lease_s)
+        kept_s = max(_CLEAN * self.settings.out_s, self.settings.lease_s)
         there = self._is_member(node.name) or self._silence(node, now) < kept_s
         return not there and node.out_until <= now
 
     def _convict(self, node: str, now: float) -> None:
         """Blame a node whose worker failed by itself, since no other one was lost."""
         self._accused = None
-        if self._blame(node, now) and self._is_member(node) and self.state in ACTIVE:
+        if self._blame(node, now) and self._is_member(node) and self.state in _ACTIVE:
             self._planned(f"{node} is left out", now, leaving=True)
 
     def _look_at_idle(self, node: Node, waited: float, now: float) -> None:
-        running = self.state in ACTIVE and not self._settling
+        running = self.state in _ACTIVE and not self._settling
         if not (running and self._is_member(node.name)) or self._is_over(node.name):
             node.idle_since = None
         elif waited >= self.settings.silent_s:
@@ -209,7 +572,7 @@ class StateMachine(Hearing):
             if self._then is State.PARKED:
                 # It was ordered, and the controller before this one ended first.
                 self._become(State.RUNNING, "", now)
-                self._planned(PAUSED_BEFORE, now, leaving=True)
+                self._planned(_PAUSED_BEFORE, now, leaving=True)
             return
         if self._then is State.PARKED and not any(n.up for n in self.nodes):
             return  # whose pause this is, only nodes tell
@@ -301,6 +664,320 @@ class StateMachine(Hearing):
         better = grown(self.job, self.nodes, self.record, self.members, now, there)
         if better is not None:
             self._planned(f"growing from {self.record.shape} to {better}", now)
+
+    # --- actions: restarts ------------------------------------------------------------------------
+
+    def _planned(
+        self, reason: str, now: float, *, within_s: float = math.inf, leaving: bool = False
+    ) -> None:
+        """Restart because somebody wants it, but let the ranks save first where they train.
+
+        Who is `leaving` may hold the only copy of its part of a step in its memory.
+        """
+        if self.state is State.RUNNING and self.record is not None:
+            kept = self._cheapest() == 0 and self._each_step and not leaving
+            if kept or not self._tells:
+                # Each step is kept already, or the program cannot be asked to save.
+                self._fence(reason, now, planned=True)
+                return
+            self._become(State.SUSPECT, reason, now)
+            self._save_until = now + min(self.settings.save_s, within_s)
+            self._out.append(Save(generation=self.record.generation))
+        elif self.state in _ACTIVE:
+            self._fence(reason, now, planned=True)
+        elif self.state is not State.FENCE and self._then is not State.PLAN:
+            self._after_fence(now)
+
+    def _fault(
+        self,
+        node: str,
+        reason: str,
+        now: float,
+        detect_s: float = 0.0,
+        *,
+        known: bool = True,
+        ended: Ended | None = None,
+    ) -> None:
+        """Restart because something failed; `known` as for `Ladder.failed`.
+
+        Parameters
+        ----------
+        ended
+            How a program has ended, if that is what failed.
+        """
+        mended = bool(node) and self._blame(node, now)
+        self.ladder.failed(self.step, known=known, mended=mended)
+        verdict = self.ladder.verdict(self._cheapest())
+        final = ""
+        if ended is not None:
+            final = self._is_final(ended, mended=mended and self._does_without(node, now))
+        self._fence(reason, now, detect_s=detect_s)
+        if final:
+            self.reason = f"{reason}. {final}"
+            self._abort("exit-code", now)
+        elif verdict:
+            self._abort(verdict, now)
+
+    def _does_without(self, node: str, now: float) -> bool:
+        """Whether nodes that are not left out are enough: else one that was is used again."""
+        slots = self.nodes.slots(now, self.record)
+        try:
+            choose(self.job, [slot for slot in slots if slot.node != node])
+        except RefusedError:
+            return False
+        return True
+
+    def _is_final(self, ended: Ended, *, mended: bool) -> str:
+        """Return why a program is not started again; empty if it is.
+
+        Parameters
+        ----------
+        mended
+            Whether others go on without its node: if that was the cause, they do not end so.
+        """
+        if ended.code in self._final:
+            return "This code is one of --no-restart-on"
+        # Python's code of any error says nothing without the place; a signal is not the program's.
+        says = ended.program and (ended.place or ended.code > 1)
+        if not says or not self._final.repeat:
+            return ""
+        if ended.stepped or self.state is State.RUNNING:
+            self._early.clear()
+            return ""
+        key = (ended.code, ended.place)
+        again = key in self._early
+        nodes = self._early.setdefault(key, set())
+        nodes.add(ended.node)
+        if again and (not mended or len(nodes) > 1):
+            return "The program ends with this code at the same place, before its first step"
+        return ""
+
+    def _blame(self, node: str, now: float) -> bool:
+        """Count a fault of a node; return whether it is left out because of it."""
+        s = self.settings
+        out = self.nodes.blame(node, now, window_s=s.flap_window_s, most=s.flaps, out_s=s.out_s)
+        if out:
+            self._out.append(Tell(text=f"{node} was at fault {s.flaps} times: it is left out"))
+        return out
+
+    def _cheapest(self) -> int:
+        """Return 0 if all survivors can go on as they are, 1 if workers must be started."""
+        if self._then is not State.PLAN:
+            return 1  # who is parked or stopped gives its devices back
+        here = [node for node in map(self.nodes.__getitem__, self.members) if node.up]
+        return 0 if here and all(node.sessions for node in here) else 1
+
+    def _fence(
+        self, reason: str, now: float, *, planned: bool = False, detect_s: float = 0.0
+    ) -> None:
+        self.generation += 1
+        self._settling, self._broken, self._planned_restart = False, None, planned
+        self.level = self.ladder.level(self._cheapest(), self.step)
+        self._fenced_at, self._hurried = now, False
+        self._reseating, self._reseated = False, -math.inf
+        waited = self.members | {n.name for n in self.nodes if n.running}
+        self._pending = sorted(waited, reverse=True)
+        self._become(State.FENCE, reason, now, detect_s=detect_s)
+        self._out.append(
+            Fence(nodes=self.nodes.up(), generation=self.generation, level=self._fence_level())
+        )
+
+    def _fence_level(self) -> int:
+        return 0 if self.level == 0 and self._then is State.PLAN and not self._hurried else 1
+
+    def _after_fence(self, now: float) -> None:
+        if self._then is State.ABORTED:
+            self._abort("stopped", now)
+        elif self._then is State.PARKED:
+            self._become(State.PARKED, self.reason, now)
+        elif self.level >= DEEPEST:
+            self._abort("requeue", now)
+        else:
+            self._become(State.PLAN, self.reason, now)
+            self._relaunch(now)
+
+    def _relaunch(self, now: float) -> None:
+        """Have launchers started anew: those that are gone, and at level 2 all."""
+        if self.settings.levels < RELAUNCH:
+            return
+        known = [self.nodes[name] for name in sorted(self.members)]
+        wanted = [n for n in known if not n.up and n.asked != n.life]
+        if self.level == RELAUNCH:
+            wanted = known
+            self._relaunch_until = now + self.settings.relaunch_s
+            for node in wanted:
+                node.dismissed, node.up, node.running = node.life, False, 0
+        for node in wanted:
+            node.asked = node.life
+        if wanted:
+            self._out.append(Relaunch(nodes=tuple(n.name for n in wanted), level=RELAUNCH))
+
+    # --- actions: plans ---------------------------------------------------------------------------
+
+    def _plan(self, now: float) -> None:
+        self._changed = False
+        if self._awaits_launchers(now):
+            return
+        waited = now - self.since
+        patience = self.settings.gather_s if self._gathering else self.settings.patience_s
+        if self._gathering and self._coming(now):
+            patience += _READY_S
+        whole = self.job.planned.world
+        few = self.nodes.usable_slots(now) < whole and waited < patience
+        choice = None if few else self._choice(now)
+        if choice is not None and (choice.shape.world >= whole or waited >= patience):
+            self._begin(choice, now)
+        elif waited >= max(self.settings.nodes_s, patience):
+            self._abort("no-nodes", now)
+
+    def _awaits_launchers(self, now: float) -> bool:
+        if now >= self._relaunch_until:
+            for node in self.nodes:
+                node.dismissed = None  # what is there will have to do
+            return False
+        if self.nodes.usable_slots(now) >= self.job.planned.world:
+            return False  # somebody else came
+        return self._coming(now) or any(n.dismissed is not None and not n.up for n in self.nodes)
+
+    def _coming(self, now: float) -> bool:
+        """Whether a node is there that cannot start workers yet, but soon."""
+        return any(n.usable(now) and n.slots == 0 for n in self.nodes)
+
+    def _begin(self, choice: Choice, now: float) -> None:
+        self.generation += 1
+        self.record = Record(
+            generation=self.generation,
+            shape=choice.shape,
+            members=members_of(choice.places),
+            step=self.step,
+            reason=self.reason[:2000],
+            at=self._epoch + now,
+            by=self._by,
+            level=self.level,
+            failures=self.ladder.failures,
+            fruitless=self.ladder.in_vain(self.step),
+            out=self._ordered_out(),
+            resting=self._resting(now),
+        )
+        self.members = self.record.nodes
+        self._done, self._loaded, self._each_step = set(), set(), False
+        self._ends = {}
+        self._found = math.inf
+        self._gathering, self._relaunch_until = False, -math.inf
+        for name in sorted(self.members):
+            self.nodes[name].running = self.generation
+            self.nodes[name].idle_since = None
+        self._out += [Append(record=self.record), Start(record=self.record, level=self.level)]
+        self._out += [Tell(text=line) for line in choice.why[:1]]
+        self._become(State.RESHARD, self.reason, now)
+
+    def _ordered_out(self) -> tuple[str, ...]:
+        return tuple(sorted(n.name for n in self.nodes if n.out_until == math.inf))
+
+    def _resting(self, now: float) -> tuple[tuple[str, float], ...]:
+        left_out = [n for n in self.nodes if now < n.out_until < math.inf]
+        # Whole seconds: a clock that was read anew is no new wish.
+        return tuple(sorted((n.name, float(round(self._epoch + n.out_until))) for n in left_out))
+
+    def _keep_orders(self, now: float) -> None:
+        """Write the record again if it lacks what is wanted: all that a follower knows of it."""
+        if self.record is None or self.state in (State.DONE, State.ABORTED):
+            return
+        out, resting = self._ordered_out(), self._resting(now)
+        parked = State.PARKED in (self.state, self._then)
+        wanted = (out, resting, parked)
+        if wanted != (self.record.out, self.record.resting, self.record.parked):
+            self.record = msgspec.structs.replace(
+                self.record,
+                out=out,
+                resting=resting,
+                parked=parked,
+                at=self._epoch + now,
+                by=self._by,
+            )
+            self._out.append(Append(record=self.record))
+
+    def _choice(self, now: float) -> Choice | None:
+        current = self.record.shape if self.record else None
+        # Who was left out a while ago comes back as the last of the spares; and a node that is
+        # often at fault is better than none.
+        for clean_s, all_up in ((_CLEAN * self.settings.out_s, False), (0.0, False), (0.0, True)):
+            slots = self.nodes.slots(now, self.record, all_up=all_up, clean_s=clean_s)
+            try:
+                choice = choose(self.job, slots, current)
+            except RefusedError as error:
+                self._refused = f"there were {error.found}; wanted were {error.wanted}"
+                continue
+            if clean_s == 0.0 or choice.shape.world >= self.job.planned.world:
+                return choice
+        return None
+
+    # --- actions: the end -------------------------------------------------------------------------
+
+    def _abort(self, kind: str, now: float) -> None:
+        last = f"last: {self.reason}"
+        fruitless = f"{self.ladder.fruitless} generations in a row have committed no step; {last}"
+        texts = {
+            "stopped": f"stopped: {self.reason}",
+            "exit-code": f"{self.reason}: it is not started again",
+            "no-nodes": f"no layout fits the nodes that are left; {self._refused}; {last}. Bring "
+            "nodes back and start the job again: it goes on from its log",
+            "no-progress": f"{fruitless}. Mend the cause and start the job again",
+            "max-restarts": f"{self.ladder.failures} faults, and {self.settings.max_restarts} "
+            f"restarts are allowed; {last}",
+            "requeue": f"{fruitless}. The job is to be submitted again",
+        }
+        text = f"{texts[kind]}. The last committed step is {self.step}."
+        self._become(State.ABORTED, text, now)
+        self._out.append(Abort(kind=kind, text=text, code=self._code))
+
+    # --- small things -----------------------------------------------------------------------------
+
+    def _become(
+        self,
+        state: State,
+        reason: str,
+        now: float,
+        *,
+        keep_since: bool = False,
+        detect_s: float = 0.0,
+    ) -> None:
+        self._moves.append(
+            Move(
+                at=now,
+                before=self.state,
+                state=state,
+                generation=self.generation,
+                level=self.level,
+                step=self.step,
+                reason=reason,
+                planned=self._planned_restart,
+                detect_s=detect_s,
+            )
+        )
+        self.state, self.reason = state, reason
+        self.since = self.since if keep_since else now
+        if state is State.PLAN:
+            self._then, self._changed = State.PLAN, True
+
+    def _is_member(self, node: str) -> bool:
+        return node in self.members
+
+    def _is_over(self, node: str) -> bool:
+        """Whether a member has told how all its workers of this generation ended."""
+        told = self._ends.get(node)
+        return told is not None and told.left == 0
+
+    def _is_current(self, generation: int) -> bool:
+        return (
+            self.state in _ACTIVE
+            and self.record is not None
+            and generation == self.record.generation == self.generation
+        )
+
+    def _silence(self, node: Node, now: float) -> float:
+        """Return for how long nothing is known of a node, in seconds."""
+        return now - max(node.seen, self._born)
 
 
 _HANDLERS: dict[type[Event], Callable[[Any, Any, float], None]] = {

@@ -11,18 +11,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd import events
-from ckptd.engine.commit import blob_key, witness_plan
+from ckptd.engine.commit import blob_key
 from ckptd.engine.digester import digest_chunks
 from ckptd.engine.filewriter import FileResult, Packed, write_file
 from ckptd.engine.job import Blob, Part, Save, Sealed
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.referring import Search, Unchanged
-from ckptd.engine.structure import SavePlan
 from ckptd.engine.telling import saving
 from ckptd.engine.unchanged import (
     Base,
@@ -34,7 +33,6 @@ from ckptd.engine.unchanged import (
 )
 from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
-from ckptd.format.filemap import ChunkRef
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import (
     digests_key,
@@ -43,51 +41,10 @@ from ckptd.format.names import (
     ranked_chunk_name,
     whole_name,
 )
-from ckptd.format.witness import gather
-from ckptd.layout.region import piece_regions
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
 __all__ = ["DataFile", "RankPlan", "data_file", "drain", "put_blobs"]
-
-
-class RankPlan:
-    """What one rank writes under a plan: chunks, header entries, witness slots; computed once."""
-
-    def __init__(self, plan: SavePlan, rank: int) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.chunks: Sequence[ChunkRef] = plan.filemap.chunks(rank)
-        self.entries = plan.filemap.header_entries(rank)
-        self.data_bytes = self.chunks[-1].end if self.chunks else 0
-        self.sizes: NDArray[np.int64] = np.array(
-            [c.end - c.start for c in self.chunks], dtype=np.int64
-        )
-        self._witness: list[tuple[int, int, int, Any, Any]] | None = None
-
-    def witness(self, data: memoryview) -> tuple[bytes, bytes]:
-        """Return the slots this rank sees and their values, for a complete data section."""
-        if self._witness is None:
-            self._witness = self._select()
-        buffer = np.frombuffer(data, dtype=np.uint8)
-        slots: list[NDArray[np.uint32]] = []
-        values: list[NDArray[np.uint8]] = []
-        for itemsize, start, end, where, elements in self._witness:
-            slots.append(where)
-            values.append(gather(buffer[start:end], itemsize, elements))
-        if not slots:
-            return b"", b""
-        return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
-
-    def _select(self) -> list[tuple[int, int, int, Any, Any]]:
-        witness = witness_plan(self.plan)
-        out = []
-        for chunk in self.chunks:
-            slots, elements = witness.select(chunk.tensor, piece_regions(chunk.piece))
-            if len(slots):
-                itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
-                out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))
-        return out
 
 
 @dataclass(frozen=True, slots=True)

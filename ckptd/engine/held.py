@@ -11,9 +11,10 @@ from ckptd import events
 from ckptd.engine.arena import Slot, half_staged
 from ckptd.engine.commit import blob_key, plan_key
 from ckptd.engine.digester import Digester
-from ckptd.engine.drain import RankPlan, data_file
+from ckptd.engine.drain import data_file
 from ckptd.engine.filewriter import SLICE_BYTES
 from ckptd.engine.job import Part, Save, Sealed
+from ckptd.engine.rankplan import RankPlan
 from ckptd.format.digest import digest_hex
 from ckptd.format.names import digests_key, file_key, part_key
 from ckptd.store.base import Store

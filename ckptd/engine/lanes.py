@@ -21,10 +21,11 @@ import msgspec
 
 from ckptd import events
 from ckptd.engine.commit import plan_key
-from ckptd.engine.drain import RankPlan, drain
+from ckptd.engine.drain import drain
 from ckptd.engine.held import Held, put_share
 from ckptd.engine.job import Complete, Freed, Lost, NearFailed, Reached, Response, Save, Sealed
 from ckptd.engine.near import Near
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.referring import Unchanged
 from ckptd.engine.slots import KEEPING
 from ckptd.engine.telling import saving

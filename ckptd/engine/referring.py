@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,6 +24,7 @@ from ckptd.engine.fetch import load_index
 from ckptd.engine.job import Part, Save
 from ckptd.engine.leases import Hold, hold
 from ckptd.engine.places import Places
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.unchanged import (
     LEAST_BYTES,
@@ -42,9 +42,6 @@ from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import PARTS, CommitName
 from ckptd.format.records import Commit
 from ckptd.layout.owners import ABSENT
-
-if TYPE_CHECKING:
-    from ckptd.engine.drain import RankPlan
 
 __all__ = ["Search", "Unchanged"]
 

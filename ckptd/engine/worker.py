@@ -25,7 +25,7 @@ from ckptd.engine.arena import Slot, half_staged
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.channel import Channel, SocketChannel
 from ckptd.engine.commit import commit_attempt, remove_parts
-from ckptd.engine.drain import RankPlan, drain
+from ckptd.engine.drain import drain
 from ckptd.engine.held import hold_share
 from ckptd.engine.hostinfo import pid_space
 from ckptd.engine.job import (
@@ -56,6 +56,7 @@ from ckptd.engine.job import (
 )
 from ckptd.engine.lanes import Lanes, Share, as_worker_error
 from ckptd.engine.near import Near
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.referring import Unchanged
 from ckptd.engine.retention import apply_retention
 from ckptd.engine.telling import root_tier, saving

@@ -27,7 +27,7 @@ from ckptd.train.agree import Agreement
 from ckptd.train.board import JobBoard, board_of, global_ranks
 from ckptd.train.cadence import Cadence, rule_of
 from ckptd.train.elastichooks import ElasticHooks, LauncherWatch
-from ckptd.train.ending import finish, leave
+from ckptd.train.interrupt import whole
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.nearby import near_tiers
@@ -45,6 +45,8 @@ __all__ = ["Checkpointer"]
 _log = logging.getLogger("ckptd")
 _END_S = 5.0
 """For a writing process that has nothing to write any more, in seconds."""
+_COPY_S = 0.3
+"""For a copy within this machine that is under way; longer, and the snapshot is not sealed."""
 
 
 class Checkpointer:
@@ -543,15 +545,40 @@ class Checkpointer:
                 self.abandon()
             elif not self._closed:
                 self._closed = True
-                finish(self, None if late else max(_END_S, self._time_left(end)))
+                self._finish(None if late else max(_END_S, self._time_left(end)))
                 self._elastic.closed(self)
 
+    def _finish(self, wait_s: float | None) -> None:
+        """Close everything; wait for the writing process, or with None let it end by itself."""
+        self._watch.close()
+        self._saver.close()
+        if self._nearby is not None:
+            self._nearby.close()
+        if self._client is not None and wait_s is not None:
+            self._client.close(wait_s)
+        self._store.close()
+        self._telling.close()
+
+    @whole
     def abandon(self) -> None:
         """Let go of everything without a wait for other ranks, as a process that dies does.
 
-        What near tiers have complete stays there; saves under way end as they may. Idempotent.
+        What near tiers have complete stays there; saves under way end as they may. Whoever keeps
+        snapshots takes this life of the job to be over, and awaits the next one. Idempotent.
         """
-        leave(self)
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        self._saver.leave(_COPY_S)
+        if self._client is not None:
+            self._client.leave()
+        if self._nearby is not None:
+            self._nearby.close()
+        self._store.close()
+        self._telling.close()
+        self._handles = []
+        self._elastic.closed(self)
 
     def _settle(self, end: float) -> bool:
         """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from ckptd.engine.arena import Slot
-from ckptd.engine.drain import RankPlan
 from ckptd.engine.held import Held, hold_share
 from ckptd.engine.job import Save, Sealed
 from ckptd.engine.lanes import Share
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.structure import SavePlan
 from ckptd.format.names import CommitName
 from ckptd.store.base import Store

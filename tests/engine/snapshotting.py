@@ -10,8 +10,9 @@ import numpy as np
 
 from ckptd.engine.catalogue import Catalogue
 from ckptd.engine.commit import commit_attempt, plan_key, remove_parts
-from ckptd.engine.drain import RankPlan, drain
+from ckptd.engine.drain import drain
 from ckptd.engine.job import Save, Sealed
+from ckptd.engine.rankplan import RankPlan
 from ckptd.engine.read import execute
 from ckptd.engine.structure import SavePlan
 from ckptd.engine.wants import Want, read_plan
