@@ -41,7 +41,7 @@ def checked_secret(secret: bytes, where: str) -> bytes:
     """
     if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
         raise UsageError(
-            "not a secret",
+            "the secret has the wrong length",
             kind="bad-secret",
             where=where,
             wanted=f"from {_LEAST_SECRET} to {_MOST_SECRET} bytes",

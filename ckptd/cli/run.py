@@ -100,7 +100,9 @@ def run(
         )
     torchrun, own = torchrun or TorchrunOptions(), own or JobOptions()
     if torchrun.module and torchrun.no_python:
-        raise UsageError("a command is no module", kind="bad-argument", found="-m --no-python")
+        raise UsageError(
+            "-m and --no-python exclude each other", kind="bad-argument", found="-m --no-python"
+        )
     options = _options(command, torchrun, own, json)
     check_floors(own.floor)
     watched = ["--policy=" + text for text in own.policy]

@@ -26,8 +26,8 @@ class TorchrunOptions:
         str, Parameter(help="HOST:PORT of the controller, the same on all nodes.")
     ] = ""
     rdzv_id: Annotated[str, Parameter(help="Name of the job, if --job gives none.")] = "none"
-    rdzv_backend: Annotated[str, Parameter(help="Taken, and of no effect.")] = "ckptd"
-    rdzv_conf: Annotated[str, Parameter(help="Taken, and of no effect.")] = ""
+    rdzv_backend: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "ckptd"
+    rdzv_conf: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
     node_rank: Annotated[int, Parameter(help="Taken; the controller numbers nodes.")] = 0
     master_addr: Annotated[str, Parameter(help="With --master-port: the endpoint.")] = "127.0.0.1"
     master_port: Annotated[int | None, Parameter(help="See --master-addr.")] = None
@@ -38,8 +38,8 @@ class TorchrunOptions:
     max_restarts: Annotated[
         int | None, Parameter(help="Faults after which the job fails; any number by default.")
     ] = None
-    monitor_interval: Annotated[float, Parameter(help="Taken, and of no effect.")] = 0.1
-    start_method: Annotated[str, Parameter(help="Taken, and of no effect.")] = "spawn"
+    monitor_interval: Annotated[float, Parameter(help="Accepted for torchrun, ignored.")] = 0.1
+    start_method: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "spawn"
     role: Annotated[str, Parameter(help="ROLE_NAME of workers.")] = "default"
     module: Annotated[
         bool, Parameter(name=("--module", "-m"), help="The script is the name of a module.")
@@ -59,7 +59,7 @@ class TorchrunOptions:
     local_ranks_filter: Annotated[
         str, Parameter(help="Local ranks that may write to the console, such as 0,1.")
     ] = ""
-    signals_to_handle: Annotated[str, Parameter(help="Taken, and of no effect.")] = ""
+    signals_to_handle: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
     shutdown_timeout: Annotated[
         int,
         Parameter(

@@ -324,7 +324,7 @@ class Steward:
         self._part, self._announced, self._pause_of = None, "", -1
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
-        # Launchers of one machine may each have started one: all but one end again.
+        # Each launcher of a machine may have started a controller: all of them but one exit.
         self._follows = code > 0 and _answers(self.addresses())
         if not self._follows:
             self._judge(part, code, begun)

@@ -224,7 +224,7 @@ class Frames:
     def _open(self, body: bytes, mac: bytes) -> Any:
         if not hmac.compare_digest(mac, _mac(self._in_key, self._taken, body)):
             raise RefusedError(
-                "the message is not signed as it must be",
+                "bad signature: the message was not signed with this job's secret",
                 kind="bad-mac",
                 wanted="the MAC of this message with the job's secret",
                 hint="do both ends have the same CKPTD_SECRET?",

@@ -386,10 +386,11 @@ class StateMachine:
             self._abort("exit-code", now)
 
     def _excused(self, event: Ended, now: float) -> bool:
-        """Return whether another node's loss, told later, may be why a worker failed.
+        """Return whether a worker may have failed because another node was lost.
 
-        Its collective failed then, and it exits by itself: a signal has no such excuse. Nor has who
-        needed it before; or else a node whose workers fail as soon as they start is never left out.
+        The loss may be reported later than the failure. It explains a worker that exited by itself,
+        since its collective failed, and not one that was killed by a signal. It explains one
+        failure of a node and no second: a node whose workers always fail would never be left out.
         """
         if self._accused is not None:
             # A whole generation lies between, and no node was lost.
@@ -627,7 +628,7 @@ class StateMachine:
             return
         last = max(n.leased(self._born) for n in running)
         if self._reseated < last:
-            # Who reaches the log and not this controller renews the lease by itself until then.
+            # A node that reaches the log, and not this controller, renews its lease until then.
             gone = not any(n.up and n.stuck_at is None for n in running)
             if gone and not self._reseating:
                 self._reseating = True
@@ -672,7 +673,7 @@ class StateMachine:
     ) -> None:
         """Restart because somebody wants it, but let the ranks save first where they train.
 
-        Who is `leaving` may hold the only copy of its part of a step in its memory.
+        A node that is `leaving` may have the only copy of its part of a step, in its memory.
         """
         if self.state is State.RUNNING and self.record is not None:
             kept = self._cheapest() == 0 and self._each_step and not leaving

@@ -105,8 +105,9 @@ class _Job:
     def holds(self) -> bool:
         """Whether its slot must stay as it is.
 
-        A share counts for all ranks once it is on a near tier: one that were overwritten before
-        they know what became of the snapshot would be missing from what they take for complete.
+        All ranks count a share as soon as it is on a near tier. The slot is kept until they know
+        how the snapshot ended: overwritten earlier, the share would be missing from a snapshot that
+        they take for complete.
         """
         pending = any(self.handle.tiers.get(tier) == "pending" for tier in KEEPING)
         return not self.freed or pending

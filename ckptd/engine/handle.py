@@ -291,10 +291,10 @@ class SaveHandle:
     def _when_safe(self, call: Callable[[], None]) -> None:
         """Call `call` once the checkpoint exists; it may be called more than once.
 
-        It exists with the first tier that has all of it. Only memory and the folder of its own node
-        do not do while the peer's copy is still on its way: the next to go may be that node, and
-        with it a step that was said to be kept. Nor where that copy failed, but for want of any
-        other node: it may be that a node is gone already, see `_unsure`.
+        It exists with the first tier that has all of it. Memory and the node's own folder are not
+        enough while the copy on the peer is under way: that node may be lost next, and with it a
+        step that was reported as kept. They are not enough either when the copy has failed, since a
+        node may be lost already (see `_unsure`), unless there is no other node.
         """
         self._safe = call
         self._tell_safe()

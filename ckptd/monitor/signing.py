@@ -215,7 +215,7 @@ def check_answer(header: str | None, secret: bytes, request_mac: str, body: byte
 
 
 def _refused(kind: str, wanted: str) -> RefusedError:
-    return RefusedError("the message is not signed as it must be", kind=kind, wanted=wanted)
+    return RefusedError("bad signature on a message", kind=kind, wanted=wanted)
 
 
 def _same(a: str, b: str) -> bool:

@@ -146,10 +146,10 @@ class ElasticHooks:
             handle._when_safe(lambda: link.committed(generation, step))
 
     def _vouch(self, link: WorkerLink) -> None:
-        """Tell of steps that a peer has not, where no node's end was the cause of that.
+        """Report steps as committed whose copy on a peer failed, though no node was lost.
 
-        Between two saves all ranks make a step together: none was gone that was missed at the one
-        before. A peer without room is no reason for a job to seem to make no progress.
+        All ranks have made a step together since that save: so every node was there after it. A
+        peer without room must not make a job look as if it made no progress.
         """
         for step in self._unsure:
             link.committed(self._generation, step)

@@ -53,7 +53,7 @@ _uncut: set[CodeType] = set()
 
 
 def whole(function: F) -> F:
-    """Let `function` and all that it calls not be cut short; what comes after it is.
+    """Decorate a function that is not interrupted; the interrupt comes when it has returned.
 
     For what lets go of things, and is done only once. It is to be done in less than a second.
     """

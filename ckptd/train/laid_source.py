@@ -135,7 +135,7 @@ class LaidSource:
             kept = read_text(manifest.lay, f"the program of step {manifest.step}")
             bound = _Fitted.of(kept, self.saved).bound
         except CkptdError as error:
-            # Whoever gives a program for a checkpoint may well do so because of that.
+            # A kept program that cannot be read may be the reason why the user gives another one.
             _log.warning("the kept program of step %d was not compared: %s", manifest.step, error)
             return
         hint = 'leave source_layout out; or allow="layout"'

@@ -416,7 +416,7 @@ def _identity(job: str) -> RingIdentity:
         said = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
         if not all(re.fullmatch(r"\d{1,8}", text) for text in said) or int(said[0]) >= int(said[1]):
             raise UsageError(
-                "nobody says which rank this is",
+                "the rank of this process is unknown",
                 kind="no-rank",
                 wanted="a process group, or RANK and WORLD_SIZE",
                 found=f"RANK={said[0]!r}, WORLD_SIZE={said[1]!r}",

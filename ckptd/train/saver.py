@@ -80,7 +80,7 @@ class Saver:
         self._board = agreement.board
         if lazy not in get_args(Lazy):
             raise UsageError(
-                "no such way to copy",
+                "lazy is none of its values",
                 kind="bad-policy",
                 wanted=", ".join(get_args(Lazy)),
                 found=repr(lazy),

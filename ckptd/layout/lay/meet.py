@@ -46,7 +46,7 @@ class Step(NamedTuple):
 class Meeting:
     """What a source rule holds of a part of a target.
 
-    Compared by identity: kept ones are keys of what is made from them.
+    Compared by identity, which makes it a key of the cache of what is computed from it.
 
     Attributes
     ----------
