@@ -35,7 +35,7 @@ from ckptd.types import Box
 __all__ = ["CopyStep", "Snapshot", "Sources", "Window", "copy_steps"]
 
 REPORT_BYTES = 8 << 20
-SMALL_BYTES = 4096
+SMALL_TENSOR_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Sources:
         if tensor.device.type == "cpu":
             # Beside CUDA tensors the few bytes of an optimizer's step counters would be all that
             # the host has to wait for at the gate.
-            small = self.mixed and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+            small = self.mixed and tensor.numel() * tensor.element_size() <= SMALL_TENSOR_BYTES
             alone = id(tensor) not in self._shared_locals and _is_dense(tensor)
             return alone and not small and self._held(leaf)
         return tensor.is_cuda and self._held(leaf)

@@ -15,7 +15,8 @@ import numpy as np
 from ckptd import events
 from ckptd.engine.candidates import Candidate
 from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.read import HostGroup, InMemory, ReadReport, Want, execute, read_plan
+from ckptd.engine.read import HostGroup, InMemory, ReadReport, execute, read_plan
+from ckptd.engine.wants import Want
 from ckptd.engine.readahead import read_ahead
 from ckptd.engine.telling import saving
 from ckptd.engine.union import UnionStore

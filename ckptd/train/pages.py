@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["PAGE", "Count", "Mapping", "Pages", "Range", "mappings"]
+__all__ = ["PAGE", "Count", "MappedRange", "Pages", "Range", "mappings"]
 
 Range = tuple[int, int]
 """First address, and the one after the last."""
@@ -242,7 +242,7 @@ def _without(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class MappedRange:
     """A part of this process's memory that can be written.
 
     `shared` tells that other processes may map it as well.
@@ -253,9 +253,9 @@ class Mapping:
     shared: bool
 
 
-def mappings() -> list[Mapping]:
+def mappings() -> list[MappedRange]:
     """Return what of this process's memory can be written, in rising order; on Linux only."""
-    found: list[Mapping] = []
+    found: list[MappedRange] = []
     if sys.platform != "linux":
         return found
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
@@ -263,5 +263,5 @@ def mappings() -> list[Mapping]:
             where, rights, _ = line.split(" ", 2)
             if rights[1] == "w":
                 start, _, end = where.partition("-")
-                found.append(Mapping(int(start, 16), int(end, 16), rights[3] == "s"))
+                found.append(MappedRange(int(start, 16), int(end, 16), rights[3] == "s"))
     return found

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.engine.arena import anonymous_file
-from ckptd.train.pages import PAGE, Count, Mapping, Pages, Range
+from ckptd.train.pages import PAGE, Count, MappedRange, Pages, Range
 
 __all__ = ["Span", "Watch", "Watched"]
 
-SMALL_BYTES = 4 * PAGE
+SMALL_SPAN_BYTES = 4 * PAGE
 """A tensor up to this size is compared whole: asking the kernel costs as much."""
 WHOLE_BYTES = 32 << 20
 """So much is compared whole where the kernel does not count writes; of more there are samples."""
@@ -79,7 +79,7 @@ class Watch:
     """
 
     def __init__(
-        self, spans: Sequence[Span], mappings: Sequence[Mapping], pages: Pages | None
+        self, spans: Sequence[Span], mappings: Sequence[MappedRange], pages: Pages | None
     ) -> None:
         self.spans = [s for s in spans if s.nbytes]
         self._pages = pages
@@ -105,7 +105,7 @@ class Watch:
                 fixed.append((number, 0, start - span.at))
                 fixed.append((number, end - span.at, span.at + span.nbytes - end))
                 windows.append((number, 1))  # a device may write past the kernel's eye
-            elif span.nbytes <= SMALL_BYTES:
+            elif span.nbytes <= SMALL_SPAN_BYTES:
                 fixed.append((number, 0, span.nbytes))
             else:
                 blind.append(number)
@@ -221,7 +221,7 @@ def _inner(span: Span) -> Range:
     return start, max(start, (span.at + span.nbytes) // PAGE * PAGE)
 
 
-def _countable(spans: Sequence[Span], mappings: Sequence[Mapping], pages: Pages) -> set[int]:
+def _countable(spans: Sequence[Span], mappings: Sequence[MappedRange], pages: Pages) -> set[int]:
     """Register the mappings of large spans; return the spans that lie in them.
 
     Whole mappings, since a part of one would become a mapping of its own, and a process may not
@@ -242,7 +242,7 @@ def _countable(spans: Sequence[Span], mappings: Sequence[Mapping], pages: Pages)
 
     found = set()
     for index, span in enumerate(spans):
-        if span.nbytes <= SMALL_BYTES:
+        if span.nbytes <= SMALL_SPAN_BYTES:
             continue
         at, end = span.at, span.at + span.nbytes
         number = bisect.bisect_right(starts, at) - 1
