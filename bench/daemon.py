@@ -33,9 +33,9 @@ import numpy as np
 from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.simulated import Simulation, mesh_for
 from ckptd.monitor.gather import merge
-from ckptd.monitor.sheet import Sheet, pack, unpack
+from ckptd.monitor.report import Sheet, pack, unpack
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
-from ckptd.monitor.watchsettings import WatchSettings
 
 RANKS = (16, 128, 1024, 4096, 10240)
 SECRET = b"secret of the bench, long enough"

@@ -26,11 +26,11 @@ from typing import Any
 import common
 import numpy as np
 
-from ckptd.monitor.diagnose import diagnose
 from ckptd.monitor.job import Job
-from ckptd.monitor.links import again, effects
+from ckptd.monitor.links.matrix import again, effects
+from ckptd.monitor.rules.diagnose import diagnose
+from ckptd.monitor.rules.slow import SlowLimits, slow_ranks
 from ckptd.monitor.simulator import Fault, Mesh, Planted, delays, own_times, play
-from ckptd.monitor.slow import SlowLimits, slow_ranks
 from ckptd.monitor.verdict import Kind, Target, Verdict
 
 MESHES = {1024: Mesh(16, 8, 8), 10240: Mesh(160, 8, 8), 32768: Mesh(512, 8, 8)}

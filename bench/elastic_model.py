@@ -1,7 +1,7 @@
 """The model of `elastic_month.py`: a month of a large job, with the real decisions in made-up time.
 
 What is real: `StateMachine`, `choose` (the layout), the cadence of
-`ckptd.engine.auto`, and the accounts of `Goodput`. What is assumed is in `ASSUMED`, each with its
+`ckptd.root.auto`, and the accounts of `Goodput`. What is assumed is in `ASSUMED`, each with its
 source.
 """
 
@@ -33,7 +33,7 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.policy import Job, Shape
 from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
-from ckptd.engine.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose
+from ckptd.root.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose
 
 __all__ = ["ASSUMED", "KINDS", "SYSTEMS", "System", "month"]
 

@@ -248,7 +248,7 @@ def recorder_case(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     import ckptd.monitor
-    from ckptd.train.recorder_build import built
+    from ckptd.train.recorder.native import built
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     tensor = torch.ones(8, device="cuda")
@@ -297,7 +297,8 @@ def one(options: argparse.Namespace) -> None:
 def check(options: argparse.Namespace) -> int:
     import torch
 
-    from tests.train import cuda_checks, recorder_cuda_checks
+    from tests.train import cuda_checks
+    from tests.train.recorder import cuda_checks as recorder_cuda_checks
 
     checks = cuda_checks.CHECKS | recorder_cuda_checks.CHECKS
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)

@@ -16,11 +16,10 @@ import time
 import common
 import planning
 
-from ckptd.engine.assemble import differing_groups
-from ckptd.engine.holders import Holders
-from ckptd.engine.job import Part
-from ckptd.engine.structure import Group, LocalTensor, Structure, build_plan
 from ckptd.format.digest import digest_hex
+from ckptd.save.commit import differing_groups
+from ckptd.save.messages import Part
+from ckptd.save.structure import Group, Holders, LocalTensor, Structure, build_plan
 
 COMMON = 200
 

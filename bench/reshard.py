@@ -60,7 +60,7 @@ def state_bytes(layers: int) -> int:
 
 
 def program(name: str, *rules: str) -> Any:
-    from ckptd.engine.reshard.layouts import read_program
+    from ckptd.reshard.layouts import read_program
 
     return read_program(name, "bench", lambda run: run.target).with_rules(rules)
 
@@ -91,7 +91,7 @@ def write_folder(folder: Path, layers: int) -> None:
 
 def build(root: Path, layers: int, budget: int) -> None:
     """Make the source: noise as a folder, then a checkpoint of TP4 PP2."""
-    from ckptd.engine.reshard.folder import open_folder
+    from ckptd.reshard.folder import open_folder
     from ckptd.store import open_store
 
     plain = root.with_name("plain")
@@ -105,10 +105,10 @@ def build(root: Path, layers: int, budget: int) -> None:
 
 
 def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str, Any]:
-    from ckptd.engine.catalogue import Catalogue
-    from ckptd.engine.reshard.execute import Budget
-    from ckptd.engine.reshard.job import Job, Share
-    from ckptd.engine.reshard.prepare import prepare
+    from ckptd.reshard.execute import Budget
+    from ckptd.reshard.job import Job, Share
+    from ckptd.reshard.prepare import prepare
+    from ckptd.root.catalogue import Catalogue
 
     begun = time.perf_counter()
     prepared = prepare(stock, source, target)
@@ -149,10 +149,10 @@ def peak() -> int:
 
 def ours(folder: Path, name: str, budget: int) -> dict[str, Any]:
     """Reshard once, with nothing cached."""
-    from ckptd.engine.catalogue import Catalogue
-    from ckptd.engine.reshard.own import open_own
-    from ckptd.engine.reshard.prepare import source_program
-    from ckptd.engine.values import Reader
+    from ckptd.load.values import Reader
+    from ckptd.reshard.own import open_own
+    from ckptd.reshard.prepare import source_program
+    from ckptd.root.catalogue import Catalogue
     from ckptd.store import open_store
 
     target = folder / "target"

@@ -231,12 +231,12 @@ def from_node(
     root: str, state: State, url: str, secret: str, timeout_s: float = 300.0
 ) -> Callable[[], Any]:
     """Return a load of one rank whose only near tier is another node's memory."""
-    from ckptd.engine.board import LocalBoard
-    from ckptd.engine.catalogue import Catalogue
-    from ckptd.engine.union import Source
+    from ckptd.load.union import Source
+    from ckptd.root.catalogue import Catalogue
+    from ckptd.runtime.ranks import LocalBoard
     from ckptd.store import StoreSpec, open_store
-    from ckptd.train.agree import Agreement
     from ckptd.train.loader import Loader
+    from ckptd.train.ranks import Agreement
 
     source = Source(StoreSpec(url, {"secret": secret}).open(), "peer")
     agreement = Agreement(LocalBoard(), timeout_s)

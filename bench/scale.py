@@ -17,14 +17,14 @@ import common
 import numpy as np
 import planning
 
-from ckptd.engine.assemble import assemble
-from ckptd.engine.job import Part, Save
-from ckptd.engine.rankplan import RankPlan
-from ckptd.engine.structure import Group, LocalTensor, SavePlan, Structure, build_plan
-from ckptd.engine.wants import Want, read_plan
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest, MeshEntry, decode_manifest, encode_manifest
 from ckptd.layout import sharding
+from ckptd.load.wants import Want, read_plan
+from ckptd.save.commit import assemble
+from ckptd.save.messages import Part, Save
+from ckptd.save.rankplan import RankPlan
+from ckptd.save.structure import Group, LocalTensor, SavePlan, Structure, build_plan
 
 
 def groups(layout: planning.Layout) -> list[Group]:

@@ -20,13 +20,12 @@ import numpy as np
 import planning
 from scale import Clock, groups, parts
 
-from ckptd.engine.commit import plan_key, witness_plan
-from ckptd.engine.distant import Distant
-from ckptd.engine.partners import partners
-from ckptd.engine.snapshots import complete_snapshots, finished_files, unpacked
-from ckptd.engine.structure import SavePlan, build_plan
-from ckptd.engine.union import Source, UnionStore
 from ckptd.format.names import DATA, CommitName, data_folder, digests_key, file_key, part_key
+from ckptd.load.union import Source, UnionStore
+from ckptd.save.commit import plan_key, witness_plan
+from ckptd.save.peers import Distant, partners
+from ckptd.save.recover import complete_snapshots, finished_files, unpacked
+from ckptd.save.structure import SavePlan, build_plan
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.store.meter import Meter

@@ -22,7 +22,7 @@ import numpy as np
 from ckptd.monitor import simulator
 from ckptd.monitor.gather import from_views, merge
 from ckptd.monitor.job import Job
-from ckptd.monitor.sheet import STEP, GroupInfo, Sheet, pack, unpack
+from ckptd.monitor.report import STEP, GroupInfo, Sheet, pack, unpack
 from ckptd.monitor.simulator import Fault, Mesh, Planted, own_times, play, views
 from ckptd.monitor.view import CALL, Phase, RankView
 from ckptd.monitor.watch import Watch

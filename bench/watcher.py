@@ -20,7 +20,7 @@ import common
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ckptd.monitor.sheet import Orders
+from ckptd.monitor.report import Orders
 from tests.agent.daemons import SECRET, Daemon
 from tests.agent.writers import writers
 

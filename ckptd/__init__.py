@@ -23,10 +23,11 @@ from ckptd.errors import (
     UsageError,
     WorkerError,
 )
+from ckptd.version import __version__
 
 if TYPE_CHECKING:
-    from ckptd.engine.tiers import Local, Memory, Peer
     from ckptd.format.codec import register
+    from ckptd.save.tiers import Local, Memory, Peer
     from ckptd.train import (
         Auto,
         Batches,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     )
     from ckptd.train.relayout import relayout
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Auto",
@@ -87,9 +87,9 @@ _TRAIN = frozenset(
 )
 # numpy comes with this one, so it too is imported on first use.
 _HOMES = dict.fromkeys(_TRAIN, "ckptd.train") | {
-    "Local": "ckptd.engine.tiers",
-    "Memory": "ckptd.engine.tiers",
-    "Peer": "ckptd.engine.tiers",
+    "Local": "ckptd.save.tiers",
+    "Memory": "ckptd.save.tiers",
+    "Peer": "ckptd.save.tiers",
     "register": "ckptd.format.codec",
     "relayout": "ckptd.train.relayout",
 }

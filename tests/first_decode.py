@@ -20,13 +20,12 @@ import msgspec
 
 from ckptd.agent import node  # noqa: F401 - imports what an agent does
 from ckptd.decoding import msgpack_decoder
-from ckptd.engine import worker  # noqa: F401 - imports what a writing process does
-from ckptd.engine.channel import SocketChannel
-from ckptd.engine.commit import decode_plan
-from ckptd.engine.job import Part, Request, Save
-from ckptd.engine.structure import SavePlan, Structure
 from ckptd.format.manifest import ObjectEntry, TensorEntry
 from ckptd.format.records import Generation, Parent, decode_record, encode_record
+from ckptd.runtime.channel import SocketChannel
+from ckptd.save.commit import decode_plan
+from ckptd.save.messages import Part, Request, Save
+from ckptd.save.structure import SavePlan, Structure
 from ckptd.store import StoreSpec
 
 THREADS = 8

@@ -56,7 +56,7 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     assert {
         "ckptd/py.typed",
         "ckptd/layout/lay/shipped/hf.llama.lay",
-        "ckptd/train/native/recorder.cpp",
+        "ckptd/train/recorder/recorder.cpp",
     } <= set(names)
     assert {
         f"ckptd/daemon/page/{n}" for n in ("index.html", "js/main.js", "fonts/inter.woff2")

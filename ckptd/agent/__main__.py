@@ -12,8 +12,8 @@ from ckptd.agent.metrics import parse_address, serve_metrics
 from ckptd.agent.node import NodeAgent, end_on_signals
 from ckptd.agent.watched import DAEMON_VARIABLE, watching
 from ckptd.crashes import report_crashes
-from ckptd.engine.agentlink import AgentPlace
 from ckptd.errors import CkptdError
+from ckptd.runtime.agentlink import AgentPlace
 
 _log = logging.getLogger("ckptd")
 _METRICS = "CKPTD_AGENT_METRICS"

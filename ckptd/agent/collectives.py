@@ -24,7 +24,7 @@ from ckptd.monitor.collectives import (
     bus_factor,
     word,
 )
-from ckptd.monitor.ringlayout import Counter, RecorderState
+from ckptd.monitor.ring.layout import Counter, RecorderState
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import CALL, CallFlag
 

@@ -28,9 +28,9 @@ from ckptd.agent.preflight import (
     loopback,
 )
 from ckptd.errors import CkptdError
-from ckptd.monitor.links import Effect
-from ckptd.monitor.machines import Machine, machine_findings, slow_machines
-from ckptd.monitor.preflight import (
+from ckptd.monitor.links.machines import Machine, machine_findings, slow_machines
+from ckptd.monitor.links.matrix import Effect
+from ckptd.monitor.links.preflight import (
     Finding,
     PairProbe,
     absent_findings,

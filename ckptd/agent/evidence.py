@@ -19,7 +19,7 @@ import msgspec
 
 from ckptd.agent.probes import measure
 from ckptd.agent.stacks import take_stacks
-from ckptd.monitor.sheet import Probe, ProbeResult, Stack
+from ckptd.monitor.report import Probe, ProbeResult, Stack
 
 __all__ = ["Evidence"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptd.engine.metrics import Metrics
 from ckptd.errors import StoreError, UsageError
+from ckptd.events.metrics import Metrics
 
 __all__ = ["parse_address", "serve_metrics"]
 

@@ -15,14 +15,13 @@ import msgspec
 
 from ckptd import events
 from ckptd.agent.status import kept_snapshots
-from ckptd.engine.agentlink import AgentPlace, locked, peer_of
-from ckptd.engine.channel import SocketChannel
-from ckptd.engine.job import Happened, Hello, Request
-from ckptd.engine.near import Near
-from ckptd.engine.visit import AgentStatus, AskEnd, AskStatus
-from ckptd.engine.worker import Worker
 from ckptd.errors import CkptdError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
+from ckptd.runtime.agentlink import AgentPlace, locked, peer_of
+from ckptd.runtime.channel import SocketChannel
+from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, Happened, Hello, Request
+from ckptd.save.neartiers import Near
+from ckptd.save.writer import Worker
 
 __all__ = ["NodeAgent", "end_on_signals"]
 

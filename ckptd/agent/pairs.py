@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from ckptd.errors import CkptdError
-from ckptd.monitor.preflight import PairProbe
+from ckptd.monitor.links.preflight import PairProbe
 from ckptd.store.base import Capabilities
 from ckptd.store.net.greeting import greet_client, greet_server
 from ckptd.store.net.wire import Wire, decoder

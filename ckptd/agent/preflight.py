@@ -18,8 +18,8 @@ import msgspec
 from ckptd.agent.pairs import MOST_PROBE_BYTES, Answerer, probe_pair
 from ckptd.agent.selftest import self_test
 from ckptd.errors import DeadlineError, TransientStoreError
-from ckptd.monitor.machines import Machine
-from ckptd.monitor.preflight import Finding, PairProbe
+from ckptd.monitor.links.machines import Machine
+from ckptd.monitor.links.preflight import Finding, PairProbe
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.wire import Wire, decoder
 

@@ -6,9 +6,9 @@ import socket
 
 from ckptd.agent.metrics import parse_address
 from ckptd.agent.pairs import Answerer, probe_pair
-from ckptd.engine.hostinfo import BIND_VARIABLE, address_towards
 from ckptd.errors import CkptdError, StoreError
-from ckptd.monitor.sheet import Probe, ProbeResult
+from ckptd.monitor.report import Probe, ProbeResult
+from ckptd.runtime.host import BIND_VARIABLE, address_towards
 
 __all__ = ["listen_for_probes", "measure", "shown_address"]
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from struct import Struct
 from typing import Self
 
-from ckptd.monitor.ring import process_birth
+from ckptd.monitor.ring.ring import process_birth
 
 __all__ = ["Process", "exit_code_of"]
 
@@ -56,7 +56,7 @@ class Process:
         pid
             Number in this process's own space of numbers.
         birth
-            As of `ckptd.monitor.ring.process_birth`; 0 if unknown, then any process will do.
+            As of `ckptd.monitor.ring.ring.process_birth`; 0 if unknown, then any process will do.
         """
         if pid <= 0:
             return None

@@ -18,8 +18,8 @@ from pathlib import Path
 from ckptd.agent.doing import Doing
 from ckptd.agent.processes import Process
 from ckptd.errors import CkptdError
-from ckptd.monitor.ringlayout import Counter, RecorderState
-from ckptd.monitor.ringreader import RingHeader, RingReader
+from ckptd.monitor.ring.layout import Counter, RecorderState
+from ckptd.monitor.ring.reader import RingHeader, RingReader
 
 __all__ = ["Ring", "Rings"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ckptd.monitor.machines import Gpu, Machine
+from ckptd.monitor.links.machines import Gpu, Machine
 
 __all__ = ["self_test"]
 

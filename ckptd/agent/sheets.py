@@ -16,8 +16,8 @@ from ckptd.agent.tally import Tally
 from ckptd.agent.unborn import Unborn
 from ckptd.errors import CkptdError
 from ckptd.monitor.gather import RankNote, from_views
-from ckptd.monitor.ringlayout import Counter
-from ckptd.monitor.sheet import AgentState, GroupInfo, Sheet, SheetLimits
+from ckptd.monitor.report import AgentState, GroupInfo, Sheet, SheetLimits
+from ckptd.monitor.ring.layout import Counter
 from ckptd.monitor.view import RankView
 
 __all__ = ["FEW_CALLS", "MANY_CALLS", "MORE_CALLS", "SheetMaker"]

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from ckptd.monitor.sheet import Stack
+from ckptd.monitor.report import Stack
 
 __all__ = ["py_spy", "take_stack", "take_stacks"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ckptd.engine.commit import decode_plan, plan_key
-from ckptd.engine.near import Near
-from ckptd.engine.visit import KeptSnapshot
 from ckptd.errors import CkptdError
 from ckptd.format.names import DATA, PARTS
+from ckptd.save.commit import decode_plan, plan_key
+from ckptd.save.messages import KeptSnapshot
+from ckptd.save.neartiers import Near
 
 __all__ = ["kept_snapshots"]
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from ckptd.agent.rings import Ring
 from ckptd.errors import CkptdError, NotFoundError
-from ckptd.monitor.samples import SampleReader, samples_path
-from ckptd.monitor.sheet import SUM
+from ckptd.monitor.report import SUM
+from ckptd.monitor.ring.samples import SampleReader, samples_path
 from ckptd.monitor.stats import Array
 
 __all__ = ["Sums"]

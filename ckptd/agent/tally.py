@@ -14,9 +14,9 @@ from ckptd.agent.collectives import Collectives
 from ckptd.agent.differing import Differing
 from ckptd.agent.rings import Ring
 from ckptd.monitor.job import JOINED_CALL
-from ckptd.monitor.ringlayout import Counter
-from ckptd.monitor.selftime import self_times
-from ckptd.monitor.sheet import GAP, STEP
+from ckptd.monitor.report import GAP, STEP
+from ckptd.monitor.ring.layout import Counter
+from ckptd.monitor.rules.selftime import self_times
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import CALL, Phase
 

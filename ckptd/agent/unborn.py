@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptd.agent.processes import Process
 from ckptd.monitor.gather import RankNote
-from ckptd.monitor.ring import process_birth
+from ckptd.monitor.ring.ring import process_birth
 from ckptd.monitor.view import Phase, RankView
 
 __all__ = ["Unborn"]

@@ -17,7 +17,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
-from ckptd.monitor.sheet import Found, Orders, Sheet, pack, unpack_orders
+from ckptd.monitor.report import Found, Orders, Sheet, pack, unpack_orders
 from ckptd.monitor.signing import (
     CHALLENGE_PATH,
     FOUND_PATH,

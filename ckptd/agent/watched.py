@@ -23,12 +23,12 @@ from ckptd.agent.rings import Rings
 from ckptd.agent.uplink import Uplink
 from ckptd.agent.watcher import Watcher
 from ckptd.crashes import report_crashes
-from ckptd.engine.agentlink import run_folder
-from ckptd.engine.hostinfo import node_name
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.monitor.limits import Limits
+from ckptd.monitor.rules.limits import Limits
 from ckptd.monitor.signing import job_secret
 from ckptd.monitor.view import Phase
+from ckptd.runtime.agentlink import run_folder
+from ckptd.runtime.host import node_name
 
 __all__ = ["DAEMON_VARIABLE", "RINGS_VARIABLE", "floors_of", "main", "watching"]
 
@@ -88,7 +88,7 @@ def watching(
     limits
         As of `Watcher`.
     run_dir
-        The run folder, where the job's secret lies; see `ckptd.engine.agentlink.run_folder`.
+        The run folder, where the job's secret lies; see `ckptd.runtime.agentlink.run_folder`.
 
     Raises
     ------

@@ -22,9 +22,9 @@ from ckptd.agent.sums import Sums
 from ckptd.agent.tally import Tally
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import CkptdError
-from ckptd.monitor.limits import Limits
-from ckptd.monitor.ringlayout import Counter
-from ckptd.monitor.sheet import Found, Orders, ProbeResult, Stack
+from ckptd.monitor.report import Found, Orders, ProbeResult, Stack
+from ckptd.monitor.ring.layout import Counter
+from ckptd.monitor.rules.limits import Limits
 from ckptd.monitor.view import Phase
 
 __all__ = ["Watcher"]

@@ -17,11 +17,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ckptd.cli.output import note, warn
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.leases import LEASE_S, Hold, hold_or_read
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.leases import LEASE_S, Hold, hold_or_read
 from ckptd.store.spec import PackSpec, RetrySpec, StoreSpec
 
 __all__ = ["Address", "Root", "Where", "held", "needs_step", "opened", "spec_of"]

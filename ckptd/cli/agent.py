@@ -10,10 +10,10 @@ from cyclopts import App, Parameter
 
 from ckptd.cli.address import spec_of
 from ckptd.cli.output import Document, Json, flag, note, print_document, print_table, size_text
-from ckptd.engine.agentlink import AgentPlace, listen, locked, reach, run_folder
-from ckptd.engine.hostinfo import host_id
-from ckptd.engine.visit import AgentStatus, AskEnd, AskStatus, KeptSnapshot, visit
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
+from ckptd.runtime.agentlink import AgentPlace, listen, locked, reach, run_folder
+from ckptd.runtime.host import host_id
+from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, KeptSnapshot, visit
 
 __all__ = ["AgentRunDocument", "AgentStatusDocument", "AgentStopDocument", "agent"]
 

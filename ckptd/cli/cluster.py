@@ -14,11 +14,11 @@ from ckptd.agent.coordinator import Links, Plan, Preflight, coordinate
 from ckptd.agent.pairs import MOST_PROBE_BYTES
 from ckptd.agent.preflight import Member, Outcome, loopback, take_part
 from ckptd.cli.output import Document, note, print_document, print_table, size_text
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.monitor.machines import Machine
-from ckptd.monitor.preflight import Finding, PairProbe
+from ckptd.monitor.links.machines import Machine
+from ckptd.monitor.links.preflight import Finding, PairProbe
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["PORT", "ClusterDocument", "doctor_cluster"]
 

@@ -11,9 +11,6 @@ from typing import Any
 import msgspec
 
 from ckptd.cli.output import Document
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.inspect import Layout, Layouts, object_tensors, object_text, ranks_text
-from ckptd.engine.places import Places
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.format.filemap import FileMap
 from ckptd.format.invariants import check_manifest
@@ -21,6 +18,9 @@ from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
 from ckptd.layout.owners import ABSENT, Owners
+from ckptd.load.places import Places
+from ckptd.root.catalogue import Catalogue
+from ckptd.tools.inspect import Layout, Layouts, object_tensors, object_text, ranks_text
 
 __all__ = [
     "ChunkRow",

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, note, print_document
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
     from ckptd.elastic.policy import Job, Memory, Shape

@@ -10,12 +10,12 @@ from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened, spec_of
 from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.transfer import Copied, Transfer
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import Store
 from ckptd.store.spec import StoreSpec
+from ckptd.tools.copy import Copied, Transfer
 
 __all__ = ["CpDocument", "cp"]
 

@@ -17,9 +17,9 @@ from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
 from ckptd.elastic.signpost import signposts
 from ckptd.elastic.wire import NodeRow, Status
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
 from ckptd.monitor.signing import job_secret
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["CtlOrderDocument", "CtlStatusDocument", "ctl"]
 

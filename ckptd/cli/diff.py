@@ -19,10 +19,9 @@ from ckptd.cli.output import (
     progress_bar,
     shorten,
 )
-from ckptd.engine.changes import Change, changes
-from ckptd.engine.diff import DiffReport, ObjectDiff, Side, TensorDiff
-from ckptd.engine.diff import diff as diff_readers
-from ckptd.engine.values import Reader
+from ckptd.load.values import Reader
+from ckptd.tools.diff import Change, DiffReport, ObjectDiff, Side, TensorDiff, changes
+from ckptd.tools.diff import diff as diff_readers
 
 __all__ = ["DiffDocument", "DiffRow", "Named", "ObjectRow", "diff"]
 

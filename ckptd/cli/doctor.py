@@ -8,10 +8,10 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, flag, print_document
-from ckptd.engine.doctor import CREATE_ONLY, Check, probe
-from ckptd.engine.hostinfo import environment, versions
 from ckptd.errors import RefusedError, UsageError
+from ckptd.runtime.host import environment, versions
 from ckptd.store import StoreSpec, registry_problems
+from ckptd.tools.doctor import CREATE_ONLY, Check, probe
 
 __all__ = ["DoctorDocument", "PluginRow", "doctor"]
 

@@ -9,10 +9,9 @@ from cyclopts import Parameter
 from ckptd.cli.address import Address, Where, held, opened
 from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
 from ckptd.cli.sizes import size_of
-from ckptd.engine.export import ExportedFile, run_export
-from ckptd.engine.export_plan import Rename, plan_export
-from ckptd.engine.values import Reader
 from ckptd.errors import UsageError
+from ckptd.load.values import Reader
+from ckptd.tools.export import ExportedFile, Rename, plan_export, run_export
 
 __all__ = ["ExportDocument", "export"]
 

@@ -19,10 +19,10 @@ from ckptd.cli.output import (
     print_table,
     size_text,
 )
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
-from ckptd.engine.policy import Best, Keep, metric_of
 from ckptd.errors import RefusedError, UsageError
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
+from ckptd.root.policy import Best, Keep, metric_of
 
 __all__ = ["GcDocument", "Skipped", "duration_s", "gc"]
 

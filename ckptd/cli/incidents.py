@@ -116,8 +116,8 @@ def _found(
 def _of_file(
     history: Path, ident: str | None, state: str | None, limit: int
 ) -> list[dict[str, Any]]:
+    from ckptd.daemon.documents.incidents import from_stored, shown
     from ckptd.daemon.history import read_incidents
-    from ckptd.daemon.shown import from_stored, shown
 
     if not history.exists():
         raise NotFoundError("no such history", kind="no-history", where=str(history))

@@ -129,7 +129,7 @@ def check(
 
 def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
     """Return a program, and the layouts of it that are meant: all, unless one is named."""
-    from ckptd.engine.reshard.layouts import layout_names, read_file
+    from ckptd.reshard.layouts import layout_names, read_file
 
     read, named = read_file(spec)
     names = [named] if named else layout_names(read.file) or [read.layout]
@@ -199,9 +199,9 @@ def show(
     """
     from ckptd.cli.drawing import drawing
     from ckptd.cli.picture import picture, text_of
-    from ckptd.engine.reshard.layouts import read_program
     from ckptd.layout.lay.observe import bind_sizes, bind_stored
     from ckptd.layout.lay.stored import StoredForm
+    from ckptd.reshard.layouts import read_program
 
     read = read_program(program, "PROGRAM", lambda run: run.target).with_rules(rule or ())
     resolved = read.resolve()

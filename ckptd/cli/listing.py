@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from ckptd.cli.output import Document, note
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.inventory import abandoned_by
-from ckptd.engine.leases import expired, leases
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.lineage import line
 from ckptd.format.names import DATA, CommitName, parse_data_folder
 from ckptd.format.records import Commit, Parent
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.gc import abandoned_by
+from ckptd.root.leases import expired, leases
 
 __all__ = ["AttemptRow", "CheckpointRow", "GenerationRow", "LsDocument", "list_root"]
 

@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
-from ckptd import __version__
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
+from ckptd.version import __version__
 
 __all__ = ["app", "main", "run"]
 

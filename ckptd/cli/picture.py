@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
-from ckptd.engine.inspect import ranks_text
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, local_cells
+from ckptd.tools.inspect import ranks_text
 from ckptd.types import Box
 
 __all__ = [

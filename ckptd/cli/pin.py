@@ -10,10 +10,10 @@ from cyclopts import Parameter
 from ckptd.cli.address import Address, Root, Where, needs_step, opened
 from ckptd.cli.output import Document, Json, note, print_document, print_table
 from ckptd.cli.output import time_text as when
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.names import CommitName, commit_key, pin_key
 from ckptd.format.records import Pin
+from ckptd.root.catalogue import Catalogue
 
 __all__ = ["PinDocument", "PinRow", "PinsDocument", "UnpinDocument", "pin", "pins", "unpin"]
 

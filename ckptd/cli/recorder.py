@@ -42,7 +42,7 @@ def build(*, json: Json = False) -> int:
             kind="missing-package",
             hint="pip install 'ckptd[train]'",
         )
-    command = [sys.executable, "-m", "ckptd.train.recorder_build"]
+    command = [sys.executable, "-m", "ckptd.train.recorder.native"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

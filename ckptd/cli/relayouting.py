@@ -16,15 +16,14 @@ from ckptd.elastic.explain import Explanation, Row, cluster_of, explain, row_of,
 from ckptd.elastic.moved import Moved, moved, moved_whole
 from ckptd.elastic.placement import Slot
 from ckptd.elastic.policy import Job, Memory, Shape
-from ckptd.engine.reshard.composed import compose_layouts
-from ckptd.engine.reshard.inferred import infer
-from ckptd.engine.reshard.layouts import Program, read_program, wrapped
-from ckptd.engine.reshard.prepare import source_program
-from ckptd.engine.reshard.stock import Stock, StockTensor
 from ckptd.errors import UsageError
 from ckptd.layout.lay import library
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import File, Mesh
+from ckptd.reshard.compose import compose_layouts
+from ckptd.reshard.layouts import Program, infer, read_program, wrapped
+from ckptd.reshard.prepare import source_program
+from ckptd.reshard.source import Stock, StockTensor
 
 __all__ = ["Answer", "Model", "Question", "draw", "memory_of", "model_of", "range_of", "shape_of"]
 

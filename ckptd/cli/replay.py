@@ -11,11 +11,11 @@ from cyclopts import Parameter
 from ckptd.cli.flight import show_dumps
 from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten
 from ckptd.errors import UsageError
-from ckptd.monitor.incident import Incident
+from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.recording import Replay
 from ckptd.monitor.recording import replay as replay_recording
+from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.verdict import Suspect
-from ckptd.monitor.watchsettings import WatchSettings, changed
 
 __all__ = ["ReplayDocument", "ReplayedIncident", "replay"]
 

@@ -18,7 +18,7 @@ from ckptd.cli.output import (
     size_text,
 )
 from ckptd.cli.sizes import size_of
-from ckptd.engine.reshard.reports import Costs, Proved, Resharded, RuleReport, SourceProgram
+from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport, SourceProgram
 
 __all__ = ["ReshardDocument", "reshard"]
 

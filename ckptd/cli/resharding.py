@@ -8,24 +8,24 @@ from pathlib import Path
 
 from ckptd.cli.address import Address, held, opened, spec_of
 from ckptd.cli.output import progress_bar
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.reshard.duplicates import check_duplicates
-from ckptd.engine.reshard.execute import Budget
-from ckptd.engine.reshard.explain import costs_of, prove_target, rules_of
-from ckptd.engine.reshard.folder import open_folder
-from ckptd.engine.reshard.hf import HfJob, hf_target
-from ckptd.engine.reshard.job import Job, Share, check_share
-from ckptd.engine.reshard.layouts import Program, read_program
-from ckptd.engine.reshard.own import open_own
-from ckptd.engine.reshard.prepare import Prepared, prepare, source_program
-from ckptd.engine.reshard.ranks import open_ranks
-from ckptd.engine.reshard.reports import Costs, Proved, Resharded, RuleReport
-from ckptd.engine.reshard.samples import Expected
-from ckptd.engine.reshard.stock import Stock
-from ckptd.engine.reshard.target import Target
-from ckptd.engine.values import Reader
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.equation import Resolved
+from ckptd.load.values import Reader
+from ckptd.reshard.duplicates import check_duplicates
+from ckptd.reshard.execute import Budget
+from ckptd.reshard.explain import costs_of, prove_target, rules_of
+from ckptd.reshard.folder import open_folder
+from ckptd.reshard.hf import HfJob, hf_target
+from ckptd.reshard.job import Job, Share, check_share
+from ckptd.reshard.layouts import Program, read_program
+from ckptd.reshard.own import open_own
+from ckptd.reshard.prepare import Prepared, prepare, source_program
+from ckptd.reshard.ranks import open_ranks
+from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport
+from ckptd.reshard.samples import Expected
+from ckptd.reshard.source import Stock
+from ckptd.reshard.target import Target
+from ckptd.root.catalogue import Catalogue
 from ckptd.store.spec import StoreSpec
 
 __all__ = ["Run", "open_stock", "prepared"]

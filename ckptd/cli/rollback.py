@@ -8,9 +8,9 @@ import msgspec
 
 from ckptd.cli.address import Where, needs_step, opened
 from ckptd.cli.output import Document, Json, flag, print_document
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import CorruptError
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
 
 __all__ = ["Left", "RollbackDocument", "rollback"]
 

@@ -185,7 +185,7 @@ def _job_name(job: str | None, run_id: str, command: tuple[str, ...], *, alone: 
 
 
 def _lock_of(job: str, node: str) -> Path:
-    from ckptd.engine.agentlink import run_folder
+    from ckptd.runtime.agentlink import run_folder
 
     digest = hashlib.sha256(f"{job}\n{node}".encode()).hexdigest()[:20]
     return run_folder() / f"node-{digest}.lock"
@@ -277,7 +277,7 @@ class _Run:
         """Launch; return the exit code."""
         from ckptd.cli.run_parts import need_secret, need_torch
         from ckptd.cli.watch_parts import old_folders
-        from ckptd.engine.agentlink import run_folder
+        from ckptd.runtime.agentlink import run_folder
 
         need_torch()
         if self._o.endpoint:
@@ -300,8 +300,8 @@ class _Run:
     ) -> Ending:
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
-        from ckptd.engine.agentlink import run_folder
         from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+        from ckptd.runtime.agentlink import run_folder
 
         o = self._o
         given = self._env.get(SECRET_VARIABLE)
@@ -342,7 +342,7 @@ class _Run:
         from ckptd.cli.run_parts import Steward, Watch, is_here, loopback_of
         from ckptd.elastic.dial import split_address
         from ckptd.elastic.places import open_places
-        from ckptd.engine.hostinfo import address_towards
+        from ckptd.runtime.host import address_towards
 
         o = self._o
         host = split_address(o.endpoint)[0] if o.endpoint else "127.0.0.1"
@@ -377,8 +377,8 @@ class _Run:
 
     def _own_address(self) -> str:
         """Return where a controller listens that other nodes find by the log alone."""
-        from ckptd.engine.hostinfo import address_towards
         from ckptd.monitor.signing import SECRET_VARIABLE
+        from ckptd.runtime.host import address_towards
 
         if self._o.high == 1:
             return "127.0.0.1"
@@ -462,8 +462,8 @@ class _Run:
         """Remove what belongs to the name of a job that nobody will use again."""
         from ckptd.daemon.place import DaemonPlace
         from ckptd.elastic.places import own_log
-        from ckptd.engine.agentlink import run_folder
         from ckptd.monitor.signing import secret_path
+        from ckptd.runtime.agentlink import run_folder
 
         secret_path(self._o.job, run_folder()).unlink(missing_ok=True)
         if self._o.log is None:

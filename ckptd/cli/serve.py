@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, flag, print_document
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE, access_token, job_secret
+from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
     import socket
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptd.daemon.access import Access
     from ckptd.daemon.place import Address
     from ckptd.daemon.service import Service, Setup
-    from ckptd.monitor.watchsettings import WatchSettings
+    from ckptd.monitor.settings import WatchSettings
 
 __all__ = ["ServeDocument", "serve"]
 
@@ -376,8 +376,8 @@ def _controller(job: str, said: str | None) -> Callable[[], str] | None:
 
 
 def _settings(given: WatchOptions, controlled: bool) -> WatchSettings:
-    from ckptd.daemon.elasticpolicy import RUN_POLICY
-    from ckptd.monitor.watchsettings import WatchSettings, changed
+    from ckptd.daemon.elastic.policy import RUN_POLICY
+    from ckptd.monitor.settings import WatchSettings, changed
 
     settings = WatchSettings(policy=dict(RUN_POLICY) if controlled else {})
     short = [f"floor.{text}" for text in given.floor]

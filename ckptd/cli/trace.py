@@ -11,10 +11,10 @@ from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten, size_text
 from ckptd.cli.output import time_text as when
-from ckptd.engine.eventfiles import EventFolder
-from ckptd.engine.profile import PhaseStats, Profiles, SaveProfile
-from ckptd.engine.timeline import Timeline
 from ckptd.errors import StoreError, UsageError
+from ckptd.events.eventfiles import EventFolder
+from ckptd.events.profile import PhaseStats, Profiles, SaveProfile
+from ckptd.events.timeline import Timeline
 
 __all__ = ["TraceDocument", "trace"]
 

@@ -15,12 +15,12 @@ from ckptd.cli.output import (
     shorten,
     size_text,
 )
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.findings import Finding, VerifyReport
-from ckptd.engine.verify import check_records
-from ckptd.engine.verify import verify as verify_one
 from ckptd.errors import CorruptError, StoreError, UsageError
 from ckptd.format.names import CommitName
+from ckptd.load.witnesses import Finding, VerifyReport
+from ckptd.root.catalogue import Catalogue
+from ckptd.tools.verify import check_records
+from ckptd.tools.verify import verify as verify_one
 
 __all__ = ["VerifyDocument", "verify"]
 

@@ -179,9 +179,9 @@ class _Watched:
             start_watcher,
         )
         from ckptd.daemon.client import DaemonClient
-        from ckptd.engine.agentlink import run_folder
         from ckptd.monitor.injection import environment
         from ckptd.monitor.signing import SECRET_VARIABLE, access_token, job_secret
+        from ckptd.runtime.agentlink import run_folder
 
         base = run_folder()
         for old in old_folders(base, _PREFIX):

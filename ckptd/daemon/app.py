@@ -21,20 +21,20 @@ from starlette.types import ASGIApp
 
 from ckptd.daemon.access import LOGIN_PATH, Access, Guard
 from ckptd.daemon.bodies import document, read_body, refusal
-from ckptd.daemon.columns import phase_name
-from ckptd.daemon.elastic import order_of
-from ckptd.daemon.elasticpart import answer_document
-from ckptd.daemon.exposition import exposition
-from ckptd.daemon.history import SERIES
-from ckptd.daemon.live import Streaming
-from ckptd.daemon.service import Service, page_folder
-from ckptd.daemon.trace import (
+from ckptd.daemon.documents.columns import phase_name
+from ckptd.daemon.documents.trace import (
     call_document,
     chrome_trace,
     parse_ranks,
     recent_calls,
     timeline,
 )
+from ckptd.daemon.elastic.link import order_of
+from ckptd.daemon.elastic.part import answer_document
+from ckptd.daemon.exposition import exposition
+from ckptd.daemon.history import SERIES
+from ckptd.daemon.live import Streaming
+from ckptd.daemon.service import Service, page_folder
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.monitor.job import NO_EXIT

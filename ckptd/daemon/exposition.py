@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptd.daemon.collectives import COLLECTIVES, collective_families
-from ckptd.daemon.elasticmeter import ELASTIC, elastic_families
+from ckptd.daemon.documents.collectives import COLLECTIVES, collective_families
+from ckptd.daemon.elastic.meter import ELASTIC, elastic_families
 from ckptd.daemon.rounds import Board
 from ckptd.daemon.service import Service
 from ckptd.errors import UsageError
@@ -98,7 +98,7 @@ class _Collector:
         yield from self._self()
 
     def _ranks(self) -> Iterator[Metric]:
-        from ckptd.daemon.columns import STATUS
+        from ckptd.daemon.documents.columns import STATUS
 
         with self._service.rounds.ranks_lock:
             ranks = self._service.rounds.ranks

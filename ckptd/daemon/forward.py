@@ -30,7 +30,7 @@ from ckptd.daemon.tape import Tape
 from ckptd.errors import TransientStoreError
 from ckptd.monitor.collectives import Book, Outbox
 from ckptd.monitor.gather import merge
-from ckptd.monitor.sheet import GAP, Found, GroupInfo, Orders, Probe, Sheet, SheetLimits
+from ckptd.monitor.report import GAP, Found, GroupInfo, Orders, Probe, Sheet, SheetLimits
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
 

@@ -15,7 +15,7 @@ from ckptd.daemon.bodies import Hold, connection_of, document, read_body, refusa
 from ckptd.daemon.tape import Tape
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.monitor.recording import Frame
-from ckptd.monitor.sheet import (
+from ckptd.monitor.report import (
     Found,
     Orders,
     Sheet,

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from ckptd.decoding import json_decoder
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import ConflictError, NotFoundError
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["Address", "DaemonPlace", "daemons", "find_daemon"]
 

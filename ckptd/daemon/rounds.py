@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckptd.daemon.columns import Ranks
+from ckptd.daemon.documents.columns import Ranks
 from ckptd.errors import CkptdError, TransientStoreError
-from ckptd.monitor.incident import Changes, Incident
+from ckptd.monitor.incidents.incident import Changes, Incident
 from ckptd.monitor.job import Job
-from ckptd.monitor.links import Effect
+from ckptd.monitor.links.matrix import Effect
 from ckptd.monitor.sources import AgentStatus
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Target

@@ -14,31 +14,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptd import __version__
 from ckptd.daemon.bodies import json_bytes
-from ckptd.daemon.checkpoints import Checkpoints
-from ckptd.daemon.columns import Ranks
-from ckptd.daemon.elasticpart import ElasticPart
-from ckptd.daemon.generations import Generations
+from ckptd.daemon.documents.checkpoints import Checkpoints
+from ckptd.daemon.documents.columns import Names, Ranks
+from ckptd.daemon.documents.generations import Generations
+from ckptd.daemon.documents.incidents import essence, from_stored, shown, to_stored
+from ckptd.daemon.documents.mesh import mesh_of
+from ckptd.daemon.documents.summary import Goodput, summary
+from ckptd.daemon.elastic.part import ElasticPart
 from ckptd.daemon.history import History
 from ckptd.daemon.ingest import Ingest, take_into
 from ckptd.daemon.live import Event, Hub
-from ckptd.daemon.mesh import mesh_of
-from ckptd.daemon.names import Names
 from ckptd.daemon.rounds import Board, Rounds, times_of
-from ckptd.daemon.shown import essence, from_stored, shown, to_stored
-from ckptd.daemon.summary import Goodput, summary
 from ckptd.daemon.tape import Tape
 from ckptd.daemon.webhook import Webhook
 from ckptd.elastic.messages import Order
 from ckptd.elastic.wire import Answer
 from ckptd.errors import NotFoundError
 from ckptd.monitor.collectives import Book
-from ckptd.monitor.incident import Changes, Incident
+from ckptd.monitor.incidents.incident import Changes, Incident
 from ckptd.monitor.recording import ROUND, SHEET, Frame, RecordingWriter, encode
-from ckptd.monitor.sheet import Found, Orders, Sheet, pack
+from ckptd.monitor.report import Found, Orders, Sheet, pack
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import Watch
-from ckptd.monitor.watchsettings import WatchSettings
+from ckptd.version import __version__
 
 __all__ = ["Service", "Setup"]
 

@@ -21,7 +21,7 @@ from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
 from ckptd.errors import CkptdError, UsageError
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
 from ckptd.monitor.job import Job
-from ckptd.monitor.sheet import (
+from ckptd.monitor.report import (
     SHEET_RANK,
     STEP,
     AgentState,

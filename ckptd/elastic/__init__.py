@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from ckptd.elastic.schedule import Schedule
 
 if TYPE_CHECKING:
-    from ckptd.train.canonical import CanonicalGradients
-    from ckptd.train.keyed import keyed_generator, keyed_rng, keyed_seed
-    from ckptd.train.sampler import ElasticSampler
-    from ckptd.train.session import session
-    from ckptd.train.tokens import global_tokens, scale_gradients
-    from ckptd.train.world import World
+    from ckptd.train.data.keyed import keyed_generator, keyed_rng, keyed_seed
+    from ckptd.train.data.sampler import ElasticSampler
+    from ckptd.train.data.tokens import global_tokens, scale_gradients
+    from ckptd.train.hooks.canonical import CanonicalGradients
+    from ckptd.train.session.session import session
+    from ckptd.train.session.world import World
 
 __all__ = [
     "CanonicalGradients",

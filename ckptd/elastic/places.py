@@ -8,8 +8,8 @@ from typing import NamedTuple
 from ckptd.elastic.etcd import Etcd, EtcdLog, EtcdSeat
 from ckptd.elastic.log import MembershipLog, StoreLog
 from ckptd.elastic.seat import SeatBook, StoreSeat
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import UsageError
+from ckptd.runtime.agentlink import run_folder
 from ckptd.store import open_store
 
 __all__ = ["Places", "open_places", "own_log"]

@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from ckptd.decoding import json_decoder
-from ckptd.engine.agentlink import run_folder
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["Signpost", "put_up", "signposts"]
 

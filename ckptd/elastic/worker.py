@@ -33,8 +33,8 @@ from ckptd.elastic.workerwire import (
     ToWorker,
     Welcome,
 )
-from ckptd.engine.channel import SocketChannel
 from ckptd.errors import WorkerError
+from ckptd.runtime.channel import SocketChannel
 
 __all__ = ["WorkerLink"]
 

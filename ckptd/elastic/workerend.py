@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from ckptd.elastic.workerwire import MOST_BYTES, Attach, FromWorker, ToWorker
-from ckptd.engine.agentlink import peer_of
-from ckptd.engine.channel import SocketChannel
 from ckptd.errors import WorkerError
+from ckptd.runtime.agentlink import peer_of
+from ckptd.runtime.channel import SocketChannel
 
 __all__ = ["LauncherEnd", "WorkerEnd"]
 

@@ -11,6 +11,7 @@ from ckptd.errors import StoreError
 from ckptd.events.bus import Subscription, at_first_event, subscribe
 from ckptd.events.event import AnyEvent
 from ckptd.events.sink import JsonlSink
+from ckptd.version import __version__
 
 __all__ = ["FOLDER_VARIABLE", "Recording", "record"]
 
@@ -27,7 +28,7 @@ class Recording:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.users = 0
-        self._sink = JsonlSink(folder, version=_version(), dropped=self._count_dropped)
+        self._sink = JsonlSink(folder, version=__version__, dropped=self._count_dropped)
         self._subscription: Subscription = subscribe(self._write)
 
     def _count_dropped(self) -> int:
@@ -98,12 +99,6 @@ def _from_environment() -> None:
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder:
         record(folder)
-
-
-def _version() -> str:
-    from ckptd import __version__  # late: the package imports this floor
-
-    return __version__
 
 
 def _close_all() -> None:

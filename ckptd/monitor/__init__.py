@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptd.train.recorder import attach, detach, phase, step
-    from ckptd.train.recorder_replicas import check_replicas, watch_gradients
+    from ckptd.train.recorder.recorder import attach, detach, phase, step
+    from ckptd.train.recorder.replicas import check_replicas, watch_gradients
 
 __all__ = ["attach", "check_replicas", "detach", "phase", "step", "watch_gradients"]
 

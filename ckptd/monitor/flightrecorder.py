@@ -23,9 +23,9 @@ import xxhash
 
 from ckptd.decoding import converter, json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.monitor.limits import Limits
 from ckptd.monitor.plainpickle import loads
-from ckptd.monitor.ringlayout import text_hash
+from ckptd.monitor.ring.layout import text_hash
+from ckptd.monitor.rules.limits import Limits
 from ckptd.monitor.view import CALL, GROUP, CallFlag, Phase, RankView
 
 __all__ = ["STUCK", "FlightRecords", "read", "read_folder"]

@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 
 from ckptd.monitor.job import NO_EXIT, RANK, AgentView, Job
-from ckptd.monitor.messages import SHEET_RANK, TABLES, AgentState, GroupInfo, Sheet
-from ckptd.monitor.ringlayout import RecorderState
-from ckptd.monitor.sheetcheck import STATES
+from ckptd.monitor.report import SHEET_RANK, STATES, TABLES, AgentState, GroupInfo, Sheet
+from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import RankView
 
@@ -22,7 +21,7 @@ _COUNT = 1 << 62
 
 
 class RankNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a rank beside its view; see `ckptd.monitor.sheet.SHEET_RANK`."""
+    """What is known of a rank beside its view; see `ckptd.monitor.report.SHEET_RANK`."""
 
     generation: int = 0
     lived: float = float("nan")

@@ -19,10 +19,10 @@ import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
-from ckptd.monitor.incident import Changes, Incident
-from ckptd.monitor.sheet import SheetLimits, unpack, unpack_fencing, unpack_found
+from ckptd.monitor.incidents.incident import Changes, Incident
+from ckptd.monitor.report import SheetLimits, unpack, unpack_fencing, unpack_found
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import Watch
-from ckptd.monitor.watchsettings import WatchSettings
 
 __all__ = [
     "FENCING",

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, NO_EXIT, RANK, Job
-from ckptd.monitor.slow import Roles
+from ckptd.monitor.rules.slow import Roles
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import CALL, GROUP, Phase, RankView
 

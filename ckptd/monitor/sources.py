@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.sheet import SHEET_RANK, AgentState, GroupInfo, Sheet
-from ckptd.monitor.watchsettings import WatchSettings
+from ckptd.monitor.report import SHEET_RANK, AgentState, GroupInfo, Sheet
+from ckptd.monitor.settings import WatchSettings
 
 __all__ = ["AgentStatus", "Source", "Sources"]
 

@@ -10,25 +10,24 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.casebook import Casebook, Moment
-from ckptd.monitor.diagnose import diagnose
-from ckptd.monitor.endings import Endings
-from ckptd.monitor.evidence import Evidence, calls_text, suspected_ranks
 from ckptd.monitor.gather import gathered, job_of, selected
-from ckptd.monitor.incident import Changes, Incident
+from ckptd.monitor.incidents.evidence import Evidence, calls_text, suspected_ranks
+from ckptd.monitor.incidents.incident import Changes, Incident
+from ckptd.monitor.incidents.tracker import Casebook, Moment
 from ckptd.monitor.job import AgentView, Job
-from ckptd.monitor.limits import Learned, learn, learn_cut_short
-from ckptd.monitor.linking import Linking, LinkMatrix
-from ckptd.monitor.pace import Pace
-from ckptd.monitor.ringlayout import RecorderState
-from ckptd.monitor.sheet import GAP, Fencing, Found, Orders, Sheet
-from ckptd.monitor.slow import Roles
+from ckptd.monitor.links.rounds import Linking, LinkMatrix
+from ckptd.monitor.report import GAP, Fencing, Found, Orders, Sheet
+from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.rules.corruption import SumBook
+from ckptd.monitor.rules.diagnose import diagnose
+from ckptd.monitor.rules.endings import Endings, Stopped
+from ckptd.monitor.rules.limits import Learned, learn, learn_cut_short
+from ckptd.monitor.rules.pace import Pace
+from ckptd.monitor.rules.slow import Roles
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import AgentStatus, Sources, old
 from ckptd.monitor.stats import Array
-from ckptd.monitor.stopped import Stopped
-from ckptd.monitor.sums import SumBook
 from ckptd.monitor.verdict import Kind, Suspect, Verdict
-from ckptd.monitor.watchsettings import WatchSettings
 
 __all__ = ["Watch"]
 

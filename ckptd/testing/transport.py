@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptd.engine.transport import Pending, Transport
 from ckptd.errors import CkptdError, UsageError
+from ckptd.relayout.transport import Pending, Transport
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 
 __all__ = ["TransportContract"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ckptd.engine.auto import Auto
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.policy import Every, Keep
-from ckptd.train.batches import Batches
+from ckptd.root.auto import Auto
+from ckptd.root.policy import Every, Keep
+from ckptd.save.handle import SaveHandle
 from ckptd.train.checkpointer import Checkpointer
+from ckptd.train.data.batches import Batches
 from ckptd.train.loader import LoadReport
-from ckptd.train.perrank import PerRank
-from ckptd.train.rng import Rng
+from ckptd.train.state.leaves import PerRank
+from ckptd.train.state.rng import Rng
 
 __all__ = [
     "Auto",

@@ -2,45 +2,155 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 
-from ckptd.engine.auto import Auto, Choice
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.lives import recent
-from ckptd.engine.opening import root_spec
-from ckptd.engine.policy import Every, Keep, check_positive
-from ckptd.engine.telling import root_tier
-from ckptd.engine.tiers import LINGER_S, Tier, tier_specs
+import torch
+
+from ckptd import events
 from ckptd.errors import CkptdError, UsageError
+from ckptd.events.metrics import Metrics
 from ckptd.format.names import CommitName, check_step
 from ckptd.monitor.view import Phase
-from ckptd.train.admission import Admission, WhenFailed, WhenFull, check_when_failed
-from ckptd.train.agree import Agreement
-from ckptd.train.board import JobBoard, board_of, global_ranks
-from ckptd.train.cadence import Cadence, rule_of
-from ckptd.train.elastichooks import ElasticHooks, LauncherWatch
-from ckptd.train.interrupt import whole
+from ckptd.root.auto import Auto, Choice, recent
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.opening import root_spec
+from ckptd.root.policy import Every, Keep, check_positive
+from ckptd.root.spans import root_tier, saving
+from ckptd.runtime.ranks import Board
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
+from ckptd.save.tiers import LINGER_S, Tier, tier_specs
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.nearby import near_tiers
-from ckptd.train.recorder import phase
+from ckptd.train.ranks import Agreement, JobBoard, board_of, global_ranks
+from ckptd.train.recorder.recorder import phase
 from ckptd.train.saver import Lazy, Saver
+from ckptd.train.schedule import (
+    Admission,
+    Cadence,
+    WhenFailed,
+    WhenFull,
+    check_when_failed,
+    rule_of,
+)
+from ckptd.train.session.elastichooks import ElasticHooks, LauncherWatch
+from ckptd.train.session.interrupt import whole
 from ckptd.train.signals import GRACE_S, lost
-from ckptd.train.telling import Telling
-from ckptd.train.uncompiled import uncompiled
 
 if TYPE_CHECKING:
-    from ckptd.train.laid_program import LayoutSpec
+    from ckptd.train.layout.program import LayoutSpec
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "Telling", "uncompiled"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function`, and what it calls, as it is; the graph around it breaks at the call."""
+    disabled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return cast(R, disabled[0](*args, **kwargs))
+
+    # What torch.compiler.disable puts there: the caller's graph breaks before this is looked into.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    with suppress(
+        AttributeError, KeyError, TypeError
+    ):  # private: without it this frame is compiled once
+        skip: Callable[[object], None] = vars(torch._C._dynamo.eval_frame)["skip_code"]
+        skip(vars(types.FunctionType)["__code__"].__get__(call))
+    return call
+
+
+class Telling:
+    """Emits the events of one checkpointer's calls.
+
+    Parameters
+    ----------
+    tier
+        What the root is called.
+    folder
+        Where this process and its writing process record events; None for nowhere.
+
+    Raises
+    ------
+    StoreError
+        kind ``events-folder``.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        catalogue: Catalogue,
+        board: Board,
+        tier: str,
+    ) -> None:
+        self._tier = tier
+        self._store = catalogue.store
+        self._rank = board.rank
+        self._recording = None if folder is None else events.record(folder)
+        self._metrics = Metrics()
+
+    @contextmanager
+    def saving(self, name: CommitName, attempt: str, since_ns: int) -> Iterator[None]:
+        """Say that the code within saves; the call began at `since_ns` of the monotonic clock."""
+        with (
+            events.about(tier=self._tier),
+            saving(self._store, name, attempt, self._rank),
+            events.span("call", since_ns=since_ns),
+        ):
+            events.emit(
+                events.SaveBegun(
+                    step=name.step,
+                    generation=name.generation,
+                    attempt=attempt,
+                    rank=self._rank,
+                    at_ns=events.now_ns() - (time.monotonic_ns() - since_ns),
+                )
+            )
+            yield
+
+    def skipped(self, name: CommitName, reason: str) -> None:
+        """Say that a save that was due does not begin."""
+        events.emit(
+            events.SaveSkipped(
+                step=name.step,
+                generation=name.generation,
+                rank=self._rank,
+                at_ns=events.now_ns(),
+                reason=reason,
+            )
+        )
+
+    def metrics_text(self) -> str:
+        """See `ckptd.train.checkpointer.Checkpointer.metrics_text`."""
+        return self._metrics.text()
+
+    def close(self) -> None:
+        """Record and count no more. Idempotent."""
+        self._metrics.close()
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
+
 
 _log = logging.getLogger("ckptd")
 _END_S = 5.0
@@ -176,7 +286,9 @@ class Checkpointer:
         ranks = global_ranks(process_group)
         laid = None
         if layout is not None:
-            from ckptd.train.laid import Laid  # brings all of Lay: a fifth of what starting takes
+            from ckptd.train.layout.binder import (
+                Laid,  # brings all of Lay: a fifth of what starting takes
+            )
 
             laid = Laid(layout, agreement)
         self._saver = Saver(agreement, ranks, timeout_s, laid, lazy=lazy, look=debug, refer=refer)

@@ -1,7 +1,7 @@
 """In which order copies are handed over, how many are under way, when everything is in place.
 
 Scheduling alone, without torch: what carries a copy out is a `Lane`. A lane on the host copies in
-`push`; one of a GPU enqueues there and is done later (`ckptd.train.cudacopy`).
+`push`; one of a GPU enqueues there and is done later (`ckptd.train.cuda`).
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckptd import events
-from ckptd.engine.arena import MOST_SLOTS
 from ckptd.errors import SaveError
 from ckptd.monitor.view import Phase
-from ckptd.train.cudacopy import is_capturing
-from ckptd.train.leaves import TensorLeaf
-from ckptd.train.recorder import phase
+from ckptd.save.arena import MOST_SLOTS
+from ckptd.train.cuda import is_capturing
+from ckptd.train.recorder.recorder import phase
+from ckptd.train.state.leaves import TensorLeaf
 
 __all__ = ["Gate"]
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import NotFoundError, RefusedError, StoreError
 from ckptd.format.names import CommitName
 from ckptd.monitor.view import Phase
-from ckptd.train.agree import Agreement
-from ckptd.train.recorder import phase
+from ckptd.root.catalogue import Catalogue
+from ckptd.train.ranks import Agreement
+from ckptd.train.recorder.recorder import phase
 
 __all__ = ["Lineage"]
 

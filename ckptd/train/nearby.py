@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,34 +14,112 @@ import msgspec
 
 from ckptd.config import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.decoding import json_decoder
-from ckptd.engine.agentlink import AgentPlace
-from ckptd.engine.client import WriterClient
-from ckptd.engine.distant import Distant
-from ckptd.engine.job import Neighbours, Partner
-from ckptd.engine.joining import AgentSpec
-from ckptd.engine.neighbours import (
+from ckptd.errors import CkptdError, UsageError
+from ckptd.load.union import Source
+from ckptd.root.opening import served_spec
+from ckptd.root.policy import Every, check_positive
+from ckptd.runtime.agentlink import AgentPlace
+from ckptd.runtime.ranks import Board
+from ckptd.save.client import AgentSpec, WriterClient
+from ckptd.save.messages import Neighbours, Partner
+from ckptd.save.peers import (
     MOST_TOLD,
+    Distant,
     KnownNode,
     followers,
     former_nodes,
     known_node,
     older,
+    partners,
 )
-from ckptd.engine.opening import served_spec
-from ckptd.engine.partners import partners
-from ckptd.engine.policy import check_positive
-from ckptd.engine.tiers import Tier, tier_specs
-from ckptd.engine.union import Source
-from ckptd.errors import CkptdError, UsageError
-from ckptd.train.agree import Agreement
-from ckptd.train.hosts import bind_address, host_id, host_members
-from ckptd.train.tierrules import TierRules
+from ckptd.save.tiers import NEAR, Tier, tier_specs
+from ckptd.train.ranks import Agreement, bind_address, host_id, host_members
+from ckptd.train.schedule import Announcements, StepTimes
 
 if TYPE_CHECKING:
     from ckptd.store import StoreSpec
     from ckptd.store.base import Store
 
-__all__ = ["Nearby", "near_tiers"]
+__all__ = ["Nearby", "TierRules", "near_tiers"]
+
+
+class TierRules:
+    """Evaluates the rules of near tiers.
+
+    Rules by step are a function of the step. Those by clock are decided by rank 0, which announces
+    for a coming call which tiers are due then.
+
+    Parameters
+    ----------
+    tiers
+        One of each kind at most.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], board: Board) -> None:
+        self._rules = {
+            t.name: None if t.every is None else Every.of(t.every)
+            for t in sorted(tiers, key=lambda t: NEAR.index(t.name))
+        }
+        self._board = board
+        self._announcements = Announcements(board, "near-due")
+        self._steps = StepTimes()
+        self._last: dict[str, int] = {}
+        self._since = dict.fromkeys(self._rules, time.monotonic())
+
+    def due(self, step: int, root: bool, *, forced: bool) -> tuple[str, ...]:
+        """Return the near tiers that the save of `step` goes to; every rank asks at each call.
+
+        Parameters
+        ----------
+        root
+            Whether the root's rule says that the save is due: tiers without a rule follow it.
+        forced
+            All are due.
+        """
+        by_clock = self._hear()
+        return tuple(
+            name
+            for name, rule in self._rules.items()
+            if forced
+            or (root if rule is None else name in by_clock or rule.due(step, self._last.get(name)))
+        )
+
+    def saved(self, step: int, names: Collection[str]) -> None:
+        """Note that a save began, or that `step` was loaded: time and steps begin anew."""
+        for name in names:
+            self._last[name] = step
+            self._since[name] = time.monotonic()
+
+    def loaded(self, step: int) -> None:
+        """Note that the state is that of a checkpoint."""
+        self.saved(step, tuple(self._rules))
+
+    def _hear(self) -> set[str]:
+        clocked = [n for n, rule in self._rules.items() if rule is not None and rule.by_clock]
+        if not clocked:
+            return set()
+        now = time.monotonic()
+        self._steps.call(now, False)
+        decide = partial(self._decide, clocked)
+        word = self._announcements.hear(decide, self._steps.usual_s)
+        self._steps.leave(time.monotonic())
+        return set(word.split("+")) - {""}
+
+    def _decide(self, clocked: Sequence[str], said: Collection[str]) -> str:
+        """On rank 0: what to announce; a tier that is announced already not again."""
+        waiting = {name for word in said for name in word.split("+")}
+        now = time.monotonic()
+        late = [
+            name
+            for name in clocked
+            if name not in waiting and self._is_late(name, now - self._since[name])
+        ]
+        return "+".join(late)
+
+    def _is_late(self, name: str, elapsed_s: float) -> bool:
+        rule = self._rules[name]
+        return rule is not None and rule.minutes is not None and elapsed_s >= 60.0 * rule.minutes
+
 
 _log = logging.getLogger("ckptd")
 

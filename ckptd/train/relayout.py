@@ -2,33 +2,276 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from ckptd.engine.relayout import Mover, MoveReport, message_bytes
-from ckptd.engine.relayout_plan import MovePlan, Roles, make_plan
-from ckptd.engine.relayout_watch import Watch
-from ckptd.engine.transport import Transport
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.copies import Composition
+from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.live import Transfers
-from ckptd.train.agree import Agreement
-from ckptd.train.board import board_of
-from ckptd.train.dtypes import dtype_name, local_tensor
-from ckptd.train.laid_loading import look
-from ckptd.train.laid_program import LayoutSpec
-from ckptd.train.leaves import Leaves, SavedNames, TensorLeaf
-from ckptd.train.relayout_memory import check_apart
-from ckptd.train.relayout_side import Numbers, Side, memories, numbers
-from ckptd.train.restore import apply_objects, prepare
-from ckptd.train.transport_torch import TorchTransport
-from ckptd.types import DType
+from ckptd.layout.lay.local import local_tensors
+from ckptd.layout.lay.observe import bind_sizes
+from ckptd.layout.lay.stored import StoredForm
+from ckptd.relayout.memory import ArrayMemory, Memory
+from ckptd.relayout.move import Mover, MoveReport, Watch, message_bytes
+from ckptd.relayout.plan import MovePlan, Roles, make_plan
+from ckptd.relayout.transport import Transport
+from ckptd.train.layout.binder import JobLayout, Laid, Seen
+from ckptd.train.layout.loading import look
+from ckptd.train.layout.program import LayoutSpec, Spelling
+from ckptd.train.ranks import Agreement, board_of
+from ckptd.train.state.leaves import Leaves, SavedNames, TensorLeaf
+from ckptd.train.state.restore import apply_objects, prepare
+from ckptd.train.state.tensors import as_bytes, dtype_name, local_tensor
+from ckptd.train.transport import TorchTransport
+from ckptd.types import DType, dtype_of
 
-__all__ = ["relayout"]
+__all__ = [
+    "Numbers",
+    "Side",
+    "TorchMemory",
+    "check_apart",
+    "memories",
+    "memory_of",
+    "numbers",
+    "relayout",
+]
+
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+
+def memory_of(tensor: torch.Tensor, name: str) -> Memory:
+    """Return a rank-local tensor as memory.
+
+    Raises
+    ------
+    UsageError
+        kind ``not-bytes``: it is not contiguous.
+    """
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if not tensor.is_contiguous() or lazy:
+        raise UsageError(
+            "a tensor that is not contiguous cannot be moved",
+            kind="not-bytes",
+            where=name,
+            found=f"strides {tensor.stride()} of {tuple(tensor.shape)}",
+            hint="move its contiguous() copy, and copy that back",
+        )
+    dtype = dtype_of(dtype_name(tensor.dtype, name), name)
+    if tensor.device.type == "cpu":
+        return ArrayMemory(as_bytes(tensor), dtype)
+    return TorchMemory(tensor, dtype)
+
+
+class TorchMemory:
+    """A contiguous tensor on any device, as `ckptd.relayout.memory.Memory`."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: DType) -> None:
+        self.dtype = dtype
+        self.numel = tensor.numel()
+        self._flat = tensor.reshape(-1)
+
+    def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
+        """See `ckptd.relayout.memory.Memory`."""
+        self._host(out).view(shape).copy_(self._part(start, shape, strides))
+
+    def take_at(self, at: I64, out: U8) -> None:
+        """See `ckptd.relayout.memory.Memory`."""
+        index = torch.from_numpy(at).to(self._flat.device)
+        self._host(out).copy_(self._flat[index])
+
+    def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
+        """See `ckptd.relayout.memory.Memory`."""
+        self._part(start, shape, strides).copy_(self._host(data).view(shape))
+
+    def put_at(self, at: I64, data: U8) -> None:
+        """See `ckptd.relayout.memory.Memory`."""
+        index = torch.from_numpy(at).to(self._flat.device)
+        self._flat[index] = self._host(data).to(self._flat.device)
+
+    def region(self) -> tuple[object, int, int]:
+        """See `ckptd.relayout.memory.Memory`."""
+        start = self._flat.data_ptr()
+        return str(self._flat.device), start, start + self.numel * self.dtype.itemsize
+
+    def _part(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        return self._flat.as_strided(shape, strides, self._flat.storage_offset() + start)
+
+    def _host(self, data: U8) -> torch.Tensor:
+        return torch.from_numpy(data).view(self._flat.dtype)
+
+
+def check_apart(sources: dict[str, Memory], targets: dict[str, Memory]) -> None:
+    """Raise `UsageError` (kind ``overlap``) when something is both taken from and put into."""
+    found = [(*m.region(), 0, n) for n, m in sources.items() if m.numel]
+    found += [(*m.region(), 1, n) for n, m in targets.items() if m.numel]
+    found.sort(key=lambda r: (str(r[0]), r[1]))
+    ends: dict[tuple[str, int], tuple[int, str]] = {}
+    for device, start, end, side, name in found:
+        other = ends.get((str(device), 1 - side))
+        if other is not None and other[0] > start:
+            raise UsageError(
+                "a tensor is both moved and filled",
+                kind="overlap",
+                where=f"{name}, {other[1]}",
+                hint="give the new tensors memory of their own; free the old ones after the move",
+            )
+        known = ends.get((str(device), side))
+        if known is None or known[0] < end:
+            ends[(str(device), side)] = (end, name)
+
+
+Numbers = Sequence[tuple[DType, bytes] | None]
+"""Numbers that follow a parameter, in the order of their names: type and bytes."""
+
+
+@dataclass(eq=False)
+class Side:
+    """One of the two layouts, and what this rank has of it.
+
+    `job` has the names of the state, `form` those of the program: both ends of a stream know only
+    the latter.
+    """
+
+    laid: Laid
+    job: JobLayout
+    form: StoredForm
+    state: Mapping[str, Any] | None
+    leaves: Leaves
+
+    @staticmethod
+    def of(
+        state: Mapping[str, Any] | None,
+        layout: LayoutSpec,
+        agreement: Agreement,
+        ranks: Sequence[int] | None,
+    ) -> Side:
+        """Bind a layout to what this rank has; ranks outside it see no state. Collective."""
+        world = agreement.board.world
+        if ranks is None:
+            ranks = range(Laid.mesh_world(layout))
+        laid = Laid(layout, agreement, tuple(ranks))
+        leaves = Leaves()
+
+        def seen() -> Leaves:
+            nonlocal leaves
+            _check_roles(laid, state, ranks, world)
+            leaves = Leaves() if state is None else _local(look(state))
+            return leaves
+
+        job = _stated(laid, seen) or laid.bind(seen)
+        layout_ = replace(
+            job.form.bound.layout,
+            params=laid.resolved.params,
+            state_names=laid.resolved.state_names,
+        )
+        return Side(laid, job, StoredForm(Bound(layout_, job.form.bound.sizes)), state, leaves)
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Names in the state by names in the program, of everything that this rank has."""
+        if self.laid.rank is None:
+            return {}
+        own = local_tensors(self.form, self.laid.rank)
+        live = local_tensors(self.job.form, self.laid.rank)
+        return {a.name: b.name for a, b in zip(own, live, strict=True)}
+
+    def scalar(self, rule: int, indexes: tuple[int, ...], name: str) -> str:
+        """Return the name in the state of a number that follows a parameter."""
+        local = self.job.form.rules[rule].local_name(indexes)
+        return self.job.spelling.states.replace("{state}", name).replace("{name}", local)
+
+
+def _check_roles(
+    laid: Laid, state: Mapping[str, Any] | None, ranks: Sequence[int], world: int
+) -> None:
+    """Raise `UsageError` unless ranks of the layout, and only those, bring a state."""
+    if not set(ranks) <= set(range(world)) or len(set(ranks)) != len(ranks):
+        raise UsageError(
+            "not ranks of the process group",
+            kind="lay-use",
+            where=laid.program.layout,
+            wanted=f"different ranks below {world}",
+            found=list(ranks)[:16],
+        )
+    if (state is None) == (laid.rank is not None):
+        raise UsageError(
+            "a rank of a layout brings a state, and others bring None",
+            kind="lay-use",
+            where=laid.program.layout,
+            found=f"{'no state' if state is None else 'a state'} on one that "
+            f"{'is' if state is None else 'is not'} of the ranks {list(ranks)[:16]}",
+        )
+
+
+def _local(leaves: Leaves) -> Leaves:
+    """Return leaves that are what this rank has of its tensors."""
+    tensors = {n: replace(x, tensor=local_tensor(x.tensor)) for n, x in leaves.tensors.items()}
+    return replace(leaves, tensors=tensors)
+
+
+def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
+    """Return the layout if the program says all sizes; the same answer on every rank."""
+    try:
+        bound = bind_sizes(laid.resolved, {})
+    except MismatchError:
+        return None
+    spelling = laid.spelling(Seen.of(look_at(), whole=True)) or Spelling()
+    return laid.job(replace(bound, layout=spelling.put_into(bound.layout)), spelling)
+
+
+def memories(side: Side, leaves: Leaves, states: set[str]) -> dict[str, Memory]:
+    """Return the memory of this rank's tensors, by their names in the program."""
+    if side.laid.rank is None:
+        return {}
+    by_name = {n: x for x in leaves.tensors.values() for n in (x.name, *x.aliases)}
+    flats = {n.rpartition(".flat.")[2]: x for n, x in by_name.items() if ".flat." in f".{n}"}
+    names = side.names
+    out = {}
+    for tensor in local_tensors(side.form, side.laid.rank):
+        leaf = by_name.get(names[tensor.name])
+        if leaf is None and tensor.name.startswith("flat."):
+            leaf = flats.get(tensor.name.removeprefix("flat."))
+        if leaf is None or tensor.state not in states:
+            continue
+        local = local_tensor(leaf.tensor)
+        if tuple(local.shape) != tensor.shape:
+            raise MismatchError(
+                "a tensor has another shape than the layout says",
+                kind="lay-fit",
+                where=names[tensor.name],
+                wanted=tensor.shape,
+                found=tuple(local.shape),
+            )
+        out[tensor.name] = memory_of(local, leaf.name)
+    return out
+
+
+def numbers(source: Side, names: Sequence[str]) -> dict[str, Numbers]:
+    """Return the numbers that follow each parameter of this rank."""
+    out: dict[str, Numbers] = {}
+    for local, (rule, indexes) in source.job.tensors.items() if source.state is not None else ():
+        found: list[tuple[DType, bytes] | None] = []
+        for name in names:
+            leaf = source.leaves.tensors.get(source.scalar(rule, indexes, name))
+            if leaf is None or leaf.tensor.numel() != 1:
+                found.append(None)
+            else:
+                memory = memory_of(leaf.tensor.reshape(1).contiguous().cpu(), leaf.name)
+                raw = np.empty(memory.dtype.itemsize, dtype=np.uint8)
+                memory.take_at(np.zeros(1, dtype=np.int64), raw)
+                found.append((dtype_of(leaf.dtype), raw.tobytes()))
+        out[source.form.name(local, "")] = found
+    return out
 
 
 def relayout(
@@ -117,16 +360,16 @@ class _Alone:
     rank, world, buffers = 0, 1, 0
 
     def begin(self, message_bytes: int) -> None:
-        """See `ckptd.engine.transport.Transport`."""
+        """See `ckptd.relayout.transport.Transport`."""
 
     def send(self, peer: int, data: Any) -> Any:
-        """See `ckptd.engine.transport.Transport`."""
+        """See `ckptd.relayout.transport.Transport`."""
         raise UsageError("there is no other rank", kind="transport", found=peer)
 
     receive = send
 
     def close(self) -> None:
-        """See `ckptd.engine.transport.Transport`."""
+        """See `ckptd.relayout.transport.Transport`."""
 
 
 @dataclass(eq=False)

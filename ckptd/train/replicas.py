@@ -9,12 +9,11 @@ import numpy as np
 import torch
 import xxhash
 
-from ckptd.engine.holders import Holders, Shared
-from ckptd.engine.job import Blob
 from ckptd.format.digest import digest_hex
-from ckptd.train.distributed import is_dtensor
-from ckptd.train.dtypes import as_bytes, local_tensor
-from ckptd.train.leaves import ObjectLeaf, TensorLeaf
+from ckptd.save.messages import Blob
+from ckptd.save.structure import Holders, Shared
+from ckptd.train.state.leaves import ObjectLeaf, TensorLeaf
+from ckptd.train.state.tensors import as_bytes, is_dtensor, local_tensor
 
 __all__ = [
     "Samples",

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-from ckptd.engine.handle import SaveHandle
 from ckptd.errors import DeadlineError, UsageError
+from ckptd.save.handle import SaveHandle
 
 __all__ = ["GRACE_S", "SAVE", "STOP", "SignalWatch", "lost"]
 

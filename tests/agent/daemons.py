@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.sheet import Found, Orders, Sheet, pack, unpack, unpack_found
+from ckptd.monitor.report import Found, Orders, Sheet, pack, unpack, unpack_found
 from ckptd.monitor.signing import (
     CHALLENGE_PATH,
     MAC_HEADER,

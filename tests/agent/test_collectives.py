@@ -11,8 +11,8 @@ import pytest
 from ckptd.agent.rings import Rings
 from ckptd.agent.tally import Tally
 from ckptd.monitor.collectives import BUS_BYTES, BYTES, CALLS, SECONDS, TIMES, TIMES_S
-from ckptd.monitor.ring import RingGroup, RingIdentity, RingWriter
-from ckptd.monitor.ringlayout import RecorderState, Shape
+from ckptd.monitor.ring.layout import RecorderState, Shape
+from ckptd.monitor.ring.ring import RingGroup, RingIdentity, RingWriter
 from ckptd.monitor.stats import Array
 
 MIB = 1 << 20

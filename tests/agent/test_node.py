@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.agentlink import AgentPlace, listen, locked, reach
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.client import WriterClient
-from ckptd.engine.joining import AgentSpec
-from ckptd.engine.tiers import TierSpec
 from ckptd.errors import CkptdError
+from ckptd.runtime.agentlink import AgentPlace, listen, locked, reach
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.client import AgentSpec, WriterClient
+from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
-from tests.engine.nearjob import WAIT_S, NearJob, Trainer, newest_at, until
 from tests.processes import agents_in, lives
+from tests.save.nearjob import WAIT_S, NearJob, Trainer, newest_at, until
 
 SAVED = """
 for step in (1, 2):
@@ -263,7 +262,7 @@ def test_a_zombie_of_an_older_life_displaces_nothing(root: str) -> None:
 TWO_NODES = """
 import json
 import os
-from ckptd.engine.board import LocalBoard
+from ckptd.runtime.ranks import LocalBoard
 board = LocalBoard(0, 2)
 boards = [board, LocalBoard(1, 2, board)]
 jobs = [NearJob(job.catalogue.store.url, node=f"n{b.rank}", board=b, generation=1) for b in boards]

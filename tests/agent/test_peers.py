@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.job import Neighbours
-from ckptd.engine.neighbours import KnownNode
 from ckptd.errors import CkptdError
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.messages import Neighbours
+from ckptd.save.peers import KnownNode
 from tests.crash.mounts import Mounted, tmpfs
-from tests.engine.nearjob import WAIT_S, NearJob, newest_at, until
 from tests.processes import lives
+from tests.save.nearjob import WAIT_S, NearJob, newest_at, until
 
 __all__ = ["tmpfs"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.agent.probes import listen_for_probes, measure, shown_address
 from ckptd.errors import StoreError
-from ckptd.monitor.sheet import Probe
+from ckptd.monitor.report import Probe
 
 SECRET = b"a secret of tests, long enough"
 

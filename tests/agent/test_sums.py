@@ -13,8 +13,8 @@ import pytest
 
 from ckptd.agent.rings import Ring, Rings
 from ckptd.agent.sums import Sums
-from ckptd.monitor.ring import RingIdentity, RingWriter
-from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
+from ckptd.monitor.ring.ring import RingIdentity, RingWriter
+from ckptd.monitor.ring.samples import SampleKind, SampleWriter, samples_path
 from tests.agent.test_rings import rings
 
 WHO = RingIdentity(rank=1, world=2)

@@ -10,9 +10,9 @@ import pytest
 
 from ckptd.agent.rings import Ring, Rings
 from ckptd.agent.tally import Tally
-from ckptd.monitor import ring as ring_module
-from ckptd.monitor.ring import RingGroup, RingIdentity, RingWriter
-from ckptd.monitor.ringlayout import Shape
+from ckptd.monitor.ring import ring as ring_module
+from ckptd.monitor.ring.layout import Shape
+from ckptd.monitor.ring.ring import RingGroup, RingIdentity, RingWriter
 from ckptd.monitor.view import Phase
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import UsageError
-from ckptd.monitor.sheet import Found, Orders, Sheet, Stack, pack
+from ckptd.monitor.report import Found, Orders, Sheet, Stack, pack
 from ckptd.monitor.signing import new_challenge
 from tests.agent.daemons import SECRET, Daemon, daemon
 

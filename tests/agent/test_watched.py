@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.agentlink import AgentPlace, connect_agent
-from ckptd.engine.hostinfo import host_id, node_name
+from ckptd.runtime.agentlink import AgentPlace, connect_agent
+from ckptd.runtime.host import host_id, node_name
 from tests.agent.daemons import SECRET, daemon
 from tests.agent.writers import writers
 from tests.cli.running import COMMAND

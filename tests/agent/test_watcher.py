@@ -19,13 +19,13 @@ from ckptd.agent.rings import Rings
 from ckptd.agent.uplink import Uplink
 from ckptd.agent.watched import floors_of
 from ckptd.agent.watcher import Watcher
-from ckptd.engine.hostinfo import node_name
 from ckptd.errors import UsageError
 from ckptd.monitor.gather import job_of
-from ckptd.monitor.hang import hangs
-from ckptd.monitor.limits import Learned, Limits
-from ckptd.monitor.sheet import Orders, Probe
+from ckptd.monitor.report import Orders, Probe
+from ckptd.monitor.rules.hang import hangs
+from ckptd.monitor.rules.limits import Learned, Limits
 from ckptd.monitor.view import Phase
+from ckptd.runtime.host import node_name
 from tests.agent.daemons import SECRET, Daemon, daemon
 from tests.agent.writers import writers
 from tests.processes import stop

@@ -11,8 +11,8 @@ from pathlib import Path
 WRITER = """
 import os, select, sys, threading, time
 from pathlib import Path
-from ckptd.monitor.ring import RingIdentity, RingWriter
-from ckptd.monitor.ringlayout import RecorderState
+from ckptd.monitor.ring.ring import RingIdentity, RingWriter
+from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.view import Phase
 
 folder, rank, world, rate, generation, job = sys.argv[1:]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptd.engine.agentlink import reach
-from ckptd.engine.visit import AgentStatus, AskStatus, visit
+from ckptd.runtime.agentlink import reach
+from ckptd.save.messages import AgentStatus, AskStatus, visit
 from tests.cli.running import COMMAND
 
 DEADLINE_S = 60.0

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from ckptd.cli.address import Address, held, needs_step, opened
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.gc import plan_gc
-from ckptd.engine.leases import leases
 from ckptd.errors import NotFoundError, StoreError, UsageError
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.gc import plan_gc
+from ckptd.root.leases import leases
 from ckptd.store.local import LocalStore
 from tests.cli.roots import cut, make_root, put, values
 from tests.cli.running import Cli

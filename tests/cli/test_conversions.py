@@ -12,12 +12,12 @@ from safetensors.numpy import load_file, save_file
 
 import ckptd
 from ckptd.cli.address import opened
-from ckptd.engine.values import Reader
 from ckptd.layout.lay.build import files
 from ckptd.layout.lay.parser import parse_statement
 from ckptd.layout.lay.printer import show
+from ckptd.load.values import Reader
 from tests.cli.running import Cli
-from tests.engine.builder import Array
+from tests.load.builder import Array
 
 RNG = np.random.default_rng(11)
 E = RNG.standard_normal((12, 4)).astype(np.float32)
@@ -150,7 +150,7 @@ def test_a_copy_in_the_source_is_compared(cli: Cli, program: str, tmp_path: Path
 def test_a_copy_that_is_larger_than_memory_for_it(
     cli: Cli, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.engine.reshard.duplicates._ROUND_BYTES", 1 << 20)
+    monkeypatch.setattr("ckptd.reshard.duplicates._ROUND_BYTES", 1 << 20)
     big = RNG.standard_normal((3 << 18, 4)).astype(np.float32)
     other = big.copy()
     other[-1, -1] += 1

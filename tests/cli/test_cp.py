@@ -1,4 +1,4 @@
-"""``ckptd cp``: the verb; copies that die are tested with `ckptd.engine.transfer`."""
+"""``ckptd cp``: the verb; copies that die are tested with `ckptd.tools.copy`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_damaged_source(cli: Cli, root: str, tmp_path: Path) -> None:
 
 
 def test_nothing_to_copy(cli: Cli, root: str, tmp_path: Path) -> None:
-    from ckptd.engine.catalogue import Catalogue
+    from ckptd.root.catalogue import Catalogue
     from ckptd.store import open_store
 
     with open_store(tmp_path / "empty") as store:

@@ -1,4 +1,4 @@
-"""``ckptd diff``: the verb; how values are compared is tested with `ckptd.engine.diff`."""
+"""``ckptd diff``: the verb; how values are compared is tested with `ckptd.tools.diff`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.store import open_store
 from tests.cli.roots import OBJECTS, by_columns, cut, flip, make_root, put, rank_file, values
 from tests.cli.running import Cli
-from tests.engine.builder import Saved
+from tests.load.builder import Saved
 
 
 def test_equal_in_other_layouts(cli: Cli, tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ckptd.engine.doctor import SCRATCH, Check, probe
-from ckptd.engine.hostinfo import environment, mount_of, versions
 from ckptd.errors import StoreError, TransientStoreError
+from ckptd.runtime.host import environment, mount_of, versions
 from ckptd.store import StoreSpec, register_store
 from ckptd.store.base import Names
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
+from ckptd.tools.doctor import SCRATCH, Check, probe
 from tests.cli.roots import rank_file
 from tests.cli.running import Cli
 

@@ -15,14 +15,14 @@ from safetensors.numpy import load_file
 
 from ckptd.cli.address import opened
 from ckptd.cli.sizes import size_of
-from ckptd.engine import export as engine
-from ckptd.engine.export_plan import plan_export
-from ckptd.engine.values import Reader
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
+from ckptd.load.values import Reader
+from ckptd.tools import export as engine
+from ckptd.tools.export import plan_export
 from tests.cli.roots import absent_rows, by_columns, cut, flip, make_root, rank_file, values
 from tests.cli.running import Cli
-from tests.engine.builder import Saved
+from tests.load.builder import Saved
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,10 +9,10 @@ import pytest
 
 from ckptd.cli.address import opened
 from ckptd.cli.gc import duration_s
-from ckptd.engine.clock import stamp
-from ckptd.engine.leases import hold
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
+from ckptd.root.leases import hold
+from ckptd.root.root import stamp
 from ckptd.store import open_store
 from tests.cli.roots import cut, put, rank_file, values
 from tests.cli.running import Cli

@@ -11,14 +11,14 @@ import pytest
 
 from ckptd.cli.contents import TensorRow
 from ckptd.cli.tree import tree_rows
-from ckptd.engine.inspect import Layout
 from ckptd.format.witness import SAMPLE
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.store import open_store
+from ckptd.tools.inspect import Layout
 from tests.cli.roots import LAYERS, absent_rows, by_columns, cut, make_root, put, values
 from tests.cli.running import Cli
-from tests.engine.builder import Saved
+from tests.load.builder import Saved
 
 
 def by_name(document: Any) -> dict[str, Any]:

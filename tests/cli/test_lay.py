@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.store import open_store
 from tests.cli.running import Cli
-from tests.engine.llama import MEGATRON, SIZES, save, values
+from tests.reshard.llama import MEGATRON, SIZES, save, values
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 MESH = "mesh megatron_gpt = pp:2 dp:2 tp:2"

@@ -8,9 +8,9 @@ import pytest
 
 from ckptd.cli.address import opened
 from ckptd.cli.ls import metadata_text
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.leases import hold
 from ckptd.format.names import CommitName, commit_key
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.leases import hold
 from ckptd.store.local import LocalStore
 from tests.cli.roots import cut, make_root, put, rank_file, values
 from tests.cli.running import Cli

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.format.names import CommitName, commit_key
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import StoreSpec, open_store
 from tests.cli.roots import flip
 from tests.cli.running import Cli
-from tests.engine.referring import SHAPES, assert_holds
-from tests.engine.saving import Job, plan_of, values
+from tests.save.referring import SHAPES, assert_holds
+from tests.save.saving import Job, plan_of, values
 
 
 @pytest.fixture

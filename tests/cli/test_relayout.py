@@ -9,7 +9,7 @@ import pytest
 from ckptd.format.manifest import ObjectEntry
 from ckptd.store import open_store
 from tests.cli.running import Cli
-from tests.engine.llama import HF, SIZES, groups, program, resharded, save, values
+from tests.reshard.llama import HF, SIZES, groups, program, resharded, save, values
 
 MESH = "mesh megatron_gpt = pp:2 dp:2 tp:2"
 SMALL = ("relayout", "--microbatches", "8", "--slots-per-node", "2")

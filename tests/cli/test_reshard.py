@@ -10,9 +10,9 @@ from safetensors.numpy import load_file
 
 from ckptd.store import open_store
 from tests.cli.running import Cli
-from tests.engine.builder import Array
-from tests.engine.llama import HF, MEGATRON, SIZES, save, values
-from tests.engine.test_reshard_ranks import SPACE, logical, write
+from tests.load.builder import Array
+from tests.reshard.llama import HF, MEGATRON, SIZES, save, values
+from tests.reshard.test_ranks import SPACE, logical, write
 
 TO_MEGATRON = ("--to", MEGATRON[0], *(x for r in MEGATRON[1:] for x in ("-e", r)))
 KNOWN = tuple(x for r in SIZES for x in ("-e", r))

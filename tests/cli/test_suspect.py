@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import CorruptError
 from ckptd.format.names import CommitName, commit_key, generation_key
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from tests.cli.running import Cli
 
@@ -101,7 +101,7 @@ def test_a_commit_of_a_generation_without_record_cannot_be_gone_back_to(
 
 
 def test_metadata_by_which_the_best_is_kept(tmp_path: Path, cli: Cli) -> None:
-    from tests.engine.checkpoints import save
+    from tests.root.checkpoints import save
 
     store = open_store(str(tmp_path))
     catalogue = Catalogue(store)

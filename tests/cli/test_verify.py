@@ -1,4 +1,4 @@
-"""``ckptd verify``: the verb; what is found how is tested with `ckptd.engine.verify`."""
+"""``ckptd verify``: the verb; what is found how is tested with `ckptd.tools.verify`."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from ckptd.monitor.links import LinkLimits, slow_links
-from ckptd.monitor.sheet import Probe, ProbeResult
+from ckptd.monitor.links.matrix import LinkLimits, slow_links
+from ckptd.monitor.report import Probe, ProbeResult
 from tests.cluster.namespaces import Network
 
 __all__ = ["LIMITS", "PLANTS", "SIZE", "Mesh", "plant"]

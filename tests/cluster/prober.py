@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from ckptd.agent.probes import listen_for_probes, measure, shown_address
-from ckptd.monitor.sheet import Probe
+from ckptd.monitor.report import Probe
 
 SECRET = b"a secret of the tests"
 

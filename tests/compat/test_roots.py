@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ckptd
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.gc import plan_gc, run_gc
-from ckptd.engine.verify import check_records, verify
 from ckptd.format.names import CommitName, commit_key
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.gc import plan_gc, run_gc
 from ckptd.store import open_store
+from ckptd.tools.verify import check_records, verify
 
 BEFORE_DIGESTS = Path(__file__).parent / "root-539564c"
 """Records without digests. Steps 1 to 3, gone back to 2, loaded, step 4; step 1 is pinned."""

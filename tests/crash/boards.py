@@ -12,7 +12,7 @@ __all__ = ["FileBoard"]
 
 
 class FileBoard:
-    """Keys are files; see `ckptd.engine.board.Board`."""
+    """Keys are files; see `ckptd.runtime.ranks.Board`."""
 
     def __init__(self, folder: str, rank: int, world: int) -> None:
         self.rank = rank

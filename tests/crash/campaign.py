@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-import ckptd.engine.filewriter as filewriter
-from ckptd.engine.catalogue import Catalogue
+import ckptd.save.drain as filewriter
 from ckptd.format.names import CommitName, commit_key
+from ckptd.root.catalogue import Catalogue
 from ckptd.store.spec import FaultAction, FaultRule, FaultSpec
 from tests.crash.judge import assert_exact, assert_only_legal, assert_previous, clean
 from tests.crash.life import SLICE_BYTES, End, Life, live

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.gc import plan_gc, run_gc
-from ckptd.engine.policy import Keep
-from ckptd.engine.verify import verify
 from ckptd.format.names import (
     LEASES,
     ROOT_MARKER,
@@ -17,7 +13,11 @@ from ckptd.format.names import (
     digests_key,
     generation_key,
 )
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.gc import plan_gc, run_gc
+from ckptd.root.policy import Keep
 from ckptd.store.base import Store
+from ckptd.tools.verify import verify
 from tests.crash.life import expected_file
 
 __all__ = ["assert_exact", "assert_only_legal", "assert_previous", "clean", "legal_keys"]

@@ -9,26 +9,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.engine.board import Board, LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.job import Save
-from ckptd.engine.policy import Keep
-from ckptd.engine.structure import SavePlan
 from ckptd.errors import CkptdError
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.policy import Keep
+from ckptd.runtime.ranks import Board, LocalBoard
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
+from ckptd.save.messages import Save
+from ckptd.save.structure import SavePlan
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import wrap
 from tests.crash.boards import FileBoard
-from tests.engine.saving import fill, plan_of
+from tests.save.saving import fill, plan_of
 
 __all__ = ["End", "Life", "arrays_of", "live", "plan_for", "save_on", "shapes_of"]
 
 DEADLINE_S = 60.0
 SLICE_BYTES = 1 << 20
-"""For `ckptd.engine.filewriter`, so that a small state has several slices."""
+"""For `ckptd.save.drain`, so that a small state has several slices."""
 
 
 class Life(msgspec.Struct, frozen=True):

@@ -36,19 +36,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptd.engine.agentlink import AgentPlace
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.client import AgentSpec, WriterClient
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.job import Save
-from ckptd.engine.opening import root_spec
-from ckptd.engine.policy import Keep
-from ckptd.engine.tiers import TierSpec
 from ckptd.errors import CkptdError
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.opening import root_spec
+from ckptd.root.policy import Keep
+from ckptd.runtime.agentlink import AgentPlace
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.client import AgentSpec, WriterClient
+from ckptd.save.handle import SaveHandle
+from ckptd.save.messages import Save
+from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
-from tests.engine.saving import fill, plan_of, values
+from tests.save.saving import fill, plan_of, values
 
 __all__ = ["KINDS", "Campaign", "Tally", "main"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import NotFoundError
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
 from ckptd.store.spec import FaultRule, FaultSpec
 from tests.crash.judge import assert_exact, assert_only_legal, clean
 from tests.crash.life import End, Life

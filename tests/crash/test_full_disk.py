@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.verify import verify
 from ckptd.errors import CkptdError, StoreError
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.handle import SaveHandle
 from ckptd.store.base import Store
 from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.tools.verify import verify
 from tests.crash.judge import assert_only_legal, clean
 from tests.crash.mounts import Mounted, tmpfs
 from tests.crash.places import LocalPlace
-from tests.engine.saving import SHAPES, Job, Keep, fill, plan_of, values
+from tests.save.saving import SHAPES, Job, Keep, fill, plan_of, values
 
 __all__ = ["tmpfs"]
 

@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import pytest
 
-import ckptd.engine.client as client_module
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
+import ckptd.save.client as client_module
 from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.format.names import CommitName
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
 from ckptd.store.spec import FaultRule, FaultSpec
 from tests.crash.trainers import wait_for_end
-from tests.engine.saving import Job, values
+from tests.save.saving import Job, values
 
 
 @pytest.fixture

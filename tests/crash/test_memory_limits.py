@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.arena import Slot
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.client import WriterClient
-from ckptd.engine.memory import available_bytes
 from ckptd.errors import SaveError
+from ckptd.runtime.host import available_bytes
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.arena import Slot
+from ckptd.save.client import WriterClient
 from ckptd.store import StoreSpec
 from tests.crash.mounts import Mounted, tmpfs
 
@@ -25,10 +25,10 @@ __all__ = ["tmpfs"]
 
 CHILD = """
     import sys
-    from ckptd.engine.memory import available_bytes
+    from ckptd.runtime.host import available_bytes
     from ckptd.errors import SaveError
     from ckptd.store import StoreSpec
-    from tests.engine.saving import Job, plan_of, values
+    from tests.save.saving import Job, plan_of, values
     job = Job(StoreSpec(sys.argv[1]), plan=plan_of({{"w": (300_000,)}}))
     job.save(1, values(1, {{"w": (300_000,)}})).durable(60.0)
     {limit}
@@ -125,7 +125,7 @@ def test_a_state_larger_than_the_machine(tmp_path: Path) -> None:
 
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Version 2, as `small_group` gives whichever is mounted here: the tightest group counts."""
-    import ckptd.engine.memory as memory
+    import ckptd.runtime.host as memory
 
     own = tmp_path / "cgroup"
     own.write_text("0::/job/step\n")

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.verify import verify
 from ckptd.errors import CkptdError, StoreError, TransientStoreError
 from ckptd.format.names import CommitName, commit_key
+from ckptd.root.catalogue import Catalogue
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 from ckptd.store.fault import Fault
@@ -25,9 +24,10 @@ from ckptd.store.osio import Os
 from ckptd.store.retry import Retry
 from ckptd.store.spec import FaultRule, FaultSpec, RetrySpec
 from ckptd.store.wrap import wrap
+from ckptd.tools.verify import verify
 from tests.crash.judge import assert_only_legal, clean
 from tests.crash.places import LocalPlace, S3Place
-from tests.engine.saving import Job, Keep, fill, plan_of, values
+from tests.save.saving import Job, Keep, fill, plan_of, values
 from tests.servers import MOTO, s3_url
 from tests.store.proxy import Proxy, Request
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.engine.catalogue import Catalogue
 from ckptd.format.names import PARTS, CommitName, commit_key, data_folder, part_key
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import StoreSpec
 from ckptd.store.spec import FaultRule, FaultSpec
 from tests.crash.judge import assert_exact, assert_only_legal, clean

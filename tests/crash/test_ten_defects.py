@@ -26,20 +26,20 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckptd
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.structure import SavePlan
-from ckptd.engine.verify import verify
 from ckptd.errors import CkptdError, ConflictError, SaveError, StoreError
 from ckptd.format.names import CommitName, commit_key, data_folder, file_key
+from ckptd.root.catalogue import Catalogue
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.structure import SavePlan
 from ckptd.store import StoreSpec, open_store, osio
 from ckptd.store.fault import Fault
 from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.testing.ranks import rank_outcomes, run_ranks
+from ckptd.tools.verify import verify
 from tests.crash.mounts import Mounted, tmpfs
 from tests.crash.places import LocalPlace
 from tests.crash.trainers import wait_for_end
-from tests.engine.saving import Job, fill, plan_of, values
+from tests.save.saving import Job, fill, plan_of, values
 
 __all__ = ["tmpfs"]
 
@@ -397,7 +397,7 @@ def test_a_killed_writing_process_hangs_nobody(root: str) -> None:
 
     A killed worker hangs training. No wait here is given a time-out: the handle, the next save,
     a save that waits for a slot, and `close` all end; another worker has written everything. One
-    whose workers are killed each time ends with the error: tests/engine/test_takeover.py.
+    whose workers are killed each time ends with the error: tests/save/test_takeover.py.
     A stopped one: tests/crash/test_hung_worker.py.
     """
     state = {"w": torch.zeros(100_000)}

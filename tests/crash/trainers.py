@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
 from tests.crash.life import Life, save_on
 
 __all__ = ["Trainers", "run_trainers", "wait_for_end"]

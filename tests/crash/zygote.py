@@ -19,7 +19,7 @@ from typing import IO, Self
 
 import msgspec
 
-import ckptd.engine.filewriter as filewriter
+import ckptd.save.drain as filewriter
 import ckptd.store.s3_client as s3_client
 from ckptd.errors import WorkerError
 from tests.crash.boards import FileBoard

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd.daemon import exposition as module
-from ckptd.daemon.elasticmeter import ELASTIC
+from ckptd.daemon.elastic.meter import ELASTIC
 from ckptd.daemon.exposition import NAMES, exposition
 from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import UsageError

@@ -18,7 +18,7 @@ from ckptd.daemon.server import Serving, url_of
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
 from ckptd.elastic.dial import listen_at
 from ckptd.monitor.gather import merge
-from ckptd.monitor.sheet import SHEET_RANK, STEP, AgentState, Sheet
+from ckptd.monitor.report import SHEET_RANK, STEP, AgentState, Sheet
 from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.sheet import Found, Orders, Sheet, pack, unpack_orders
+from ckptd.monitor.report import Found, Orders, Sheet, pack, unpack_orders
 from ckptd.monitor.signing import check_answer, sign_request
 from tests.daemon.daemons import JOB, SECRET, Running, running, sheets, until
 

@@ -12,7 +12,7 @@ import pytest
 from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import StoreError
 from ckptd.monitor.recording import Recording, replay
-from ckptd.monitor.sheet import pack, unpack
+from ckptd.monitor.report import pack, unpack
 from tests.daemon.daemons import Running, fed, quick_settings, running, sheets, until
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptd.daemon.checkpoints import Checkpoints
+from ckptd.daemon.documents.checkpoints import Checkpoints
+from ckptd.daemon.documents.trace import calls_of
 from ckptd.daemon.simulated import PlantedAt, Simulation, mesh_for
 from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
-from ckptd.daemon.trace import calls_of
-from ckptd.monitor.incident import Incident
-from ckptd.monitor.sheet import Found, Sheet, unpack, unpack_found
+from ckptd.monitor.incidents.incident import Incident
+from ckptd.monitor.report import Found, Sheet, unpack, unpack_found
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import Watch
-from ckptd.monitor.watchsettings import WatchSettings
 
 JOB = "j"
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from ckptd import events
-from ckptd.engine.eventfiles import EventFolder
 from ckptd.errors import StoreError
 from ckptd.events.event import SaveBegun, SaveFailed
+from ckptd.events.eventfiles import EventFolder
 from ckptd.events.sink import JsonlSink
 
 

@@ -9,7 +9,7 @@ import pytest
 from ckptd.errors import CorruptError
 from ckptd.monitor.gather import RankNote
 from ckptd.monitor.recording import FENCING, ROUND, SHEET, Frame, encode, replay
-from ckptd.monitor.sheet import Fencing, pack, unpack_fencing
+from ckptd.monitor.report import Fencing, pack, unpack_fencing
 from ckptd.monitor.view import RankView
 from tests.monitor.jobs import changed
 from tests.monitor.test_lives import gone, notes, starting, training

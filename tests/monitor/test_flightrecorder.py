@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.monitor.diagnose import diagnose
 from ckptd.monitor.flightrecorder import FILE_BYTES, STUCK, read, read_folder
 from ckptd.monitor.job import join
+from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.verdict import Verdict
 from tests.monitor import jobs
 

@@ -5,7 +5,7 @@ import pytest
 
 from ckptd.monitor.gather import RankNote, from_views, gathered, job_of, merge
 from ckptd.monitor.job import Job
-from ckptd.monitor.sheet import AgentState, Sheet, pack, unpack
+from ckptd.monitor.report import AgentState, Sheet, pack, unpack
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.view import RankView
 from tests.monitor.jobs import changed, view

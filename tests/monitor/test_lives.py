@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.gather import RankNote
-from ckptd.monitor.ringlayout import RecorderState
+from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.simulator import Mesh, play, views
 from ckptd.monitor.view import Phase, RankView
 from tests.monitor.jobs import changed, inside, outside

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.monitor.diagnose import diagnose
 from ckptd.monitor.job import Job, join
+from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.verdict import Kind, Target, Verdict
 from ckptd.monitor.view import RankView

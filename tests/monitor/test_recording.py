@@ -20,10 +20,10 @@ from ckptd.monitor.recording import (
     encode,
     replay,
 )
-from ckptd.monitor.sheet import Found, pack, unpack
+from ckptd.monitor.report import Found, pack, unpack
+from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.watch import Watch
-from ckptd.monitor.watchsettings import WatchSettings, changed
 from tests.monitor.watched import JOB, clean, told
 
 MESH = Mesh(2, 2, 4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.job import join
-from ckptd.monitor.limits import Learned, Limits, learn
+from ckptd.monitor.rules.limits import Learned, Limits, learn
 from ckptd.monitor.simulator import SLOTS, Fault, Mesh, Planted, delays, own_times, play, views
 
 MESH = Mesh(2, 3, 2, per_node=4)

@@ -6,9 +6,9 @@ import pytest
 
 from ckptd.monitor import sources
 from ckptd.monitor.gather import from_views
-from ckptd.monitor.sheet import AgentState, GroupInfo, Sheet
+from ckptd.monitor.report import AgentState, GroupInfo, Sheet
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import Sources
-from ckptd.monitor.watchsettings import WatchSettings
 from tests.monitor.jobs import view
 
 

@@ -8,9 +8,7 @@ import pytest
 
 from ckptd.errors import NotFoundError, RefusedError
 from ckptd.monitor.gather import RankNote, from_views, merge
-from ckptd.monitor.limits import Limits
-from ckptd.monitor.ringlayout import RecorderState
-from ckptd.monitor.sheet import (
+from ckptd.monitor.report import (
     AgentState,
     Found,
     GroupInfo,
@@ -20,11 +18,13 @@ from ckptd.monitor.sheet import (
     pack,
     unpack,
 )
+from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.verdict import Kind, Target
 from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import Watch
-from ckptd.monitor.watchsettings import WatchSettings
 from tests.monitor.jobs import changed, inside, outside
 from tests.monitor.watched import JOB, START, Fed, clean, infos, told
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.limits import Limits
-from ckptd.monitor.sheet import AgentState, Found, ProbeResult
+from ckptd.monitor.report import AgentState, Found, ProbeResult
+from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.verdict import Kind
 from ckptd.monitor.view import Phase, RankView
-from ckptd.monitor.watchsettings import WatchSettings
 from tests.monitor.jobs import inside
 from tests.monitor.watched import JOB, Fed
 

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 
 from ckptd.monitor.gather import RankNote, from_views
-from ckptd.monitor.incident import Incident
+from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.job import Job
-from ckptd.monitor.sheet import STEP, AgentState, GroupInfo, Sheet, pack, unpack
+from ckptd.monitor.report import STEP, AgentState, GroupInfo, Sheet, pack, unpack
+from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.simulator import Mesh, _hash, play, views
 from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import Watch
-from ckptd.monitor.watchsettings import WatchSettings
 
 JOB = "job"
 START = 1000.0

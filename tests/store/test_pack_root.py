@@ -13,8 +13,8 @@ import torch
 
 import ckptd
 from ckptd.cli.main import run
-from ckptd.engine.opening import root_spec
 from ckptd.errors import CorruptError, UsageError
+from ckptd.root.opening import root_spec
 from ckptd.store import Store, StoreSpec
 from tests.servers import MOTO, s3_url
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ckptd.format import codec
-from ckptd.train.flatten import flatten
-from ckptd.train.leaves import Leaves, SavedNames
-from ckptd.train.restore import apply_objects, prepare
+from ckptd.train.state.flatten import flatten
+from ckptd.train.state.leaves import Leaves, SavedNames
+from ckptd.train.state.restore import apply_objects, prepare
 
 
 @dataclass

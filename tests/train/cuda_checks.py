@@ -14,8 +14,8 @@ from torch import nn
 
 import ckptd
 from ckptd.errors import SaveError, UsageError
-from ckptd.train import cudacopy
-from ckptd.train.cudapins import Pins
+from ckptd.train import cuda as cudacopy
+from ckptd.train.cuda import Pins
 
 __all__ = ["CHECKS", "DEVICE"]
 

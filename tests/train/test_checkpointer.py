@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import ckptd
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import (
     ConflictError,
     CorruptError,
@@ -24,6 +23,7 @@ from ckptd.errors import (
     SaveError,
     UsageError,
 )
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import StoreSpec, open_store
 
 
@@ -364,7 +364,7 @@ def test_a_state_left_half_written_cannot_be_saved(
     live = {"w": torch.zeros(1000)}
     with ckptd.Checkpointer(root) as ck:
         ck.save(1, {"w": torch.full((1000,), 1.0)})
-        import ckptd.train.witnessing as witnessing
+        import ckptd.train.loader as witnessing
 
         genuine = witnessing.gather
         monkeypatch.setattr(witnessing, "gather", lambda *a: genuine(*a) ^ 1)
@@ -526,7 +526,7 @@ def test_the_staging_buffer_grows_with_the_state(root: str) -> None:
 
 
 def test_no_memory_is_said_plainly(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckptd.engine.arena as arena
+    import ckptd.save.arena as arena
 
     def refuse(fd: int, start: int, size: int) -> None:
         raise OSError(28, "No space left on device")
@@ -541,7 +541,7 @@ def test_no_memory_is_said_plainly(root: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_spec_of_a_root_retries_what_may_heal(root: str) -> None:
-    from ckptd.engine.opening import root_spec
+    from ckptd.root.opening import root_spec
 
     spec = root_spec(root, {}, 5.0)
     assert isinstance(spec, StoreSpec)

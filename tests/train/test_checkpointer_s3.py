@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import ckptd
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.verify import verify
 from ckptd.errors import CorruptError
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
+from ckptd.tools.verify import verify
 from tests.servers import MOTO, RADOSGW, s3_moto, s3_radosgw, s3_url
 
 __all__ = ["s3_moto", "s3_radosgw"]

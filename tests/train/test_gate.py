@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import ckptd
-from ckptd.engine.board import LocalBoard
 from ckptd.errors import DeadlineError, SaveError
-from ckptd.train import copying
-from ckptd.train.admission import Admission
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.train import copy as copying
 from ckptd.train.gate import Gate
+from ckptd.train.schedule import Admission
 
 WIDTH = 32
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import ckptd
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.leases import leases
 from ckptd.errors import CkptdError
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.leases import leases
+from ckptd.runtime.ranks import LocalBoard
 from ckptd.store.local import LocalStore
-from ckptd.train.agree import Agreement
 from ckptd.train.loader import Loader
+from ckptd.train.ranks import Agreement
 
 
 class Broken(LocalBoard):

@@ -16,25 +16,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.commit import plan_key
-from ckptd.engine.distant import Distant
-from ckptd.engine.union import Source
 from ckptd.errors import CorruptError, StoreError, TransientStoreError
 from ckptd.format.names import CommitName, digests_key, file_key, part_key
+from ckptd.load.union import Source
+from ckptd.root.catalogue import Catalogue
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save.commit import plan_key
+from ckptd.save.peers import Distant
 from ckptd.store.base import OpenFile, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.store.spec import FaultRule, FaultSpec
-from ckptd.train import sources
-from ckptd.train.agree import Agreement
+from ckptd.train import loader as sources
 from ckptd.train.loader import Loader, LoadReport
-from tests.engine.saving import SHAPES, plan_of, values
-from tests.engine.snapshotting import commit, put_share, put_snapshot, same, save_of
-from tests.engine.test_fetch_sharing import threads
-from tests.engine.test_union import Node
+from ckptd.train.ranks import Agreement
+from tests.load.test_fetch_sharing import threads
+from tests.load.test_union import Node
+from tests.save.saving import SHAPES, plan_of, values
+from tests.save.snapshotting import commit, put_share, put_snapshot, same, save_of
 
 WORLD = 3
 PLAN = plan_of({"big": (300, 1024), **SHAPES}, WORLD)

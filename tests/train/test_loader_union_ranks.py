@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.union import Source
 from ckptd.format.names import digests_key, file_key, part_key
+from ckptd.load.union import Source
+from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
 from ckptd.testing.ranks import run_ranks
-from ckptd.train.agree import Agreement
-from ckptd.train.board import board_of, global_ranks
 from ckptd.train.loader import Loader
-from tests.engine.snapshotting import same
+from ckptd.train.ranks import Agreement, board_of, global_ranks
+from tests.save.snapshotting import same
 from tests.train.test_loader_union import DAMAGE, Place, blank, flip, truth
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]

@@ -18,20 +18,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptd
-from ckptd.engine import client, joining
-from ckptd.engine.board import LocalBoard
-from ckptd.engine.catalogue import Catalogue
-from ckptd.engine.distant import Distant
-from ckptd.engine.job import Neighbours, Partner, Ready
-from ckptd.engine.neighbours import KnownNode
-from ckptd.engine.tiers import Local, Memory, Peer
 from ckptd.errors import CkptdError, UsageError, WorkerError
+from ckptd.root.catalogue import Catalogue
+from ckptd.runtime.ranks import LocalBoard
+from ckptd.save import client
+from ckptd.save import client as joining
+from ckptd.save.messages import Neighbours, Partner, Ready
+from ckptd.save.peers import Distant, KnownNode
+from ckptd.save.tiers import Local, Memory, Peer
 from ckptd.store import open_store
 from ckptd.store.local import LocalStore
 from ckptd.store.net import StoreServer
 from ckptd.testing.ranks import run_ranks
-from ckptd.train.agree import Agreement
 from ckptd.train.nearby import Nearby
+from ckptd.train.ranks import Agreement
 from tests.cli.agents import gone, make_place, until
 
 WAIT_S = 60.0
@@ -285,7 +285,7 @@ def never_starts(monkeypatch: pytest.MonkeyPatch, ck: ckptd.Checkpointer) -> Non
     def refuse(*_: object) -> None:
         raise WorkerError("no agent")
 
-    monkeypatch.setattr("ckptd.engine.client.join_agent", refuse)
+    monkeypatch.setattr("ckptd.save.client.join_agent", refuse)
     assert ck.worker_pid is not None
     os.kill(ck.worker_pid, 9)
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import ckptd
-from ckptd.engine.catalogue import Catalogue
 from ckptd.format.names import CommitName
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
-from tests.engine.referring import assert_verified, own_bytes
+from tests.save.referring import assert_verified, own_bytes
 
 WIDTH = 192
 LAYERS = 4

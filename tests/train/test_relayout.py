@@ -9,8 +9,8 @@ import torch
 
 import ckptd
 from ckptd.errors import CkptdError, MismatchError, UsageError
-from tests.train.laid_jobs import Tree, contents, differing, whole, whole_job
-from tests.train.test_laid import FUSED, WHOLE, fused
+from tests.train.layout.jobs import Tree, contents, differing, whole, whole_job
+from tests.train.layout.test_binder import FUSED, WHOLE, fused
 
 
 def test_tensors_states_and_numbers_move(tmp_path: Any) -> None:

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptd.engine.relayout import MoveReport
-from ckptd.engine.shmtransport import ShmTransport
-from ckptd.engine.transport import Pending
 from ckptd.errors import CkptdError
+from ckptd.relayout.move import MoveReport
+from ckptd.relayout.shm import ShmTransport
+from ckptd.relayout.transport import Pending
 from ckptd.testing.ranks import rank_outcomes, run_ranks
-from ckptd.train.board import board_of
+from ckptd.train.ranks import board_of
 from ckptd.train.relayout import relayout
-from ckptd.train.transport_torch import TorchTransport
-from tests.train.laid_jobs import (
+from ckptd.train.transport import TorchTransport
+from tests.train.layout.jobs import (
     PROGRAM,
     Tree,
     chunks,

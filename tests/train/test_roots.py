@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 import ckptd
 from ckptd import events
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import CkptdError, ConflictError, RefusedError, StoreError
 from ckptd.format.records import Commit, Generation, decode_record, encode_record
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.crash.mounts import Mounted, tmpfs

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import ckptd
-from ckptd.engine.catalogue import Catalogue
 from ckptd.errors import DeadlineError, UsageError
+from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.signals import SAVE, STOP, SignalWatch

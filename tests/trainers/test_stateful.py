@@ -60,7 +60,7 @@ class Flow(IterableDataset[float]):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_it_goes_on_where_it_was(workers: int, data: str, ahead: int) -> None:
     if data == "drawing" and workers:
-        pytest.skip("workers that draw are told of, see tests/train/test_batches.py")
+        pytest.skip("workers that draw are told of, see tests/train/data/test_batches.py")
     torchdata = needs("torchdata.stateful_dataloader")
 
     def program(seed: int) -> ckptd.Batches:

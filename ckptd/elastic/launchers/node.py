@@ -63,8 +63,8 @@ from ckptd.elastic.workerwire import (
     StateLoaded,
     Welcome,
 )
-from ckptd.engine.agentlink import run_folder
 from ckptd.monitor.signing import SECRET_VARIABLE, secret_path
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["NO_ORDER", "Ending", "NodeLauncher", "NodeSettings"]
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 import msgspec
 
 from ckptd.elastic.launchers.zygotewire import Fork, FromZygote, Ready, ToZygote
-from ckptd.engine.channel import SocketChannel
 from ckptd.errors import WorkerError
+from ckptd.runtime.channel import SocketChannel
 
 __all__ = ["Spawner", "tell_broken"]
 
@@ -26,7 +26,7 @@ import sys
 if sys.path and not sys.path[0]:
     sys.path.append(sys.path.pop(0))
 try:
-    from ckptd.train.zygote import main
+    from ckptd.train.session.zygote import main
 except ImportError as error:
     from ckptd.elastic.launchers.spawn import tell_broken
     tell_broken(int(sys.argv[1]), error)

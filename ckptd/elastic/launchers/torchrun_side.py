@@ -25,9 +25,9 @@ from ckptd.elastic.launchers.torchrun_node import Joined, TorchrunNode
 from ckptd.elastic.lease import LeaseFile
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.workerwire import LAUNCHER_VARIABLE, LEASE_VARIABLE
-from ckptd.engine.agentlink import run_folder
 from ckptd.errors import UsageError
 from ckptd.monitor.signing import job_secret
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["Side", "SideSettings"]
 

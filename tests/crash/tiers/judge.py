@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptd.engine.partners import partners
+from ckptd.save.peers import partners
 from tests.crash.tiers.ledger import (
     Begun,
     Claiming,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
-from ckptd.engine.job import Save
 from ckptd.errors import CkptdError
 from ckptd.format.names import CommitName
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
+from ckptd.save.messages import Save
 from ckptd.train.lineage import Lineage
 from tests.crash.tiers.ledger import Claiming, Held, Ledger, Promised, Refused
 

@@ -229,10 +229,10 @@ def _hook_stores() -> None:
 def hook_trainer(scene: Scene, node: int) -> None:
     """Make the points of a trainer; once, in its own process."""
     _start_hooked(scene, node)
-    import ckptd.train.copying as copying
+    import ckptd.train.copy as copying
     import ckptd.train.loader as loader
-    from ckptd.engine.arena import Slot
-    from ckptd.engine.client import WriterClient
+    from ckptd.save.arena import Slot
+    from ckptd.save.client import WriterClient
     from ckptd.train.lineage import Lineage
     from ckptd.train.nearby import Nearby
 
@@ -253,12 +253,11 @@ def hook_trainer(scene: Scene, node: int) -> None:
 
 def hook_agent() -> None:
     """Make the points of an agent; once, in its own process."""
-    import ckptd.engine.commit as commit
-    import ckptd.engine.lanes as lanes
-    import ckptd.engine.worker as worker
-    from ckptd.engine.catalogue import Catalogue
-    from ckptd.engine.near import Near
-    from ckptd.engine.shelf import Shelf
+    import ckptd.save.commit as commit
+    import ckptd.save.uploader as lanes
+    import ckptd.save.writer as worker
+    from ckptd.root.catalogue import Catalogue
+    from ckptd.save.neartiers import Near, Shelf
 
     worker.ORPHAN_COMMIT_S = ORPHAN_S
     _hook_stores()
@@ -278,7 +277,7 @@ def hook_agent() -> None:
 
 def _start_hooked(scene: Scene, node: int) -> None:
     """Let agents that a trainer starts have hooks as well."""
-    import ckptd.engine.agentlink as agentlink
+    import ckptd.runtime.agentlink as agentlink
 
     popen = subprocess.Popen
 

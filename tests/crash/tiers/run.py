@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from ckptd.agent.node import NodeAgent
-from ckptd.engine.agentlink import AgentPlace, listen, locked
-from ckptd.engine.catalogue import Catalogue
+from ckptd.root.catalogue import Catalogue
+from ckptd.runtime.agentlink import AgentPlace, listen, locked
 from ckptd.store import StoreSpec
 from tests.crash.judge import assert_only_legal, clean
 from tests.crash.tiers.judge import Verdict, judge

@@ -20,10 +20,10 @@ import torch
 
 import ckptd
 import ckptd.train.checkpointer as checkpointer
-from ckptd.engine.agentlink import run_folder
-from ckptd.engine.client import WriterClient
-from ckptd.engine.handle import SaveHandle
 from ckptd.errors import CkptdError, StoreError
+from ckptd.runtime.agentlink import run_folder
+from ckptd.save.client import WriterClient
+from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
 from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks

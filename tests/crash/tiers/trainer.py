@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import ckptd
-from ckptd.engine.handle import SaveHandle
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.format.digest import digest_hex
+from ckptd.save.handle import SaveHandle
 from tests.crash.tiers.ledger import (
     Begun,
     Closed,

@@ -51,7 +51,7 @@ def zygote() -> psutil.Process:
         p
         for p in psutil.Process().children()
         if p.status() != psutil.STATUS_ZOMBIE
-        and any("ckptd.train.zygote" in word for word in p.cmdline())
+        and any("ckptd.train.session.zygote" in word for word in p.cmdline())
     ]
     return found
 

@@ -21,7 +21,7 @@ from ckptd.elastic.policy import Shape
 from ckptd.elastic.wire import Begin, FenceNow, Said, Seat, StoreAt
 from ckptd.elastic.workerend import WorkerEnd
 from ckptd.elastic.workerwire import Attach, FromWorker
-from ckptd.engine.channel import SocketChannel
+from ckptd.runtime.channel import SocketChannel
 from tests.elastic.controlled import SECRET, PretendedNode, controlled, until
 
 DEADLINE_S = 60.0

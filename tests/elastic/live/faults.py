@@ -104,7 +104,7 @@ class _Faults:
         return ""
 
     def kill_zygote(self) -> str:
-        found = self._job.processes("ckptd.train.zygote")
+        found = self._job.processes("ckptd.train.session.zygote")
         if found:
             send(self._rng.choice(found), signal.SIGKILL)
         return ""

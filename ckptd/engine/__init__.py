@@ -1,1 +1,0 @@
-"""Moving bytes: writing, committing, reading, retention. No torch."""

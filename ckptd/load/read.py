@@ -1,0 +1,534 @@
+"""Reading a checkpoint into live state: verify everything first, then write.
+
+`execute` runs in two passes. Pass 1 brings every digest block that is needed and compares it with
+the digest index; ranks that share a host bring each block once. Then all ranks of the job agree
+that all is well, and only then pass 2 touches live buffers. When the bytes do not fit the budget
+the passes alternate in waves; a failure after the first written wave leaves the state half
+written, and the error says so (`poisoned`).
+
+Between the passes a local file's bytes stay in the page cache. Should the kernel drop some, they
+are read again, unverified: committed files never change, and a lease keeps them from deletion.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import CkptdError, CorruptError, StoreError
+from ckptd.format.digest import BLOCK_BYTES
+from ckptd.load.blocks import Runs, merge
+from ckptd.load.fetch import Fetcher
+from ckptd.load.files import LocalFiles
+from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, Schedule, Wave, make_schedule
+from ckptd.load.union import UnionStore
+from ckptd.load.wants import Move, ReadPlan, Want, read_plan
+from ckptd.runtime.host import available_bytes
+from ckptd.runtime.pool import cores, run_all
+from ckptd.store.base import Store
+
+__all__ = [
+    "HostGroup",
+    "InMemory",
+    "ReadPlan",
+    "ReadReport",
+    "Want",
+    "copy_from_files",
+    "copy_from_memory",
+    "execute",
+    "read_plan",
+]
+
+
+FAR_BYTES = 256 << 10
+"""Runs this far apart are read one by one; nearer ones as one window (measured break-even)."""
+
+_TASK_BYTES = 4 << 20
+_TASK_MOVES = 256
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+OnBytes = Callable[[int], None]
+
+
+def copy_from_memory(
+    moves: Sequence[Move],
+    memory: NDArray[np.uint8],
+    offset: Callable[[int, int, int], int],
+    *,
+    threads: int,
+    stall_s: float,
+    on_bytes: OnBytes,
+) -> None:
+    """Copy `moves` out of memory that holds all their bytes.
+
+    Parameters
+    ----------
+    offset
+        ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
+    """
+
+    def work(task: list[Move]) -> None:
+        for move in task:
+            lo, hi = move.span
+            _copy(move, memory, offset(move.file, lo, hi))
+        on_bytes(sum(m.byte_count for m in task))
+
+    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
+
+
+def copy_from_files(
+    moves: Sequence[Move], files: LocalFiles, *, threads: int, stall_s: float, on_bytes: OnBytes
+) -> None:
+    """Copy `moves` out of local files: long runs straight into place, others through a window."""
+    windows = _Windows()
+
+    def work(task: list[Move]) -> None:
+        with files.use(task[0].file) as fd:
+            for move in task:
+                _read_move(move, files, fd, windows)
+        on_bytes(sum(m.byte_count for m in task))
+
+    run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
+
+
+def _tasks(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Group neighbouring moves of one file, so that small tensors do not cost a task each."""
+    task: list[Move] = []
+    held = 0
+    for move in moves:
+        lo, hi = move.span
+        if task and (
+            move.file != task[0].file or held + hi - lo > _TASK_BYTES or len(task) >= _TASK_MOVES
+        ):
+            yield task
+            task, held = [], 0
+        task.append(move)
+        held += hi - lo
+    if task:
+        yield task
+
+
+class _Windows(threading.local):
+    """One reusable window a thread."""
+
+    def __init__(self) -> None:
+        self._array = np.empty(0, dtype=np.uint8)
+
+    def get(self, size: int) -> NDArray[np.uint8]:
+        if len(self._array) < size:
+            self._array = np.empty(max(size, _TASK_BYTES), dtype=np.uint8)
+        return self._array[:size]
+
+
+def _read_move(move: Move, files: LocalFiles, fd: int, windows: _Windows) -> None:
+    block, itemsize = move.block, move.itemsize
+    if len(block.shape) <= 1 and block.run_length == block.numel:
+        _read_run(move, files, fd, block.source_start, block.target_start, block.numel)
+    elif block.source_strides[-1] == 1 == block.target_strides[-1] and (
+        min(block.source_strides[:-1]) * itemsize >= FAR_BYTES
+    ):
+        sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
+        targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
+        for source, target in zip(sources, targets, strict=True):
+            _read_run(move, files, fd, source, target, block.shape[-1])
+    else:
+        lo, hi = move.span
+        window = windows.get(hi - lo)
+        files.read_exact(fd, move.file, lo, window.data)
+        _copy(move, window, 0)
+
+
+def _read_run(move: Move, files: LocalFiles, fd: int, source: int, target: int, numel: int) -> None:
+    size = move.itemsize
+    view = move.target.data[target * size : (target + numel) * size]
+    files.read_exact(fd, move.file, move.start + source * size, view)
+
+
+def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> list[int]:
+    offsets = np.full(1, start, dtype=np.int64)
+    for n, stride in zip(shape, strides, strict=True):
+        offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
+    return offsets.tolist()
+
+
+def _copy(move: Move, memory: NDArray[np.uint8], at: int) -> None:
+    """Copy a move whose first source byte lies at `at` of `memory`."""
+    block, size = move.block, move.itemsize
+    source = _strided(memory, at, block.shape, block.source_strides, size)
+    target = _strided(
+        move.target, block.target_start * size, block.shape, block.target_strides, size
+    )
+    np.copyto(target, source, casting="no")
+
+
+def _strided(
+    memory: NDArray[np.uint8],
+    at: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+) -> NDArray[Any]:
+    """Return a view of words; numpy checks that it stays inside `memory`."""
+    steps = tuple(s * itemsize for s in strides)
+    return np.ndarray(shape, np.dtype(_WORDS[itemsize]), memory, at, steps)
+
+
+_log = logging.getLogger("ckptd")
+_MOST_THREADS = 8
+_MEMORY_SPAN = 4 << 20
+"""Bytes of what is in memory that one thread copies at a time."""
+
+
+class InMemory(NamedTuple):
+    """The data section of file number `file`, as this process still has it in memory."""
+
+    file: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReport:
+    """What one rank's read did.
+
+    Attributes
+    ----------
+    bytes_needed
+        Bytes that this rank's buffers take from the checkpoint.
+    bytes_fetched
+        Bytes that this rank brought from the store in pass 1, for itself and its host.
+    bytes_in_memory
+        Bytes that this rank needed and had in memory.
+    bytes_copied
+        Bytes written to live buffers.
+    files
+        Data files that this rank's buffers come from.
+    waves
+        1, or more when the budget did not allow all at once.
+    fetch_s, copy_s
+        Seconds in pass 1 (waiting for other ranks included) and in pass 2.
+    """
+
+    bytes_needed: int
+    bytes_fetched: int
+    bytes_in_memory: int
+    bytes_copied: int
+    files: int
+    waves: int
+    fetch_s: float
+    copy_s: float
+
+
+def execute(
+    plan: ReadPlan,
+    store: Store,
+    *,
+    in_memory: InMemory | None = None,
+    host: HostGroup | None = None,
+    budget_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    verify: bool = True,
+    threads: int | None = None,
+    stall_s: float = 300.0,
+) -> ReadReport:
+    """Fill the buffers of a plan. Every rank of the job makes this call, also with nothing to read.
+
+    Parameters
+    ----------
+    plan
+        See `read_plan`.
+    store
+        The checkpoint's root.
+    in_memory
+        A file of the checkpoint that need not be read. It is compared with its digests like any
+        other, and read where it is not what was written.
+    host
+        The ranks of this host, on the board of the job; None for a job of one rank. A rank that
+        is alone on its host is a group of one.
+    budget_bytes
+        Bytes of the checkpoint that are held at a time on this host: in the page cache where all
+        ranks of it can open all files that they need, in memory elsewhere. None takes half, or a
+        quarter, of what is available. At least 4 MiB are used.
+    progress
+        Called with ``(bytes done, bytes total)`` of this rank, both passes counted, from threads,
+        one call at a time.
+    verify
+        Compare digests. Without, only sizes are checked.
+    threads
+        Concurrent reads and copies; chosen from cores and store when left out.
+    stall_s
+        Longest time in seconds without progress of this rank's reads.
+
+    Raises
+    ------
+    CorruptError
+        kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``. With
+        ``poisoned`` False no buffer of any rank was touched; with True some were.
+    StoreError, TransientStoreError, DeadlineError
+        Likewise, `poisoned` included. When one rank fails all ranks raise.
+    """
+    run = _Run(plan, store, host or HostGroup.alone(), threads, stall_s, in_memory)
+    with run.files:
+        return run.go(budget_bytes, progress, verify)
+
+
+class _Run:
+    def __init__(
+        self,
+        plan: ReadPlan,
+        store: Store,
+        group: HostGroup,
+        threads: int | None,
+        stall_s: float,
+        in_memory: InMemory | None,
+    ) -> None:
+        self._whole = self._plan = plan
+        self._in_memory, self._from_memory = in_memory, plan.of_files(())
+        self._store = store
+        self._group = group
+        self._copiers = threads or _share_of(cores(), group.local_world)
+        self._threads = threads
+        self._stall_s = stall_s
+        count = store.count if isinstance(store, UnionStore) else None
+        self.files = LocalFiles(store, plan.manifest.files, count)
+        self._buffer: HostBuffer | None = None
+        self._schedule = Schedule([], BLOCK_BYTES, 0)
+        self._fetched = self._copied = 0
+        self._fetch_s = self._copy_s = 0.0
+
+    def go(
+        self,
+        budget_bytes: int | None,
+        progress: Callable[[int, int], None] | None,
+        verify: bool,
+    ) -> ReadReport:
+        self._verify = verify
+        self._count = _Counter(progress, self._group.pulse.beat)
+        self._group.agree("verified", self._guard(lambda: self._until_first_write(budget_bytes)))
+        error = self._guard(self._write)
+        try:
+            self._group.agree("written", error)
+        except CkptdError as failure:
+            failure.poisoned = True
+            raise
+        # Only now has every rank read what this one posted; after a failure posts stay, since
+        # some rank may still have to learn of it.
+        self._group.close()
+        return self._report()
+
+    def _guard(self, step: Callable[[], None]) -> CkptdError | None:
+        """Do a step; whoever waits for this rank learns of a failure at once."""
+        try:
+            step()
+        except CkptdError as error:
+            self._group.pulse.give_up(error)
+            return error
+        except BaseException as error:
+            crash = CkptdError("a rank crashed while reading", kind="crashed", found=repr(error))
+            self._group.pulse.give_up(crash)
+            raise
+        return None
+
+    def _until_first_write(self, budget_bytes: int | None) -> None:
+        begin = time.monotonic()
+        if self._in_memory is not None:
+            self._leave_out(self._in_memory)
+        self._prepare(budget_bytes)
+        mine = self._schedule.mine
+        # Files first, those of later waves too: what is missing is found before a byte is read.
+        self._fetcher = Fetcher(
+            self._store,
+            self._plan.places,
+            self._plan.line,
+            self.files,
+            threads=self._threads or _share_of(self._parallel(), self._group.local_world),
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        files = self._plan.line.files_of(mine)
+        self._fetcher.check_files(files, self._group.pulse.beat, anywhere=not self._local)
+        fetched = self._buffer is not None or self._verify
+        self._count.total = self._whole.bytes_needed
+        self._count.total += self._plan.line.byte_count(mine) if fetched else 0
+        if self._schedule.waves:
+            self._fetch(self._schedule.waves[0])
+        self._fetch_s += time.monotonic() - begin
+
+    def _leave_out(self, found: InMemory) -> None:
+        """Leave out of what is read what is in memory, if that is what was written."""
+        plan = self._whole.of_files({found.file})
+        fetcher = Fetcher(
+            self._store,
+            plan.places,
+            plan.line,
+            self.files,
+            threads=self._copiers,
+            stall_s=self._stall_s,
+            verify=self._verify,
+        )
+        try:
+            fetcher.check_memory(found.file, found.data, plan.needed)
+        except CorruptError as error:
+            _log.warning("what this process has in memory is not read from there: %s", error)
+            return
+        others = {*range(len(plan.manifest.files))} - {found.file}
+        self._from_memory, self._plan = plan, self._whole.of_files(others)
+
+    def _prepare(self, budget_bytes: int | None) -> None:
+        """Agree with the host on who brings what when, and get the buffer for it."""
+        group, line = self._group, self._plan.line
+        needs = self._agree_on_files(budget_bytes)
+        gap = 0 if self._local else 1
+        blocks = needs.budgets[0 if self._local else 1] // BLOCK_BYTES
+        self._schedule = make_schedule(
+            line, needs.runs, group.local_rank, budget_blocks=blocks, gap=gap
+        )
+        if not self._local and self._schedule.most_blocks:
+            memory = None
+            if group.local_world > 1:
+                shared = group.share_memory(self._schedule.most_blocks * BLOCK_BYTES)
+                memory = shared.array if shared else None
+            if memory is None:
+                memory = self._go_alone(needs.runs[group.local_rank], blocks, gap)
+            self._buffer = HostBuffer(line, memory)
+        self._parts = self._plan.parts(self._schedule.span_bytes)
+
+    def _agree_on_files(self, budget_bytes: int | None) -> Needs:
+        """Tell the host what this rank needs, and agree whether descriptors are read from."""
+        group, free = self._group, available_bytes()
+        budgets = (free // 2, free // 4) if budget_bytes is None else (budget_bytes, budget_bytes)
+        own = self.files.identity(self._plan.files)
+        needs = group.needs(self._plan.needed, budgets, bool(own))
+        self._local = needs.files
+        if needs.files and group.local_world > 1:
+            files = self._plan.line.files_of(merge(np.concatenate(needs.runs)))
+            self._local = group.same_files(self.files.identity(files))
+        return needs
+
+    def _parallel(self) -> int:
+        return cores() if self._local else self._store.capabilities.parallel
+
+    def _go_alone(self, runs: Runs, blocks: int, gap: int) -> NDArray[np.uint8]:
+        """Read for this rank only: nobody else is there, or memory cannot be shared."""
+        self._schedule = make_schedule(
+            self._plan.line, [runs], 0, budget_blocks=blocks // self._group.local_world, gap=gap
+        )
+        size = self._schedule.most_blocks * BLOCK_BYTES
+        try:
+            return np.empty(size, dtype=np.uint8)
+        except MemoryError:
+            raise StoreError(
+                "no memory for the read buffer",
+                kind="no-space",
+                wanted=f"{size} bytes",
+                hint="give a smaller budget_bytes",
+            ) from None
+
+    def _fetch(self, wave: Wave) -> None:
+        if self._buffer is not None:
+            self._buffer.lay_out(wave.layout)
+        elif not self._verify:
+            return
+        self._fetcher.fetch(wave.mine, wave.needed, self._buffer, self._on_fetched)
+
+    def _on_fetched(self, n: int) -> None:
+        with self._count.lock:
+            self._fetched += n
+        self._count.add(n)
+
+    def _on_copied(self, n: int) -> None:
+        with self._count.lock:
+            self._copied += n
+        self._count.add(n)
+
+    def _write(self) -> None:
+        if self._in_memory is not None and self._from_memory.moves:
+            begin = time.monotonic()
+            copy_from_memory(
+                self._from_memory.parts(_MEMORY_SPAN).moves,
+                np.frombuffer(self._in_memory.data, np.uint8),
+                lambda file, start, end: start,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+            )
+            self._copy_s += time.monotonic() - begin
+        for number, wave in enumerate(self._schedule.waves):
+            begin = time.monotonic()
+            if number:
+                self._group.barrier(f"free{number}")
+                self._fetch(wave)
+                self._group.barrier(f"full{number}")
+            between = time.monotonic()
+            self._copy(self._moves(wave))
+            self._fetch_s += between - begin
+            self._copy_s += time.monotonic() - between
+
+    def _moves(self, wave: Wave) -> list[Move]:
+        lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()
+        return self._parts.moves[lo:hi]
+
+    def _copy(self, moves: list[Move]) -> None:
+        if self._buffer is not None:
+            copy_from_memory(
+                moves,
+                self._buffer.memory,
+                self._buffer.offset,
+                threads=self._copiers,
+                stall_s=self._stall_s,
+                on_bytes=self._on_copied,
+            )
+            return
+        copy_from_files(
+            moves,
+            self.files,
+            threads=self._copiers,
+            stall_s=self._stall_s,
+            on_bytes=self._on_copied,
+        )
+
+    def _report(self) -> ReadReport:
+        return ReadReport(
+            bytes_needed=self._whole.bytes_needed,
+            bytes_fetched=self._fetched,
+            bytes_in_memory=self._from_memory.bytes_needed,
+            bytes_copied=self._copied,
+            files=len(self._whole.files),
+            waves=len(self._schedule.waves),
+            fetch_s=self._fetch_s,
+            copy_s=self._copy_s,
+        )
+
+
+class _Counter:
+    """Adds up progress of all threads and passes it on."""
+
+    def __init__(
+        self, progress: Callable[[int, int], None] | None, beat: Callable[[], None]
+    ) -> None:
+        self.lock = threading.Lock()
+        self.total = 0
+        self._done = 0
+        self._progress = progress
+        self._beat = beat
+
+    def add(self, n: int) -> None:
+        self._beat()
+        with self.lock:
+            self._done += n
+            if self._progress is not None:
+                # Holes that are read along are not in the total.
+                self._progress(min(self._done, self.total), self.total)
+
+
+def _share_of(parallel: int, ranks: int) -> int:
+    """Threads of one of several ranks: two at least when it is alone, so that reads overlap."""
+    if ranks == 1:
+        return max(2, min(_MOST_THREADS, parallel))
+    return max(1, min(_MOST_THREADS, parallel // ranks))

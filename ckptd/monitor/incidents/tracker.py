@@ -1,0 +1,470 @@
+"""Incidents from verdicts: one a cause, from the first round that shows it to the last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ckptd.errors import NotFoundError
+from ckptd.monitor.incidents.incident import Changes, Incident
+from ckptd.monitor.report import ProbeResult, Stack
+from ckptd.monitor.rules.slow import FIRST_SLOW
+from ckptd.monitor.settings import Budget, WatchSettings
+from ckptd.monitor.verdict import Kind, Target, Verdict
+
+__all__ = ["CALLS", "STANDING", "Casebook", "Ledger", "Moment", "follows", "same_cause", "touching"]
+
+
+STANDING = frozenset({Kind.HANG, Kind.DEADLOCK, Kind.COMM_HANG, Kind.CANNOT_SAY})
+"""Something stands still; which of these it is may show only with more reports."""
+
+CALLS = frozenset({Kind.MISMATCH, Kind.DESYNC})
+"""Members of a group make different calls: both show of one that was left out."""
+
+_LEADS_ON = frozenset({Kind.CRASH, *CALLS, *STANDING})
+
+
+def touching(one: Verdict, other: Verdict) -> bool:
+    """Whether two verdicts name a suspect or a group that is the same, or none at all."""
+    mine, theirs = _named(one), _named(other)
+    return bool(mine & theirs) or not (mine and theirs)
+
+
+def _named(verdict: Verdict) -> set[tuple[str, str]]:
+    names = {(str(s.target), s.name) for s in verdict.suspects}
+    return names | {(str(Target.GROUP), f"{g:016x}") for g in verdict.groups}
+
+
+def same_cause(known: Verdict, new: Verdict) -> bool:
+    """Whether `new` tells of what `known` tells."""
+    if known.kind is new.kind is Kind.CRASH:
+        # Processes end one after the other; silent nodes are told each by itself.
+        return bool(known.names() and new.names()) or touching(known, new)
+    for family in (STANDING, CALLS):
+        if known.kind in family and new.kind in family:
+            return known.kind is new.kind is Kind.CANNOT_SAY or touching(known, new)
+    return known.kind is new.kind and touching(known, new)
+
+
+def follows(known: Verdict, new: Verdict) -> bool:
+    """Whether `new` may be what `known` led to: ends and waits after what stopped the job."""
+    if known.kind not in _LEADS_ON:
+        return False
+    if new.kind is Kind.CRASH:
+        return known.kind is not Kind.CANNOT_SAY
+    return new.kind in STANDING and known.kind in (Kind.CRASH, *CALLS)
+
+
+HOUR_S = 3600.0
+
+
+class Ledger:
+    """What was isolated, and when; no clock.
+
+    Parameters
+    ----------
+    budget
+        What is allowed.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._times: list[float] = []
+        self._nodes: set[str] = set()
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Nodes isolated so far."""
+        return frozenset(self._nodes)
+
+    def take(self, nodes: Iterable[str], total: int, now: float) -> bool:
+        """Take the isolation of `nodes` from the budget; return False, taking nothing, if too much.
+
+        Parameters
+        ----------
+        nodes
+            Names. Those isolated before cost nothing again.
+        total
+            Nodes of the job.
+        now
+            The moment, seconds.
+        """
+        new = set(nodes) - self._nodes
+        self._times = [t for t in self._times if now - t < HOUR_S]
+        share = max(int(self._budget.share * total), 1)
+        if len(self._times) + len(new) > self._budget.per_hour:
+            return False
+        if len(self._nodes) + len(new) > share:
+            return False
+        self._times += [now] * len(new)
+        self._nodes |= new
+        return True
+
+
+_SPEEDY = frozenset({Kind.CRASH, Kind.SLOW_RANK, Kind.SLOW_LINK, Kind.CORRUPTION})
+"""One round is enough: these were seen several times before they were told, or are plain."""
+_ISOLATES = frozenset({Kind.CRASH, Kind.HANG, Kind.COMM_HANG, Kind.SLOW_LINK, Kind.CORRUPTION})
+"""What is acted on by leaving nodes out; of the others it is the program that must change."""
+_STOPPED = frozenset({Kind.CRASH, *CALLS, *STANDING})
+"""What stacks and last words of ranks are evidence of."""
+_AGES = ("since last arrival s", "idle s", "age s", FIRST_SLOW)
+MOST_WORDS = 64
+"""Consequences told of one incident."""
+PROBES = 4096
+"""Results of probes kept with one incident."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a round knows beside its verdicts.
+
+    Attributes
+    ----------
+    now, unix
+        Monotonic, and seconds since 1970.
+    generation, step
+        The newest generation; the largest step of any rank, -1 if unknown.
+    nodes
+        Nodes of the job.
+    node_of
+        Node of each rank.
+    early
+        Whether the watch has not been at it for long: nothing that needs time is told.
+    """
+
+    now: float
+    unix: float
+    generation: int = 0
+    step: int = -1
+    nodes: int = 1
+    node_of: Mapping[int, str] = field(default_factory=dict)
+    early: bool = False
+
+
+@dataclass
+class _Case:
+    """An incident that is open, or a verdict that may become one."""
+
+    verdict: Verdict
+    rounds: int
+    seen: float
+    begun: float
+    generation: int
+    ident: str = ""
+
+
+class Casebook:
+    """All incidents of a job; no clock.
+
+    Parameters
+    ----------
+    job
+        Its name, for ids.
+    settings
+        When a verdict becomes an incident, and when it ends.
+    incidents
+        Of an earlier life.
+    """
+
+    def __init__(
+        self, job: str, settings: WatchSettings, incidents: Sequence[Incident] = ()
+    ) -> None:
+        self._slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", job)
+        self._settings = settings
+        self._ledger = Ledger(settings.budget)
+        self._incidents = {i.id: i for i in incidents}
+        self._open: list[_Case] = []
+        self._maybe: list[_Case] = []
+        numbers = [int(i.rpartition("-")[2]) for i in self._incidents if i[-1:].isdigit()]
+        self._next = max(numbers, default=0) + 1
+        self._left = [i for i in incidents if i.state == "open"]
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """Those that are remembered, the oldest first."""
+        return tuple(self._incidents.values())
+
+    @property
+    def suspected(self) -> tuple[Verdict, ...]:
+        """Verdicts of open incidents, and of those that may become one."""
+        return tuple(c.verdict for c in (*self._open, *self._maybe))
+
+    def get(self, ident: str) -> Incident:
+        """Return an incident; NotFoundError, kind ``no-incident``."""
+        if ident not in self._incidents:
+            raise NotFoundError("there is no such incident", kind="no-incident", where=ident)
+        return self._incidents[ident]
+
+    def change(self, ident: str, **fields: Any) -> Incident:
+        """Return an incident with other fields, and remember it so."""
+        changed = msgspec.structs.replace(self.get(ident), **fields)
+        self._incidents[ident] = changed
+        return changed
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def judge(self, verdicts: Sequence[Verdict], moment: Moment) -> Changes:
+        """Take the verdicts of a round, and return what they change."""
+        opened: list[Incident] = []
+        updated: dict[str, Incident] = {}
+        maybe = []
+        self._take_up(moment)
+        for verdict in verdicts:
+            case = self._known(verdict, moment)
+            if case is not None:
+                self._seen(case, verdict, moment, updated)
+                continue
+            cause = self._cause(verdict, moment)
+            if cause is not None:
+                self._follow(cause, verdict, moment, updated)
+                continue
+            case = self._candidate(verdict, moment)
+            if case.rounds >= self._needed(verdict) and not self._too_early(verdict, moment):
+                opened.append(self._begin(case, moment))
+            else:
+                maybe.append(case)
+        self._maybe = maybe
+        closed = self._end(moment)
+        new = {i.id for i in opened}
+        return Changes(
+            opened=tuple(self._incidents[i.id] for i in opened),
+            updated=tuple(i for i in updated.values() if i.id not in new),
+            closed=closed,
+        )
+
+    def _take_up(self, moment: Moment) -> None:
+        """Go on with incidents that an earlier life left open."""
+        for incident in self._left:
+            self._open.append(
+                _Case(
+                    incident.verdict,
+                    incident.rounds,
+                    moment.now,
+                    moment.now,
+                    incident.generation,
+                    incident.id,
+                )
+            )
+        self._left = []
+
+    def _known(self, verdict: Verdict, moment: Moment) -> _Case | None:
+        for case in self._open:
+            # Whoever crashes after a restart crashes anew.
+            other = verdict.kind is Kind.CRASH and case.generation != moment.generation
+            if same_cause(case.verdict, verdict) and not other:
+                return case
+        return None
+
+    def _cause(self, verdict: Verdict, moment: Moment) -> _Case | None:
+        limit = self._settings.consequences_s
+        for case in self._open:
+            recent = moment.now - case.seen <= limit and moment.now - case.begun <= 10 * limit
+            if follows(case.verdict, verdict) and recent and moment.generation == case.generation:
+                return case
+        return None
+
+    def _candidate(self, verdict: Verdict, moment: Moment) -> _Case:
+        for case in self._maybe:
+            if same_cause(case.verdict, verdict):
+                # Of two verdicts of one round that tell of one cause, the second confirms nothing.
+                case.rounds += moment.now > case.seen
+                case.verdict, case.seen = verdict, moment.now
+                return case
+        return _Case(verdict, 1, moment.now, moment.now, moment.generation)
+
+    def _needed(self, verdict: Verdict) -> int:
+        sure = verdict.kind in (Kind.MISMATCH, Kind.DESYNC) and verdict.suspects
+        agreed = sure and max(s.confidence for s in verdict.suspects) > 0.9
+        return 1 if verdict.kind in _SPEEDY or agreed else self._settings.confirm
+
+    def _too_early(self, verdict: Verdict, moment: Moment) -> bool:
+        plain = verdict.kind in _SPEEDY or verdict.kind in (Kind.MISMATCH, Kind.DESYNC)
+        return moment.early and not plain
+
+    def _begin(self, case: _Case, moment: Moment) -> Incident:
+        verdict = case.verdict
+        case.ident = f"{self._slug}-{self._next}"
+        self._next += 1
+        self._open.append(case)
+        nodes = _nodes(verdict, moment)
+        incident = Incident(
+            id=case.ident,
+            kind=str(verdict.kind),
+            verdict=verdict,
+            opened_at=moment.unix,
+            updated_at=moment.unix,
+            rounds=case.rounds,
+            generation=moment.generation,
+            step=moment.step,
+            action=self._action(verdict, nodes, moment),
+            latency_s=latency(verdict),
+            nodes=nodes,
+        )
+        self._incidents[case.ident] = incident
+        return incident
+
+    def _action(self, verdict: Verdict, nodes: Sequence[str], moment: Moment) -> str:
+        wanted = self._settings.policy.get(verdict.kind, "log")
+        # Of one that does something the node is sound.
+        isolates = verdict.kind in _ISOLATES and not verdict.numbers.get("runs", 0)
+        isolates &= wanted == "act"
+        if isolates and not self._ledger.take(nodes, moment.nodes, moment.now):
+            return "ask"
+        return wanted
+
+    def _seen(
+        self, case: _Case, verdict: Verdict, moment: Moment, updated: dict[str, Incident]
+    ) -> None:
+        case.seen = moment.now
+        case.rounds += 1
+        known = self._incidents[case.ident]
+        fields: dict[str, Any] = {"updated_at": moment.unix, "rounds": known.rounds + 1}
+        if verdict.kind is Kind.CRASH and not _better(case, verdict, moment):
+            words = _ends(known, verdict)
+            verdict = known.verdict
+            fields["consequences"] = _more(known.consequences, words)
+        if verdict.kind is Kind.CANNOT_SAY:
+            verdict = known.verdict  # what was known is not less so
+        if _other(known.verdict, verdict):
+            nodes = _nodes(verdict, moment)
+            fields |= {"kind": str(verdict.kind), "nodes": nodes}
+            if known.verdict.kind is not verdict.kind:
+                fields["action"] = self._action(verdict, nodes, moment)
+        case.verdict = verdict
+        changed = self.change(case.ident, verdict=verdict, **fields)
+        if _other(known.verdict, verdict) or changed.consequences != known.consequences:
+            updated[case.ident] = changed
+
+    def _follow(
+        self, case: _Case, verdict: Verdict, moment: Moment, updated: dict[str, Incident]
+    ) -> None:
+        """Tell `verdict` as what an open incident led to; it does not keep that one open."""
+        known = self._incidents[case.ident]
+        words = _ends(known, verdict) if verdict.kind is Kind.CRASH else [f"then: {verdict.kind}"]
+        more = _more(known.consequences, words)
+        if more != known.consequences:
+            updated[case.ident] = self.change(case.ident, consequences=more, updated_at=moment.unix)
+
+    def _end(self, moment: Moment) -> tuple[Incident, ...]:
+        closed = []
+        for case in list(self._open):
+            if moment.now - case.seen > self._settings.close_s:
+                self._open.remove(case)
+                closed.append(self.change(case.ident, state="closed", closed_at=moment.unix))
+        if closed:
+            self._forget()
+        return tuple(closed)
+
+    def fence(self, below: int, reason: str, moment: Moment) -> tuple[Incident, ...]:
+        """Close what is open of generations before `below`, which are ended on purpose.
+
+        What a link or a node's arithmetic shows does not end with the ranks.
+        """
+        self._take_up(moment)
+        closed = []
+        for case in [c for c in self._open if c.generation < below]:
+            if case.verdict.kind not in (Kind.SLOW_LINK, Kind.CORRUPTION):
+                self._open.remove(case)
+                known = self._incidents[case.ident].consequences
+                words = _more(known, [f"the generation was fenced: {reason}".rstrip(": ")])
+                changed = self.change(
+                    case.ident, state="closed", closed_at=moment.unix, consequences=words
+                )
+                closed.append(changed)
+        self._maybe = []
+        self._forget()
+        return tuple(closed)
+
+    def _forget(self) -> None:
+        done = [i for i, incident in self._incidents.items() if incident.state == "closed"]
+        for ident in done[: max(len(done) - self._settings.kept, 0)]:
+            del self._incidents[ident]
+
+    # --- evidence -------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        stacks: Mapping[int, Stack],
+        logs: Mapping[int, str],
+        calls: Mapping[int, str],
+        unix: float,
+    ) -> tuple[Incident, ...]:
+        """Put evidence on ranks to open incidents of what stopped; return those that changed."""
+        changed = []
+        for case in self._open:
+            if case.verdict.kind not in _STOPPED:
+                continue
+            known = self._incidents[case.ident]
+            fields: dict[str, Any] = {
+                name: {**new, **old}
+                for name, new, old in (
+                    ("stacks", stacks, known.stacks),
+                    ("logs", logs, known.logs),
+                    ("calls", calls, known.calls),
+                )
+                if new.keys() - old.keys()
+            }
+            if fields:
+                changed.append(self.change(case.ident, updated_at=unix, **fields))
+        return tuple(changed)
+
+    def attach_probes(self, results: Sequence[ProbeResult], unix: float) -> tuple[Incident, ...]:
+        """Put the results of a round of probes to open incidents of communication."""
+        changed = []
+        for case in self._open:
+            if case.verdict.kind in (Kind.COMM_HANG, Kind.SLOW_LINK):
+                kept = tuple(results[:PROBES])
+                changed.append(self.change(case.ident, updated_at=unix, probes=kept))
+        return tuple(changed)
+
+
+def latency(verdict: Verdict) -> float:
+    """Return how long a verdict's sign had been there, in seconds; 0 if it does not say."""
+    ages = [verdict.numbers[name] for name in _AGES if name in verdict.numbers]
+    return float(ages[0]) if ages else 0.0
+
+
+def _nodes(verdict: Verdict, moment: Moment) -> tuple[str, ...]:
+    named = [n for n in verdict.names() if n.isdecimal()]
+    nodes = [moment.node_of[int(n)] for n in named if int(n) in moment.node_of]
+    return tuple(dict.fromkeys([*_named_nodes(verdict), *nodes]))
+
+
+def _named_nodes(verdict: Verdict) -> list[str]:
+    return [s.name for s in verdict.suspects if s.target in ("node", "sender", "receiver")]
+
+
+def _other(known: Verdict, verdict: Verdict) -> bool:
+    """Whether a verdict says something else than before, and not only other figures."""
+    return known.kind is not verdict.kind or _who(known) != _who(verdict)
+
+
+def _who(verdict: Verdict) -> set[tuple[str, str]]:
+    return {(str(s.target), s.name) for s in verdict.suspects}
+
+
+def _better(case: _Case, verdict: Verdict, moment: Moment) -> bool:
+    """Whether a verdict on a crash that is just known names its cause better: by a signal."""
+    young = moment.now - case.begun < 2.0
+    signalled = verdict.numbers.get("by signal", 0) and not case.verdict.numbers.get("by signal", 0)
+    return young and bool(signalled)
+
+
+def _ends(known: Incident, verdict: Verdict) -> list[str]:
+    # Of a crash those who ended first are no news; of a hang it is one that they ended.
+    first = set(known.verdict.names()) if known.kind == Kind.CRASH else set()
+    told = [
+        line
+        for line in verdict.evidence
+        if line.startswith("rank ") and line.split(":")[0].removeprefix("rank ") not in first
+    ]
+    mine = [f"rank {s.name}: {s.detail}" for s in verdict.suspects if s.target == "rank"]
+    return told + [m for m in mine if m.split(":")[0].removeprefix("rank ") not in first]
+
+
+def _more(told: tuple[str, ...], words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*told, *words]))[:MOST_WORDS]

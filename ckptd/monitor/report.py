@@ -1,0 +1,716 @@
+"""What agents and the daemon say to each other: sheets and findings go up, orders come down.
+
+A sheet is what the ranks of one node show at a moment (of several nodes, from a forwarder). It
+holds ages in place of times, so that clocks never cross nodes. All of it is untrusted where it
+arrives: `unpack` checks everything before anybody uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import zstandard
+
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CorruptError
+from ckptd.monitor.collectives import COLLECTIVE, SIZES, WORD
+from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, RANK
+from ckptd.monitor.stats import Array
+from ckptd.monitor.view import Phase
+
+__all__ = [
+    "GAP",
+    "SHEET_RANK",
+    "STATES",
+    "STEP",
+    "SUM",
+    "TABLES",
+    "VERSION",
+    "AgentState",
+    "Fencing",
+    "Found",
+    "GroupInfo",
+    "Orders",
+    "Probe",
+    "ProbeResult",
+    "Sheet",
+    "SheetLimits",
+    "Stack",
+    "bad",
+    "check_found",
+    "check_orders",
+    "check_sheet",
+    "pack",
+    "unpack",
+    "unpack_fencing",
+    "unpack_found",
+    "unpack_orders",
+]
+
+
+VERSION = 1
+
+SHEET_RANK: np.dtype[Any] = np.dtype(
+    [
+        # The process id stands where it stood before the columns of a job had it.
+        *[
+            (name, "u1" if name == "alive" else RANK[name].str)
+            for name in RANK.names or ()
+            if name != "pid"
+        ],
+        ("world", "<i8"),  # ranks that it believes the job to have
+        ("pid", RANK["pid"].str),
+        ("generation", "<i8"),
+        ("lived", "<f8"),  # age of the process, s; NaN is unknown
+        ("recorder", "u1"),  # ckptd.monitor.ring.layout.RecorderState
+        ("lost", "<i8"),  # calls that found no room in the ring's table of groups
+        ("written", "<i8"),  # calls recorded by the process so far
+    ]
+)
+"""One row for each rank: the columns of `ckptd.monitor.job.RANK`, and what only a node knows."""
+
+GAP: np.dtype[Any] = np.dtype(
+    [
+        ("site", "<u8"),  # of the call after whose end the rank was by itself
+        ("phase", "<u4"),
+        ("op", "<u4"),
+        ("seconds", "<f8"),
+    ]
+)
+"""The longest time between the end of such a call and the same rank's next call."""
+
+STEP: np.dtype[Any] = np.dtype(
+    [
+        ("row", "<i8"),
+        ("step", "<i8"),
+        ("phase", "<u4"),
+        ("self_s", "<f8"),  # outside calls; see ckptd.monitor.rules.selftime
+        ("inside_s", "<f8"),  # in calls
+        ("wall_s", "<f8"),
+    ]
+)
+"""One row for each step that a rank has finished and that was not told before."""
+
+SUM: np.dtype[Any] = np.dtype(
+    [
+        ("row", "<i8"),
+        ("step", "<i8"),
+        ("what", "<u4"),  # 0 checksum of replicas, 1 norm of a gradient
+        ("set", "<u8"),  # ranks with the same number hold the same values
+        ("value", "<u8"),  # the checksum, or the bits of a float64
+    ]
+)
+"""One row for each checksum or norm that a rank took and that was not told before."""
+
+TABLES: Mapping[str, np.dtype[Any]] = {
+    "ranks": SHEET_RANK,
+    "groups": JOINED_GROUP,
+    "calls": JOINED_CALL,
+    "gaps": GAP,
+    "steps": STEP,
+    "sums": SUM,
+    "collectives": COLLECTIVE,
+}
+"""Tables of a sheet, by the name of their field."""
+
+
+class AgentState(msgspec.Struct, frozen=True, kw_only=True):
+    """How the agent of one node is.
+
+    Attributes
+    ----------
+    address
+        ``host:port`` where it answers link probes; empty if it does not.
+    cpu_s
+        CPU seconds that it has used.
+    overruns
+        Calls that were overwritten before it read them.
+    rings
+        Ring files that it reads.
+    bad_rings
+        Ring files that it cannot read.
+    recorder_s
+        Seconds that recording has cost its ranks: calls times what one costs, as measured there.
+    age_s
+        Seconds since it was heard of; set by forwarders, 0 from the agent itself.
+    """
+
+    address: str = ""
+    cpu_s: float = 0.0
+    overruns: int = 0
+    rings: int = 0
+    bad_rings: int = 0
+    recorder_s: float = 0.0
+    age_s: float = 0.0
+
+
+class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Name and members of a group.
+
+    Attributes
+    ----------
+    name, kind
+        As the program calls it (``dp``, ``tp``, ...); empty if unknown.
+    first, stride, size
+        Global ranks are ``first + i * stride``. With stride 0 they are in `listed`.
+    listed
+        Global ranks in order, 4 bytes each, little-endian.
+    timeout_s
+        After how long the backend itself gives a call of the group up, seconds; 0 is unknown.
+    """
+
+    name: str = ""
+    kind: str = ""
+    first: int = 0
+    stride: int = 0
+    size: int = 0
+    listed: bytes = b""
+    timeout_s: float = 0.0
+
+    @staticmethod
+    def of(ranks: Sequence[int], name: str = "", kind: str = "") -> GroupInfo:
+        """Return the info of a group with these global ranks, in order."""
+        size = len(ranks)
+        stride = ranks[1] - ranks[0] if size > 1 else 1
+        if size and stride and all(r == ranks[0] + i * stride for i, r in enumerate(ranks)):
+            return GroupInfo(name=name, kind=kind, first=ranks[0], stride=stride, size=size)
+        listed = np.array(ranks, "<u4").tobytes()
+        return GroupInfo(name=name, kind=kind, size=size, listed=listed)
+
+    def ranks(self) -> Sequence[int]:
+        """Return the global ranks in order; empty if not told."""
+        if self.stride:
+            return range(self.first, self.first + self.size * self.stride, self.stride)
+        return tuple(np.frombuffer(self.listed, "<u4").tolist())
+
+
+class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+    """One node, or several by way of a forwarder, at a moment.
+
+    Attributes
+    ----------
+    version
+        Of this form.
+    job
+        Whose sheet it is.
+    source
+        Names one life of the sender: random, hexadecimal.
+    number
+        Rises with each sheet of the source: an older or equal one is not taken.
+    nodes, agents
+        Names of nodes, and how their agents are, in the same order.
+    ranks, groups, calls, gaps, steps, sums, collectives
+        Tables as bytes; see `table` and `TABLES`. Rows of groups and calls come in the order of
+        their ranks' rows; a rank's calls in the order in which it entered them.
+    after
+        Number of the sheet of this source after which the increments in `collectives` begin: the
+        last that is known to have been taken.
+    members
+        Groups by their hash; told once by each source, and again when the orders say so.
+    texts
+        What hashes of operations, element types and call sites stand for; told likewise.
+    """
+
+    version: int = VERSION
+    job: str
+    source: str
+    number: int
+    nodes: tuple[str, ...] = ()
+    agents: tuple[AgentState, ...] = ()
+    ranks: bytes = b""
+    groups: bytes = b""
+    calls: bytes = b""
+    gaps: bytes = b""
+    steps: bytes = b""
+    sums: bytes = b""
+    collectives: bytes = b""
+    after: int = 0
+    members: dict[int, GroupInfo] = msgspec.field(default_factory=dict)
+    texts: dict[int, str] = msgspec.field(default_factory=dict)
+
+    def table(self, name: str) -> Array:
+        """Return the rows of one table of `TABLES`, read-only."""
+        raw: bytes = getattr(self, name)
+        return np.frombuffer(raw, TABLES[name])
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """One link to measure.
+
+    Attributes
+    ----------
+    nonce
+        Says which order a result belongs to.
+    from_node, to_node
+        Names of the nodes.
+    address
+        ``host:port`` of the other node's responder.
+    size
+        Bytes that are sent and come back.
+    """
+
+    nonce: int
+    from_node: str
+    to_node: str
+    address: str
+    size: int = 1 << 17
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What the daemon answers to a sheet.
+
+    Attributes
+    ----------
+    period_s
+        How long to wait before the next sheet, in seconds.
+    tell
+        Whether members and texts are to be told again.
+    stacks
+        Ranks whose stacks are wanted.
+    calls
+        Ranks of which the next sheet is to hold the last 512 calls.
+    probes
+        Links to measure, one after another.
+    """
+
+    period_s: float = 0.25
+    tell: bool = False
+    stacks: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
+    probes: tuple[Probe, ...] = ()
+
+    def of_part(self, nodes: Sequence[str], ranks: Sequence[int]) -> Orders:
+        """Return what of these orders concerns the nodes and ranks named: for forwarders."""
+        here, mine = set(nodes), set(ranks)
+        return msgspec.structs.replace(
+            self,
+            stacks=tuple(r for r in self.stacks if r in mine),
+            calls=tuple(r for r in self.calls if r in mine),
+            probes=tuple(p for p in self.probes if p.from_node in here),
+        )
+
+
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """Stacks of one rank's threads, as text.
+
+    Attributes
+    ----------
+    text
+        The stacks, or why there are none.
+    how
+        What took them: ``py-spy``, ``kernel``, or empty if they could not be taken.
+    taken_s
+        Seconds that it took.
+    """
+
+    text: str
+    how: str = ""
+    taken_s: float = 0.0
+
+
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one probe showed.
+
+    Attributes
+    ----------
+    nonce, src, dst
+        Order, and names of both nodes.
+    seconds
+        The least of its repetitions; infinite if none came back.
+    error
+        Why none came back.
+    """
+
+    nonce: int
+    src: str
+    dst: str
+    seconds: float
+    error: str = ""
+
+
+class Fencing(msgspec.Struct, frozen=True, kw_only=True):
+    """What a controller does to the ranks: it ends those of all generations before one.
+
+    Attributes
+    ----------
+    below
+        Ranks of a generation from 1 to before this one end on purpose.
+    reason
+        Why, in a few words.
+    """
+
+    below: int
+    reason: str = ""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found on orders.
+
+    Attributes
+    ----------
+    version, job, source, number
+        As of a sheet; numbers of sheets and findings of a source are counted apart.
+    stacks
+        By global rank.
+    probes
+        Results.
+    logs
+        Last lines of a rank's output, by global rank.
+    """
+
+    version: int = VERSION
+    job: str
+    source: str
+    number: int
+    stacks: dict[int, Stack] = msgspec.field(default_factory=dict)
+    probes: tuple[ProbeResult, ...] = ()
+    logs: dict[int, str] = msgspec.field(default_factory=dict)
+
+
+class SheetLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a message may hold.
+
+    Attributes
+    ----------
+    packed, unpacked
+        Bytes as sent, and after decompression.
+    nodes, ranks, world
+        Of one sheet; of the job.
+    rows, collectives
+        Of each other table; of that of collectives.
+    members, texts
+        Entries; `listed` bounds the members of all groups together.
+    name, text, stack
+        Characters of a name, of a text, of a stack.
+    """
+
+    packed: int = 32 << 20
+    unpacked: int = 128 << 20
+    nodes: int = 1 << 14
+    ranks: int = 1 << 17
+    world: int = 1 << 24
+    rows: int = 1 << 22
+    collectives: int = 1 << 13
+    members: int = 1 << 18
+    listed: int = 1 << 22
+    texts: int = 1 << 16
+    name: int = 128
+    text: int = 256
+    stack: int = 1 << 18
+
+
+_LONGEST_S = 1e9
+"""Ages above 30 years are nonsense."""
+_COUNT = 1 << 62
+STATES = frozenset([b"", *(bytes([letter]) for letter in b"RSDTtZXxKWPI")])
+"""Letters of the kernel for the state of a process."""
+_RECORDER_STATES = 4
+
+
+def bad(wanted: str, found: object) -> CorruptError:
+    """Return the error of a message that is not what it should be."""
+    return CorruptError(
+        "this is not a message of the monitor",
+        kind="bad-sheet",
+        wanted=wanted,
+        found=str(found)[:200],
+    )
+
+
+def check_sheet(sheet: Sheet, limits: SheetLimits) -> None:
+    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `sheet` is usable."""
+    _check_head(sheet, limits)
+    _check_nodes(sheet, limits)
+    for name, dtype in TABLES.items():
+        size, most = len(getattr(sheet, name)), getattr(limits, name, limits.rows)
+        _need(size % dtype.itemsize == 0, f"whole rows of {name}", size)
+        _need(size <= most * dtype.itemsize, f"at most {most} rows of {name}", size)
+    ranks = sheet.table("ranks")
+    _check_ranks(ranks, len(sheet.nodes), limits)
+    for name, ordered in (("groups", True), ("calls", True), ("steps", False), ("sums", False)):
+        rows = sheet.table(name)["row"]
+        _within(rows, 0, len(ranks) - 1, f"row of {name}")
+        if ordered:
+            _need(bool((rows[1:] >= rows[:-1]).all()), f"{name} in the order of ranks", "not")
+    _check_calls(sheet)
+    _check_told(sheet)
+    _check_collectives(sheet)
+    _check_members(sheet, limits)
+
+
+def _check_head(message: Sheet | Found, limits: SheetLimits) -> None:
+    _need(message.version == VERSION, f"version {VERSION}", message.version)
+    for name, text in (("job", message.job), ("source", message.source)):
+        _need(0 < len(text) <= limits.name, f"a {name} of 1 to {limits.name} characters", len(text))
+    _need(0 <= message.number < _COUNT, "a number", message.number)
+
+
+def _check_nodes(sheet: Sheet, limits: SheetLimits) -> None:
+    nodes, agents = sheet.nodes, sheet.agents
+    _need(len(nodes) <= limits.nodes, f"at most {limits.nodes} nodes", len(nodes))
+    _need(len(agents) == len(nodes), "an agent for each node", len(agents))
+    _need(len(set(nodes)) == len(nodes), "different names of nodes", "the same")
+    _names(nodes, limits.name, "name of a node")
+    for agent in agents:
+        _need(len(agent.address) <= limits.name, "a short address", len(agent.address))
+        _need(0 <= agent.cpu_s < _LONGEST_S, "CPU seconds", agent.cpu_s)
+        _need(0 <= agent.recorder_s < _COUNT, "seconds", agent.recorder_s)
+        _need(0 <= agent.age_s < _LONGEST_S, "an age", agent.age_s)
+        least = min(agent.overruns, agent.rings, agent.bad_rings)
+        _need(least >= 0, "counts", least)
+        most = max(agent.overruns, agent.rings, agent.bad_rings)
+        _need(most < _COUNT, "counts", most)
+
+
+def _check_ranks(ranks: Array, nodes: int, limits: SheetLimits) -> None:
+    _within(ranks["world"], 1, limits.world, "world")
+    _need(bool((ranks["rank"] >= 0).all()), "ranks from 0", "less")
+    _need(bool((ranks["rank"] < ranks["world"]).all()), "ranks below the world", "more")
+    for name, low, high in (
+        ("node", 0, nodes - 1),
+        ("alive", 0, 1),
+        ("answers", -1, 1),
+        ("phase", 0, max(Phase)),
+        ("step", -1, _COUNT),
+        ("steps_done", 0, _COUNT),
+        ("pending_seq", 0, _COUNT),
+        ("pid", 0, 1 << 32),
+        ("generation", 0, 1 << 32),
+        ("recorder", 0, _RECORDER_STATES - 1),
+        ("lost", 0, _COUNT),
+        ("written", 0, _COUNT),
+    ):
+        _within(ranks[name], low, high, name)
+    _need(
+        bool(np.isin(ranks["state"], list(STATES)).all()), "states of processes", "another letter"
+    )
+    _ages(ranks["idle"], "idle", known=True)
+    for name in ("heartbeat", "pending_age", "lived"):
+        _ages(ranks[name], name)
+    inside = ranks["pending_group"] != 0
+    _need(not np.isnan(ranks["pending_age"][inside]).any(), "an age of each pending call", "NaN")
+
+
+def _check_calls(sheet: Sheet) -> None:
+    groups, calls = sheet.table("groups"), sheet.table("calls")
+    for name in ("entered", "completed"):
+        _within(groups[name], 0, _COUNT, name)
+    _need(bool((groups["group"] != 0).all()), "groups other than 0", "0")
+    for name, low, high in (
+        ("seq", 0, _COUNT),
+        ("bytes", -1, _COUNT),
+        ("root", -1, 1 << 30),
+        ("step", -1, _COUNT),
+        ("phase", 0, max(Phase)),
+    ):
+        _within(calls[name], low, high, name)
+    _ages(-calls["start"], "start of a call", known=True)
+    _ages(-calls["end"], "end of a call")
+    _need(not (calls["end"] < calls["start"]).any(), "calls that end after they start", "before")
+
+
+def _check_told(sheet: Sheet) -> None:
+    gaps, steps, sums = (sheet.table(name) for name in ("gaps", "steps", "sums"))
+    _within(gaps["phase"], 0, max(Phase), "phase")
+    _ages(gaps["seconds"], "gap", known=True)
+    _within(steps["step"], 0, _COUNT, "step")
+    _within(steps["phase"], 0, max(Phase), "phase")
+    for name in ("self_s", "inside_s", "wall_s"):
+        _ages(steps[name], name)
+    _within(sums["step"], -1, _COUNT, "step")
+    _within(sums["what"], 0, 1, "what")
+
+
+def _check_collectives(sheet: Sheet) -> None:
+    rows = sheet.table("collectives")
+    _need(0 <= sheet.after < max(sheet.number, 1), "the number of an earlier sheet", sheet.after)
+    _need(bool((rows["op"] != b"").all()), "an operation", "none")
+    for text in {*rows["op"].tolist(), *rows["kind"].tolist()}:
+        _need(WORD.fullmatch(text) is not None, "the word for a label", repr(text))
+    _within(rows["size"], 0, len(SIZES), "size")
+    values = rows["values"]
+    _need(bool(((values >= 0) & (values < _COUNT)).all()), "increments", "negative or endless")
+
+
+def _check_members(sheet: Sheet, limits: SheetLimits) -> None:
+    _need(len(sheet.members) <= limits.members, f"at most {limits.members} groups", "more")
+    listed = 0
+    for ident, info in sheet.members.items():
+        _need(0 < ident < 1 << 64, "the hash of a group", ident)
+        _names((info.name, info.kind), limits.name, "name of a group", least=0)
+        _need(0 <= info.size <= limits.world, "a size", info.size)
+        ends = (info.first, info.first + max(info.size - 1, 0) * info.stride)
+        _need(min(ends) >= 0 and max(ends) < limits.world, "global ranks", ends)
+        _need(len(info.listed) in (0, 4 * info.size), "a rank for each member", len(info.listed))
+        _need(not (info.stride and info.listed), "ranks told in one way", "two")
+        _need(0 <= info.timeout_s <= _LONGEST_S, "a time-out", info.timeout_s)
+        listed += len(info.listed) // 4
+    _need(listed <= limits.listed, f"at most {limits.listed} listed ranks", listed)
+    _need(len(sheet.texts) <= limits.texts, f"at most {limits.texts} texts", len(sheet.texts))
+    _hashes(sheet.texts)
+    _names(sheet.texts.values(), limits.text, "text", least=0)
+
+
+def check_found(found: Found, limits: SheetLimits) -> None:
+    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `found` is usable."""
+    _check_head(found, limits)
+    for ranks in (found.stacks, found.logs):
+        _need(len(ranks) <= limits.ranks, f"at most {limits.ranks} ranks", len(ranks))
+        _ranks(ranks, limits)
+    for stack in found.stacks.values():
+        _need(len(stack.text) <= limits.stack, "a stack", f"{len(stack.text)} characters")
+        _need(len(stack.how) <= limits.name, "a short name", len(stack.how))
+        _need(0 <= stack.taken_s < _LONGEST_S, "seconds", stack.taken_s)
+    _names(found.logs.values(), limits.stack, "log", least=0)
+    _need(len(found.probes) <= limits.rows, f"at most {limits.rows} probes", len(found.probes))
+    for probe in found.probes:
+        _need(0 <= probe.nonce < _COUNT, "a nonce", probe.nonce)
+        _names((probe.src, probe.dst), limits.name, "name of a node")
+        # Infinite says that nothing came back; NaN is below nothing.
+        _need(probe.seconds > 0, "seconds above 0", probe.seconds)
+        _need(len(probe.error) <= limits.text, "a short error", len(probe.error))
+
+
+def check_orders(orders: Orders, limits: SheetLimits) -> None:
+    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `orders` is usable."""
+    _need(0 < orders.period_s < 3600, "a period below an hour", orders.period_s)
+    for ranks in (orders.stacks, orders.calls):
+        _need(len(ranks) <= limits.ranks, f"at most {limits.ranks} ranks", len(ranks))
+        _ranks(ranks, limits)
+    _need(len(orders.probes) <= limits.rows, f"at most {limits.rows} probes", len(orders.probes))
+    for probe in orders.probes:
+        _need(0 <= probe.nonce < _COUNT, "a nonce", probe.nonce)
+        _names((probe.from_node, probe.to_node, probe.address), limits.name, "name of a node")
+        _need(0 < probe.size <= 1 << 24, "a probe of at most 16 MiB", probe.size)
+
+
+# --- one thing ----------------------------------------------------------------------------------
+
+
+def _need(true: bool, wanted: str, found: object) -> None:
+    if not true:
+        raise bad(wanted, found)
+
+
+def _within(values: Array, low: int, high: int, what: str) -> None:
+    if len(values):
+        least, most = int(values.min()), int(values.max())
+        if least < low or most > high:
+            raise bad(f"{what} from {low} to {high}", f"{least} to {most}")
+
+
+def _ages(values: Array, what: str, *, known: bool = False) -> None:
+    """Check ages: finite and not negative; NaN where an age need not be `known`."""
+    if not known:
+        values = values[~np.isnan(values)]
+    if not bool(((values >= 0) & (values < _LONGEST_S)).all()):
+        raise bad(f"ages of {what}", "negative, endless or not a number")
+
+
+def _names(texts: Iterable[str], most: int, what: str, *, least: int = 1) -> None:
+    for text in texts:
+        if not least <= len(text) <= most:
+            raise bad(f"a {what} of {least} to {most} characters", f"{len(text)} characters")
+
+
+def _hashes(keys: Iterable[int]) -> None:
+    for key in keys:
+        if not 0 <= key < 1 << 64:
+            raise bad("a hash", key)
+
+
+def _ranks(ranks: Iterable[int], limits: SheetLimits) -> None:
+    for rank in ranks:
+        if not 0 <= rank < limits.world:
+            raise bad("a rank", rank)
+
+
+Message = TypeVar("Message", Sheet, Orders, Found, Fencing)
+
+_PLAIN, _PACKED = b"\x00", b"\x01"
+_PACK_ABOVE = 4096
+_RATIO = 512
+_encoder = msgspec.msgpack.Encoder()
+_sheets = msgpack_decoder(Sheet)
+_orders = msgpack_decoder(Orders)
+_found = msgpack_decoder(Found)
+_fencing = msgpack_decoder(Fencing)
+_MOST_GENERATION = 1 << 62
+_MOST_REASON = 2000
+
+
+def pack(message: Sheet | Orders | Found | Fencing) -> bytes:
+    """Return the bytes of a message: msgpack, with zstd where that is worth it."""
+    raw = _encoder.encode(message)
+    if len(raw) <= _PACK_ABOVE:
+        return _PLAIN + raw
+    return _PACKED + zstandard.ZstdCompressor(level=1).compress(raw)
+
+
+def unpack(data: bytes, limits: SheetLimits | None = None) -> Sheet:
+    """Return the sheet that `data` holds, with everything checked.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-sheet``: these bytes are not a sheet, or it claims more than `limits`.
+    """
+    limits = limits or SheetLimits()
+    sheet = _decoded(data, _sheets, limits)
+    check_sheet(sheet, limits)
+    return sheet
+
+
+def unpack_found(data: bytes, limits: SheetLimits | None = None) -> Found:
+    """Return the findings that `data` holds; errors as of `unpack`."""
+    limits = limits or SheetLimits()
+    found = _decoded(data, _found, limits)
+    check_found(found, limits)
+    return found
+
+
+def unpack_orders(data: bytes, limits: SheetLimits | None = None) -> Orders:
+    """Return the orders that `data` holds; errors as of `unpack`."""
+    limits = limits or SheetLimits()
+    orders = _decoded(data, _orders, limits)
+    check_orders(orders, limits)
+    return orders
+
+
+def unpack_fencing(data: bytes, limits: SheetLimits | None = None) -> Fencing:
+    """Return the fencing that `data` holds; errors as of `unpack`."""
+    fencing = _decoded(data, _fencing, limits or SheetLimits())
+    if not 0 <= fencing.below < _MOST_GENERATION or len(fencing.reason) > _MOST_REASON:
+        raise bad("a generation, and a reason in a few words", f"generation {fencing.below}")
+    return fencing
+
+
+def _decoded(
+    data: bytes, decoder: msgspec.msgpack.Decoder[Message], limits: SheetLimits
+) -> Message:
+    if not 0 < len(data) <= limits.packed:
+        raise bad(f"1 to {limits.packed} bytes", f"{len(data)} bytes")
+    try:
+        return decoder.decode(_plain(data, limits))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise bad("a message of this version", str(error)) from error
+
+
+def _plain(data: bytes, limits: SheetLimits) -> bytes | memoryview:
+    head, body = data[:1], memoryview(data)[1:]
+    if head == _PLAIN:
+        return body
+    if head != _PACKED:
+        raise bad("a message of this version", f"first byte {head.hex()}")
+    most = min(limits.unpacked, (1 << 20) + _RATIO * len(body))
+    try:
+        # Without a stated size the decompressor would decide itself how much it allocates.
+        size = zstandard.frame_content_size(body)
+        if not 0 < size <= most:
+            raise bad(f"1 to {most} bytes, stated", str(size))
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise bad("a zstd frame", str(error)) from error

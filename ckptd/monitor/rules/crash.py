@@ -1,0 +1,103 @@
+"""Ranks whose process ended, and nodes that neither their agent nor anybody else hears of."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptd.monitor.job import NO_EXIT, Job
+from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.naming import rank_suspects
+from ckptd.monitor.stats import Array
+from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.view import CallFlag, Phase
+
+__all__ = ["crashes", "ended"]
+
+
+def ended(job: Job) -> Array:
+    """Return which ranks ended otherwise than a job that is done does."""
+    ranks = job.ranks
+    well = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
+    gone: Array = ~ranks["alive"] & ~well
+    return gone
+
+
+def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
+    """Yield a verdict for all crashed ranks, and one for each silent node.
+
+    A rank that a signal ended is a cause, and so is one that left with exit code 0 while its groups
+    still called; one that ended with an error beside it most likely lost
+    its peer, and is told as a consequence. So is one that a call failed or did not let go, beside
+    one that was in none, and whom its launcher ended since another rank had ended.
+    """
+    gone = np.flatnonzero(ended(job))
+    if len(gone):
+        yield _ranks(job, gone)
+    for agent in job.agents:
+        if agent.missed >= limits.missed_beats and agent.reachable is False:
+            yield _node(agent.node, agent.missed)
+
+
+def _ranks(job: Job, gone: Array) -> Verdict:
+    codes = job.ranks["exit_code"][gone]
+    killed = (codes < 0) & (codes != NO_EXIT)
+    first = _causes(job, gone, codes)
+    # Of several, the one that stood still first is the likelier cause.
+    first = first[np.argsort(-job.ranks["idle"][first], kind="stable")]
+    unknown = codes == NO_EXIT
+    return Verdict(
+        kind=Kind.CRASH,
+        suspects=rank_suspects(job, first, 1.0, [_how(job, i) for i in first]),
+        evidence=(
+            f"{len(gone)} of {job.world} processes ended, {int(killed.sum())} by a signal",
+            *(f"rank {job.ranks['rank'][i]}: {_how(job, i)}" for i in gone[:8]),
+        ),
+        rules_out=("a hang: the process is gone, by its pidfd",),
+        refuted_by="the process id still runs on its node",
+        action="restart; isolate the node if its hardware reports a fault or it happens again",
+        numbers={
+            "ended": len(gone),
+            "by signal": int(killed.sum()),
+            "exit code unknown": int(unknown.sum()),
+        },
+    )
+
+
+def _causes(job: Job, gone: Array, codes: Array) -> Array:
+    """Return those of `gone` that did not only follow another."""
+    swept = codes == -signal.SIGTERM
+    killed = (codes < 0) & (codes != NO_EXIT) & ~swept
+    # What C++ does with an error, of another's call perhaps.
+    hit = killed & (codes != -signal.SIGABRT)
+    calls = job.calls
+    lost = ((calls["flags"] & CallFlag.FAILED) != 0) | np.isnan(calls["end"])
+    failed = np.isin(gone, calls["row"][lost])
+    for cause in (hit, codes == 0, killed, ~swept & ~failed, ~swept):
+        if cause.any():
+            chosen: Array = gone[cause]
+            return chosen
+    return gone
+
+
+def _how(job: Job, row: int) -> str:
+    code = int(job.ranks["exit_code"][row])
+    if code == NO_EXIT:
+        return "ended, nobody saw how"
+    if code == 0:
+        return "left in good order, exit code 0, while its groups still called"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _node(node: str, missed: int) -> Verdict:
+    return Verdict(
+        kind=Kind.CRASH,
+        suspects=(Suspect(Target.NODE, node, 0.9, "silent and not reachable"),),
+        evidence=(f"its agent missed {missed} beats", "a peer could not reach the node"),
+        rules_out=("a crash of the agent alone: the node does not answer a peer either",),
+        refuted_by="the node answers a peer, or its agent beats again",
+        action="restart without the node; isolate it if it stays silent",
+        numbers={"missed beats": missed},
+    )

@@ -1,0 +1,56 @@
+"""One round: every verdict on what stands still, in the order in which they explain each other."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckptd.monitor.job import Job
+from ckptd.monitor.rules.crash import crashes, ended
+from ckptd.monitor.rules.hang import hangs
+from ckptd.monitor.rules.limits import Learned, Limits
+from ckptd.monitor.rules.mismatch import mismatches, with_newcomers
+from ckptd.monitor.stats import Array
+from ckptd.monitor.verdict import Verdict
+
+__all__ = ["diagnose"]
+
+
+def diagnose(
+    job: Job,
+    limits: Limits | None = None,
+    learned: Learned | None = None,
+    stopped: Array | None = None,
+) -> tuple[Verdict, ...]:
+    """Return what is wrong with `job`, causes before consequences; empty if nothing is.
+
+    A crash explains who waits for the crashed, and a mismatch who is stuck in its group, so that
+    neither is told again as a hang. Slow ranks, slow links and silent corruption are judged from
+    other figures: see `slow` and `corruption` beside this module, and `ckptd.monitor.links.matrix`.
+
+    Parameters
+    ----------
+    job
+        The moment.
+    limits
+        Settings; the defaults if left out.
+    learned
+        What was usual so far, by `ckptd.monitor.rules.limits.learn`.
+    stopped
+        Ranks that are known to be stopped for long, by `ckptd.monitor.rules.endings`.
+    """
+    limits = limits or Limits()
+    job = with_newcomers(job)
+    gone = ended(job)
+    differing = tuple(mismatches(job, limits))
+    crashed = tuple(crashes(job, limits))
+    explained = gone | _in_groups(job, differing)
+    stuck = tuple(hangs(job, limits, learned or Learned(), explained, stopped))
+    return (*differing, *crashed, *stuck)
+
+
+def _in_groups(job: Job, verdicts: tuple[Verdict, ...]) -> Array:
+    groups = np.array([g for v in verdicts for g in v.groups], np.uint64)
+    out: Array = np.isin(job.ranks["pending_group"], groups) & (job.ranks["pending_group"] != 0)
+    named = [int(name) for verdict in verdicts for name in verdict.names()]
+    out |= np.isin(job.ranks["rank"], np.array(named, np.int64))
+    return out

@@ -1,0 +1,184 @@
+"""Ends of processes, before they are judged: which are in good order, which may have a cause."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ckptd.monitor.job import NO_EXIT, Job
+from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.rules.hang import absent
+from ckptd.monitor.rules.mismatch import P2P, with_newcomers
+from ckptd.monitor.stats import Array
+from ckptd.monitor.view import CallFlag, Phase
+
+__all__ = ["Endings", "Stopped"]
+
+
+@dataclass
+class Stopped:
+    """Since when each process is shown as stopped; no clock."""
+
+    _since: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def longer(self, rows: Array, seconds: float) -> Array:
+        """Return which rows were shown as stopped all along for longer than `seconds`.
+
+        Parameters
+        ----------
+        rows
+            Rows of `ckptd.monitor.report.SHEET_RANK`, of this round.
+        seconds
+            How long is long.
+        """
+        out = np.zeros(len(rows), bool)
+        halted = (rows["alive"] != 0) & np.isin(rows["state"], np.array([b"T", b"t"]))
+        before, self._since = self._since, {}
+        for row in np.flatnonzero(halted).tolist():
+            key = (int(rows["rank"][row]), int(rows["pid"][row]))
+            idle = float(rows["idle"][row])
+            first = min(before.get(key, idle), idle)  # less: it ran between
+            self._since[key] = first
+            out[row] = idle - first > seconds
+        return out
+
+
+ASKED_S = 1.0
+"""So long an end that somebody asked for (SIGTERM, SIGINT) is not told: all may be ending."""
+GIVEN_UP_S = 30.0
+"""Whoever has not moved for so long waits for what it is in, whatever else it does."""
+FOLLOWED_S = 0.4
+"""So long an end with an exit code, or an abort, is not told: its cause may be seen later."""
+
+
+@dataclass
+class Endings:
+    """When each process was first seen to have ended; no clock.
+
+    Attributes
+    ----------
+    wait_s
+        A process that ended in good order is missed when another waits for so long.
+    held_s
+        No end is told before this: whoever ends ranks on purpose says so within the time.
+    """
+
+    wait_s: float = 2.0
+    held_s: float = 0.0
+    _seen: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def settle(self, job: Job, rows: Array, now: float) -> Job:
+        """Return `job` with ends in good order marked so, and young ends that may follow hidden.
+
+        Parameters
+        ----------
+        job
+            The moment.
+        rows
+            Rows of `ckptd.monitor.report.SHEET_RANK`, as of ``job.ranks``.
+        now
+            The moment, seconds.
+        """
+        ended = ~job.ranks["alive"]
+        if not ended.any():
+            self._seen.clear()
+            return job
+        age = self._ages(rows, np.flatnonzero(ended), now)
+        ranks = job.ranks.copy()
+        left = self._left_early(job)
+        well = ended & self._well(job, rows) & ~left
+        ranks["exit_code"][well], ranks["phase"][well] = 0, Phase.EXIT
+        ranks["phase"][left] = Phase.TRAIN  # whatever it said: it is missed
+        code = ranks["exit_code"]
+        asked = ended & ((code == -signal.SIGTERM) | (code == -signal.SIGINT))
+        aborted = code == -signal.SIGABRT  # what C++ does with an error: gloo, of another's call
+        failed = ended & ~well & ~left & ((code >= 0) | (code == NO_EXIT) | aborted)
+        if (well | asked)[ended].all():
+            ranks["alive"][asked & (age < ASKED_S)] = True
+            all_done = asked & ~self._missed(job, ended)
+            ranks["exit_code"][all_done], ranks["phase"][all_done] = 0, Phase.EXIT
+        else:
+            # Beside another end that was asked for is told as what followed.
+            ranks["alive"][asked & (age < FOLLOWED_S)] = True
+        if failed.any() and not (ended & ~well & ~asked & ~failed).any():
+            ranks["alive"][failed & (age < FOLLOWED_S)] = True
+        ranks["alive"][ended & ~well & (age < self.held_s)] = True
+        return replace(job, ranks=ranks)
+
+    def _ages(self, rows: Array, ended: Array, now: float) -> Array:
+        """Return for how long each row's process has been seen as ended, in seconds."""
+        out = np.zeros(len(rows))
+        seen = {}
+        for row in ended.tolist():
+            key = (int(rows["rank"][row]), int(rows["pid"][row]))
+            seen[key] = self._seen.get(key, now)
+            out[row] = now - seen[key]
+        self._seen = seen
+        return out
+
+    def _well(self, job: Job, rows: Array) -> Array:
+        """Return whose end is in good order: as they said, or nobody waits for them."""
+        ranks = job.ranks
+        unknown = ranks["exit_code"] == NO_EXIT
+        done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))
+        said = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
+        out: Array = np.where(self._awaited(job), said, done)
+        return out
+
+    def _left_early(self, job: Job) -> Array:
+        """Return who ended with exit code 0 while its groups still called, and was missed for it.
+
+        Its peers wait for it, or have ended with an error in a call that it has not entered.
+        """
+        ranks = job.ranks
+        done = ~ranks["alive"] & (ranks["exit_code"] == 0)
+        out = np.zeros(len(ranks), bool)
+        if not done.any():
+            return out
+        failed = ~ranks["alive"] & (ranks["exit_code"] != 0) & (ranks["exit_code"] != NO_EXIT)
+        # A receive that was begun and given up may be open for ever: who waits for it does not move
+        # and does nothing else.
+        quiet = (ranks["idle"] > self.wait_s) & (ranks["state"] != b"R")
+        waits = ranks["alive"] & quiet & (ranks["pending_age"] > self.wait_s)
+        waits |= ranks["alive"] & (ranks["idle"] > GIVEN_UP_S)
+        job = with_newcomers(job)
+        calls, groups = job.calls, job.groups
+        bad = (calls["flags"] & CallFlag.FAILED) != 0
+        bad |= np.isnan(calls["end"]) & ~np.isin(calls["op"], P2P)
+        bad &= failed[calls["row"]]
+        inside = waits & (ranks["pending_group"] != 0)
+        wanted = np.append(calls["group"][bad], ranks["pending_group"][inside])
+        seq = np.append(calls["seq"][bad], ranks["pending_seq"][inside])
+        at = job.code_of(wanted)
+        reached = np.zeros(max(len(job.group_ids), 1), np.int64)
+        np.maximum.at(reached, at[at >= 0], seq[at >= 0])
+        out[groups["row"][groups["entered"] < reached[job.group_codes]]] = True
+        out &= done
+        return out
+
+    def _awaited(self, job: Job) -> Array:
+        """Return for whom others have waited for long: members who have not completed the call."""
+        ranks = job.ranks
+        long = ranks["alive"] & (ranks["pending_group"] != 0)
+        long &= ranks["pending_age"] > self.wait_s
+        out = np.zeros(len(ranks), bool)
+        if not long.any():
+            return out
+        job = with_newcomers(job)
+        codes = job.code_of(ranks["pending_group"][long])
+        if (codes < 0).any() or (absent(job)[codes] > 0).any():
+            return ~out  # of a group whose members are not all known, anybody may be one
+        wanted = np.zeros(len(job.group_ids), np.int64)
+        np.maximum.at(wanted, codes, ranks["pending_seq"][long])
+        out[job.groups["row"][job.groups["completed"] < wanted[job.group_codes]]] = True
+        return out
+
+    def _missed(self, job: Job, ended: Array) -> Array:
+        """Return of which rows others on the same node go on, or anybody waits."""
+        if self._awaited(job)[ended].any():
+            return ended
+        alive = np.bincount(job.ranks["node"][~ended], minlength=len(job.nodes)) > 0
+        out: Array = alive[job.ranks["node"]]
+        return out

@@ -1,0 +1,588 @@
+"""What stands still: a rank outside communication, a circle of waits, or communication itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptd.monitor.job import Job
+from ckptd.monitor.rules.limits import ENGINE_S, Learned, Limits
+from ckptd.monitor.rules.mismatch import P2P
+from ckptd.monitor.rules.naming import rank_suspects
+from ckptd.monitor.stats import Array
+from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.view import CallFlag
+
+__all__ = ["Waits", "absent", "hangs", "held_up", "waits"]
+
+
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What stands still and why; one element a row of ``Job.ranks``.
+
+    Attributes
+    ----------
+    inside
+        The rank is inside a call.
+    complete
+        The rank is inside a call that all members have entered.
+    awaited
+        Somebody waits for the rank.
+    root
+        Awaited, and not waiting itself.
+    unheard
+        What the rank waits for leads to members that do not report, and to no root.
+    circle
+        The rank waits in a circle, or between two.
+    code
+        Place of the rank's group in ``Job.group_ids``; -1 if it is in no call.
+    missing
+        Members that do not report, one element a group.
+    """
+
+    inside: Array
+    complete: Array
+    awaited: Array
+    root: Array
+    unheard: Array
+    circle: Array
+    code: Array
+    missing: Array
+
+
+def waits(job: Job, gone: Array) -> Waits:
+    """Return who waits for whom in `job`.
+
+    Parameters
+    ----------
+    job
+        The moment.
+    gone
+        Ranks that are explained already (crashed, or in a mismatch): roots, whatever they show.
+    """
+    ranks, rows, groups = job.ranks, job.groups, len(job.group_ids)
+    code = job.code_of(ranks["pending_group"])
+    inside = (code >= 0) & ranks["alive"] & ~gone
+    code = np.where(inside, code, -1)
+    seq = ranks["pending_seq"]
+    entered = rows["entered"]
+    least = _least(job, np.ones(len(ranks), bool))
+    missing = absent(job)
+    behind = inside & (least[code] < seq)
+    unsure = inside & ~behind & (missing[code] > 0)
+    complete = inside & ~behind & ~unsure
+    wanted = np.zeros(groups, np.int64)
+    np.maximum.at(wanted, code[inside], seq[inside])
+    awaited = np.zeros(len(ranks), bool)
+    awaited[rows["row"][entered < wanted[job.group_codes]]] = True
+    explained = _reach(job, ~inside | complete, behind, code)
+    unheard = behind & ~explained & (missing[code] > 0) | unsure
+    lost = _reach(job, unheard, behind & ~explained, code)
+    circle = _core(job, behind & ~explained & ~lost, code)
+    return Waits(inside, complete, awaited, awaited & ~inside, lost, circle, code, missing)
+
+
+def held_up(job: Job, wait: Waits, seconds: float) -> Array:
+    """Return for whom a rank that runs has waited for longer than `seconds`."""
+    ranks, rows = job.ranks, job.groups
+    runs = ~np.isin(ranks["state"], np.array([b"T", b"t", b"Z"]))
+    long = wait.inside & runs & (ranks["pending_age"] > seconds)
+    wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
+    np.maximum.at(wanted, wait.code[long], ranks["pending_seq"][long])
+    out = np.zeros(len(ranks), bool)
+    out[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
+    return out
+
+
+def _least(job: Job, some: Array) -> Array:
+    """Return the least sequence number that `some` ranks have entered, of each group."""
+    out = np.full(max(len(job.group_ids), 1), _NEVER)
+    kept = some[job.groups["row"]]
+    np.minimum.at(out, job.group_codes[kept], job.groups["entered"][kept])
+    return out
+
+
+def absent(job: Job) -> Array:
+    """Return how many members of each group do not report."""
+    groups = len(job.group_ids)
+    sizes = np.zeros(max(groups, 1), np.int64)
+    np.maximum.at(sizes, job.group_codes, job.groups["size"].astype(np.int64))
+    seen = np.bincount(job.group_codes, minlength=max(groups, 1))
+    out: Array = np.maximum(sizes - seen, 0)
+    return out
+
+
+def _reach(job: Job, start: Array, waiting: Array, code: Array) -> Array:
+    """Return `start` and all of `waiting` that wait, directly or not, for one of it."""
+    reached: Array = start.copy()
+    seq = job.ranks["pending_seq"]
+    while True:
+        more = waiting & ~reached & (_least(job, reached)[code] < seq)
+        if not more.any():
+            return reached
+        reached |= more
+
+
+def _core(job: Job, waiting: Array, code: Array) -> Array:
+    """Return those of `waiting` for whom one of them waits, and who wait for one of them."""
+    rows, seq = job.groups, job.ranks["pending_seq"]
+    core: Array = waiting.copy()
+    while core.any():
+        wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
+        np.maximum.at(wanted, code[core], seq[core])
+        awaited = np.zeros(len(core), bool)
+        awaited[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
+        kept = core & awaited & (_least(job, core)[code] < seq)
+        if (kept == core).all():
+            break
+        core = kept
+    return core
+
+
+STALE_S = 2.0
+"""A Python heartbeat older than this has stopped; it beats several times a second."""
+
+MOST_NAMED = 64
+"""Most suspects of one verdict that are named."""
+
+
+def hangs(
+    job: Job, limits: Limits, learned: Learned, gone: Array, stopped: Array | None = None
+) -> Iterator[Verdict]:
+    """Yield what is to be said of ranks that stand still.
+
+    Parameters
+    ----------
+    job
+        The moment.
+    limits, learned
+        How long is too long.
+    gone
+        Ranks that another verdict explains; whoever waits for them is explained too.
+    stopped
+        Ranks that the kernel has shown as stopped for long: that is no pause of the program.
+    """
+    if not len(job.ranks):
+        return
+    if not len(job.groups):
+        yield from _held_up_unseen(job, limits, gone, stopped)
+        return
+    wait = waits(job, gone)
+    outside = learned.limit(job, limits, in_call=False)
+    within = learned.limit(job, limits, in_call=True)
+    if stopped is not None and stopped.any():
+        missed = stopped & held_up(job, wait, limits.stopped_s)
+        outside = np.where(missed, np.minimum(outside, limits.stopped_s), outside)
+        # One may be stopped in a call that has let the others go: they wait in the next.
+        halted = _beside(job, wait, stopped) | (missed & wait.complete)
+        within = np.where(halted, np.minimum(within, limits.stopped_s), within)
+    found = [
+        *_roots(job, wait, gone, outside),
+        *_circles(job, wait, within),
+        *_complete(job, wait, within),
+    ]
+    yield from found
+    if not found and not gone.any():
+        # Beside a known culprit, whoever waits for silent ranks may well wait for it through them.
+        unheard = tuple(_unheard(job, wait, within))
+        yield from unheard or _held_up_unseen(job, limits, gone, stopped)
+
+
+# --- outside communication ----------------------------------------------------------------------
+
+
+def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict]:
+    idle = job.ranks["idle"]
+    late = wait.root & ~gone & (idle > limit)
+    rows = np.flatnonzero(late & _held(job, wait, late, limit))
+    if not len(rows):
+        return
+    rows = rows[np.argsort(-idle[rows], kind="stable")]
+    details = [_subtype(job, int(row)) for row in rows[:MOST_NAMED]]
+    waiting = int((wait.inside & ~wait.complete).sum())
+    yield Verdict(
+        kind=Kind.HANG,
+        suspects=rank_suspects(job, rows[:MOST_NAMED], 0.95, details),
+        evidence=(
+            f"{waiting} ranks wait, and {len(rows)} that they wait for are in no call",
+            f"the first has not moved for {idle[rows[0]]:.1f} s: {details[0]}",
+        ),
+        rules_out=(
+            "a broken link: these ranks have not entered the call",
+            "a deadlock: these ranks wait for nobody",
+        ),
+        refuted_by="a counter of a named rank moves, or the rank is inside a call after all",
+        action="take stacks, flush the snapshot, restart; isolate a stopped or unkillable process",
+        numbers={
+            "hung": len(rows),
+            "cannot run": sum(not d.startswith(_RUNS) for d in details),
+            "waiting": waiting,
+            "runs": _running(job, rows),
+            "idle s": float(idle[rows[0]]),
+            "limit s": float(limit[rows[0]]),
+            "engine s": _engine_s(job, wait.code[wait.inside & ~wait.complete]),
+        },
+        place=_place(job, int(rows[0])),
+    )
+
+
+_RUNS = ("Python runs", "the GIL is held", "nothing is known")
+"""Of these it is the program that stands still, as far as anybody knows, and not the process."""
+_BUSY = b"R"
+"""State of a process that does something; see `ckptd.agent.doing`."""
+
+
+def _held(job: Job, wait: Waits, late: Array, limit: Array) -> Array:
+    """Return for which ranks somebody waits who does nothing else.
+
+    A call that does not hold its caller up may be open while the rank makes others, and a receive
+    that was begun early while it computes.
+    """
+    ranks, rows = job.ranks, job.groups
+    least = float(limit[late].min()) / 2 if late.any() else 0.0
+    moves = (_not_waiting(job) | _in_message(job)) & (ranks["idle"] <= least)
+    blocked = wait.inside & ~moves & ~_elsewhere(job)
+    wanted = np.zeros(max(len(job.group_ids), 1), np.int64)
+    np.maximum.at(wanted, wait.code[blocked], ranks["pending_seq"][blocked])
+    out = np.zeros(len(ranks), bool)
+    out[rows["row"][rows["entered"] < wanted[job.group_codes]]] = True
+    return out
+
+
+def _elsewhere(job: Job) -> Array:
+    """Return ranks whose open call need not hold them up, and that do something meanwhile."""
+    out: Array = _in_message(job) & (job.ranks["state"] == _BUSY)
+    return out
+
+
+def _in_message(job: Job) -> Array:
+    """Return ranks whose oldest open call is a message: nothing tells whether they wait for it."""
+    calls = job.calls
+    out = np.zeros(len(job.ranks), bool)
+    out[calls["row"][_pending(job) & np.isin(calls["op"], P2P)]] = True
+    return out
+
+
+def _running(job: Job, rows: Array) -> int:
+    """Return how many of `rows` do something: those are slow, perhaps, and not dead."""
+    return int((job.ranks["state"][rows] == _BUSY).sum())
+
+
+def _engine_s(job: Job, codes: Array) -> float:
+    """Return after how long the backend gives up what is waited for in groups, in seconds."""
+    told = [job.timeouts.get(int(job.group_ids[code]), 0.0) for code in np.unique(codes)]
+    return min((seconds for seconds in told if seconds > 0), default=ENGINE_S)
+
+
+def _place(job: Job, row: int) -> str:
+    """Return where in the program a rank made its last call; empty if it has made none.
+
+    A thread that only runs PyTorch, as those of a backward pass, has no line: it is a call then.
+    """
+    last = int(job.last_call[row])
+    if last < 0:
+        return ""
+    call = job.calls[last]
+    if call["site"]:
+        return job.text(int(call["site"]))
+    return f"{job.text(int(call['op']))} in {job.group_name(int(call['group']))}"
+
+
+def _subtype(job: Job, row: int) -> str:
+    """Say what kind of standing still a rank shows: kernel state, heartbeat and ping together."""
+    rank = job.ranks[row]
+    state = rank["state"].decode()
+    if state in ("T", "t"):
+        return "stopped by a signal or a debugger"
+    if state == "D":
+        return "in the kernel, not interruptible: storage, network file system or driver"
+    if state == "Z":
+        return "a zombie: ended and not collected"
+    if not state and np.isnan(rank["heartbeat"]):
+        return "nothing is known of its process"
+    if state == "R":
+        return "Python runs: it computes, reads or writes"
+    if not rank["heartbeat"] > STALE_S:
+        return "Python runs: it computes, sleeps or spins"
+    if rank["answers"] == 1:
+        return "the GIL is held, or the interpreter is frozen"
+    return "frozen: neither Python nor its server answers" if rank["answers"] == 0 else "frozen"
+
+
+def _frozen(job: Job) -> Array:
+    """Return ranks whose process cannot take part in a call that it has entered."""
+    out: Array = np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
+    return out
+
+
+def _beside(job: Job, wait: Waits, stopped: Array) -> Array:
+    """Return ranks in a call that all have entered, one of `stopped` and one that runs as well."""
+    runs = wait.complete & ~_frozen(job)
+    codes = np.intersect1d(wait.code[wait.complete & stopped], wait.code[runs])
+    out: Array = wait.complete & np.isin(wait.code, codes)
+    return out
+
+
+# --- circles ------------------------------------------------------------------------------------
+
+
+def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+    rows = np.flatnonzero(wait.circle)
+    age = job.ranks["pending_age"]
+    if not len(rows):
+        return
+    codes = np.unique(wait.code[rows])
+    if _elsewhere(job)[rows].any():
+        # Two that wait for each other's messages and compute meanwhile are no circle yet.
+        limit = np.maximum(limit, _engine_s(job, codes))
+    if not (age[rows] > limit[rows]).all():
+        return
+    free = _not_waiting(job)
+    details = [_where(job, int(r), free) for r in rows[:MOST_NAMED]]
+    unsure = int(free[rows].sum())
+    yield Verdict(
+        kind=Kind.DEADLOCK,
+        suspects=(
+            *_groups(job, codes, 0.5 if unsure else 0.9),
+            *rank_suspects(job, rows[:MOST_NAMED], 0.5, details)[:MOST_NAMED],
+        ),
+        evidence=(
+            f"{len(rows)} ranks wait for each other in {len(codes)} groups, nobody else for them",
+            f"for {age[rows].min():.1f} s at least",
+            *([f"{unsure} of them may hang elsewhere: {_ELSEWHERE}"] if unsure else []),
+        ),
+        rules_out=(
+            "a hung rank: everyone awaited waits itself",
+            "a broken link: no call of the circle has all its members",
+        ),
+        refuted_by="a counter of any rank in the circle moves",
+        action="take stacks; the program orders its calls differently on different ranks",
+        numbers={
+            "ranks": len(rows),
+            "groups": len(codes),
+            "runs": _running(job, rows),
+            "age s": float(age[rows].min()),
+            "limit s": float(limit[rows].max()),
+            "engine s": _engine_s(job, codes),
+        },
+        place=_place(job, int(rows[0])),
+        groups=tuple(int(g) for g in job.group_ids[codes][:MOST_NAMED]),
+    )
+
+
+_ELSEWHERE = "the call does not hold its caller up"
+
+
+def _where(job: Job, row: int, free: Array) -> str:
+    rank = job.ranks[row]
+    group = job.group_name(int(rank["pending_group"]))
+    text = f"in call {rank['pending_seq']} of group {group}"
+    return f"{text}; {_ELSEWHERE}" if free[row] else text
+
+
+def _not_waiting(job: Job) -> Array:
+    """Return ranks whose oldest open call is asynchronous: they may wait for it, or do other work.
+
+    A receive that was begun early, in a rank that then hangs, closes a circle as well.
+    """
+    calls, ranks = job.calls, job.ranks
+    out = np.zeros(len(ranks), bool)
+    out[calls["row"][_pending(job) & ((calls["flags"] & CallFlag.ASYNC) != 0)]] = True
+    return out
+
+
+def _pending(job: Job) -> Array:
+    """Return which calls are the oldest open one of their rank."""
+    calls, ranks = job.calls, job.ranks
+    out: Array = (calls["group"] == ranks["pending_group"][calls["row"]]) & (
+        calls["seq"] == ranks["pending_seq"][calls["row"]]
+    )
+    return out
+
+
+def _groups(job: Job, codes: Array, confidence: float) -> tuple[Suspect, ...]:
+    named = codes[:MOST_NAMED]
+    share = confidence / max(len(named), 1)
+    return tuple(
+        Suspect(Target.GROUP, f"{int(g):016x}", round(share, 3), job.group_name(int(g)))
+        for g in job.group_ids[named]
+    )
+
+
+# --- communication ------------------------------------------------------------------------------
+
+
+def _complete(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+    """Yield calls that all members entered and that do not end.
+
+    The clock starts when the last member came: ageing from a rank's own call made every pause of
+    one member a fault of the network.
+    """
+    for code, last in _overdue(job, wait, limit).items():
+        rows = np.flatnonzero(wait.complete & (wait.code == code))
+        frozen = rows[_frozen(job)[rows]]
+        if len(frozen):
+            yield _frozen_inside(job, frozen, last)
+        else:
+            engine = _engine_s(job, np.array([code]))
+            yield _stuck(
+                job, rows, int(job.group_ids[code]), last, float(limit[rows].max()), engine
+            )
+
+
+def _overdue(job: Job, wait: Waits, limit: Array) -> Mapping[int, float]:
+    """Return groups in a complete call, with seconds since its last arrival, if too many."""
+    rows = np.flatnonzero(wait.complete)
+    groups = len(job.group_ids)
+    last = np.full(groups, np.inf)
+    np.minimum.at(last, wait.code[rows], job.ranks["pending_age"][rows])
+    longest = np.zeros(groups)
+    np.maximum.at(longest, wait.code[rows], limit[rows])
+    out = {}
+    for code in np.flatnonzero(np.isfinite(last) & (last > longest))[:MOST_NAMED]:
+        arrived = min(float(last[code]), _last_start(job, wait, int(code)))
+        if arrived > longest[code]:
+            out[int(code)] = arrived
+    return out
+
+
+def _last_start(job: Job, wait: Waits, code: int) -> float:
+    """Return the age of the latest arrival among members whom the call has let go already."""
+    inside = wait.complete & (wait.code == code)
+    seq = int(job.ranks["pending_seq"][inside].max())
+    calls = job.calls
+    here = (calls["group"] == job.group_ids[code]) & (calls["seq"] == seq)
+    return float(-calls["start"][here].max()) if here.any() else np.inf
+
+
+def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
+    return Verdict(
+        kind=Kind.HANG,
+        suspects=rank_suspects(job, rows, 0.9, [_subtype(job, int(r)) for r in rows]),
+        evidence=(
+            f"all members entered the call {last:.1f} s ago; {len(rows)} of them cannot run",
+        ),
+        rules_out=("a deadlock: all members are in the same call",),
+        refuted_by="the named processes run",
+        action="take stacks, flush the snapshot, restart; isolate a stopped process",
+        numbers={"hung": len(rows), "cannot run": len(rows), "since last arrival s": last},
+    )
+
+
+def _stuck(job: Job, rows: Array, group: int, last: float, limit: float, engine: float) -> Verdict:
+    suspects: tuple[Suspect, ...] = (
+        Suspect(Target.GROUP, f"{group:016x}", 0.9, job.group_name(group)),
+    )
+    if len(rows) <= MOST_NAMED:
+        suspects += rank_suspects(job, rows, round(0.9 / len(rows), 3))
+    return Verdict(
+        kind=Kind.COMM_HANG,
+        suspects=suspects,
+        evidence=(
+            f"all members entered call {job.ranks['pending_seq'][rows[0]]}",
+            f"the last came {last:.1f} s ago, and {len(rows)} are still in it",
+        ),
+        rules_out=(
+            "a hung rank outside communication: all members came",
+            "a deadlock: the call waits for nobody",
+        ),
+        refuted_by="the call ends, or a member turns out not to have entered it",
+        action="probe the links of the group; isolate the link or node found, or else the group",
+        numbers={
+            "still inside": len(rows),
+            "runs": _running(job, rows),
+            "since last arrival s": last,
+            "limit s": limit,
+            "engine s": engine,
+        },
+        place=_place(job, int(rows[0])),
+        groups=(group,),
+    )
+
+
+# --- where no call shows who waits ---------------------------------------------------------------
+
+
+def _held_up_unseen(
+    job: Job, limits: Limits, gone: Array, stopped: Array | None
+) -> Iterator[Verdict]:
+    """Yield ranks that are stopped while no other moves or does anything, and none is in a call.
+
+    Ranks also wait where nothing is recorded: for a key of the job store, in a library's own
+    sockets.
+    """
+    if stopped is None or not stopped.any():
+        return
+    ranks = job.ranks
+    others = ranks["alive"] & ~_frozen(job)
+    still = (ranks["idle"] > limits.still_s) & (ranks["state"] != _BUSY)
+    if not others.any() or not still[others].all() or gone.any():
+        return
+    rows = np.flatnonzero(stopped & (ranks["idle"] > limits.still_s))
+    if not len(rows):
+        return
+    yield Verdict(
+        kind=Kind.HANG,
+        suspects=rank_suspects(
+            job, rows[:MOST_NAMED], 0.7, [_subtype(job, int(r)) for r in rows[:MOST_NAMED]]
+        ),
+        evidence=(
+            f"{len(rows)} ranks are stopped, and none of the other {int(others.sum())} moves",
+            "no call shows that they wait",
+        ),
+        rules_out=("a long computation: no rank computes, reads or writes",),
+        refuted_by="another rank moves while the named are stopped",
+        action="let the named go on, or restart",
+        numbers={
+            "hung": len(rows),
+            "cannot run": len(rows),
+            "idle s": float(ranks["idle"][others].min()),
+            "limit s": limits.still_s,
+        },
+        place=_place(job, int(rows[0])),
+    )
+
+
+# --- nobody to ask ------------------------------------------------------------------------------
+
+
+def _unheard(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+    age = job.ranks["pending_age"]
+    rows = np.flatnonzero(wait.unheard & (age > limit))
+    if not len(rows):
+        return
+    codes = np.unique(wait.code[rows])
+    codes = codes[wait.missing[codes] > 0]
+    reporting = set(job.ranks["rank"].tolist())
+    silent = sorted(
+        {
+            rank
+            for group in job.group_ids[codes[:MOST_NAMED]]
+            for rank in job.members.get(int(group), ())
+            if rank not in reporting
+        }
+    )
+    yield Verdict(
+        kind=Kind.CANNOT_SAY,
+        suspects=tuple(
+            Suspect(Target.RANK, str(r), round(0.5 / len(silent), 3), "does not report")
+            for r in silent[:MOST_NAMED]
+        ),
+        evidence=(
+            f"{len(rows)} ranks wait, and whom they wait for leads to members that do not report",
+        ),
+        rules_out=("a deadlock among those that report",),
+        refuted_by="the silent ranks report",
+        action="look at the agents of the silent ranks first",
+        numbers={
+            "waiting": len(rows),
+            "silent": len(silent),
+            "age s": float(age[rows].max()),
+        },
+        groups=tuple(int(g) for g in job.group_ids[codes[:MOST_NAMED]]),
+    )

@@ -1,0 +1,249 @@
+"""Members of a group that make different calls at the same sequence number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ckptd.monitor.job import JOINED_GROUP, Job
+from ckptd.monitor.ring.layout import Shape, text_hash
+from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.naming import rank_suspects
+from ckptd.monitor.stats import Array, mix
+from ckptd.monitor.verdict import Kind, Verdict
+from ckptd.monitor.view import CallFlag
+
+__all__ = ["MOST", "P2P", "minority", "mismatches", "with_newcomers"]
+
+
+def with_newcomers(job: Job) -> Job:
+    """Return `job` with a row, nothing entered, for each such member that reports.
+
+    A rank whose ring has no room for more groups may have come unseen, and gets no row.
+    """
+    if not len(job.groups):
+        return job
+    order = np.argsort(job.group_codes, kind="stable")
+    seen = np.bincount(job.group_codes, minlength=len(job.group_ids))
+    sizes = np.zeros(len(job.group_ids), np.int64)
+    np.maximum.at(sizes, job.group_codes, job.groups["size"].astype(np.int64))
+    ends = np.cumsum(seen)
+    room = np.bincount(job.groups["row"], minlength=len(job.ranks)) < Shape().groups
+    found = [job.groups]
+    by_rank = np.argsort(job.ranks["rank"], kind="stable")
+    for code in np.flatnonzero(seen < sizes):
+        group = int(job.group_ids[code])
+        members = np.asarray(job.members.get(group, ()), np.int64)
+        have = job.groups["row"][order[ends[code] - seen[code] : ends[code]]]
+        found.append(_rows(group, int(sizes[code]), _reporting(job, by_rank, members, have, room)))
+    return replace(job, groups=np.concatenate(found)) if len(found) > 1 else job
+
+
+def _reporting(job: Job, by_rank: Array, members: Array, have: Array, room: Array) -> Array:
+    """Return the rows of `members` that report, have room for groups, and are not in `have`."""
+    ranks = job.ranks["rank"]
+    at = np.minimum(np.searchsorted(ranks, members, sorter=by_rank), len(ranks) - 1)
+    rows = by_rank[at]
+    rows = rows[(ranks[rows] == members) & room[rows]]
+    out: Array = np.setdiff1d(rows, have)
+    return out
+
+
+def _rows(group: int, size: int, rows: Array) -> Array:
+    out = np.zeros(len(rows), JOINED_GROUP)
+    out["row"], out["group"], out["size"] = rows, group, size
+    return out
+
+
+P2P = np.array([text_hash("p2p"), text_hash("p2p_any")], np.uint32)
+"""Operations between two ranks, as the recorder names them.
+
+Their ends are two lines of a program, often in two branches of one `if`, and a stage of a pipeline
+is a step ahead of the next. A receiver may have room for more than is sent.
+"""
+_SHIFTED = 3
+"""Calls in a row that one member makes as the others make their next, or the one before."""
+_FURTHEST = 8
+"""So many calls at most may have been left out, or be one too many."""
+
+MOST = 64
+"""Most groups told of in one round: what is wrong with more is one fault of the program."""
+
+
+def minority(values: Array, size: int) -> Array | None:
+    """Return which of `values` differ from the strict majority's; None where there is none.
+
+    The majority is one of all `size` that vote, also of those that have not voted yet.
+    """
+    kinds, codes, counts = np.unique(values, return_inverse=True, return_counts=True)
+    best = int(np.argmax(counts))
+    if len(kinds) < 2 or 2 * counts[best] <= size:
+        return None
+    out: Array = codes != best
+    return out
+
+
+def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
+    """Yield a verdict for each group whose members' calls differ, at the first such call.
+
+    Different signatures are a mismatch; the same signature in different steps is a desync, if the
+    program itself says in which step it is. Else a rank may rightly be in another one: the first
+    optimizer's steps are counted then, and trainers have one where generators have none. What
+    shows there that a call was left out is that the group stands still, and that one member makes
+    its calls as the others make their next. A line apart is nothing by itself: `if rank == 0:
+    barrier() else: barrier()` is a rightful program. Calls between two ranks are not compared.
+    """
+    calls = job.calls
+    order, starts = job.cohorts
+    order, starts = _collectives(calls, order, starts)
+    if not len(order):
+        return
+    rows = calls[order]
+    sizes = np.diff(np.append(starts, len(order)))
+    signature = _signatures(rows, starts, sizes)
+    said = (rows["step"] >= 0) & ((rows["flags"] & CallFlag.COUNTED) == 0)
+    where = mix(rows["site"], rows["step"].astype(np.uint64))
+    told: set[int] = set()
+    for kind, values, low, high in (
+        (Kind.MISMATCH, signature, signature, signature),
+        # Who does not say in which step it is agrees with everybody.
+        (Kind.DESYNC, rows["step"], *_among(rows["step"], said)),
+        (Kind.DESYNC, where, where, where),
+    ):
+        apart = np.minimum.reduceat(low, starts) < np.maximum.reduceat(high, starts)
+        if values is where:
+            # Of right programs as well, and of many calls: nothing of them is looked at one by one.
+            apart &= np.isin(rows["group"][starts], _standing(job, limits))
+        for cohort in np.flatnonzero(apart):
+            here = slice(starts[cohort], starts[cohort] + sizes[cohort])
+            group = int(rows["group"][here.start])
+            if group in told or len(told) >= MOST:
+                continue
+            some, kinds = rows[here], values[here]
+            if values is where and not _is_shifted(job, some, kinds):
+                continue
+            mine = said[here] if values is not where and kind is Kind.DESYNC else slice(None)
+            verdict = _verdict(job, limits, kind, some[mine], kinds[mine])
+            if verdict is not None:
+                told.add(group)
+                yield verdict
+
+
+def _collectives(calls: Array, order: Array, starts: Array) -> tuple[Array, Array]:
+    """Return the cohorts of calls that all members of a group make alike."""
+    if not len(order):
+        return order, starts
+    kept = ~np.isin(calls["op"][order], P2P)
+    if kept.all():
+        return order, starts
+    cohort = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(order))))[kept]
+    return order[kept], np.flatnonzero(np.append(True, cohort[1:] != cohort[:-1])[: len(cohort)])
+
+
+def _among(values: Array, some: Array) -> tuple[Array, Array]:
+    """Return `values` for a least and for a greatest one that only `some` have a part in."""
+    ends = np.iinfo(values.dtype)
+    return np.where(some, values, ends.max), np.where(some, values, ends.min)
+
+
+def _standing(job: Job, limits: Limits) -> Array:
+    """Return the groups in which somebody has waited for longer than a pause of the machine."""
+    ranks = job.ranks
+    long = (ranks["pending_group"] != 0) & (ranks["pending_age"] > limits.still_s)
+    out: Array = np.unique(ranks["pending_group"][long])
+    return out
+
+
+def _is_shifted(job: Job, cohort: Array, where: Array) -> bool:
+    """Whether one member has made its calls since as another has made its later, or earlier, ones.
+
+    So it is after a call that was left out, or was one too many. Members that rightly call from
+    different lines do not repeat one another.
+    """
+    rows = cohort["row"]
+    kinds, codes, counts = np.unique(where, return_inverse=True, return_counts=True)
+    odd = rows[codes == int(np.argmin(counts))][0]
+    usual = rows[codes == int(np.argmax(counts))]
+    usual = usual[usual != odd]
+    if not len(kinds) > 1 or not len(usual):
+        return False
+    mine, theirs = (_told_calls(job, int(row), cohort[0]) for row in (odd, usual[0]))
+    for by in range(1, _FURTHEST + 1):
+        for one, other in ((mine, theirs), (theirs, mine)):
+            pairs = [(v, other.get(seq + by)) for seq, v in one.items() if seq + by in other]
+            if len(pairs) >= _SHIFTED and all(a == b for a, b in pairs):
+                return len({a for a, _ in pairs}) > 1
+    return False
+
+
+def _told_calls(job: Job, row: int, first: np.void) -> dict[int, int]:
+    """Return what a rank's calls of a group are, from `first` on, by their numbers."""
+    calls = job.calls
+    mine = calls[(calls["row"] == row) & (calls["group"] == first["group"])]
+    mine = mine[mine["seq"] >= first["seq"]]
+    what = mix(mine["op"], mine["bytes"], mine["site"], mine["step"].astype(np.uint64))
+    return dict(zip(mine["seq"].tolist(), what.tolist(), strict=True))
+
+
+def _signatures(rows: Array, starts: Array, sizes: Array) -> Array:
+    variable = np.logical_or.reduceat((rows["flags"] & CallFlag.VARIABLE) != 0, starts)
+    whole = mix(rows["op"], rows["dtype"], rows["bytes"], rows["root"])
+    out: Array = np.where(np.repeat(variable, sizes), rows["op"].astype(np.uint64), whole)
+    return out
+
+
+def _verdict(job: Job, limits: Limits, kind: Kind, calls: Array, values: Array) -> Verdict | None:
+    size = _size(job, int(calls["group"][0]), len(calls))
+    voting = size - _passed(job, calls)
+    odd = minority(values, voting)
+    age = float(-calls["start"].min())
+    if odd is None and len(calls) < voting and age < limits.majority_wait:
+        return None  # who is right is not known before most have come
+    named = calls if odd is None else calls[odd]
+    share = 1 / len(np.unique(values)) if odd is None else 0.95 * voting / size
+    return Verdict(
+        kind=kind,
+        suspects=rank_suspects(job, named["row"], share, [_call(job, c) for c in named]),
+        evidence=(
+            f"{len(calls)} of {size} members came, with {len(np.unique(values))} different calls",
+            "a strict majority agrees against the named" if odd is not None else "no majority",
+        ),
+        rules_out=("a slow or broken link: the calls themselves differ",),
+        refuted_by="all members show the same operation, type, size, root and step at this call",
+        action="dump and restart without isolation; if it comes again it is the program",
+        numbers={
+            "sequence number": int(calls["seq"][0]),
+            "members that came": len(calls),
+            "members": size,
+            "differing": int(odd.sum()) if odd is not None else len(calls),
+            "age s": age,
+        },
+        groups=(int(calls["group"][0]),),
+    )
+
+
+def _passed(job: Job, calls: Array) -> int:
+    """Return members who made the call so long ago that it is not told any more: no vote comes."""
+    group, seq = calls["group"][0], int(calls["seq"][0])
+    rows = job.groups[(job.groups["group"] == group) & (job.groups["entered"] >= seq)]
+    return int((~np.isin(rows["row"], calls["row"])).sum())
+
+
+def _size(job: Job, group: int, seen: int) -> int:
+    known = job.groups["size"][job.groups["group"] == group]
+    return max(int(known.max()) if len(known) else 0, seen)
+
+
+def _call(job: Job, call: Array) -> str:
+    parts = [job.text(int(call["op"])), f"{int(call['bytes'])} bytes"]
+    if call["dtype"]:
+        parts[-1] += f" of {job.text(int(call['dtype']))}"
+    if call["root"] >= 0:
+        parts.append(f"root {int(call['root'])}")
+    if call["step"] >= 0:
+        parts.append(f"step {int(call['step'])}")
+    if site := job.texts.get(int(call["site"])):
+        parts.append(f"at {site}")
+    return ", ".join(parts)

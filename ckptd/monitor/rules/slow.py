@@ -1,0 +1,648 @@
+"""Ranks that are slower than their like, by their own time; never by when they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from ckptd.monitor.job import Job
+from ckptd.monitor.rules.naming import rank_suspects
+from ckptd.monitor.stats import MAD_TO_SIGMA, Array, grouped_median, sigma
+from ckptd.monitor.verdict import Kind, Verdict
+from ckptd.monitor.view import Phase
+
+__all__ = [
+    "FIRST_SLOW",
+    "FewLimits",
+    "Roles",
+    "SlowLimits",
+    "Slowness",
+    "StepBook",
+    "few_slow",
+    "scores",
+    "slow_ranks",
+]
+
+
+AHEAD = 1 << 14
+"""A step so far beyond those of most ranks is a lie or a damage."""
+
+MOST_CELLS = 1 << 24
+"""Cells of each table: what bounds its memory, whatever world a sheet claims."""
+
+
+class StepBook:
+    """Own time and whole time of the last steps of phase TRAIN, of each rank.
+
+    Parameters
+    ----------
+    depth
+        Steps that are kept.
+
+    Attributes
+    ----------
+    newest
+        Highest step told; -1 before the first.
+    """
+
+    def __init__(self, depth: int = 160) -> None:
+        self._most = depth
+        self.forget(0)
+
+    def forget(self, world: int) -> None:
+        """Begin anew, with a world of another size or other steps."""
+        self.world = world if 8 * world <= MOST_CELLS else 0
+        self._told = world
+        self.newest = -1
+        self._usual = -1
+        self._depth = min(self._most, MOST_CELLS // max(self.world, 1))
+        self._step = np.full(self._depth, -1)
+        self._own = np.full((self._depth, self.world), np.nan, np.float32)
+        self._wall = np.full((self._depth, self.world), np.nan, np.float32)
+
+    def follow(self, steps: Array, world: int) -> None:
+        """Take note of the steps that ranks are in; after a step back all begins anew."""
+        known = steps[steps >= 0]
+        self._usual = int(np.median(known)) if len(known) else -1
+        back = 0 <= self._usual < self.newest - self._depth
+        if world != self._told or back:
+            usual = self._usual
+            self.forget(world)
+            self._usual = usual
+
+    def add(self, rows: Array, ranks: Array) -> None:
+        """Take rows of `ckptd.monitor.report.STEP`; `ranks` are the ranks of the sheet's rows."""
+        rows = rows[rows["phase"] == Phase.TRAIN]
+        if self._usual >= 0:
+            rows = rows[rows["step"] <= self._usual + AHEAD]
+        rank = ranks[rows["row"]]
+        # Of a job that is not joined yet the size is what this sheet shows.
+        kept = (rank < self.world) & (rows["step"] > self.newest - self._depth)
+        rows, rank = rows[kept], rank[kept]
+        if not len(rows):
+            return
+        for step in np.unique(rows["step"]):
+            self._make(int(step))
+        place = rows["step"] % self._depth
+        mine = self._step[place] == rows["step"]
+        self._own[place[mine], rank[mine]] = rows["self_s"][mine]
+        self._wall[place[mine], rank[mine]] = rows["wall_s"][mine]
+
+    def _make(self, step: int) -> None:
+        place = step % self._depth
+        if step > self._step[place]:
+            self._step[place] = step
+            self._own[place], self._wall[place] = np.nan, np.nan
+            self.newest = max(self.newest, step)
+
+    def last(self, count: int, ranks: Array, share: float = 0.8) -> tuple[Array, Array, Array]:
+        """Return the last steps of which most of `ranks` told.
+
+        Returns
+        -------
+        steps, own, wall
+            Numbers rising, and seconds of shape (steps, ranks), NaN where not told.
+        """
+        order = np.argsort(self._step, kind="stable")
+        order = order[self._step[order] >= 0]
+        told = ranks < self.world
+        if not len(order) or not told.any():
+            empty = np.zeros((0, len(ranks)))
+            return np.zeros(0, np.int64), empty, empty
+        columns = ranks[told]
+        some = np.isfinite(self._own[np.ix_(order, columns)]).mean(1) >= share
+        order = order[some][-count:]
+        own = np.full((len(order), len(ranks)), np.nan)
+        wall = own.copy()
+        own[:, told] = self._own[np.ix_(order, columns)]
+        wall[:, told] = self._wall[np.ix_(order, columns)]
+        return self._step[order], own, wall
+
+
+LEAST_REPLICA = 4
+"""Ranks of a replica below which its median is too much of one rank to be taken away."""
+
+
+@dataclass(frozen=True)
+class SlowLimits:
+    """Settings of the search for slow ranks.
+
+    Attributes
+    ----------
+    steps
+        Steps of a window. Ten were too few: pauses of a loaded machine looked like stragglers.
+    windows
+        Windows in a row in which a rank must be slow.
+    z
+        Robust standard deviations of its like that it must stand out by in each of them.
+    own_z
+        The same of its own past, where it has not enough like it.
+    ratio
+        How many times its usual time it must take, over all of them.
+    soon_steps
+        Steps of the windows in which a rank that is much slower is named sooner; one among enough
+        others of its role only, since its own past says nothing of pauses that all have.
+    soon_z, soon_ratio
+        What it must exceed in each of these.
+    cohort
+        Ranks of one role below which a rank is compared with its own past instead.
+    node
+        Ranks of a replica up to which it may be one node: if the whole replica is slow in each
+        window, its ranks are, and not their data.
+    shared
+        If more than this share of ranks stands out at once, the job changed and nobody is named.
+    """
+
+    steps: int = 20
+    windows: int = 3
+    z: float = 4.5
+    own_z: float = 6.0
+    ratio: float = 1.06
+    soon_steps: int = 10
+    soon_z: float = 8.0
+    soon_ratio: float = 1.12
+    cohort: int = 8
+    node: int = 16
+    shared: float = 0.2
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Whom a rank may be compared with; one element a row of ``Job.ranks``, counted from 0.
+
+    Attributes
+    ----------
+    stage
+        Ranks of one stage do the same work: pipeline stage, with tensor rank if that matters.
+    replica
+        Ranks of one replica get the same data: data-parallel rank.
+    """
+
+    stage: Array
+    replica: Array
+
+
+def scores(seconds: Array, roles: Roles, limits: SlowLimits, past: Array | None) -> Array:
+    """Return how each rank stands out in one window.
+
+    Parameters
+    ----------
+    seconds
+        Own time, shape (steps, ranks), NaN where not known.
+    roles
+        Who is compared with whom.
+    limits
+        Least size of a cohort.
+    past
+        Own time of the same ranks in earlier steps of the same phase, shape (steps, ranks).
+
+    Returns
+    -------
+    numpy.ndarray
+        Shape (2, ranks): robust standard deviations, and the ratio to what is usual; 0 and 1
+        where nothing can be said.
+    """
+    logs = _logs(seconds)
+    usual = _medians(logs)
+    alone = ~_enough(roles, limits)
+    if past is not None and len(past):
+        own = usual - _medians(_logs(past))
+        # All ranks slower together is the job, not one of them.
+        own = own - np.nanmedian(own) if np.isfinite(own).any() else own
+    else:
+        own = np.full(len(usual), np.nan)
+    shared = _among(np.where(alone, np.nan, logs - usual), roles.replica)
+    shared = np.where(alone, np.nan, _medians(logs - shared))
+    shared, moved = _by_role(shared, roles)
+    spread = np.where(alone, _own_sigma(past, usual, limits), _cohort_sigma(shared, roles.stage))
+    rest = np.where(alone, own, shared)
+    z = np.divide(rest, spread, out=np.zeros(len(rest)), where=spread > 0)
+    whole = _whole(moved, roles.replica, limits)
+    z = np.where(whole > limits.z, np.fmax(z, whole), z)
+    rest = np.where(whole > limits.z, rest + moved, rest)
+    out: Array = np.stack([np.nan_to_num(z, nan=0.0), np.exp(np.nan_to_num(rest, nan=0.0))])
+    return out
+
+
+def _enough(roles: Roles, limits: SlowLimits) -> Array:
+    """Return which ranks have enough others of their role to be compared with them."""
+    out: Array = np.bincount(roles.stage)[roles.stage] >= limits.cohort
+    return out
+
+
+def _among(rest: Array, replica: Array) -> Array:
+    """Return what the ranks of a replica have in common in each step: their batch."""
+    size = np.bincount(replica)
+    out = np.zeros(rest.shape)
+    if not len(size) or size.max() < LEAST_REPLICA:
+        return out
+    order = np.argsort(replica, kind="stable")
+    starts = np.cumsum(size) - size
+    column = np.arange(len(replica)) - starts[replica[order]]
+    table = np.full((len(rest), len(size), size.max()), np.nan, rest.dtype)
+    table[:, replica[order], column] = rest[:, order]
+    table.sort(axis=2)  # what is not known comes last
+    known = (~np.isnan(table)).sum(2)
+    low, high = np.maximum(known - 1, 0) // 2, known // 2
+    high = np.minimum(high, size.max() - 1)
+    middle = np.take_along_axis(table, np.stack([low, high], axis=2), axis=2).mean(2)
+    common = np.where((known >= LEAST_REPLICA), middle, 0.0)
+    out[:] = common[:, replica]
+    return out
+
+
+def _by_role(shared: Array, roles: Roles) -> tuple[Array, Array]:
+    """Take away the medians of stages and replicas; return what is left, and the replicas'."""
+    moved = np.zeros(len(shared))
+    # Stage first, replica second, and stage again for what the replicas had moved.
+    for codes, least in ((roles.stage, 1), (roles.replica, LEAST_REPLICA), (roles.stage, 1)):
+        medians = np.nan_to_num(grouped_median(shared, codes, len(codes) + 1))
+        usual = np.where(np.bincount(codes)[codes] >= least, medians[codes], 0.0)
+        shared = shared - usual
+        moved = usual if codes is roles.replica else moved
+    return shared, moved
+
+
+def _whole(moved: Array, replica: Array, limits: SlowLimits) -> Array:
+    """Return by how many standard deviations each rank's replica, if it may be a node, is slow."""
+    size = np.bincount(replica)
+    replicas = np.flatnonzero(size >= LEAST_REPLICA)
+    if len(replicas) < limits.cohort:
+        return np.zeros(len(replica))
+    offset = np.zeros(len(size))
+    offset[replica] = moved
+    away = offset - np.median(offset[replicas])
+    spread = sigma(offset[replicas])
+    z = np.where(size <= limits.node, away / spread, 0.0) if spread > 0 else np.zeros(len(size))
+    out: Array = z[replica]
+    return out
+
+
+def _logs(seconds: Array) -> Array:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs: Array = np.log(seconds)
+    logs[~np.isfinite(logs)] = np.nan
+    return logs
+
+
+def _medians(logs: Array) -> Array:
+    """Return each rank's median over the steps; NaN for one that shows nothing."""
+    out = np.full(logs.shape[1], np.nan)
+    unknown = np.isnan(logs)
+    some = ~unknown.any(0) if len(logs) else np.zeros(logs.shape[1], bool)
+    # A rank's values in a row: columns of a table cost four times as much to sort.
+    out[some] = np.median(np.ascontiguousarray(logs[:, some].T), axis=1)
+    partly = ~some & ~unknown.all(0)
+    if partly.any():
+        out[partly] = np.nanmedian(logs[:, partly], axis=0)
+    return out
+
+
+def _cohort_sigma(rest: Array, stage: Array) -> Array:
+    spread = grouped_median(np.abs(rest), stage, len(stage) + 1) * MAD_TO_SIGMA
+    out: Array = spread[stage]
+    return out
+
+
+def _own_sigma(past: Array | None, usual: Array, limits: SlowLimits) -> Array:
+    """Return how much a rank's own windows have differed; never below a hundredth."""
+    if past is None or len(past) < 2 * limits.steps:
+        return np.full(len(usual), np.nan)
+    count = len(past) // limits.steps
+    logs = _logs(past)
+    windows = [_medians(logs[i * limits.steps : (i + 1) * limits.steps]) for i in range(count)]
+    table = np.stack(windows)
+    spread = np.nanmax(np.nan_to_num(table, nan=-np.inf), 0) - np.min(
+        np.nan_to_num(table, nan=np.inf), 0
+    )
+    return np.maximum(np.where(np.isfinite(spread), spread / 2, np.nan), 0.01)
+
+
+def slow_ranks(
+    job: Job,
+    seconds: Array,
+    roles: Roles,
+    limits: SlowLimits | None = None,
+    past: Array | None = None,
+) -> Iterator[Verdict]:
+    """Yield a verdict naming the ranks that were slow in each of the last windows.
+
+    Parameters
+    ----------
+    job
+        For names of ranks and nodes.
+    seconds
+        Own time of one phase, shape (steps, ranks), oldest first; see
+        `ckptd.monitor.rules.selftime.self_times`. Only the last steps count that the windows need
+        (60), and of half as many only a rank is named that is much slower.
+    roles
+        Who is compared with whom.
+    limits
+        Settings.
+    past
+        Own time in earlier steps, for ranks without enough others of their role.
+    """
+    limits = limits or SlowLimits()
+    for steps, rule in ((limits.steps, _slow), (limits.soon_steps, _much_slower)):
+        need = steps * limits.windows
+        if len(seconds) < need:
+            continue
+        recent = seconds[-need:].reshape(limits.windows, steps, -1)
+        found = np.stack([scores(window, roles, limits, past) for window in recent])
+        rows = np.flatnonzero(rule(found, roles, limits))
+        if 0 < len(rows) <= max(limits.shared * seconds.shape[1], 1):
+            yield _verdict(job, rows, found, steps)
+            return
+
+
+def _slow(found: Array, roles: Roles, limits: SlowLimits) -> Array:
+    z = np.where(_enough(roles, limits), limits.z, limits.own_z)
+    out: Array = (found[:, 0] > z).all(0) & (_ratios(found) > limits.ratio)
+    return out
+
+
+def _much_slower(found: Array, roles: Roles, limits: SlowLimits) -> Array:
+    z, ratio = found.min(0)
+    out: Array = _enough(roles, limits) & (z > limits.soon_z) & (ratio > limits.soon_ratio)
+    return out
+
+
+def _ratios(found: Array) -> Array:
+    out: Array = np.exp(np.log(found[:, 1]).mean(0))
+    return out
+
+
+def _verdict(job: Job, rows: Array, found: Array, steps: int) -> Verdict:
+    z, ratio = found[:, 0].min(0), _ratios(found)
+    rows = rows[np.argsort(-ratio[rows], kind="stable")]
+    return Verdict(
+        kind=Kind.SLOW_RANK,
+        suspects=rank_suspects(job, rows, 0.9, [f"{ratio[r]:.2f} times its like" for r in rows]),
+        evidence=(
+            f"slower than its like by itself in {len(found)} windows of {steps} steps",
+            f"rank {job.ranks['rank'][rows[0]]}: {ratio[rows[0]]:.2f} times, z {z[rows[0]]:.0f}",
+        ),
+        rules_out=(
+            "a slow peer or link: time in calls is not counted",
+            "an uneven stage or batch: medians of stage and replica are removed",
+        ),
+        refuted_by="the next window shows the rank as fast as its like",
+        action="warn; checkpoint, then replace it if what it costs exceeds a restart",
+        numbers={
+            "slow": len(rows),
+            "ratio": float(ratio[rows[0]]),
+            "z": float(z[rows[0]]),
+            "steps": steps * len(found),
+        },
+    )
+
+
+FIRST_SLOW = "since first slow step s"
+"""Number of a verdict: seconds that all steps took that count for it."""
+
+
+@dataclass(frozen=True)
+class FewLimits:
+    """Settings for ranks with few others of their role: noise of one is not averaged away.
+
+    Attributes
+    ----------
+    peers
+        Others that do the same work, from so many on a rank is compared with them.
+    peer_ratio
+        How many times their own time it must take.
+    past_steps
+        Steps that a rank's past must have.
+    past_ratio
+        How many times its own past it must take, beyond what the others' times changed by.
+    often
+        In so large a share of the steps of each window it must be the slowest.
+    least_s
+        Seconds of a step that it must lose.
+    least_share
+        The same as a share of the step.
+    """
+
+    peers: int = 2
+    peer_ratio: float = 1.5
+    past_steps: int = 40
+    past_ratio: float = 1.3
+    often: float = 0.75
+    least_s: float = 0.002
+    least_share: float = 0.05
+
+
+@dataclass
+class Slowness:
+    """Who is slow, judged anew whenever ranks told of enough further steps.
+
+    Attributes
+    ----------
+    limits, few
+        Settings.
+    stride
+        Steps between two judgements.
+    verdicts
+        Of the last judgement.
+    ratio, self_s
+        How many times its like's own time each rank takes, and its median own time of a step in
+        seconds, by rank.
+    """
+
+    limits: SlowLimits = field(default_factory=SlowLimits)
+    few: FewLimits = field(default_factory=FewLimits)
+    stride: int = 5
+    verdicts: tuple[Verdict, ...] = ()
+    ratio: dict[int, float] = field(default_factory=dict)
+    self_s: dict[int, float] = field(default_factory=dict)
+    _judged: int = -1
+
+    def judge(self, job: Job, book: StepBook, roles: Roles) -> bool:
+        """Judge if there is enough that is new; return whether it was judged."""
+        if book.newest < self._judged:
+            self.forget()
+        if book.newest - self._judged < self.stride or not len(job.ranks):
+            return False
+        need = self.limits.steps * self.limits.windows
+        _, own, wall = book.last(need + 2 * self.few.past_steps, job.ranks["rank"])
+        if not len(own):
+            return False
+        self._judged = book.newest
+        found = (
+            *slow_ranks(job, _masked(own, roles, self.limits), roles, self.limits),
+            *few_slow(job, own, wall, roles, self.limits, self.few),
+        )
+        self.verdicts = tuple(_aged(verdict, wall) for verdict in found)
+        self._note(job, own[-self.limits.steps :], roles)
+        return True
+
+    def forget(self) -> None:
+        """Forget all: the job began anew."""
+        self.verdicts, self._judged = (), -1
+        self.ratio, self.self_s = {}, {}
+
+    def _note(self, job: Job, own: Array, roles: Roles) -> None:
+        ranks = job.ranks["rank"].tolist()
+        usual = _median(own)
+        self.self_s = {r: s for r, s in zip(ranks, usual.tolist(), strict=True) if s == s}
+        size = np.bincount(roles.stage)[roles.stage]
+        among = scores(own, roles, self.limits, None)[1]
+        like = np.where(size >= self.limits.cohort, among, usual / _others(usual, roles.stage))
+        self.ratio = {r: s for r, s in zip(ranks, like.tolist(), strict=True) if s == s and s > 0}
+
+
+def _aged(verdict: Verdict, wall: Array) -> Verdict:
+    """Return `verdict` with the seconds that the steps took by which it was judged."""
+    steps = _median(wall[-int(verdict.numbers["steps"]) :].T)
+    age = float(np.nansum(steps))
+    return msgspec.structs.replace(verdict, numbers={**verdict.numbers, FIRST_SLOW: age})
+
+
+def _masked(own: Array, roles: Roles, limits: SlowLimits) -> Array:
+    few = np.bincount(roles.stage)[roles.stage] < limits.cohort
+    out: Array = np.where(few, np.nan, own)
+    return out
+
+
+def few_slow(
+    job: Job, own: Array, wall: Array, roles: Roles, limits: SlowLimits, few: FewLimits
+) -> tuple[Verdict, ...]:
+    """Return the verdict on ranks with few like them; empty if none is slow.
+
+    Such a rank is slow if it is so in each window against the others that do the same work, or
+    against its own past; and if it was the slowest in most steps, which no load of the machine
+    makes one rank for long.
+
+    Parameters
+    ----------
+    job
+        For names.
+    own, wall
+        Own time and whole time of steps, shape (steps, ranks), oldest first.
+    roles
+        Who is compared with whom.
+    limits, few
+        Settings.
+    """
+    need = limits.steps * limits.windows
+    alone = np.bincount(roles.stage)[roles.stage] < limits.cohort
+    if len(own) < need or not alone.any():
+        return ()
+    recent = own[-need:]
+    least = np.maximum(few.least_s, few.least_share * _median(wall[-need:]))
+    peers, ratio = _against_peers(recent, roles, limits, few, least)
+    past, change = _against_past(own[:-need], recent, limits, few, least)
+    out: list[Verdict] = []
+    for rows, times, against in ((peers, ratio, "its like"), (past, change, "its own past")):
+        rows = np.flatnonzero(rows & alone)
+        if 0 < len(rows) <= max(limits.shared * len(alone), 1) and not out:
+            rows = rows[np.argsort(-times[rows], kind="stable")]
+            out.append(_slower_verdict(job, rows, times, need, against))
+    return tuple(out)
+
+
+def _against_peers(
+    recent: Array, roles: Roles, limits: SlowLimits, few: FewLimits, least: Array
+) -> tuple[Array, Array]:
+    stage = roles.stage
+    size = np.bincount(stage)[stage]
+    slow = size > few.peers
+    ratio = np.full(len(stage), np.inf)
+    for window in recent.reshape(limits.windows, limits.steps, -1):
+        usual = _median(window)
+        others = _others(usual, stage)
+        ratio = np.fmin(ratio, usual / others)
+        slow &= (usual > few.peer_ratio * others) & (usual - others > least)
+        slow &= _often_first(window, stage) >= few.often
+    return slow, ratio
+
+
+def _against_past(
+    before: Array, recent: Array, limits: SlowLimits, few: FewLimits, least: Array
+) -> tuple[Array, Array]:
+    """Compare with the past, less what the times of all other ranks of the job changed by."""
+    count = recent.shape[1]
+    slow, ratio = np.ones(count, bool), np.full(count, np.inf)
+    if len(before) < few.past_steps:
+        return np.zeros(count, bool), ratio
+    usual = _median(before)
+    together = np.zeros(count, np.int64)
+    # Its own past must have been steady enough for the change to mean anything.
+    swing = _quantile(before, 0.9)
+    for window in recent.reshape(limits.windows, limits.steps, -1):
+        now = _median(window)
+        change = now / usual
+        others = np.fmax(_others(change, together), 1.0) if count > 1 else np.ones(count)
+        ratio = np.fmin(ratio, change / others)
+        slow &= (change > few.past_ratio * others) & (now - usual * others > least)
+        slow &= now > swing * others
+        slow &= _often_first(window / usual, together) >= few.often
+    return slow, ratio
+
+
+def _others(values: Array, codes: Array) -> Array:
+    """Return for each value the median of the other values of its cohort; NaN without others."""
+    order = np.lexsort((values, codes))
+    out = np.full(len(values), np.nan)
+    starts = np.flatnonzero(np.append(True, np.diff(codes[order]) != 0))
+    for begin, end in zip(starts, np.append(starts[1:], len(order)), strict=True):
+        rows = order[begin:end]
+        rows = rows[~np.isnan(values[rows])]
+        n = len(rows)
+        if n < 2:
+            continue
+        ranked, place = values[rows], np.arange(n)
+        # Without the i-th of n sorted values, the middle moves by at most one place.
+        low, high = (n - 2) // 2, (n - 1) // 2
+        out[rows] = (ranked[low + (place <= low)] + ranked[high + (place <= high)]) / 2
+    return out
+
+
+def _often_first(window: Array, codes: Array) -> Array:
+    """Return in which share of the steps each rank takes longest of its cohort."""
+    filled = np.nan_to_num(window, nan=-np.inf)
+    longest = np.full((len(window), int(codes.max()) + 1 if len(codes) else 0), -np.inf)
+    for step, row in zip(longest, filled, strict=True):
+        np.maximum.at(step, codes, row)
+    out: Array = ((filled >= longest[:, codes]) & np.isfinite(filled)).mean(0)
+    return out
+
+
+def _median(values: Array) -> Array:
+    return _quantile(values, 0.5)
+
+
+def _quantile(values: Array, share: float) -> Array:
+    """Return the value that so large a share of each column's known values is not above."""
+    # numpy's own takes a column at a time: a second for the ranks of a large job.
+    columns = np.sort(np.ascontiguousarray(values.T), axis=1)  # NaN last
+    known = np.isfinite(columns).sum(1)
+    out = np.full(len(columns), np.nan)
+    some = np.flatnonzero(known)
+    place = share * (known[some] - 1)
+    low, high = np.floor(place).astype(int), np.ceil(place).astype(int)
+    below, above = columns[some, low], columns[some, high]
+    out[some] = below + (above - below) * (place - low)
+    return out
+
+
+def _slower_verdict(job: Job, rows: Array, ratio: Array, steps: int, against: str) -> Verdict:
+    return Verdict(
+        kind=Kind.SLOW_RANK,
+        suspects=rank_suspects(job, rows, 0.8, [f"{ratio[r]:.2f} times {against}" for r in rows]),
+        evidence=(
+            f"slower than {against} by itself in each of the windows of the last {steps} steps",
+            "and the slowest in most of these steps",
+        ),
+        rules_out=("a slow peer or link: time in calls is not counted",),
+        refuted_by=f"the next steps show the rank as fast as {against}",
+        action="warn; checkpoint, then replace it if what it costs exceeds a restart",
+        numbers={
+            "slow": len(rows),
+            "ratio": float(ratio[rows[0]]),
+            "steps": steps,
+        },
+    )

@@ -1,0 +1,412 @@
+"""What one process gives to, and takes from, every other one when live tensors change layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.layout.block import Block
+from ckptd.layout.lay.live import LiveCopy, Transfers
+from ckptd.layout.lay.local import LocalTensor, local_tensors
+from ckptd.layout.lay.regions import Fill
+from ckptd.layout.lay.values import Values
+from ckptd.relayout.memory import Memory
+from ckptd.reshard.clip import clip
+
+__all__ = [
+    "Chunk",
+    "Filling",
+    "Incoming",
+    "MovePlan",
+    "Outgoing",
+    "Picked",
+    "Piece",
+    "Roles",
+    "Segment",
+    "Window",
+    "laid_out",
+    "make_plan",
+    "messages",
+    "ordered",
+    "rising",
+]
+
+
+I64 = NDArray[np.int64]
+
+_INDEXED = 1 << 15
+"""Most elements that are listed one by one at a time."""
+_SHORT = 64
+"""Runs below this many elements are listed one by one."""
+
+
+class Piece(NamedTuple):
+    """A copy, and which part of the segment it belongs to."""
+
+    part: int
+    block: Block
+
+
+class Picked(NamedTuple):
+    """Single elements, rising in the target, and the part that each belongs to."""
+
+    source: I64
+    target: I64
+    parts: I64
+
+
+Chunk = Piece | Picked
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """What one tensor of the giver has for one tensor of the taker.
+
+    Attributes
+    ----------
+    source, target
+        Their names.
+    parts
+        The copies, by what happens to the values on the way; the giver knows one part only.
+    """
+
+    source: str
+    target: str
+    parts: tuple[tuple[Block, ...], ...]
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All copies, outermost dimension of the target first."""
+        return tuple(Piece(i, rising(b)) for i, blocks in enumerate(self.parts) for b in blocks)
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(p.block.numel for p in self.pieces)
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """First element of the target that is written, and one past the last."""
+        spans = [p.block.target_span for p in self.pieces]
+        return min(lo for lo, _ in spans), max(hi for _, hi in spans)
+
+
+class Window(NamedTuple):
+    """Elements of a segment whose place in the target is in ``[lo, hi)``."""
+
+    segment: int
+    lo: int
+    hi: int
+    numel: int
+
+
+def rising(block: Block) -> Block:
+    """Return a copy with its dimensions in the order of the target."""
+    order = sorted(range(len(block.shape)), key=lambda d: -block.target_strides[d])
+    return Block(
+        tuple(block.shape[d] for d in order),
+        block.source_start,
+        tuple(block.source_strides[d] for d in order),
+        block.target_start,
+        tuple(block.target_strides[d] for d in order),
+    )
+
+
+def messages(
+    segments: Sequence[Segment], itemsizes: Sequence[int], limit: int
+) -> Iterator[list[Window]]:
+    """Yield what each message of a stream holds; the same on both ends.
+
+    Parameters
+    ----------
+    segments
+        In the order of the stream.
+    itemsizes
+        Bytes of an element on the way, by segment; 0 for segments that are not sent.
+    limit
+        Most bytes of a message.
+    """
+    message: list[Window] = []
+    room = limit
+    for number, (segment, size) in enumerate(zip(segments, itemsizes, strict=True)):
+        if not size or not segment.numel:
+            continue
+        for window in _windows(segment, number, limit // size, room // size):
+            if window.numel * size > room:
+                yield message
+                message, room = [], limit
+            message.append(window)
+            # Elements stay aligned, whatever came before them.
+            room -= _aligned(window.numel * size)
+    if message:
+        yield message
+
+
+def laid_out(message: Sequence[Window], sizes: Sequence[int]) -> list[tuple[Window, int, int]]:
+    """Return where each window lies in a message: its first byte and its length."""
+    out = []
+    at = 0
+    for window in message:
+        length = window.numel * sizes[window.segment]
+        out.append((window, at, length))
+        at = _aligned(at + length)
+    return out
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def _windows(segment: Segment, number: int, most: int, room: int) -> Iterator[Window]:
+    lo, hi = segment.span
+    if segment.numel <= max(room, 1) or segment.numel <= most // 4:
+        yield Window(number, lo, hi, segment.numel)
+        return
+    for at in range(lo, hi, most):
+        end = min(hi, at + most)
+        numel = sum(b.numel for p in segment.pieces for b in clip(p.block, "target", at, end))
+        if numel:
+            yield Window(number, at, end, numel)
+
+
+def ordered(segment: Segment, lo: int, hi: int) -> Iterator[Chunk]:
+    """Yield the elements of a window, rising in the target.
+
+    Parameters
+    ----------
+    segment
+        The segment.
+    lo, hi
+        The window, in elements of the target.
+    """
+    yield from _ordered([Piece(p, b) for p, b in segment.pieces], lo, hi)
+
+
+def _ordered(pieces: list[Piece], lo: int, hi: int) -> Iterator[Chunk]:
+    found = [Piece(p, rising(c)) for p, b in pieces for c in clip(b, "target", lo, hi)]
+    found.sort(key=lambda p: p.block.target_start)
+    if _apart(found):
+        yield from found
+        return
+    widest = max(found, key=lambda p: p.block.target_span[1] - p.block.target_span[0]).block
+    stride = max(widest.target_strides, default=1)
+    if stride < _SHORT:
+        yield from _picked(found, lo, hi)
+        return
+    first = widest.target_start
+    yield from _ordered(found, lo, first) if lo < first else ()
+    for at in range(first, min(hi, widest.target_span[1]), stride):
+        yield from _ordered(found, at, min(hi, at + stride))
+    end = first + -(-(widest.target_span[1] - first) // stride) * stride
+    yield from _ordered(found, end, hi) if end < hi else ()
+
+
+def _apart(pieces: Sequence[Piece]) -> bool:
+    """Whether pieces follow each other, and each rises by itself."""
+    end = 0
+    for piece in pieces:
+        lo, hi = piece.block.target_span
+        if lo < end:
+            return False
+        end = hi
+        reach = 0
+        pairs = zip(piece.block.shape, piece.block.target_strides, strict=True)
+        for n, stride in reversed(list(pairs)):
+            if stride <= reach:
+                return False
+            reach += (n - 1) * stride
+    return True
+
+
+def _picked(pieces: list[Piece], lo: int, hi: int) -> Iterator[Picked]:
+    """List elements one by one, a bounded number at a time."""
+    for at in range(lo, hi, _INDEXED):
+        end = min(hi, at + _INDEXED)
+        listed = [_listed(part, c) for part, b in pieces for c in clip(b, "target", at, end)]
+        if listed:
+            source, target, parts = (np.concatenate(v) for v in zip(*listed, strict=True))
+            order = np.argsort(target, kind="stable")
+            yield Picked(source[order], target[order], parts[order])
+
+
+def _listed(part: int, block: Block) -> tuple[I64, I64, I64]:
+    source = np.full(1, block.source_start, dtype=np.int64)
+    target = np.full(1, block.target_start, dtype=np.int64)
+    for n, s, t in zip(block.shape, block.source_strides, block.target_strides, strict=True):
+        steps = np.arange(n, dtype=np.int64)
+        source = np.add.outer(source, steps * s).reshape(-1)
+        target = np.add.outer(target, steps * t).reshape(-1)
+    return source, target, np.full(len(source), part, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which process is which rank of the two layouts.
+
+    Attributes
+    ----------
+    source, target
+        Process by rank of the layout.
+    """
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    def source_rank(self, process: int) -> int | None:
+        """Return the rank of a process in the source's layout, if it is in it."""
+        return self.source.index(process) if process in self.source else None
+
+    def target_rank(self, process: int) -> int | None:
+        """Return the rank of a process in the target's layout, if it is in it."""
+        return self.target.index(process) if process in self.target else None
+
+
+@dataclass(frozen=True, eq=False)
+class Outgoing:
+    """What one own tensor has for one tensor of another rank; without memory it is not there."""
+
+    segment: Segment
+    tensor: LocalTensor
+    memory: Memory | None
+
+
+@dataclass(frozen=True, eq=False)
+class Incoming:
+    """What one own tensor gets from one tensor of another rank.
+
+    Attributes
+    ----------
+    segment
+        The copies, by part.
+    tensor
+        The own tensor.
+    memory
+        Where it is; None when the state has no place for it.
+    parts
+        For each part of the segment what happens to its values, and how many ranks give theirs.
+    """
+
+    segment: Segment
+    tensor: LocalTensor
+    memory: Memory | None
+    parts: tuple[tuple[Values | None, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """Fills of an own tensor; `alone`: it is nothing but fills."""
+
+    name: str
+    memory: Memory
+    fills: tuple[Fill, ...]
+    alone: bool
+
+
+@dataclass(eq=False)
+class MovePlan:
+    """Everything that one process does, by the other process.
+
+    Attributes
+    ----------
+    outgoing, incoming
+        In the order of the streams.
+    fills
+        Own tensors, and what no element of the source stands for in each.
+    """
+
+    outgoing: dict[int, list[Outgoing]] = field(default_factory=dict)
+    incoming: dict[int, list[Incoming]] = field(default_factory=dict)
+    fills: list[Filling] = field(default_factory=list)
+
+
+def make_plan(
+    transfers: Transfers,
+    roles: Roles,
+    process: int,
+    *,
+    states: frozenset[str],
+    sources: Mapping[str, Memory],
+    targets: Mapping[str, Memory],
+) -> MovePlan:
+    """Plan the part of one process, without a word to any other.
+
+    Parameters
+    ----------
+    transfers
+        The two layouts.
+    roles
+        Who is who.
+    process
+        This one.
+    states
+        Short names of the states that are moved; parameters are the empty one.
+    sources, targets
+        Memory of this process's tensors, by the names that the layouts give them.
+
+    Raises
+    ------
+    MismatchError
+        The source does not hold all that the target wants.
+    """
+    plan = MovePlan()
+    giver, taker = roles.source_rank(process), roles.target_rank(process)
+    if giver is not None:
+        _give(plan, transfers, roles, giver, states, sources)
+    if taker is not None:
+        _take(plan, transfers, roles, taker, states, targets)
+    for outgoing in plan.outgoing.values():
+        outgoing.sort(key=lambda o: (o.segment.target, o.segment.source))
+    for incoming in plan.incoming.values():
+        incoming.sort(key=lambda i: (i.segment.target, i.segment.source))
+    return plan
+
+
+def _give(
+    plan: MovePlan,
+    transfers: Transfers,
+    roles: Roles,
+    rank: int,
+    states: frozenset[str],
+    sources: Mapping[str, Memory],
+) -> None:
+    mine = {t.name: t for t in local_tensors(transfers.composition.source, rank)}
+    for sent in transfers.sent(rank):
+        tensor = mine[sent.source]
+        if tensor.state in states:
+            segment = Segment(sent.source, sent.target, (sent.blocks,))
+            found = Outgoing(segment, tensor, sources.get(sent.source))
+            plan.outgoing.setdefault(roles.target[sent.rank], []).append(found)
+
+
+def _take(
+    plan: MovePlan,
+    transfers: Transfers,
+    roles: Roles,
+    rank: int,
+    states: frozenset[str],
+    targets: Mapping[str, Memory],
+) -> None:
+    for tensor in local_tensors(transfers.composition.target, rank):
+        if tensor.state not in states:
+            continue
+        live = transfers.local_tensor(rank, tensor)
+        memory = targets.get(tensor.name)
+        if live.fills and memory is not None:
+            plan.fills.append(Filling(tensor.name, memory, live.fills, not live.copies))
+        by_giver: dict[tuple[int, str], list[LiveCopy]] = {}
+        for copy in live.copies:
+            by_giver.setdefault((copy.rank, copy.name), []).append(copy)
+        for (giver, name), copies in by_giver.items():
+            blocks: Sequence[tuple[Block, ...]] = [c.blocks for c in copies]
+            found = Incoming(
+                Segment(name, tensor.name, tuple(blocks)),
+                tensor,
+                targets.get(tensor.name),
+                tuple((c.values, c.of) for c in copies),
+            )
+            plan.incoming.setdefault(roles.source[giver], []).append(found)

@@ -1,0 +1,902 @@
+"""Two layouts and a source, combined: the target's tensors, and where each comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import MismatchError
+from ckptd.format.manifest import GridEntry, TensorEntry
+from ckptd.layout.block import Block
+from ckptd.layout.grid import Grid, Piece, coordinates_of, strides_of, whole
+from ckptd.layout.lay.check import check, check_bound
+from ckptd.layout.lay.copies import Composition, Copy, compose
+from ckptd.layout.lay.equation import Bound, Equation, Resolved
+from ckptd.layout.lay.finding import raise_first
+from ckptd.layout.lay.matching import Matcher, Templates
+from ckptd.layout.lay.modifiers import Affine, Alias
+from ckptd.layout.lay.observe import bind_sizes, bind_stored
+from ckptd.layout.lay.promise import PROMISES, Promise
+from ckptd.layout.lay.regions import box_parts
+from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.scales import scale_tensor
+from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
+from ckptd.layout.lay.values import Values
+from ckptd.layout.owners import single_owner
+from ckptd.layout.region import flat_regions
+from ckptd.load.blocks import BlockLine
+from ckptd.reshard.changes import change_of, changed_dtype, quantized, step_promise
+from ckptd.reshard.duplicates import Duplicate
+from ckptd.reshard.feed import Change, Feed, Take
+from ckptd.reshard.moves import Planner, cut_rounds
+from ckptd.reshard.reading import BlockCache, Reading
+from ckptd.reshard.source import Stock, StockTensor
+from ckptd.reshard.target import Tables, Target
+from ckptd.types import Box, DType, dtype_of
+
+__all__ = [
+    "Composed",
+    "Link",
+    "Scaled",
+    "alias_names",
+    "block_maxima",
+    "compose_layouts",
+    "largest",
+    "measured_scales",
+    "scale_shape",
+]
+
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor."""
+    return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+
+
+def largest(dtype: DType) -> float:
+    """Return the largest finite value of a type that values are quantized to.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: not a floating-point type of at most two bytes, nor int8.
+    """
+    if dtype.name == "int8":
+        return 127.0
+    if dtype.name.startswith("float8") and dtype.name != "float8_e8m0fnu":
+        import ml_dtypes
+
+        return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
+    raise MismatchError(
+        "values are quantized to float8 types and int8",
+        kind="lay-fit",
+        wanted="float8_e4m3fn, float8_e5m2, ..., int8",
+        found=dtype.name,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Multiplies or divides by the scale of each element's block.
+
+    Attributes
+    ----------
+    tensor
+        For errors.
+    scales
+        Gives the scales, when they are needed first.
+    block
+        Extents of a block.
+    shape
+        Of the quantized tensor.
+    box
+        The piece of it that blocks of a copy speak of.
+    flat
+        Elements of the box, if the piece is a range of it.
+    side
+        Which side of a copy is quantized: a source is multiplied, a target divided.
+    limit
+        Largest value of the target's type, where it is quantized.
+    """
+
+    tensor: str
+    scales: Callable[[], F32]
+    block: tuple[int, ...]
+    shape: tuple[int, ...]
+    box: Box
+    flat: tuple[int, int] | None
+    side: Literal["source", "target"]
+    limit: float = 0.0
+
+    @cached_property
+    def _scales(self) -> F32:
+        found = np.asarray(self.scales(), dtype=np.float32)
+        wanted = scale_shape(self.shape, self.block)
+        if found.shape != wanted:
+            raise MismatchError(
+                "a tensor of scales has another shape than the blocks need",
+                kind="lay-fit",
+                where=self.tensor,
+                wanted=wanted,
+                found=found.shape,
+            )
+        return found
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write the values; `shift` is where the piece's first element is in the target buffer."""
+        if self.side == "source":
+            start, strides = block.source_start, block.source_strides
+        else:
+            start, strides = block.target_start - shift, block.target_strides
+        self._apply(target, source, self._factors(start, block.shape, strides))
+
+    def at(self, values: NDArray[Any], positions: I64, target: np.dtype[Any]) -> NDArray[Any]:
+        """Return changed values of elements at row-major positions of the whole tensor."""
+        out = np.empty(len(values), dtype=target)
+        self._apply(out, values, self._gathered(np.unravel_index(positions, self.shape)))
+        return out
+
+    def _apply(self, target: NDArray[Any], source: NDArray[Any], factors: F32) -> None:
+        values = source.astype(np.float32)
+        if self.side == "source":
+            target[...] = (values * factors).astype(target.dtype)
+            return
+        values /= factors
+        np.clip(values, -self.limit, self.limit, out=values)
+        if target.dtype.kind == "i":
+            np.rint(values, out=values)
+        target[...] = values.astype(target.dtype)
+
+    def _factors(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
+        """Return the scale of each element of a strided block of the piece."""
+        if self.flat is not None:
+            start += self.flat[0]
+        columns = self.box.shape[-1] if self.box.shape else 1
+        last = shape[-1] if shape else 1
+        if shape and strides[-1] == 1 and start % columns == 0 and last % columns == 0 and columns:
+            # Whole rows, one after the other: told apart, their coordinates need no division.
+            shape, strides = (*shape[:-1], last // columns, columns), (*strides[:-1], columns, 1)
+            return self._factors_of(start, shape, strides).reshape(*shape[:-2], last)
+        return self._factors_of(start, shape, strides)
+
+    def _factors_of(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
+        whole = strides_of(self.box.shape)
+        first = coordinates_of(start, whole)
+        steps = [coordinates_of(s, whole) for s in strides]
+        ends = [
+            f + sum((n - 1) * step[d] for n, step in zip(shape, steps, strict=True))
+            for d, f in enumerate(first)
+        ]
+        if all(e < n for e, n in zip(ends, self.box.shape, strict=True)):
+            axes = []
+            for d, f in enumerate(first):
+                at: I64 = np.full((1,) * len(shape), f, dtype=np.int64)
+                for k, (n, step) in enumerate(zip(shape, steps, strict=True)):
+                    if step[d]:
+                        along = [1] * len(shape)
+                        along[k] = n
+                        at = at + (np.arange(n, dtype=np.int64) * step[d]).reshape(along)
+                axes.append(at)
+        else:
+            positions = np.full(shape, start, dtype=np.int64)
+            for k, (n, s) in enumerate(zip(shape, strides, strict=True)):
+                along = [1] * len(shape)
+                along[k] = n
+                positions += (np.arange(n, dtype=np.int64) * s).reshape(along)
+            axes = list(np.unravel_index(positions, self.box.shape))
+        moved = [a + o for a, o in zip(axes, self.box.offset, strict=True)]
+        return np.broadcast_to(self._gathered(moved), shape)
+
+    def _gathered(self, coordinates: Any) -> F32:
+        at = tuple(c // b for c, b in zip(coordinates, self.block, strict=True))
+        found: F32 = self._scales[at] if at else self._scales
+        return found
+
+
+def block_maxima(
+    scales: F32,
+    values: NDArray[Any],
+    start: int,
+    box: Box,
+    block: tuple[int, ...],
+) -> None:
+    """Raise `scales` to the largest magnitude of each block.
+
+    Parameters
+    ----------
+    scales
+        Of the whole tensor.
+    values
+        Row-major elements of a box of it, from number `start` on.
+    """
+    flat = np.abs(values.astype(np.float32))
+    for region in flat_regions(box, start, start + len(flat)):
+        part = flat[region.start : region.start + math.prod(region.box.shape)]
+        part = part.reshape(region.box.shape)
+        for d, (o, b) in enumerate(zip(region.box.offset, block, strict=True)):
+            cuts = [0, *range(b - o % b, region.box.shape[d], b)]
+            part = np.maximum.reduceat(part, cuts, axis=d)
+        at = tuple(
+            slice(o // b, o // b + n)
+            for o, b, n in zip(region.box.offset, block, part.shape, strict=True)
+        )
+        scales[at] = np.maximum(scales[at], part)
+
+
+_ROUND_BYTES = 32 << 20
+_STALL_S = 900.0
+_LOGICAL = "float32"
+
+
+@dataclass(frozen=True, eq=False)
+class _Logical:
+    """Feeds of the logical values of one target tensor: a tensor for each of its pieces."""
+
+    composed: Composed
+    link: Link
+
+    def feed(self, tensor: int, piece: int) -> Feed:
+        """Return what fills piece number `tensor`."""
+        plan = self.composed.composition.piece(self.link.key, tensor)
+        takes = []
+        for copy in plan.copies:
+            source = self.composed.stock.by_name[copy.source.name]
+            change = change_of(source.dtype, dtype_of(_LOGICAL), None, self.link.tensor.name)
+            takes.append(Take(source.number, copy.piece, copy.blocks, change))
+        return Feed(tuple(takes), plan.fills)
+
+
+def measured_scales(composed: Composed, link: Link) -> NDArray[np.float32]:
+    """Return the scales of a quantized target tensor.
+
+    A block of zeros has scale 1. The result does not depend on how the tensor is cut.
+    """
+    source, grid = composed.stock.source, link.tensor.grid
+    modifier = quantized(composed.composition.target.rules[link.key[0]].equation.modifiers)
+    block = modifier.block if modifier else ()
+    tables = Tables()
+    entries = []
+    for number in range(grid.npieces):
+        flat = whole((grid.piece(number).numel,))
+        at = tables.grid(GridEntry.of(flat)), tables.owner(single_owner(0).runs)
+        entries.append(TensorEntry(f"piece.{number}", _LOGICAL, flat.shape, *at))
+    feeds = _Logical(composed, link)
+    target = Target(1, tuple(entries), tables.grids, tables.owners, feeds)
+    line = BlockLine([f.data_bytes for f in source.files])
+    planner = Planner(source, target, line)
+    reading = Reading(
+        source, line, threads=2, window_blocks=2, cache=BlockCache(0), stall_s=_STALL_S
+    )
+    maxima = np.zeros(scale_shape(grid.shape, block), dtype=np.float32)
+    for stretches in cut_rounds(target.filemap, [0], _ROUND_BYTES):
+        plan = planner.plan(stretches)
+        lo, hi = stretches[0].lo, stretches[0].hi
+        memory = np.zeros(hi - lo, dtype=np.uint8)
+        reading.run(plan, [memory], target.filemap.dtypes, lambda: None)
+        values = memory.view(np.float32)
+        for chunk in planner.chunks(0):
+            first, last = max(lo, chunk.start), min(hi, chunk.end)
+            if first < last:
+                piece = grid.piece(chunk.tensor)
+                begin = (piece.flat[0] if piece.flat else 0) + (first - chunk.start) // 4
+                found = values[(first - lo) // 4 : (last - lo) // 4]
+                block_maxima(maxima, found, begin, piece.box, block)
+    maxima[maxima == 0] = largest(link.dtype)
+    return maxima / np.float32(largest(link.dtype))
+
+
+_MOST_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """A target tensor and where it comes from.
+
+    Attributes
+    ----------
+    key
+        Of the target tensor.
+    tensor
+        The target tensor.
+    dtype
+        Its type.
+    sources
+        Keys of the source tensors that feed it, and those tensors.
+    promise
+        Of its values.
+    """
+
+    key: TensorKey
+    tensor: StoredTensor
+    dtype: DType
+    sources: Mapping[TensorKey, StockTensor]
+    promise: Promise
+
+
+@dataclass(frozen=True, eq=False)
+class Composed:
+    """Everything about the tensors of a reshard that follows from layouts and source.
+
+    Attributes
+    ----------
+    stock
+        The source.
+    composition
+        The two layouts.
+    links
+        The target's tensors, in the order of the source where that is possible.
+    dropped
+        Source tensors that a rule leaves out.
+    left_out
+        Rules of the target whose logical tensors the source does not have.
+    lost
+        What of the source has no place in the target: parts of tensors, and further names of
+        tensors that no rule speaks of.
+    merged
+        Further names that the source's layout calls copies, and that the target has no name for.
+    duplicates
+        Tensors of the source that are copies of others; nobody has compared them yet.
+    aliases
+        Further names of stored target parameters, by name.
+    """
+
+    stock: Stock
+    composition: Composition
+    links: Sequence[Link]
+    dropped: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    lost: Sequence[str] = ()
+    merged: Sequence[str] = ()
+    duplicates: Sequence[Duplicate] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def promise(self) -> Promise:
+        """The worst promise of all."""
+        found: list[Promise] = [link.promise for link in self.links]
+        if self.dropped or self.lost:
+            found.append("lossy")
+        return max(found, key=PROMISES.index, default="exact")
+
+    def feed(self, number: int, piece: int) -> Feed:
+        """Return what fills a piece of the target tensor of link `number`."""
+        link = self.links[number]
+        plan = self.composition.piece(link.key, piece)
+        takes = []
+        for copy in plan.copies:
+            source = self.stock.by_name[copy.source.name]
+            change = self._change(link, piece, source, copy)
+            takes += _takes(self.stock, source, copy, change, link.dtype, link.tensor.name)
+        return Feed(tuple(takes), plan.fills)
+
+    def _change(self, link: Link, piece: int, source: StockTensor, copy: Copy) -> Change | None:
+        values = copy.values
+        if values is not None and quantized(values.source) is not None:
+            key = (copy.source.rule, copy.source.indexes, "")
+            return self.dequantized(key, source, source.grid.piece(copy.piece))
+        if values is not None and quantized(values.target) is not None:
+            return self.quantized(link, link.tensor.grid.piece(piece))
+        return change_of(source.dtype, link.dtype, values, link.tensor.name)
+
+    def dequantized(self, key: TensorKey, source: StockTensor, piece: Piece) -> Scaled:
+        """Return the change from a quantized source piece to logical values."""
+        form = self.composition.source
+        found = scale_tensor(form, key[0], key[1])
+        modifier = quantized(form.rules[key[0]].equation.modifiers)
+        if found is None or modifier is None or found.name not in self.stock.by_name:
+            raise MismatchError(
+                "the source lacks the scales of a quantized tensor",
+                kind="lay-cover",
+                where=source.name,
+                wanted=found.name if found else None,
+            )
+        name = found.name
+        return Scaled(
+            source.name,
+            lambda: self._scales_of(name),
+            modifier.block,
+            source.shape,
+            piece.box,
+            piece.flat,
+            "source",
+        )
+
+    def _scales_of(self, name: str) -> NDArray[Any]:
+        if name not in self._scales:
+            self._scales[name] = self.stock.values([name])[name].astype(np.float32)
+        return self._scales[name]
+
+    @cached_property
+    def _scales(self) -> dict[str, NDArray[Any]]:
+        return {}
+
+    def quantized(self, link: Link, piece: Piece) -> Scaled:
+        """Return the change from logical values to a quantized target piece."""
+        modifier = quantized(self.composition.target.rules[link.key[0]].equation.modifiers)
+        return Scaled(
+            link.tensor.name,
+            lambda: self.target_scales(link),
+            modifier.block if modifier else (),
+            link.tensor.shape,
+            piece.box,
+            piece.flat,
+            "target",
+            largest(link.dtype),
+        )
+
+    def target_scales(self, link: Link) -> NDArray[Any]:
+        """Return the scales of a target tensor; its values are read for that."""
+        name = f"target {link.tensor.name}"
+        if name not in self._scales:
+            # Imported when it is needed: it reads by way of a small reshard of its own.
+
+            self._scales[name] = measured_scales(self, link)
+        return self._scales[name]
+
+
+def compose_layouts(source: Resolved, target: Resolved, stock: Stock) -> Composed:
+    """Combine two layouts over a source.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: a layout does not fit the source, or the two do not fit each other.
+        ``lay-cover``: the source lacks what the target needs, or holds what the target lacks.
+    UsageError
+        A layout is wrong by itself.
+    """
+    bound = bind_stored(source, _named_shapes(source, stock), stock.sizes)
+    held = {f.name for e in bound.layout.equations for f in e.families.values()}
+    raise_first(check(source))
+    raise_first(check(target))
+    narrowed, left_out = _narrowed(target, held)
+    other = bind_sizes(narrowed, _known_sizes(bound, narrowed))
+    raise_first(check_bound(other))
+    composition = compose(bound, other, lambda name: _grid(stock, name))
+    dropped = _dropped(source, stock)
+    links = _links(composition, stock)
+    duplicates = list(_duplicates(composition, stock))
+    _check_all_fed(composition, stock, links, {*dropped, *(d.tensor.name for d in duplicates)})
+    links.sort(key=lambda link: min((s.number for s in link.sources.values()), default=-1))
+    aliases = alias_names(composition.target)
+    lost, merged = _further_names(composition, source, links, aliases, duplicates)
+    return Composed(
+        stock,
+        composition,
+        links,
+        dropped,
+        left_out,
+        lost=[*_lost_parts(composition, links), *lost],
+        merged=merged,
+        duplicates=duplicates,
+        aliases={k.tensor.name: _names_of(k, aliases) for k in links},
+    )
+
+
+def _named_shapes(source: Resolved, stock: Stock) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the source's tensors; further names that have a rule count as tensors.
+
+    A program may name a tied weight by its other name only, or by both as if they were two.
+    """
+    matcher, templates = Matcher(source, stored=True), Templates(source)
+    out = dict(stock.shapes)
+    for tensor in stock.tensors:
+        for name in () if tensor.encoded else tensor.aliases:
+            equation = _rule_of(source, matcher, templates, name)
+            if equation is not None and not _is_copy(equation):
+                out[name] = tensor.shape
+    return out
+
+
+def _rule_of(
+    source: Resolved, matcher: Matcher, templates: Templates, name: str
+) -> Equation | None:
+    """Return the rule of a stored name; None if there is none, or it leaves the name out."""
+    undressed = templates.take(name)
+    found = matcher.match(undressed.name) if undressed else None
+    return source.equations[found.equation] if found and found.equation >= 0 else None
+
+
+def _is_copy(equation: Equation) -> bool:
+    return any(isinstance(m, Alias) for m in equation.modifiers)
+
+
+def _takes(
+    stock: Stock,
+    source: StockTensor,
+    copy: Copy,
+    change: Change | None,
+    dtype: DType,
+    where: str,
+) -> list[Take]:
+    """Return a copy as takes from where its source lies."""
+    if stock.locate is None:
+        return [Take(source.number, copy.piece, copy.blocks, change)]
+    located = stock.locate(source.name, copy.piece, copy.blocks, dtype)
+    return [_both(take, change, where) for take in located]
+
+
+def _both(take: Take, change: Change | None, where: str) -> Take:
+    """Return a take with the change of the rules, unless replicas are combined on the way."""
+    if change is None:
+        return take
+    if take.change is not None or isinstance(change, Scaled):
+        raise MismatchError(
+            "what ranks hold is combined or scaled, and not changed at once",
+            kind="lay-fit",
+            where=where,
+            hint="reshard twice: first into a layout that only gathers what ranks hold",
+        )
+    return replace(take, change=change)
+
+
+def _grid(stock: Stock, name: str) -> Grid:
+    found = stock.by_name.get(name)
+    if found is None:
+        raise MismatchError(
+            "the source holds no such tensor", kind="lay-cover", where=name, wanted=name
+        )
+    return found.grid
+
+
+def _narrowed(target: Resolved, held: set[str]) -> tuple[Resolved, list[str]]:
+    """Leave out rules for logical tensors that the source does not have at all."""
+    kept, left_out, places = [], [], [0]
+    for equation in target.equations:
+        if any(f.name in held for f in equation.families.values()):
+            kept.append(equation)
+        else:
+            left_out.append(equation.text or str(equation.at))
+        places.append(len(kept))
+    drop_places = tuple(places[p] for p in target.drop_places)
+    return replace(target, equations=tuple(kept), drop_places=drop_places), left_out
+
+
+def _known_sizes(bound: Bound, target: Resolved) -> dict[str, int]:
+    """Return the source's sizes that the target's rules may ask for."""
+    return {a: n for a, n in bound.sizes.items() if a not in target.sizes}
+
+
+def _dropped(source: Resolved, stock: Stock) -> list[str]:
+    """Return the tensors that the source's layout leaves out on purpose."""
+    if not source.drops:
+        return []
+    bare = replace(source, equations=(), drops=source.drops, drop_places=(0,) * len(source.drops))
+    drops, rules = Matcher(bare, stored=True), Matcher(source, stored=True)
+    templates = Templates(source)
+    out = []
+    for name in stock.shapes:
+        undressed = templates.take(name)
+        inner = undressed.name if undressed else name
+        found = rules.match(inner)
+        if found is not None and found.equation == -1 and drops.match(inner) is not None:
+            out.append(name)
+    return out
+
+
+# --- what may not get lost ----------------------------------------------------------------------
+
+
+def _templates(form: StoredForm) -> Templates:
+    """Return what takes the names of a stored form apart."""
+    return Templates(form.bound.layout)
+
+
+def alias_names(form: StoredForm) -> dict[str, tuple[str, ...]]:
+    """Return further names of stored parameters, by name."""
+    out: dict[str, tuple[str, ...]] = {}
+    for rule in form.rules:
+        if not _is_alias(rule):
+            continue
+        families = rule.equation.families
+        holder = next((r for r in form.stored_rules if r.equation.families == families), None)
+        if holder is None or set(holder.indexes) != set(rule.indexes):
+            continue
+        for indexes in rule.tensors():
+            numbers = dict(zip(rule.indexes, indexes, strict=True))
+            at = tuple(numbers[a] for a in holder.indexes)
+            if not holder.has(at):
+                continue
+            name = form.name(holder.global_name(at), "")
+            out[name] = (*out.get(name, ()), form.name(rule.global_name(indexes), ""))
+    return out
+
+
+def _is_alias(rule: RuleForm) -> bool:
+    return _is_copy(rule.equation)
+
+
+def _names_of(link: Link, aliases: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the further names of a target tensor: by its layout, and those that it keeps."""
+    name = link.tensor.name
+    kept: tuple[str, ...] = ()
+    sources = list(link.sources.values())
+    if len(sources) == 1 and sources[0].name == name:
+        kept = sources[0].aliases
+    by_layout = () if link.key[2] else aliases.get(name, ())
+    return tuple(dict.fromkeys((*by_layout, *kept)))
+
+
+def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
+    """Yield the tensors that the source has of its own, and calls copies of others."""
+    form = composition.source
+    twice = _with_itself(composition)
+    for rule in form.rules:
+        if not _is_alias(rule):
+            continue
+        for indexes in rule.tensors():
+            key = (rule.number, indexes, "")
+            name = form.name(rule.global_name(indexes), "")
+            tensor = stock.by_name.get(name)
+            if tensor is None or tensor.name != name:
+                continue
+            names = [
+                form.name(form.rules[r].global_name(at), "") for r, at, _ in source_keys(twice, key)
+            ]
+            missing = [n for n in names if n not in stock.by_name]
+            if missing or not names:
+                raise MismatchError(
+                    "the source has a copy of a tensor, and not the tensor",
+                    kind="lay-cover",
+                    where=name,
+                    wanted=", ".join(missing[:_MOST_NAMED]) or "a tensor that it is a copy of",
+                    hint="let the source's layout say that this is the tensor: a rule for it"
+                    " without alias, -e 'from: NAME = ...'",
+                )
+            grid = form.tensor(*key).grid
+            if grid.shape != tensor.shape:
+                raise MismatchError(
+                    "a copy of a tensor has another shape than the layout says",
+                    kind="lay-fit",
+                    where=name,
+                    wanted=grid.shape,
+                    found=tensor.shape,
+                )
+            feeds = _Copied(twice, stock, key, tensor)
+            yield Duplicate(tensor, ", ".join(names[:_MOST_NAMED]), grid, feeds)
+
+
+def _with_itself(composition: Composition) -> Composition:
+    """Return the source combined with itself: what its copies are made of."""
+    return Composition(composition.source, composition.source, composition.grids)
+
+
+@dataclass(frozen=True, eq=False)
+class _Copied:
+    """Feeds of a copy, out of what it copies."""
+
+    composition: Composition
+    stock: Stock
+    key: TensorKey
+    tensor: StockTensor
+
+    def feed(self, tensor: int, piece: int) -> Feed:
+        """Return what a piece would be."""
+        takes = []
+        for copy in self.composition.piece(self.key, piece).copies:
+            source, mine = self.stock.by_name[copy.source.name], self.tensor
+            change = change_of(source.dtype, mine.dtype, copy.values, mine.name)
+            takes += _takes(self.stock, source, copy, change, mine.dtype, mine.name)
+        return Feed(tuple(takes))
+
+
+def _further_names(
+    composition: Composition,
+    source: Resolved,
+    links: Sequence[Link],
+    aliases: Mapping[str, tuple[str, ...]],
+    duplicates: Sequence[Duplicate],
+) -> tuple[list[str], list[str]]:
+    """Return names that the target has not: those of no rule, and those of the source's aliases."""
+    form = composition.source
+    matcher, templates = Matcher(source, stored=True), _templates(form)
+    again = {
+        f.name
+        for r in composition.target.rules
+        if _is_alias(r)
+        for f in r.equation.families.values()
+    }
+    kept = {name for link in links for name in _names_of(link, aliases)}
+    kept |= {link.tensor.name for link in links}
+    for link in links:
+        kept |= {
+            form.name(form.rules[rule].global_name(at), state) for rule, at, state in link.sources
+        }
+    lost: list[str] = []
+    merged: list[str] = []
+
+    tensors = {t.number: t for link in links for t in link.sources.values()}
+    names = [a for t in tensors.values() for a in t.aliases] + [d.tensor.name for d in duplicates]
+    for name in dict.fromkeys(names):
+        if name in kept:
+            continue
+        equation = _rule_of(source, matcher, templates, name)
+        if equation is None:
+            lost.append(name)
+        elif not {f.name for f in equation.families.values()} <= again:
+            merged.append(name)
+    return lost, merged
+
+
+def _lost_parts(composition: Composition, links: Sequence[Link]) -> list[str]:
+    """Return the parts of source tensors that no tensor of the target has."""
+    has = {
+        f.name
+        for link in links
+        for f in composition.target.rules[link.key[0]].equation.families.values()
+    }
+    out = []
+    seen = set()
+    for link in links:
+        for rule, indexes, _ in link.sources:
+            if (rule, indexes) in seen:
+                continue
+            seen.add((rule, indexes))
+            form = composition.source.rules[rule]
+            gone = [f.name for f in form.equation.families.values() if f.name not in has]
+            name = composition.source.name(form.global_name(indexes), "")
+            out += [f"{family} in {name}" for family in gone]
+    return out
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def _links(composition: Composition, stock: Stock) -> list[Link]:
+    links = []
+    keys = composition.target.keys()
+    for key in keys:
+        sources = _sources(composition, stock, key)
+        if sources:
+            links.append(_link(composition, key, sources))
+    return links
+
+
+def _sources(
+    composition: Composition, stock: Stock, key: TensorKey
+) -> dict[TensorKey, StockTensor]:
+    """Return the source tensors of a target tensor; none when the source has none of them."""
+    found: dict[TensorKey, StockTensor] = {}
+    missing = []
+    for other in source_keys(composition, key):
+        rule, indexes, state = other
+        form = composition.source
+        if state not in form.states:
+            return {}
+        name = form.name(form.rules[rule].global_name(indexes), state)
+        tensor = stock.by_name.get(name)
+        if tensor is None:
+            missing.append(name)
+        else:
+            found[other] = tensor
+    if found and missing:
+        raise MismatchError(
+            "the source lacks a part of a tensor",
+            kind="lay-cover",
+            where=composition.target.tensor(*key).name,
+            wanted=", ".join(missing[:_MOST_NAMED]),
+        )
+    return found
+
+
+def source_keys(composition: Composition, key: TensorKey) -> Iterator[TensorKey]:
+    """Yield the keys of the source tensors that a target tensor needs."""
+    number, indexes, state = key
+    rule = composition.target.rules[number]
+    whole = Box((0,) * len(rule.shape), rule.shape)
+    parts = box_parts(rule.dims, whole)
+    numbers = dict(zip(rule.indexes, indexes, strict=True))
+    if not whole.numel:
+        yield from _of_empty(composition, rule, numbers, state)
+        return
+    seen = set()
+    for group in composition.meetings(rule, indexes, ("whole", number), parts):
+        meeting = group[0]
+        at = tuple(
+            numbers[a] if n is None else n
+            for a, n in zip(meeting.rule.indexes, meeting.indexes, strict=True)
+        )
+        found = (meeting.rule.number, at, state)
+        if found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _of_empty(
+    composition: Composition, rule: RuleForm, numbers: Mapping[str, int], state: str
+) -> Iterator[TensorKey]:
+    """Yield the sources of a tensor without elements: all tensors of its families."""
+    seen = set()
+    for family in rule.equation.families.values():
+        for source, _ in composition.holders.get(family.name, ()):
+            choices = [[numbers[a]] if a in numbers else source.numbers(a) for a in source.indexes]
+            for at in product(*choices):
+                if source.has(at) and (source.number, at) not in seen:
+                    seen.add((source.number, at))
+                    yield source.number, at, state
+
+
+def _link(
+    composition: Composition, key: TensorKey, sources: Mapping[TensorKey, StockTensor]
+) -> Link:
+    rule = composition.target.rules[key[0]]
+    tensor = composition.target.tensor(*key)
+    found = []
+    for other, stocked in sources.items():
+        values = composition.values(composition.source.rules[other[0]], rule, key[2])
+        dtype = changed_dtype(stocked.dtype, values, tensor.name)
+        equation = composition.source.rules[other[0]].equation
+        if values is not None and _is_scaled(values, tensor.name):
+            found.append((dtype, PROMISES[-1]))
+            continue
+        change = change_of(stocked.dtype, dtype, values, tensor.name)
+        found.append((dtype, step_promise(equation, rule.equation, stocked.dtype, dtype, change)))
+    dtypes = dict.fromkeys(d.name for d, _ in found)
+    if len(dtypes) != 1:
+        raise MismatchError(
+            "tensors of different types become one",
+            kind="lay-fit",
+            where=tensor.name,
+            wanted="one type",
+            found=", ".join(dtypes),
+            hint="say which: cast(float32) in the target's rule",
+        )
+    worst = max((p for _, p in found), key=PROMISES.index)
+    return Link(key, tensor, found[0][0], sources, worst)
+
+
+def _is_scaled(values: Values, where: str) -> bool:
+    """Tell whether values are quantized on one side; refuse what is not done in one go."""
+    sides = [quantized(values.source), quantized(values.target)]
+    others = [m for m in (*values.source, *values.target) if isinstance(m, Affine)]
+    if not any(sides):
+        return False
+    if all(sides) or others:
+        raise MismatchError(
+            "quantized values are read or written, not both at once, and not shifted",
+            kind="lay-fit",
+            where=where,
+            hint="reshard twice: first into a layout without q(...)",
+        )
+    return True
+
+
+def _check_all_fed(
+    composition: Composition, stock: Stock, links: Sequence[Link], dropped: set[str]
+) -> None:
+    """Every tensor of the source goes somewhere, or is left out by a rule of its layout."""
+    fed = {s.name for link in links for s in link.sources.values()} | dropped
+    form = composition.source
+    keys = {key for link in links for key in link.sources if not key[2]}
+    counted = {form.rules[rule].global_name(indexes) for rule, indexes, _ in keys}
+    counted |= {u.name for name in dropped for u in [_templates(form).take(name)] if u}
+    found = [scale_tensor(form, rule, indexes) for rule, indexes, _ in keys]
+    scales = {t.name for t in found if t is not None}
+    templates = _templates(form)
+    lost = []
+    for tensor in stock.tensors:
+        if tensor.name in fed or tensor.encoded or tensor.name in scales:
+            continue
+        undressed = templates.take(tensor.name)
+        if undressed is not None and undressed.scalar and undressed.name in counted:
+            continue
+        lost.append(tensor.name)
+    if lost:
+        more = f" and {len(lost) - _MOST_NAMED} more" if len(lost) > _MOST_NAMED else ""
+        raise MismatchError(
+            "the target holds no such tensor",
+            kind="lay-cover",
+            where=", ".join(lost[:_MOST_NAMED]) + more,
+            wanted="a rule of the target for everything that the source has",
+            hint="to leave it out, say so in the source's layout: -e 'from: NAME = drop'",
+        )

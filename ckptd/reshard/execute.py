@@ -1,0 +1,449 @@
+"""Writing target files within a memory budget, reading one round while the last one is written.
+
+One thread plans, reads and scatters (several threads help it to read), another digests and writes.
+A round's memory is counted until the store has let go of it, so what is staged never exceeds the
+budget, whatever the store does in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import UsageError
+from ckptd.format.digest import BLOCK_BYTES, DigestIndex
+from ckptd.load.blocks import BlockLine
+from ckptd.reshard.moves import Planner, RoundPlan, Stretch, cut_rounds, group_files
+from ckptd.reshard.reading import BlockCache, Ledger, Reading
+from ckptd.reshard.samples import Expected, FileSamples
+from ckptd.reshard.source import Source
+from ckptd.reshard.target import Target
+from ckptd.save.digester import Digester
+from ckptd.store.base import Store, Writer
+
+__all__ = ["LEAST_BUDGET", "Budget", "Done", "Executor", "FileDraft", "Output", "Outputs", "Spent"]
+
+
+U8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class FileDraft:
+    """A file to write.
+
+    Attributes
+    ----------
+    number
+        In the target's file table.
+    key
+        Where it goes.
+    header
+        Padded header.
+    data_bytes
+        Length of the data section.
+    ends
+        End of each chunk in it.
+    """
+
+    number: int
+    key: str
+    header: bytes
+    data_bytes: int
+    ends: Sequence[int]
+
+
+class Output:
+    """One file; used by one thread."""
+
+    def __init__(self, store: Store, draft: FileDraft) -> None:
+        self.draft = draft
+        self._digester = Digester(draft.ends)
+        self._written = 0
+        self._writer: Writer = store.writer(draft.key, len(draft.header) + draft.data_bytes)
+        self._writer.write(_aligned(draft.header))
+
+    def append(self, data: U8) -> bool:
+        """Write the next stretch; tells whether the file is full."""
+        view = data.data
+        self._writer.write(view)
+        self._digester.update(view)
+        self._written += len(view)
+        return self._written == self.draft.data_bytes
+
+    def commit(self) -> DigestIndex:
+        """Return the digests when every byte is durable."""
+        self._writer.commit()
+        return self._digester.index()
+
+    def abort(self) -> None:
+        """Give the file up."""
+        self._writer.abort()
+
+
+class Outputs:
+    """The files of one group: each is opened when its first bytes come, and closed when full.
+
+    Parameters
+    ----------
+    store
+        Where they go, without a `Retry` around it (which would keep whole files in memory).
+    drafts
+        The files, by number.
+    on_done
+        Called for each when it is durable.
+    """
+
+    def __init__(
+        self, store: Store, drafts: dict[int, FileDraft], on_done: Callable[..., None]
+    ) -> None:
+        self._store = store
+        self._drafts = drafts
+        self._on_done = on_done
+        self._open: dict[int, Output] = {}
+
+    def append(self, file: int, data: U8) -> None:
+        """Write the next stretch of a file."""
+        output = self._open.get(file)
+        if output is None:
+            output = self._open[file] = Output(self._store, self._drafts[file])
+        if output.append(data):
+            self._finish(file)
+
+    def finish_empty(self) -> None:
+        """Write the files that have chunks and no bytes."""
+        for number, draft in self._drafts.items():
+            if not draft.data_bytes:
+                self._open[number] = Output(self._store, draft)
+                self._finish(number)
+
+    def _finish(self, file: int) -> None:
+        output = self._open[file]
+        index = output.commit()
+        del self._open[file]
+        self._on_done(output.draft, index)
+
+    def abort(self) -> None:
+        """Give up what is not complete. Never raises."""
+        for output in self._open.values():
+            output.abort()
+        self._open.clear()
+
+
+def _aligned(header: bytes) -> memoryview:
+    """Copy the header into page-aligned memory, so that it does not break direct I/O."""
+    buffer = mmap.mmap(-1, len(header))
+    buffer[:] = header
+    return memoryview(buffer)
+
+
+LEAST_BUDGET = 32 << 20
+_ROUND_BYTES = 128 << 20
+_MOST_READERS = 4
+_STALL_S = 900.0
+
+Done = Callable[[FileDraft, DigestIndex, FileSamples], None]
+"""Called in the writing thread when a file is durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How the memory is shared out.
+
+    Attributes
+    ----------
+    total
+        Bytes in all.
+    cache
+        For blocks that several rounds want.
+    staging
+        For what is read and not yet written.
+    round
+        Most bytes of a round.
+    readers, window_blocks
+        Threads that read, and blocks that each reads at a time.
+    """
+
+    total: int
+    cache: int
+    staging: int
+    round: int
+    readers: int
+    window_blocks: int
+
+    @staticmethod
+    def of(total: int, store: Store) -> Budget:
+        """Share out `total` bytes.
+
+        Raises
+        ------
+        UsageError
+            kind ``bad-argument``: it is too little.
+        """
+        if total < LEAST_BUDGET:
+            raise UsageError(
+                "the budget is too small",
+                kind="bad-argument",
+                where="--budget",
+                wanted=f"at least {LEAST_BUDGET} bytes",
+                found=total,
+            )
+        local = store.capabilities.local_files
+        # More than cores: most of a reader's time is the disk's.
+        readers = _MOST_READERS if local else min(_MOST_READERS, store.capabilities.parallel)
+        window = 4 if local else max(1, store.capabilities.block_bytes // BLOCK_BYTES)
+        window = min(window, max(1, total // 8 // readers // BLOCK_BYTES))
+        cache = min(64 << 20, total // 8)
+        own = min(96 << 20, total // 6)  # plans, samples, what the allocator does not give back
+        staging = total - cache - own - readers * (window + 1) * BLOCK_BYTES
+        return Budget(total, cache, staging, min(_ROUND_BYTES, staging // 2), readers, window)
+
+
+@dataclass(slots=True)
+class Spent:
+    """What it cost.
+
+    Attributes
+    ----------
+    bytes_needed
+        Bytes of the source that the copies took.
+    bytes_read
+        Bytes of data files that were read for them.
+    bytes_written
+        Bytes of data sections written.
+    rounds
+        Number of rounds.
+    peak_staged
+        Most bytes that were staged at a time.
+    """
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    rounds: int = 0
+    peak_staged: int = 0
+
+    def figures(self) -> dict[str, int]:
+        """Return all of it by name."""
+        return asdict(self)
+
+
+class Executor:
+    """Fills target files from a source.
+
+    Parameters
+    ----------
+    source, target
+        Both sides.
+    budget
+        The memory.
+    expected
+        What the source's witness wants to see, by target tensor.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        budget: Budget,
+        expected: Mapping[int, Expected],
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._budget = budget
+        self._expected = expected
+        self._progress: Callable[[int], None] = lambda n: None
+        self._line = BlockLine([f.data_bytes for f in source.files])
+        self.planner = Planner(source, target, self._line)
+        self._cache = BlockCache(budget.cache)
+        self._reading = Reading(
+            source,
+            self._line,
+            threads=budget.readers,
+            window_blocks=budget.window_blocks,
+            cache=self._cache,
+            stall_s=_STALL_S,
+        )
+        self._ledger = Ledger(budget.staging, _STALL_S)
+        self.spent = Spent()
+
+    def rounds(self, files: Sequence[int]) -> Iterator[RoundPlan]:
+        """Yield the plans of all rounds for some files, in order. Reads nothing."""
+        full = [f for f in files if self._target.sizes[f]]
+        most = max(1, self._budget.round // 2 // BLOCK_BYTES)
+        for group in group_files(self.planner, full, most):
+            for stretches in cut_rounds(self._target.filemap, group, self._budget.round):
+                yield self.planner.plan(stretches)
+            self.planner.forget(group)
+
+    def run(
+        self,
+        store: Store,
+        drafts: Mapping[int, FileDraft],
+        on_done: Done,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Write some files; each is durable when `on_done` is called for it.
+
+        Parameters
+        ----------
+        store
+            Where they go, without a `Retry` around it.
+        drafts
+            The files.
+        progress
+            Called with the bytes written since the last call, from a thread.
+
+        Raises
+        ------
+        CorruptError
+            The source is damaged, or its witness does not agree; files under way are removed.
+        StoreError, TransientStoreError, DeadlineError
+            As the stores say.
+        """
+        self._progress = progress
+        before = self._reading.bytes_read
+        writing = _Writing(self, store, drafts, on_done)
+        try:
+            for plan in _ahead(self.rounds(list(drafts))):
+                size = sum(s.hi - s.lo for s in plan.stretches)
+                self._ledger.wait(size, writing.idle)
+                memory = [self._ledger.slab(s.hi - s.lo) for s in plan.stretches]
+                self._fill(plan, memory)
+                self.spent.rounds += 1
+                self.spent.bytes_needed += plan.bytes_needed
+                writing.put(plan.stretches, memory)
+                del memory
+            writing.close()
+        except BaseException:
+            writing.stop()
+            raise
+        finally:
+            self.spent.bytes_read += self._reading.bytes_read - before
+            self.spent.peak_staged = self._ledger.peak
+
+    def _fill(self, plan: RoundPlan, memory: Sequence[U8]) -> None:
+        dtypes = self._target.filemap.dtypes
+        for stretch, tensor, fill in plan.fills:
+            dtype = dtypes[tensor]
+            steps = tuple(s * dtype.itemsize for _, s in fill.steps)
+            shape = tuple(n for n, _ in fill.steps)
+            at = fill.start * dtype.itemsize
+            view = np.ndarray(shape, dtype.numpy, memory[stretch], at, steps)
+            view[...] = fill.value
+        for stretch, at, literal, part in plan.literals:
+            raw = np.frombuffer(literal()[part], dtype=np.uint8)
+            memory[stretch][at : at + len(raw)] = raw
+        self._reading.run(plan, memory, dtypes, lambda: None)
+
+    def samples(self, file: int) -> FileSamples:
+        """Return what looks at one target file."""
+        chunks = self._target.filemap.chunks(file)
+        return FileSamples(self._target, chunks, self._expected, self._source.names)
+
+    def written(self, nbytes: int) -> None:
+        """Count bytes that were handed to the store."""
+        self.spent.bytes_written += nbytes
+        self._progress(nbytes)
+
+
+def _ahead(plans: Iterator[RoundPlan]) -> Iterator[RoundPlan]:
+    """Yield plans, each made while the one before it is carried out."""
+    with ThreadPoolExecutor(1, "ckptd-plan") as pool:
+        coming = pool.submit(next, plans, None)
+        while (plan := coming.result()) is not None:
+            coming = pool.submit(next, plans, None)
+            yield plan
+
+
+class _Writing:
+    """The thread that digests and writes."""
+
+    def __init__(
+        self, executor: Executor, store: Store, drafts: Mapping[int, FileDraft], on_done: Done
+    ) -> None:
+        self._executor = executor
+        self._on_done = on_done
+        self._samples: dict[int, FileSamples] = {}
+        self._outputs = Outputs(store, dict(drafts), self._done)
+        self._queue: queue.Queue[tuple[Sequence[Stretch], list[U8]] | None] = queue.Queue(1)
+        self._pinned = not store.capabilities.local_files
+        self._error: BaseException | None = None
+        self._busy = 0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="ckptd-reshard", daemon=True)
+        self._thread.start()
+
+    def idle(self) -> bool:
+        """Tell whether nothing more will be given back by itself; raise what went wrong."""
+        self._raise()
+        # A store without local files may hold on to a stretch until it gets the next one.
+        return self._pinned and not self._busy
+
+    def put(self, stretches: Sequence[Stretch], memory: list[U8]) -> None:
+        """Hand over a filled round."""
+        self._busy += 1
+        self._offer((stretches, memory))
+
+    def _offer(self, item: tuple[Sequence[Stretch], list[U8]] | None) -> None:
+        while True:
+            self._raise()
+            try:
+                return self._queue.put(item, timeout=0.2)
+            except queue.Full:
+                continue
+
+    def close(self) -> None:
+        """Return when everything is durable."""
+        self._offer(None)
+        self._thread.join()
+        self._raise()
+
+    def stop(self) -> None:
+        """Give up."""
+        self._stopped = True
+        while self._thread.is_alive():
+            try:
+                self._queue.put(None, timeout=0.1)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
+            self._thread.join(0.1)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._outputs.finish_empty()
+            while not self._stopped:
+                item = self._queue.get()
+                if item is None:
+                    break
+                for stretch, data in zip(*item, strict=True):
+                    self._write(stretch, data)
+                del item, data
+                self._busy -= 1
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self._error = error
+        self._outputs.abort()
+
+    def _write(self, stretch: Stretch, data: U8) -> None:
+        samples = self._samples.get(stretch.file)
+        if samples is None:
+            samples = self._samples[stretch.file] = self._executor.samples(stretch.file)
+        samples.look(stretch.lo, data)
+        self._outputs.append(stretch.file, data)
+        self._executor.written(len(data))
+
+    def _done(self, draft: FileDraft, index: DigestIndex) -> None:
+        samples = self._samples.pop(draft.number, None)
+        self._on_done(draft, index, samples or self._executor.samples(draft.number))

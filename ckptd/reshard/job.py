@@ -1,0 +1,282 @@
+"""One process at work on a reshard: its share of the files, and the commit if it is the last.
+
+Everything about the target follows from the source and the two layouts, so that any number of
+processes, on any machines, started together or one after the other, work at one result without
+speaking to each other. A killed one is started again: files with a part are complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ckptd.errors import TransientStoreError, UsageError
+from ckptd.format.container import build_header
+from ckptd.format.digest import DigestIndex, digest_hex
+from ckptd.format.manifest import FileEntry
+from ckptd.format.names import ROOT_MARKER, digests_key
+from ckptd.reshard.execute import Budget, Executor, FileDraft
+from ckptd.reshard.publish import (
+    FilePart,
+    OwnPlace,
+    Place,
+    commit_parts,
+    find_commit,
+    missing_files,
+    save_part,
+)
+from ckptd.reshard.reports import Resharded
+from ckptd.reshard.samples import Expected, FileSamples
+from ckptd.reshard.source import Source
+from ckptd.reshard.target import Target, share
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.working import Working, refuse_behind, refuse_others
+from ckptd.save.commit import remove_parts
+from ckptd.store.base import Store
+from ckptd.store.retry import Backoff
+from ckptd.store.spec import RetrySpec
+
+__all__ = ["REASON", "Job", "Share", "Work", "check_share"]
+
+
+class Work:
+    """The files of one share.
+
+    Parameters
+    ----------
+    executor
+        Fills them.
+    target
+        The target.
+    place
+        Where they go.
+    store
+        For digest indexes and parts.
+    bulk
+        For data files, without a `Retry` around it.
+    files
+        The share.
+    progress
+        Called with the bytes written, and those of all files.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        target: Target,
+        place: Place,
+        store: Store,
+        bulk: Store,
+        files: Sequence[int],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._executor = executor
+        self._target = target
+        self._place = place
+        self._store = store
+        self._bulk = bulk
+        self._files = files
+        self._progress = progress
+        self._total = self._bytes(files)
+        self._written = 0
+        self.checked = 0
+        """Values of the source's witness that were found."""
+
+    def run(self) -> int:
+        """Write what is missing; return how many files were complete already."""
+        todo = missing_files(self._store, self._place, self._files)
+        reused = len(self._files) - len(todo)
+        backoff = Backoff(RetrySpec())
+        while todo:
+            self._written = self._total - self._bytes(todo)
+            drafts = {f: self._draft(f) for f in todo}
+            try:
+                self._executor.run(self._bulk, drafts, self._done, self._count)
+                break
+            except TransientStoreError as error:
+                backoff.wait(error)
+                todo = missing_files(self._store, self._place, todo)
+        return reused
+
+    def _bytes(self, files: Sequence[int]) -> int:
+        return sum(self._target.sizes[f] for f in files)
+
+    def _draft(self, number: int) -> FileDraft:
+        filemap = self._target.filemap
+        header, data_bytes = build_header(
+            self._place.header_entries(filemap, number), self._place.header_metadata(number)
+        )
+        ends = [c.end for c in filemap.chunks(number)]
+        return FileDraft(number, self._place.path(number), header, data_bytes, ends)
+
+    def _done(self, draft: FileDraft, index: DigestIndex, samples: FileSamples) -> None:
+        digest = ""
+        if self._place.with_digests:
+            raw = index.encode()
+            digest = digest_hex(raw)
+            self._store.put(digests_key(draft.key), raw)
+        self._store.sync(draft.key.rpartition("/")[0] + "/" if "/" in draft.key else "")
+        slots, values = samples.taken()
+        entry = FileEntry(draft.key, draft.number, len(draft.header), draft.data_bytes, digest)
+        # Last: whoever finds the part knows that the file is complete.
+        part = FilePart(entry, slots, values)
+        save_part(self._store, self._place.folder, draft.number, part)
+        self.checked += samples.checked
+
+    def _count(self, nbytes: int) -> None:
+        self._written += nbytes
+        self._progress(self._written, self._total)
+
+
+REASON = "reshard"
+"""Begins the reason of generations that are claimed for this."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The files of process `number` (from 1) of `count`."""
+
+    number: int = 1
+    count: int = 1
+
+    def files(self, target: Target) -> list[int]:
+        """Return the target files that this process writes: those with chunks."""
+        mine = share(target.sizes, self.number - 1, self.count)
+        return [f for f in mine if target.filemap.nchunks(f)]
+
+
+class Job:
+    """A reshard into a root.
+
+    Parameters
+    ----------
+    source, target
+        Both sides.
+    catalogue
+        The root that is written to; made when it is none yet.
+    step
+        Of the target.
+    identity
+        What is done, as text: source, layouts, options. Processes with the same one work together.
+    bulk
+        The root's store without a `Retry` around it.
+    expected
+        What the source's witness wants to see, by target tensor.
+    progress
+        Called with ``(bytes done, bytes in all)`` of this process.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        target: Target,
+        catalogue: Catalogue,
+        *,
+        step: int,
+        identity: str,
+        bulk: Store,
+        expected: Mapping[int, Expected],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._catalogue = catalogue
+        self._step = step
+        self._attempt = f"rs{digest_hex(identity.encode())[:24]}"
+        self._bulk = bulk
+        self._expected = expected
+        self._progress = progress
+
+    def run(self, share: Share, budget: Budget) -> Resharded:
+        """Write the files of one share, and commit if no other is missing.
+
+        Raises
+        ------
+        CorruptError
+            The source is damaged, or its witness does not agree. Nothing was committed.
+        RefusedError
+            Kind ``behind``: the target has this step, or a later one, and it is another one.
+        ConflictError
+            Kind ``at-work``: another process is at work on this very share.
+        """
+        begun = time.monotonic()
+        self._catalogue.create_or_open()
+        self._bulk.anchor(ROOT_MARKER)  # a store of its own, which has opened no root
+        done = self._present(share)
+        if done is not None:
+            return done
+        generation = self._catalogue.join(f"{REASON} {self._attempt}").generation
+        place = OwnPlace(self._step, generation, self._attempt)
+        reason = f"{REASON}-{share.number}/{share.count}"
+        refuse_others(self._catalogue, generation, reason, "")
+        working = Working(self._catalogue, generation, reason)
+        try:
+            working.touch(place.name)
+            return self._work(place, working, share, budget, begun)
+        finally:
+            working.end()
+
+    def _work(
+        self, place: OwnPlace, working: Working, share: Share, budget: Budget, begun: float
+    ) -> Resharded:
+        def progress(done: int, total: int) -> None:
+            working.touch(place.name)
+            if self._progress is not None:
+                self._progress(done, total)
+
+        store = self._catalogue.store
+        files = share.files(self._target)
+        executor = Executor(self._source, self._target, budget, self._expected)
+        work = Work(executor, self._target, place, store, self._bulk, files, progress)
+        reused = work.run()
+        known = find_commit(self._catalogue, place)
+        commit = known or commit_parts(self._catalogue, place, self._target)
+        if commit is not None:
+            remove_parts(store, place.folder)
+        missing = [] if commit else missing_files(store, place, Share().files(self._target))
+        return Resharded(
+            step=place.name.step,
+            generation=place.name.generation,
+            state="present" if known else "committed" if commit else "waiting",
+            files=len(files),
+            reused_files=reused,
+            missing_files=len(missing),
+            witness_values=work.checked,
+            seconds=time.monotonic() - begun,
+            **executor.spent.figures(),
+        )
+
+    def _present(self, share: Share) -> Resharded | None:
+        """Return a report when the target's line has the result already."""
+        line = self._catalogue.line()
+        for name in line:
+            if name.step == self._step and self._catalogue.commit(name).attempt == self._attempt:
+                # Who committed may have been killed before it tidied up.
+                place = OwnPlace(name.step, name.generation, self._attempt)
+                remove_parts(self._catalogue.store, place.folder)
+                return Resharded(
+                    step=self._step,
+                    generation=name.generation,
+                    state="present",
+                    files=len(share.files(self._target)),
+                )
+        refuse_behind(self._catalogue, line, self._step)
+        return None
+
+
+def check_share(text: str) -> Share:
+    """Parse ``3/16``.
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    number, slash, count = text.partition("/")
+    good = slash and number.isdecimal() and count.isdecimal()
+    if not good or not 1 <= int(number) <= int(count) <= 1 << 20:
+        raise UsageError(
+            "not a shard", kind="bad-argument", where="--shard", wanted="1/16 to 16/16", found=text
+        )
+    return Share(int(number), int(count))

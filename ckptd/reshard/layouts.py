@@ -1,0 +1,641 @@
+"""Layout programs as a user names them: files, shipped ones, rules from the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ckptd.errors import MismatchError, NotFoundError, UsageError
+from ckptd.layout.lay import library
+from ckptd.layout.lay.closed import found_sizes
+from ckptd.layout.lay.dims import Atom, Number, Operation, Size
+from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.name import Index, Name, NamePart, Text, join
+from ckptd.layout.lay.parser import parse, parse_statement
+from ckptd.layout.lay.printer import show
+from ckptd.layout.lay.program import (
+    Family,
+    File,
+    Files,
+    Flat,
+    Layout,
+    Let,
+    Mesh,
+    Object,
+    Pipe,
+    Reshard,
+    Rule,
+    Scalar,
+    Space,
+    State,
+    Statement,
+    Stored,
+    Use,
+)
+from ckptd.layout.lay.recipe import is_recipe
+from ckptd.layout.lay.regions import box_parts
+from ckptd.layout.lay.resolve import resolve
+from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.stored import StoredForm, TensorKey
+from ckptd.layout.lay.toml import read_toml
+from ckptd.reshard.elements import find
+from ckptd.types import Box
+
+__all__ = [
+    "Comparison",
+    "Program",
+    "compare",
+    "infer",
+    "layout_names",
+    "other_sizes",
+    "read_file",
+    "read_program",
+    "read_text",
+    "wrapped",
+]
+
+
+class _Reading(NamedTuple):
+    """What a program says that a cell is; a cell of padding has none."""
+
+    state: str
+    family: str
+    axes: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        state = f"state {self.state} of " if self.state else ""
+        return f"{state}{self.family} at {' '.join(f'{a}={n}' for a, n in self.axes)}".rstrip()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two programs say of some stored tensors.
+
+    Attributes
+    ----------
+    tensors
+        How many of them the used program names.
+    compared
+        Of how many both programs speak in the same logical tensors.
+    difference
+        The first contradiction; the rest was then not looked at.
+    """
+
+    tensors: int
+    compared: int
+    difference: MismatchError | None = None
+
+
+def compare(kept: Bound, used: Bound, names: Iterable[str], hint: str) -> Comparison:
+    """Compare two programs that fit the same checkpoint.
+
+    Logical tensors are the same where their names and axes are. A program that speaks of others,
+    or leaves tensors out, does not contradict. Only the place of elements is looked at, not types,
+    scales and other modifiers.
+
+    Parameters
+    ----------
+    kept, used
+        Both, bound to the checkpoint's tensors.
+    names
+        The tensors of the checkpoint.
+    hint
+        Of the error: how to insist.
+
+    Raises
+    ------
+    UsageError
+        Two tensors of one program have one name.
+    """
+    refined = {**kept.layout.refined, **used.layout.refined}
+    sizes = {**kept.sizes, **used.sizes}
+    both = _Both(StoredForm(kept, sizes, refined), StoredForm(used, sizes, refined), hint)
+    tensors = compared = 0
+    for name in names:
+        mine = both.used.by_name.get(name)
+        tensors += mine is not None
+        other = both.kept.by_name.get(name)
+        if mine is None or other is None:
+            continue
+        found = both.tensor(name, other, mine)
+        if isinstance(found, MismatchError):
+            return Comparison(tensors, compared, found)
+        compared += found
+    return Comparison(tensors, compared)
+
+
+@dataclass(frozen=True, eq=False)
+class _Both:
+    """Two stored forms of one checkpoint."""
+
+    kept: StoredForm
+    used: StoredForm
+    hint: str
+    _known: dict[object, bool] = field(default_factory=dict)
+
+    def tensor(self, name: str, kept: TensorKey, used: TensorKey) -> bool | MismatchError:
+        """Return whether a tensor could be compared in full, or the difference."""
+        alike = _numbers(self.kept, kept) == _numbers(self.used, used)
+        key = (kept[0], kept[2], used[0], used[2])
+        if alike and key in self._known:
+            return self._known[key]
+        found = self._cells(name, kept, used)
+        if alike and not isinstance(found, MismatchError):
+            self._known[key] = found
+        return found
+
+    def _cells(self, name: str, kept: TensorKey, used: TensorKey) -> bool | MismatchError:
+        rules = self.kept.rules[kept[0]], self.used.rules[used[0]]
+        cells = sorted({cell for rule in rules for cell in _telling(rule)})
+        wanted, found = _readings(self.kept, kept, cells), _readings(self.used, used, cells)
+        whole = True
+        for cell in cells:
+            a, b = wanted.get(cell), found.get(cell)
+            if a == b:
+                continue
+            if self._contradict(a, b):
+                at = np.unravel_index(cell, rules[1].shape)
+                return MismatchError(
+                    "the program given for the source contradicts the one that it keeps",
+                    kind="lay-kept",
+                    where=f"{name}[{', '.join(map(str, at))}]",
+                    wanted=_said(a, rules[0]),
+                    found=_said(b, rules[1]),
+                    hint=self.hint,
+                )
+            whole = False
+        return whole
+
+    def _contradict(self, a: _Reading | None, b: _Reading | None) -> bool:
+        """Tell whether both programs know the logical tensors that they take a cell for."""
+        layouts = self.kept.bound.layout, self.used.bound.layout
+        for reading in (a, b):
+            if reading is None:
+                continue
+            if not all(reading.family in layout.families for layout in layouts):
+                return False
+            if reading.state not in self.kept.states or reading.state not in self.used.states:
+                return False
+        if a is None or b is None or a.family != b.family:
+            return True
+        return a.state != b.state or {x for x, _ in a.axes} == {x for x, _ in b.axes}
+
+
+def _numbers(form: StoredForm, key: TensorKey) -> Mapping[str, int]:
+    return dict(zip(form.rules[key[0]].indexes, key[1], strict=True))
+
+
+def _telling(rule: RuleForm) -> Iterator[int]:
+    """Yield the cells of each lattice that say what all others are."""
+    for part in box_parts(rule.dims, Box((0,) * len(rule.shape), rule.shape)).parts:
+        if part.numel:
+            runs = [r for r in part.runs if r.size > 1]
+            yield part.start
+            yield part.start + sum((r.size - 1) * r.stride for r in runs)
+            yield from (part.start + r.stride for r in runs)
+
+
+def _readings(form: StoredForm, key: TensorKey, cells: list[int]) -> dict[int, _Reading]:
+    equation = form.rules[key[0]].equation
+    positions = np.array(cells, dtype=np.int64)
+    out = {}
+    for found in find(equation, _numbers(form, key), positions, form.scope):
+        for row, which in enumerate(found.which.tolist()):
+            axes = tuple(sorted((a, int(n[row])) for a, n in found.axes.items()))
+            out[cells[which]] = _Reading(key[2], found.family, axes)
+    return out
+
+
+def _said(reading: _Reading | None, rule: RuleForm) -> str:
+    equation = rule.equation
+    text = equation.text or show(equation.name)
+    place = f"{equation.at.file}:{equation.at.line}  " if equation.at.line else ""
+    return f"{'padding' if reading is None else reading}, by {place}{text}"
+
+
+Item: TypeAlias = Mesh | Let | Space | Layout | Reshard | Use
+
+MAX_BYTES = 1 << 20
+_TITLE = re.compile(r"# layout (\S+)\n")
+_ENDS = (".lay", ".toml")
+_GIVEN = "given"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and the layout in it that is meant.
+
+    Attributes
+    ----------
+    file
+        The program; empty for a shipped layout.
+    layout
+        Name of the layout.
+    """
+
+    file: File
+    layout: str
+
+    def resolve(self) -> Resolved:
+        """Look the layout up; raises as `ckptd.layout.lay.resolve.resolve`."""
+        return resolve([self.file], self.layout)
+
+    @property
+    def text(self) -> str:
+        """The program as a checkpoint keeps it; `read_text` gives it back."""
+        return f"# layout {self.layout}\n{show(self.file)}"
+
+    def closed(self, bound: Bound) -> Program:
+        """Return the program with every size that was found for it: so it is kept."""
+        return replace(self, file=File((*found_sizes(bound), *self.file.items)))
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the layout says how things are cut and names no tensor."""
+        return is_recipe(self._layout())
+
+    def _layout(self) -> Layout:
+        found = _named(self.file, self.layout)
+        return found or _shipped_layout(self.layout)
+
+    def with_sizes(self, rules: Sequence[str]) -> Program:
+        """Return the program with those of some statements that fix a size."""
+        return self.with_rules([r for r in rules if _fixes_size(r)])
+
+    def with_rules(self, rules: Sequence[str]) -> Program:
+        """Return the program with further statements.
+
+        A mesh, space or ``let`` is put beside the layout, and replaces one of the same name (a
+        size does not replace a refinement); other statements go into the layout, before its own;
+        rules override those of one name.
+
+        Raises
+        ------
+        UsageError
+            ``lay-syntax``: one of them is not Lay.
+        """
+        items: list[Item] = []
+        statements: list[Statement] = []
+        for number, text in enumerate(rules, 1):
+            where = f"-e #{number}"
+            if re.match(r"\s*(mesh|space|let)\b", text):
+                items += parse(text, where).items
+            else:
+                statements.append(parse_statement(text, where))
+        kept: list[Item] = [i for i in self.file.items if not _replaced(i, items)]
+        items += kept
+        if not statements:
+            return replace(self, file=File(tuple(items)))
+        old = self._layout()
+        if old not in items:
+            items += _companions(self.layout, items)
+        items = [i for i in items if i is not old and i != old]
+        return replace(self, file=File((*items, *_overridden(old, statements))))
+
+
+def _overridden(old: Layout, statements: Sequence[Statement]) -> tuple[Layout, ...]:
+    """Return a layout with further statements, which go before its own.
+
+    Rules override those of a layout that is used, so the old rules move to a layout of their own.
+    """
+    if is_recipe(old):
+        return (replace(old, statements=(*statements, *old.statements)),)
+    inner = replace(old, name=f"{old.name}.{_GIVEN}")
+    # What a layout says besides its rules is not taken over by those that use it.
+    besides = [s for s in old.statements if isinstance(s, Flat | Pipe | Object | Files)]
+    return inner, replace(old, statements=(*statements, Use(inner.name), *besides))
+
+
+def _replaced(item: object, by: Iterable[object]) -> bool:
+    kinds = (Mesh, Let, Space)
+    return any(
+        isinstance(item, kind) and isinstance(b, kind) and item.name == b.name
+        for b in by
+        for kind in kinds
+        if _is_size(item) == _is_size(b)
+    )
+
+
+def _is_size(item: object) -> bool:
+    """Tell a size from a refinement: ``let hd = 128`` and ``let hd = (two half)`` are both true."""
+    return isinstance(item, Let) and isinstance(item.value, Number | Operation | Size)
+
+
+def _fixes_size(rule: str) -> bool:
+    return rule.startswith("let ") and any(map(_is_size, parse(rule, rule).items))
+
+
+def other_sizes(kept: Program, used: Program) -> list[str]:
+    """Return what a program says of sizes in place of another one, for people.
+
+    Parameters
+    ----------
+    kept
+        A program.
+    used
+        The same with statements put in.
+    """
+    mine = {i.name: i for i in used.file.items if isinstance(i, Let) and _is_size(i)}
+    old = [i for i in kept.file.items if isinstance(i, Let) and _is_size(i)]
+    return [
+        f"{show(mine[let.name])} in place of the kept {show(let)}"
+        for let in old
+        if let.name in mine and mine[let.name].value != let.value
+    ]
+
+
+def _companions(layout: str, have: Sequence[object]) -> list[Mesh | Let | Space | Use]:
+    """Return what a shipped layout has beside it, where the program does not have it."""
+    found = [i for i in library.load(layout).items if isinstance(i, Mesh | Let | Space | Use)]
+    return [i for i in found if i not in have and not _replaced(i, have)]
+
+
+def _named(file: File, name: str) -> Layout | None:
+    return next((i for i in file.items if isinstance(i, Layout) and i.name == name), None)
+
+
+def _shipped_layout(name: str) -> Layout:
+    layouts = [i for i in library.load(name).items if isinstance(i, Layout)]
+    return next((i for i in layouts if i.name == name), layouts[0])
+
+
+def wrapped(recipe: Program, base: Program) -> Program:
+    """Return a layout with the tensors of `base`, which is on no mesh, cut as a recipe says.
+
+    It keeps what it needs of both: meshes of the recipe, layouts and spaces of the base.
+    """
+    old = recipe._layout()
+    new = Layout(
+        f"{recipe.layout}.{base.layout}", "", old.meshes, (Use(base.layout), *old.statements)
+    )
+    needed = _reachable(base.file, base.layout)
+    items: list[Item] = [i for i in recipe.file.items if not isinstance(i, Layout | Reshard)]
+    items += _own_companions(recipe, items)
+    for item in base.file.items:
+        is_other = isinstance(item, Layout) and item.name not in needed
+        if is_other or isinstance(item, Mesh | Reshard) or _replaced(item, items):
+            continue
+        items.append(item)
+    return Program(File((*items, new)), new.name)
+
+
+def _reachable(file: File, layout: str) -> set[str]:
+    """Return the names of a layout and of all that it uses."""
+    found: set[str] = set()
+    todo = [layout]
+    while todo:
+        name = todo.pop()
+        known = _named(file, name)
+        if name not in found and known is not None:
+            found.add(name)
+            todo += [s.name for s in known.statements if isinstance(s, Use)]
+    return found
+
+
+def _own_companions(program: Program, have: Sequence[object]) -> list[Mesh | Let | Space | Use]:
+    if _named(program.file, program.layout) is not None:
+        return []
+    return _companions(program.layout, have)
+
+
+def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> Program:
+    """Read what a user names.
+
+    Parameters
+    ----------
+    spec
+        A ``.lay`` or ``.toml`` file, perhaps with ``:layout``, or the name of a shipped layout.
+    side
+        The option, for errors.
+    choose
+        Which side of a ``reshard`` statement is meant.
+
+    Raises
+    ------
+    NotFoundError
+        Kind ``not-found``: no such file.
+    UsageError
+        ``lay-syntax``, ``lay-rule``: not a program, no such layout, or several.
+    """
+    program, named = read_file(spec)
+    if named or not program.file.items:
+        return program
+    return Program(program.file, _the_layout(program.file, spec, side, choose))
+
+
+def read_file(spec: str) -> tuple[Program, str]:
+    """Read what a user names; return the program, and the layout if it is named.
+
+    Raises
+    ------
+    NotFoundError, UsageError
+        As `read_program`.
+    """
+    path, colon, name = spec.rpartition(":")
+    if not (colon and path.endswith(_ENDS)):
+        path, name = spec, ""
+    if not path.endswith(_ENDS):
+        library.load(spec)
+        return Program(File(()), spec), spec
+    return Program(_parse(path), name), name
+
+
+def layout_names(file: File) -> list[str]:
+    """Return the names of all layouts of a program, in order."""
+    return [i.name for i in file.items if isinstance(i, Layout)]
+
+
+def _parse(path: str) -> File:
+    try:
+        raw = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise NotFoundError(
+            "there is no such program",
+            where=path,
+            hint="a .lay or .toml file, or a shipped layout: " + ", ".join(library.names()),
+        ) from None
+    except OSError as error:
+        raise UsageError("a program cannot be read", where=path, found=error.strerror) from None
+    if len(raw) > MAX_BYTES:
+        raise UsageError("a program is too long", where=path, wanted=MAX_BYTES, found=len(raw))
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError("a program is not UTF-8", where=path, found=str(error)) from None
+    return read_toml(text, path) if path.endswith(".toml") else parse(text, path)
+
+
+def _the_layout(file: File, path: str, side: str, choose: Callable[[Reshard], str]) -> str:
+    """Return the layout that a program is about."""
+    layouts = [i for i in file.items if isinstance(i, Layout)]
+    runs = {choose(i) for i in file.items if isinstance(i, Reshard)}
+    if len(runs) == 1:
+        return runs.pop()
+    used = {s.name for i in layouts for s in i.statements if isinstance(s, Use)}
+    names = [i.name for i in layouts if i.name not in used] or [i.name for i in layouts]
+    if len(names) != 1:
+        raise UsageError(
+            "say which layout is meant",
+            kind="lay-rule",
+            where=f"{side} {path}",
+            wanted=" or ".join(f"{path}:{n}" for n in names) or "a layout in it",
+        )
+    return names[0]
+
+
+def read_text(text: str, where: str) -> Program:
+    """Read a program that `Program.text` made.
+
+    Raises
+    ------
+    UsageError
+        ``lay-syntax``, ``lay-rule``: it is something else.
+    """
+    title = _TITLE.match(text)
+    file = parse(text, where)
+    if title is not None:
+        return Program(file, title[1])
+    return Program(file, _the_layout(file, where, "lay", lambda run: run.target))
+
+
+NAME = "stored"
+"""Of the layout and of its space."""
+
+_PARAMS = "model."
+_STATES = "optim."
+_SHORT = {"exp_avg": "m", "exp_avg_sq": "s", "master": "w"}
+"""Short names that recipes speak of."""
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a dotted name
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+Shape = tuple[int, ...]
+
+
+def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> Program:
+    """Return the layout of some stored tensors, on no mesh.
+
+    Parameters
+    ----------
+    shapes
+        Shape of each tensor by name.
+    has_sections
+        Whether a name that begins with ``model.`` is in a section of that name.
+    """
+    states, scalars, prefix = _states(shapes)
+    if has_sections and not prefix and shapes and all(n.startswith(_PARAMS) for n in shapes):
+        prefix = _PARAMS
+    following = {f"{_STATES}{n.removeprefix(prefix)}." for n in shapes if n.startswith(prefix)}
+    params = {
+        n.removeprefix(prefix): s
+        for n, s in shapes.items()
+        if not ((states or scalars) and n.rpartition(".")[0] + "." in following)
+    }
+    families, rules = [], []
+    for number, (name, shape) in enumerate(_grouped(params)):
+        atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
+        families.append(Family(name, atoms))
+        rules.append(Rule(name, name, tuple(Atom(a) for a in atoms)))
+    space = Space(
+        NAME,
+        tuple(families),
+        tuple(State(_SHORT.get(s, s), s) for s in _with_known(states, scalars)),
+        tuple(Scalar(s) for s in scalars),
+    )
+    stored = (Stored(f"{prefix}{{name}}"),) if prefix else ()
+    return Program(File((space, Layout(NAME, NAME, (), (*stored, *rules)))), NAME)
+
+
+def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str], str]:
+    """Return states and scalars that follow parameters, and what names of parameters begin with.
+
+    None if there is anything else than parameters and what follows them.
+    """
+    for prefix in (_PARAMS, ""):
+        found = _following(shapes, prefix)
+        if found is not None:
+            return (*found, prefix)
+    return [], [], ""
+
+
+def _with_known(states: Sequence[str], scalars: Sequence[str]) -> list[str]:
+    """Add the states that recipes speak of: one that no tensor has costs nothing."""
+    if not states:
+        return []
+    return [*states, *(s for s in _SHORT if s not in states and s not in scalars)]
+
+
+def _following(shapes: Mapping[str, Shape], prefix: str) -> tuple[list[str], list[str]] | None:
+    states: dict[str, None] = {}
+    scalars: dict[str, None] = {}
+    for name, shape in shapes.items():
+        base, _, state = name.removeprefix(_STATES).rpartition(".")
+        param = shapes.get(f"{prefix}{base}")
+        if name.startswith(_STATES) and param is not None and _WORD.fullmatch(state):
+            if shape not in (param, ()):
+                return None
+            (states if shape == param and shape else scalars)[state] = None
+        elif not name.startswith(prefix):
+            return None
+    if not states or states.keys() & scalars.keys():
+        return None
+    return list(states), list(scalars)
+
+
+def _grouped(params: Mapping[str, Shape]) -> Iterator[tuple[Name, Shape]]:
+    """Yield a name pattern for each group of alike tensors."""
+    groups: dict[tuple[str, Shape], list[str]] = {}
+    for name, shape in params.items():
+        groups.setdefault((_NUMBER.sub("0", name), shape), []).append(name)
+    kinds: dict[str, int] = {}
+    for pattern, _ in groups:
+        kinds[pattern] = kinds.get(pattern, 0) + 1
+    first: dict[int, int] = {}
+    for (pattern, shape), names in groups.items():
+        extents = _extents(names) if kinds[pattern] == 1 and len(names) > 1 else None
+        if extents is not None:
+            yield _pattern(names[0], _axes(extents, first)), shape
+        else:
+            for name in names:
+                yield Name((Text(name),)), shape
+
+
+def _axes(extents: Sequence[int], first: dict[int, int]) -> list[str]:
+    """Return an axis for each number in a name: one of another length is another axis.
+
+    An encoder and a decoder may have different numbers of layers.
+    """
+    return [
+        f"i{k}" if first.setdefault(k, extent) == extent else f"i{k}_{extent}"
+        for k, extent in enumerate(extents)
+    ]
+
+
+def _extents(names: Sequence[str]) -> list[int] | None:
+    """Return how many numbers there are at each place, if names have all combinations of them."""
+    found = [tuple(_NUMBER.findall(n)) for n in names]
+    if any(t != str(int(t)) for numbers in found for t in numbers):
+        return None
+    numbers = {tuple(map(int, f)) for f in found}
+    extents = [max(column) + 1 for column in zip(*numbers, strict=True)]
+    size = 1
+    for n in extents:
+        size *= n
+    # The product is built only where it is as long as the list of names is.
+    full = size == len(names) and numbers == set(product(*map(range, extents)))
+    return extents if full else None
+
+
+def _pattern(name: str, axes: Sequence[str]) -> Name:
+    """Return a name with an index for each component that is a number."""
+    parts: list[NamePart] = []
+    at = 0
+    for number, found in enumerate(_NUMBER.finditer(name)):
+        parts += [Text(name[at : found.start()]), Index(axes[number])]
+        at = found.end()
+    return Name(join([*parts, Text(name[at:])]))

@@ -1,0 +1,183 @@
+"""From a source and two programs to everything that a reshard does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ckptd.errors import CkptdError, MismatchError, RefusedError
+from ckptd.layout.lay.equation import Bound
+from ckptd.layout.lay.observe import bind_stored
+from ckptd.reshard.assemble import Assembled, assemble_target
+from ckptd.reshard.compose import Composed, Link, compose_layouts
+from ckptd.reshard.layouts import Program, compare, infer, other_sizes, read_text, wrapped
+from ckptd.reshard.reports import SourceProgram
+from ckptd.reshard.samples import Expected, expect
+from ckptd.reshard.source import Stock
+
+__all__ = ["Prepared", "prepare", "source_program"]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A reshard, ready to be explained, proved or done.
+
+    Attributes
+    ----------
+    stock
+        The source.
+    source, target
+        The programs as they are used.
+    assembled
+        What is to be written.
+    read_with
+        Which program the source is read with, and what its own says of that.
+    """
+
+    stock: Stock
+    source: Program
+    target: Program
+    assembled: Assembled
+    read_with: SourceProgram
+
+    @cached_property
+    def expected(self) -> Mapping[int, Expected]:
+        """What the source's witness wants to see, by target tensor."""
+        return expect(self.assembled.composed)
+
+    @property
+    def identity(self) -> str:
+        """Text that is the same for all processes of this reshard, and for no others."""
+        return f"{self.stock.identity}\n{self.source.text}\n{self.target.text}"
+
+
+def source_program(stock: Stock, given: Program | None) -> Program:
+    """Return the source's program: the one given, the one it keeps, or one made from its names."""
+    if given is not None:
+        return given
+    return _kept(stock) if stock.lay else infer(stock.shapes, has_sections=stock.has_sections)
+
+
+def _kept(stock: Stock) -> Program:
+    program = read_text(stock.lay, f"the program of step {stock.step}")
+    mesh = program.resolve().mesh
+    if mesh is not None and mesh.world > stock.world:
+        # Whoever wrote it was one of these ranks; more of them are only work to count.
+        raise MismatchError(
+            "the kept program is for more ranks than wrote the checkpoint",
+            kind="lay-kept",
+            where=f"the program of step {stock.step}",
+            wanted=f"at most {stock.world} ranks",
+            found=f"{mesh.world}",
+            hint="say the layout yourself: --from LAYOUT",
+        )
+    return program
+
+
+def prepare(
+    stock: Stock,
+    source: Program,
+    target: Program,
+    *,
+    rules: Sequence[str] = (),
+    allow_lossy: bool = False,
+    allow_layout: bool = False,
+) -> Prepared:
+    """Combine everything. Reads nothing but small tensors and objects.
+
+    Parameters
+    ----------
+    stock
+        The source.
+    source, target
+        Their programs. A recipe as target is applied to the source's layout, or to its stored
+        tensors when that has a mesh of its own.
+    rules
+        Statements that the user gave for the source: sizes among them go before kept ones.
+    allow_lossy
+        Values may change.
+    allow_layout
+        The source's program may contradict the one that the source keeps.
+
+    Raises
+    ------
+    UsageError, MismatchError
+        A program is wrong, does not fit the source, or the two do not fit each other.
+    MismatchError
+        kind ``lay-kept``: the source's program contradicts the one that the source keeps.
+    RefusedError
+        kind ``lossy``: values would change, or something would be left out.
+    """
+    resolved = source.resolve()
+    given = source
+    if target.is_recipe:
+        if resolved.mesh is not None:
+            # Its rules are cut over other axes than the recipe's.
+            source = infer(stock.shapes, has_sections=stock.has_sections)
+            resolved = source.resolve()
+        target = wrapped(target, source)
+    composed = compose_layouts(resolved, target.resolve(), stock)
+    used = composed.composition.source.bound
+    if source is not given:
+        read_with = SourceProgram(kept="unused")
+    else:
+        read_with = _checked(stock, source, used, rules, allowed=allow_layout)
+    if composed.promise == "lossy" and not allow_lossy:
+        raise _lossy(composed, [k for k in composed.links if k.promise == "lossy"])
+    closed = target.closed(composed.composition.target.bound)
+    assembled = assemble_target(composed, closed.text)
+    return Prepared(stock, source, target, assembled, read_with)
+
+
+def _checked(
+    stock: Stock, source: Program, used: Bound, rules: Sequence[str], *, allowed: bool
+) -> SourceProgram:
+    """Compare the source's program with the one that the source keeps."""
+    if not stock.lay:
+        return SourceProgram(kept="none")
+    try:
+        kept = _kept(stock)
+        changed = kept.with_sizes(rules)
+        other = tuple(other_sizes(kept, changed))
+        if changed.text == source.text:
+            return SourceProgram(kept="same", sizes=other)
+        bound = _fitting(stock, changed, kept)
+    except CkptdError as error:
+        # Whoever gives a program for a checkpoint may well do so because of that.
+        return SourceProgram(kept="unreadable", note=error.message)
+    found = compare(bound, used, stock.shapes, "leave --from out; or --allow layout")
+    wrong = found.difference
+    if wrong is not None and not allowed:
+        raise wrong
+    alike: Literal["agrees", "unlike"] = "agrees" if found.compared else "unlike"
+    return SourceProgram(
+        kept=alike if wrong is None else "differs",
+        compared=found.compared,
+        tensors=found.tensors,
+        sizes=other,
+        note="" if wrong is None else str(wrong.where),
+    )
+
+
+def _fitting(stock: Stock, changed: Program, kept: Program) -> Bound:
+    """Bind the kept program, with the user's sizes where they fit the source."""
+    try:
+        return bind_stored(changed.resolve(), stock.shapes, stock.sizes)
+    except CkptdError:
+        return bind_stored(kept.resolve(), stock.shapes, stock.sizes)
+
+
+def _lossy(composed: Composed, links: Sequence[Link]) -> RefusedError:
+    names = [link.tensor.name for link in links] + [f"{n} (dropped)" for n in composed.dropped]
+    names += [f"{n} (no place in the target)" for n in composed.lost]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return RefusedError(
+        "values would change, or be left out",
+        kind="lossy",
+        where=", ".join(names[:4]) + more,
+        wanted="a reshard that can be undone",
+        found="casts to narrower types, averages, scales or drops",
+        hint="--allow lossy",
+    )

@@ -1,0 +1,409 @@
+"""Files of ranks as the source of a reshard: ``files "mp_rank_{tp}_{pp}.safetensors"`` in a layout.
+
+Each rank's file holds its local tensors under local names. The stored tensors that the layout makes
+of them exist nowhere; a piece of one is a box of a local tensor, and copies out of it become copies
+out of that. Replicas are compared, combined or chosen, as the rules say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from ckptd.format.container import Chunk
+from ckptd.layout.block import Block
+from ckptd.layout.grid import strides_of
+from ckptd.layout.lay.equation import MeshShape, Resolved
+from ckptd.layout.lay.indexes import write_name
+from ckptd.layout.lay.local import LocalPiece, local_tensors
+from ckptd.layout.lay.matching import Matcher, Templates
+from ckptd.layout.lay.modifiers import Average, Replicas
+from ckptd.layout.lay.name import Index, Text
+from ckptd.layout.lay.observe import bind_ranks
+from ckptd.layout.lay.printer_dims import show_name
+from ckptd.layout.lay.ruleform import RuleForm, Who
+from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
+from ckptd.reshard.clip import clip, restride
+from ckptd.reshard.feed import Take
+from ckptd.reshard.folder import BY_CODE, FolderSource, HeaderOf, read_headers
+from ckptd.reshard.source import Stock, StockTensor
+from ckptd.store.base import Store
+from ckptd.types import ByteRange, DType
+
+__all__ = ["open_ranks"]
+
+_SLAB_BYTES = 16 << 20
+_MAX_FILES = 1 << 20
+
+_Where = tuple[int, tuple[LocalPiece, ...]]
+"""Number of a local tensor of the source, and what of rank-local tensors it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """``target += source / count``: the further replicas of what is averaged or summed."""
+
+    count: int
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Add the values, in double precision."""
+        total = target.astype(np.float64) + source.astype(np.float64) / self.count
+        target[...] = total.astype(target.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """``target = source / count``: the first replica of what is averaged."""
+
+    count: int
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write the values."""
+        target[...] = (source.astype(np.float64) / self.count).astype(target.dtype)
+
+
+@dataclass(eq=False)
+class _Ranks:
+    """What the ranks hold."""
+
+    form: StoredForm
+    source: FolderSource
+    places: Sequence[Mapping[TensorKey, _Where]]
+    keys: Mapping[str, TensorKey]
+
+    def locate(self, name: str, piece: int, blocks: Sequence[Block], target: DType) -> list[Take]:
+        """Return copies out of a stored piece as copies out of local tensors."""
+        key = self.keys[name]
+        tensor = self.form.tensor(*key)
+        rule = self.form.rules[key[0]]
+        owner = tensor.owners.owner(piece, tensor.base)
+        average = next((m for m in rule.equation.modifiers if isinstance(m, Average)), None)
+        if average is None:
+            return [self._take(key, tensor, rule, piece, blocks, owner)]
+        if average.kind == "sum" and target.name.startswith(("int", "uint", "bool")):
+            raise UsageError("replicas of this type are not combined", where=name)
+        extent = self.form.mesh.extents[average.axis]
+        stride = self.form.mesh.strides[average.axis]
+        count = extent if average.kind == "avg" else 1
+        first = owner - self.form.mesh.coordinates(owner)[average.axis] * stride
+        takes = []
+        for i in range(extent):
+            found = self._take(key, tensor, rule, piece, blocks, first + i * stride)
+            change = Combine(count) if i else First(count)
+            takes.append(Take(found.tensor, 0, found.blocks, change, i))
+        return takes
+
+    def _take(
+        self,
+        key: TensorKey,
+        tensor: StoredTensor,
+        rule: RuleForm,
+        piece: int,
+        blocks: Sequence[Block],
+        rank: int,
+    ) -> Take:
+        number, parts = self.places[rank][key]
+        who = rule.who(self.form.mesh.coordinates(rank))
+        shape = rule.local_shape(who)
+        found = tensor.grid.piece(piece)
+        boxes = {rule.grid.cell_box(c): box for c, box in local_cells(rule, who)}
+        box = boxes[found.box]
+        strides = strides_of(shape)
+        base = sum(o * s for o, s in zip(box.offset, strides, strict=True))
+        skip = found.flat[0] if found.flat else 0
+        moved = [
+            one
+            for block in blocks
+            for one in restride(_shifted(block, skip), found.box.shape, strides, base)
+        ]
+        out = [
+            _shifted(inside, part.at - part.lo)
+            for one in moved
+            for part in parts
+            for inside in clip(one, "source", part.lo, part.hi)
+        ]
+        return Take(number, 0, tuple(out))
+
+    # -- replicas ------------------------------------------------------------------------------
+
+    def check_replicas(self) -> None:
+        """Compare local tensors that different files hold as replicas of one another.
+
+        Raises
+        ------
+        CorruptError
+            kind ``replicas-differ``: names the tensor and two of its ranks.
+        """
+        groups: dict[tuple[TensorKey, Who], dict[int, int]] = {}
+        for rank, held in enumerate(self.places):
+            for key, (number, _) in held.items():
+                rule = self.form.rules[key[0]]
+                free = (Average, Replicas)
+                if any(
+                    isinstance(m, free) and getattr(m, "kind", "") != "same"
+                    for m in rule.equation.modifiers
+                ):
+                    continue
+                flat = self.form.packing.flat_of(*key)
+                who = rule.who(self.form.mesh.coordinates(rank))
+                if flat is None:
+                    groups.setdefault((key, who), {}).setdefault(number, rank)
+        for found in groups.values():
+            if len(found) > 1:
+                self._compare(found)
+
+    def _compare(self, found: Mapping[int, int]) -> None:
+        numbers = list(found)
+        digests = {n: _digest(self.source, n) for n in numbers}
+        for number in numbers[1:]:
+            if digests[number] != digests[numbers[0]]:
+                raise CorruptError(
+                    "replicas differ between ranks",
+                    kind="replicas-differ",
+                    where=self.source.names[number],
+                    wanted=f"what rank {found[numbers[0]]} holds",
+                    found=f"other values on rank {found[number]}",
+                    hint="if they may differ, say so in the rule: any, or avg(axis)",
+                )
+
+
+def _shifted(block: Block, shift: int) -> Block:
+    return Block(
+        block.shape,
+        block.source_start + shift,
+        block.source_strides,
+        block.target_start,
+        block.target_strides,
+    )
+
+
+def _digest(source: FolderSource, number: int) -> bytes:
+    file, chunk = source.chunks[number]
+    entry = source.files[file]
+    state = xxhash.xxh3_128()
+    end = entry.data_start + chunk.end
+    for at in range(entry.data_start + chunk.start, end, _SLAB_BYTES):
+        slab = ByteRange(at, min(at + _SLAB_BYTES, end))
+        state.update(source.store.get(entry.path, slab))
+    return state.digest()
+
+
+def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
+    """Describe the files of ranks as the stored tensors that a layout makes of them.
+
+    Parameters
+    ----------
+    store
+        The folder.
+    layout
+        Has ``files``.
+    step
+        Of the checkpoint that it becomes.
+
+    Raises
+    ------
+    CorruptError
+        A file is missing or is no safetensors file; kind ``replicas-differ``.
+    MismatchError
+        ``lay-fit``: the layout does not fit what the files hold.
+    """
+    headers = read_headers(store, _files_of(store, layout))
+    names = [f"{e.path}: {c.name}" for e, chunks, _ in headers for c in chunks.values()]
+    source = FolderSource(store, headers, names)
+    numbers = {(file, chunk.name): n for n, (file, chunk) in enumerate(source.chunks)}
+    mesh = layout.mesh or MeshShape(1, {}, {})
+    files = [_file_of(layout, mesh, rank, headers) for rank in range(mesh.world)]
+    shapes = {r: {n: c.shape for n, c in headers[f][1].items()} for r, f in enumerate(files)}
+    form = StoredForm(bind_ranks(layout, shapes))
+    places: list[dict[TensorKey, _Where]] = []
+    dtypes: dict[TensorKey, DType] = {}
+    for rank, file in enumerate(files):
+        held: dict[TensorKey, _Where] = {}
+        for key, where, chunk in _held(form, rank, file, headers[file][1], numbers):
+            held[key] = where
+            dtype = dtypes.setdefault(key, BY_CODE[chunk.code])
+            if dtype is not BY_CODE[chunk.code]:
+                raise MismatchError(
+                    "ranks hold a tensor in different types",
+                    kind="lay-fit",
+                    where=f"{chunk.name} of rank {rank}",
+                    wanted=dtype.name,
+                    found=BY_CODE[chunk.code].name,
+                )
+        places.append(held)
+    keys = {name: key for name, key in _names(form) if key in dtypes}
+    ranks = _Ranks(form, source, places, keys)
+    ranks.check_replicas()
+    _check_all_held(headers, files, places, source, layout)
+    return _stock(ranks, dtypes, step)
+
+
+def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
+    """Yield the stored tensors, and the copies that ranks hold of them under other names."""
+    yield from form.by_name.items()
+    stored = {r.number for r in form.stored_rules}
+    for rule in form.rules:
+        if rule.number not in stored:
+            for indexes in rule.tensors():
+                yield form.name(rule.global_name(indexes), ""), (rule.number, indexes, "")
+
+
+def _files_of(store: Store, layout: Resolved) -> list[str]:
+    """Return the files whose names are like those of ranks, in folders as well."""
+    expression = "".join(
+        re.escape(p.text) if isinstance(p, Text) else "[0-9]+" if isinstance(p, Index) else "[^/]*"
+        for p in (layout.files.parts if layout.files else ())
+    )
+    *folders, last = expression.split("/")
+    found = [""]
+    for part in folders:
+        found = [
+            f"{at}{name}"
+            for at in found
+            for name in store.children(at)
+            if name.endswith("/") and re.fullmatch(part, name[:-1], re.ASCII)
+        ]
+    keys = [
+        f"{at}{n}" for at in found for n in store.children(at) if re.fullmatch(last, n, re.ASCII)
+    ]
+    if len(keys) > _MAX_FILES:
+        raise UsageError("too many files", kind="too-many-files", where=store.url, found=len(keys))
+    if not keys:
+        raise NotFoundError(
+            "no file of a rank is here",
+            kind="no-root",
+            where=store.url,
+            wanted=show_name(layout.files, quoted=True) if layout.files else None,
+        )
+    return sorted(keys)
+
+
+def _check_all_held(
+    headers: Sequence[HeaderOf],
+    files: Sequence[int],
+    places: Sequence[Mapping[TensorKey, _Where]],
+    source: FolderSource,
+    layout: Resolved,
+) -> None:
+    """Every file is some rank's, and every tensor of it is what the layout says or leaves out.
+
+    A mesh that is too small makes smaller tensors of what its ranks hold, and would leave out
+    what the others hold without a word.
+    """
+    over = [entry.path for n, (entry, _, _) in enumerate(headers) if n not in files]
+    if over:
+        more = f" and {len(over) - 4} more" if len(over) > 4 else ""
+        raise MismatchError(
+            "there are files of ranks that the mesh does not have",
+            kind="lay-fit",
+            where=", ".join(over[:4]) + more,
+            wanted=f"{len(files)} ranks, in {len(set(files))} files",
+            found=f"{len(headers)} files",
+            hint="make the mesh as large as the job was: -e 'from: mesh ...'",
+        )
+    held = {number for mine in places for number, _ in mine.values()}
+    drops, templates = Matcher(layout, stored=False), Templates(layout)
+    mesh = layout.mesh or MeshShape(1, {}, {})
+    lost = []
+    for number, (file, chunk) in enumerate(source.chunks):
+        if number in held:
+            continue
+        undressed = templates.take(chunk.name)
+        ranks = [r for r, f in enumerate(files) if f == file]
+        found = [
+            drops.match(undressed.name if undressed else chunk.name, mesh.coordinates(r))
+            for r in ranks
+        ]
+        if not chunk.numel or any(m is not None and m.equation == -1 for m in found):
+            continue
+        lost.append(source.names[number])
+    if lost:
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        raise MismatchError(
+            "the layout has no place for what ranks hold",
+            kind="lay-cover",
+            where=", ".join(lost[:4]) + more,
+            found=f"{len(lost)} tensors",
+            hint="to leave it out, say so in the source's layout: -e 'from: NAME = drop'",
+        )
+
+
+def _file_of(layout: Resolved, mesh: MeshShape, rank: int, headers: Sequence[HeaderOf]) -> int:
+    if layout.files is None:
+        raise UsageError("the layout does not say which file is whose", kind="lay-rule")
+    name = write_name(layout.files, mesh.coordinates(rank))
+    for number, (entry, _, _) in enumerate(headers):
+        if entry.path == name:
+            return number
+    raise CorruptError(
+        "the file of a rank is missing", kind="missing-file", where=name, wanted=f"rank {rank}"
+    )
+
+
+def _held(
+    form: StoredForm,
+    rank: int,
+    file: int,
+    chunks: Mapping[str, Chunk],
+    numbers: Mapping[tuple[int, str], int],
+) -> Iterator[tuple[TensorKey, _Where, Chunk]]:
+    """Yield what a rank holds of each stored tensor. A tensor that is not there is passed over."""
+    found: dict[TensorKey, tuple[int, list[LocalPiece], Chunk]] = {}
+    for tensor in local_tensors(form, rank):
+        chunk = chunks.get(tensor.name)
+        if chunk is None:
+            continue
+        if chunk.shape != tensor.shape:
+            raise MismatchError(
+                "a rank's tensor has another shape than the layout says",
+                kind="lay-fit",
+                where=f"{tensor.name} of rank {rank}",
+                wanted=tensor.shape,
+                found=chunk.shape,
+            )
+        for piece in tensor.pieces:
+            key = (piece.rule, piece.indexes, tensor.state)
+            where = found.setdefault(key, (numbers[file, tensor.name], [], chunk))
+            where[1].append(piece)
+    for key, (number, pieces, chunk) in found.items():
+        yield key, (number, tuple(pieces)), chunk
+
+
+def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int) -> Stock:
+    tensors = []
+    for number, (name, key) in enumerate(ranks.keys.items()):
+        tensor = ranks.form.tensor(*key)
+        tensors.append(StockTensor(number, name, dtypes[key], tensor.shape, tensor.grid))
+    return Stock(
+        ranks.source,
+        identity=ranks.source.identity(step),
+        tensors=tensors,
+        values=_no_values,
+        step=step,
+        witness_note=_note(ranks.form),
+        sizes=ranks.form.bound.sizes,
+        locate=ranks.locate,
+    )
+
+
+def _note(form: StoredForm) -> str:
+    """Say what nobody can check: that values lie where the layout has them."""
+    if any(f.group.kind != "each" for f in form.bound.layout.flats):
+        # A buffer does not say which tensor lies where: only the order of the rules does.
+        return "order not verified: the buffers do not say which tensor lies where"
+    return "the source has no witness"
+
+
+def _no_values(names: Sequence[str]) -> Mapping[str, NDArray[Any]]:
+    raise UsageError(
+        "numbers that follow parameters, and scales, are not read from files of ranks",
+        where=", ".join(names[:4]),
+        hint="drop them in the source's layout",
+    )

@@ -1,0 +1,290 @@
+"""Values at sampled positions of the target: its own witness, and what the source's witness says.
+
+Both are looked at while the values are in the staging memory. Where a value of the source's witness
+must turn up is told by `ckptd.reshard.elements`, which knows nothing of boxes and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import CorruptError
+from ckptd.format.filemap import ChunkRef
+from ckptd.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
+from ckptd.layout.lay.stored import TensorKey
+from ckptd.layout.lay.values import Values
+from ckptd.layout.region import piece_regions
+from ckptd.reshard.changes import Linear, change_of, quantized
+from ckptd.reshard.compose import Composed, Link
+from ckptd.reshard.elements import find, place
+from ckptd.reshard.target import Target
+from ckptd.types import DType
+
+__all__ = ["Expected", "FileSamples", "by_indexes", "changed", "expect"]
+
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """Values that must be found in one target tensor.
+
+    Attributes
+    ----------
+    positions
+        Row-major positions in the tensor, rising.
+    values
+        ``(n, 8)`` bytes, as a witness holds them, in the tensor's type.
+    sources
+        Number of the source tensor that each comes from.
+    """
+
+    positions: I64
+    values: U8
+    sources: I64
+
+
+@dataclass(slots=True, eq=False)
+class _Places:
+    """Elements of a file to look at, rising: byte offset, item size, and what for."""
+
+    at: I64
+    itemsizes: I64
+    what: I64
+
+
+@dataclass(eq=False)
+class FileSamples:
+    """Looks at one target file as it grows; used by one thread.
+
+    Parameters
+    ----------
+    target
+        The target.
+    chunks
+        The chunks of the file.
+    expected
+        What the source's witness wants, by target tensor.
+    names
+        Of the source's tensors, for errors.
+    """
+
+    target: Target
+    chunks: Sequence[ChunkRef]
+    expected: Mapping[int, Expected]
+    names: Sequence[str]
+    checked: int = 0
+    _slots: list[I64] = field(default_factory=list)
+    _values: list[U8] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        own: list[tuple[I64, int, I64]] = []
+        wanted: list[tuple[I64, int, I64]] = []
+        self._wanted_values: list[U8] = []
+        self._wanted_sources: list[I64] = []
+        count = 0
+        for chunk in self.chunks:
+            size = self.target.filemap.dtypes[chunk.tensor].itemsize
+            regions = piece_regions(chunk.piece)
+            slots, elements = self.target.witness.select(chunk.tensor, regions)
+            own.append((chunk.start + elements * size, size, slots))
+            expected = self.expected.get(chunk.tensor)
+            if expected is None:
+                continue
+            shape = self.target.tensors[chunk.tensor].shape
+            for region in regions:
+                which, elements = select(expected.positions, shape, region, 0)
+                number = np.arange(count, count + len(which), dtype=np.int64)
+                wanted.append((chunk.start + elements * size, size, number))
+                self._wanted_values.append(expected.values[which])
+                self._wanted_sources.append(expected.sources[which])
+                count += len(which)
+        self._own = _places(own)
+        self._wanted = _places(wanted)
+
+    def look(self, lo: int, data: U8) -> None:
+        """Look at bytes from `lo` on of the data section.
+
+        Raises
+        ------
+        CorruptError
+            kind ``witness``: a value is not where the source's witness wants it.
+        """
+        what, values = _gathered(self._own, lo, data)
+        self._slots.append(what)
+        self._values.append(values)
+        what, values = _gathered(self._wanted, lo, data)
+        if len(what):
+            wanted = self._all_values[what]
+            wrong = (wanted != values).any(axis=1)
+            if wrong.any():
+                raise self._moved(what[wrong], len(what))
+            self.checked += len(what)
+
+    @property
+    def _all_values(self) -> U8:
+        if len(self._wanted_values) > 1:
+            self._wanted_values = [np.concatenate(self._wanted_values)]
+        return self._wanted_values[0]
+
+    def taken(self) -> tuple[bytes, bytes]:
+        """Return slots and values of the target's witness, as a part holds them."""
+        if not self._slots:
+            return b"", b""
+        slots = np.concatenate(self._slots).astype("<u4")
+        return slots.tobytes(), np.concatenate(self._values).tobytes()
+
+    def _moved(self, wrong: I64, checked: int) -> CorruptError:
+        sources = np.concatenate(self._wanted_sources)[wrong]
+        names = [self.names[s] for s in dict.fromkeys(sources.tolist())]
+        return CorruptError(
+            "values are not at the positions where they were saved",
+            kind="witness",
+            where=", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else ""),
+            wanted="the source's witness",
+            found=f"{len(wrong)} of {checked} values differ in this part of a file",
+            hint="one of the two layouts does not say what the source or the target is; nothing"
+            " was committed",
+        )
+
+
+def _places(found: Sequence[tuple[I64, int, I64]]) -> _Places:
+    empty = np.empty(0, dtype=np.int64)
+    at = np.concatenate([empty, *(f[0] for f in found)])
+    sizes = np.concatenate([empty, *(np.full(len(f[0]), f[1], dtype=np.int64) for f in found)])
+    what = np.concatenate([empty, *(f[2] for f in found)])
+    order = np.argsort(at, kind="stable")
+    return _Places(at[order], sizes[order], what[order])
+
+
+def _gathered(places: _Places, lo: int, data: U8) -> tuple[I64, U8]:
+    """Return what lies in a stretch, and its values."""
+    i, j = np.searchsorted(places.at, (lo, lo + len(data))).tolist()
+    at, sizes = places.at[i:j] - lo, places.itemsizes[i:j]
+    values = np.zeros((j - i, 8), dtype=np.uint8)
+    for size in np.unique(sizes).tolist():
+        mine = sizes == size
+        values[mine] = gather(data, size, at[mine] // size)
+    return places.what[i:j], values
+
+
+_Row = tuple[I64, U8, I64]
+
+
+def expect(composed: Composed) -> dict[int, Expected]:
+    """Return what must be found, by number of the link (which is that of the target tensor)."""
+    if composed.stock.witness is None:
+        return {}
+    plan, witness = composed.stock.witness
+    by_key = {link.key: n for n, link in enumerate(composed.links)}
+    rows: dict[int, list[_Row]] = {}
+    seen: set[TensorKey] = set()
+    for link in composed.links:
+        for key, tensor in link.sources.items():
+            if key not in seen:
+                seen.add(key)
+                for number, row in _tensor(composed, plan, witness, key, tensor.number, by_key):
+                    rows.setdefault(number, []).append(row)
+    return {number: _sorted(found) for number, found in rows.items()}
+
+
+def _tensor(
+    composed: Composed,
+    plan: WitnessPlan,
+    witness: Witness,
+    key: TensorKey,
+    source: int,
+    by_key: Mapping[TensorKey, int],
+) -> Iterator[tuple[int, _Row]]:
+    """Yield where the values of one source tensor must turn up."""
+    first, last = int(plan.starts[source]), int(plan.starts[source + 1])
+    present = np.flatnonzero(witness.present[first:last])
+    positions = plan.positions(source)[present]
+    values = witness.values[first:last][present]
+    form = composed.composition.source
+    rule = form.rules[key[0]]
+    numbers = dict(zip(rule.indexes, key[1], strict=True))
+    for found in find(rule.equation, numbers, positions, form.scope):
+        for target_rule, tags in composed.composition.givers.get(found.family, ()):
+            equation, scope = target_rule.equation, composed.composition.target.scope
+            placed = place(equation, tags, found.axes, scope)
+            which = found.which[placed.which]
+            columns = [placed.indexes[a] for a in target_rule.indexes]
+            for indexes, rows in by_indexes(columns, len(which)):
+                number = by_key.get((target_rule.number, indexes, key[2]))
+                if number is None:
+                    continue
+                change = composed.composition.values(rule, target_rule, key[2])
+                if change is not None and quantized(change.target) is not None:
+                    continue  # rounded to steps that the witness does not know
+                here = which[rows]
+                wanted = _wanted(
+                    composed, key, composed.links[number], change, values[here], positions[here]
+                )
+                sources = np.full(len(rows), source, dtype=np.int64)
+                yield number, (placed.positions[rows], wanted, sources)
+
+
+def by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...], I64]]:
+    """Yield the rows of each combination of numbers in names."""
+    if not count:
+        return
+    if not columns:
+        yield (), np.arange(count, dtype=np.int64)
+        return
+    table = np.stack(columns, axis=1)
+    unique, inverse = np.unique(table, axis=0, return_inverse=True)
+    for i, row in enumerate(unique.tolist()):
+        yield tuple(row), np.flatnonzero(inverse.reshape(-1) == i).astype(np.int64)
+
+
+def _wanted(
+    composed: Composed,
+    key: TensorKey,
+    link: Link,
+    change: Values | None,
+    values: U8,
+    positions: I64,
+) -> U8:
+    """Return witness values of a source tensor as they are in the target."""
+    stocked = link.sources[key]
+    if change is None or quantized(change.source) is None:
+        operation = change_of(stocked.dtype, link.dtype, change, stocked.name)
+        return changed(values, stocked.dtype, link.dtype, operation)
+    scaled = composed.dequantized(key, stocked, stocked.grid.piece(0))
+    raw = np.ascontiguousarray(values[:, : stocked.dtype.itemsize]).reshape(-1)
+    new = scaled.at(raw.view(stocked.dtype.numpy), positions, link.dtype.numpy)
+    return _rows(new, link.dtype)
+
+
+def _rows(values: NDArray[Any], dtype: DType) -> U8:
+    out = np.zeros((len(values), VALUE_BYTES), dtype=np.uint8)
+    out[:, : dtype.itemsize] = values.view(np.uint8).reshape(-1, dtype.itemsize)
+    return out
+
+
+def changed(values: U8, source: DType, target: DType, change: Linear | None) -> U8:
+    """Return witness values as they are in the target's type."""
+    if change is None:
+        return values
+    raw = np.ascontiguousarray(values[:, : source.itemsize]).reshape(-1).view(source.numpy)
+    new = np.empty(len(raw), dtype=target.numpy)
+    change.apply(new, raw)
+    return _rows(new, target)
+
+
+def _sorted(rows: list[_Row]) -> Expected:
+    positions = np.concatenate([r[0] for r in rows])
+    order = np.argsort(positions, kind="stable")
+    return Expected(
+        positions[order],
+        np.concatenate([r[1] for r in rows])[order],
+        np.concatenate([r[2] for r in rows])[order],
+    )

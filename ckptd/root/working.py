@@ -1,0 +1,140 @@
+"""Who is at work in a generation without ranks: one at a time, and the next takes over.
+
+A copy is written by one process, which may be killed and started again. The lease that it keeps on
+its unfinished checkpoint tells others that it lives, and keeps gc away from what it wrote so far.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+
+from ckptd.errors import ConflictError, RefusedError
+from ckptd.format.names import CommitName, lease_key
+from ckptd.format.records import Lease, encode_record
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.leases import LEASE_S, expired, leases
+
+__all__ = ["Working", "refuse_behind", "refuse_others"]
+
+_RENEW_S = LEASE_S / 6
+
+
+class Working:
+    """A process at work in a generation of its own. Thread-safe.
+
+    Attributes
+    ----------
+    generation
+        The generation.
+    work_id
+        Unique to this process's work.
+    """
+
+    def __init__(self, catalogue: Catalogue, generation: int, reason: str) -> None:
+        self.generation = generation
+        self.work_id = uuid.uuid4().hex
+        self._catalogue = catalogue
+        self._holder = f"{reason} {_place()}:{os.getpid()}"
+        self._lock = threading.Lock()
+        self._on: CommitName | None = None
+        self._renewed = 0.0
+
+    @staticmethod
+    def begin(catalogue: Catalogue, reason: str) -> Working:
+        """Take over the newest generation if it is one of this kind, else claim one.
+
+        Raises
+        ------
+        ConflictError
+            Kind ``at-work``: somebody else is at work in the newest generation.
+        """
+        newest = catalogue.newest_generation()
+        record = catalogue.generation(newest) if newest else None
+        if record is not None and record.reason == reason:
+            refuse_others(catalogue, newest, reason, "")
+        if record is None or record.reason != reason:
+            newest = catalogue.claim(catalogue.latest(), 0, reason).generation
+        working = Working(catalogue, newest, reason)
+        working.touch(CommitName(0, newest))
+        try:
+            # Two that took over at one moment both see each other: the smaller id goes on.
+            refuse_others(catalogue, newest, reason, working.work_id)
+        except ConflictError:
+            working.end()
+            raise
+        return working
+
+    def touch(self, name: CommitName) -> None:
+        """Say that work on `name` goes on; cheap when it was said lately."""
+        with self._lock:
+            now = time.time()
+            if name == self._on and now - self._renewed < _RENEW_S:
+                return
+            record = Lease(name.step, name.generation, now + LEASE_S, self._holder)
+            self._catalogue.store.put(lease_key(self.work_id), encode_record(record))
+            self._on, self._renewed = name, now
+
+    def end(self) -> None:
+        """Say that the work is over. Idempotent."""
+        self._catalogue.store.delete([lease_key(self.work_id)])
+
+
+def refuse_behind(catalogue: Catalogue, line: Sequence[CommitName], step: int) -> None:
+    """Raise `RefusedError` (kind ``behind``) unless `step` comes after a root's line."""
+    if line and line[-1].step >= step:
+        raise RefusedError(
+            f"the target has step {line[-1].step} already, and what is written must come after it",
+            kind="behind",
+            where=catalogue.store.url,
+            wanted=f"a step after {line[-1].step}",
+            found=f"step {step}",
+            hint="write older steps first, or into a root of their own",
+        )
+
+
+def refuse_others(catalogue: Catalogue, generation: int, reason: str, own: str) -> None:
+    """Raise when another process is at work, and, with `own`, goes first."""
+    for key, lease in leases(catalogue).items():
+        other = key.rpartition("/")[2].removesuffix(".json")
+        if lease.generation != generation or not lease.holder.startswith(f"{reason} "):
+            continue
+        if other == own or (own and other > own) or expired(lease, time.time()):
+            continue
+        if _is_dead(lease.holder):
+            catalogue.store.delete([key])
+            continue
+        raise ConflictError(
+            "another one is at work here",
+            kind="at-work",
+            where=catalogue.where(key),
+            found=f"{lease.holder}, generation {generation}",
+            hint="wait for it; if its machine is gone, remove that lease",
+        )
+
+
+def _place() -> str:
+    """Return the host and its process namespace: elsewhere a process id means another process."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"{socket.gethostname()}/{namespace}"
+
+
+def _is_dead(holder: str) -> bool:
+    """Tell whether the holder was a process of this very place that is no more."""
+    place, _, pid = holder.rpartition(" ")[2].rpartition(":")
+    if place != _place() or not pid.isdecimal():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:
+        pass
+    return False

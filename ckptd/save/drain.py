@@ -1,0 +1,462 @@
+"""One attempt of one rank, from slot to part; and, for the committer, to the commit.
+
+This is the code that runs outside the trainer. It holds no torch and no loop: `ckptd.save.writer`
+brings the loop, the process and the channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd import events
+from ckptd.errors import CkptdError, SaveError
+from ckptd.format.container import build_header
+from ckptd.format.digest import digest_hex
+from ckptd.format.manifest import FileEntry
+from ckptd.format.names import digests_key, file_key, part_key, ranked_chunk_name, whole_name
+from ckptd.root.spans import saving, saving_file
+from ckptd.save.commit import blob_key
+from ckptd.save.dedup import Search, Unchanged
+from ckptd.save.digester import Digester, digest_chunks
+from ckptd.save.messages import Blob, Part, Save, Sealed
+from ckptd.save.rankplan import RankPlan
+from ckptd.save.unchanged import Base, Refer, after, digest_table, refers, same_as
+from ckptd.store.base import Store
+from ckptd.types import DTYPES
+
+__all__ = [
+    "DataFile",
+    "FileResult",
+    "Packed",
+    "RankPlan",
+    "data_file",
+    "drain",
+    "put_blobs",
+    "write_file",
+]
+
+
+SLICE_BYTES = 8 << 20
+"""Bytes digested and written at a time; a multiple of the block and of the direct-I/O unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileResult:
+    """What the manifest needs to know of a written file, and the joined digests of its chunks."""
+
+    data_start: int
+    data_bytes: int
+    index: str
+    digests: bytes = b""
+
+
+class Packed:
+    """Ranges of a buffer as one data section; each slice is a copy of its own, page-aligned.
+
+    Parameters
+    ----------
+    ranges
+        ``(start, end)``, rising, not empty.
+    """
+
+    def __init__(self, data: memoryview, ranges: Sequence[tuple[int, int]]) -> None:
+        self._data = data
+        self._ranges = ranges
+        self._ends = list(accumulate(end - start for start, end in ranges))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, wanted: slice) -> memoryview:
+        start, end, _ = wanted.indices(len(self))
+        # Direct I/O wants aligned memory, and stores keep what they are given until the commit.
+        out = memoryview(mmap.mmap(-1, end - start))
+        at = bisect_right(self._ends, start)
+        done = 0
+        while start + done < end:
+            last = self._ranges[at][1]
+            here = last - (self._ends[at] - (start + done))
+            take = min(last - here, end - start - done)
+            out[done : done + take] = self._data[here : here + take]
+            done, at = done + take, at + 1
+        return out
+
+
+def write_file(
+    store: Store,
+    key: str,
+    header: bytes,
+    data: memoryview | Packed,
+    ends: Sequence[int],
+    wait: Callable[[int], None],
+    progress: Callable[[int], None],
+) -> FileResult:
+    """Write header and data front to back, then the digest index; durable on return.
+
+    Digesting runs one slice ahead of writing in another thread, both release the interpreter
+    lock, so the digest costs nothing while the disk is the limit.
+
+    Parameters
+    ----------
+    header
+        Padded header; its length is a multiple of 4096.
+    data
+        The data section, which may still be filling up.
+    ends
+        End of each chunk in `data`, rising.
+    wait
+        Called with an offset; returns when the data before it is in place, or raises.
+    progress
+        Called with the bytes written so far.
+
+    Raises
+    ------
+    StoreError, ConflictError
+        As the store says. The file is removed as far as that is possible.
+    """
+    with saving_file(store, key):
+        digester = Digester(ends)
+        _write_data(store, key, header, data, digester, wait, progress)
+        index = digester.index()
+        raw = index.encode()
+        store.put(digests_key(key), raw)
+    return FileResult(len(header), len(data), digest_hex(raw), index.chunks)
+
+
+def _write_data(
+    store: Store,
+    key: str,
+    header: bytes,
+    data: memoryview | Packed,
+    digester: Digester,
+    wait: Callable[[int], None],
+    progress: Callable[[int], None],
+) -> None:
+    digesting, writing = events.Activity("digest"), events.Activity("write")
+    error: BaseException | None = None
+    try:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="ckptd-digest") as pool,
+            store.writer(key, len(header) + len(data)) as writer,
+        ):
+            ahead = _slices(pool, digester, digesting, data, wait)
+            with writing.piece(len(header)):
+                writer.write(_aligned(header))
+            for part, end, done in ahead:
+                with writing.piece(len(part)):
+                    writer.write(part)
+                done.result()
+                progress(end)
+            with events.span("sync"):
+                writer.commit()
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        digesting.emit(error)
+        writing.emit(error)
+
+
+def _slices(
+    pool: ThreadPoolExecutor,
+    digester: Digester,
+    digesting: events.Activity,
+    data: memoryview | Packed,
+    wait: Callable[[int], None],
+) -> Iterator[tuple[memoryview, int, Future[None]]]:
+    def digest(part: memoryview) -> None:
+        with digesting.piece(len(part)):
+            digester.update(part)
+
+    for start in range(0, len(data), SLICE_BYTES):
+        end = min(start + SLICE_BYTES, len(data))
+        wait(end)
+        part = data[start:end]
+        yield part, end, pool.submit(digest, part)
+
+
+def _aligned(header: bytes) -> memoryview:
+    """Copy the header into page-aligned memory, so that it does not break direct I/O."""
+    buffer = mmap.mmap(-1, len(header))
+    buffer[:] = header
+    return memoryview(buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """What a rank's whole data file is made of, besides the bytes.
+
+    Attributes
+    ----------
+    header
+        Padded; its length is where the data begins.
+    data_bytes
+        Length of the data section.
+    ends
+        End of each chunk in it, rising.
+    """
+
+    header: bytes
+    data_bytes: int
+    ends: tuple[int, ...]
+
+
+def data_file(
+    rank_plan: RankPlan, save: Save, same: NDArray[np.bool_] | None = None
+) -> DataFile | None:
+    """Return what the data file of a save is made of; None when the rank has nothing to write.
+
+    Parameters
+    ----------
+    same
+        The chunks of the plan that are left out.
+    """
+    entries, ends = list(rank_plan.entries), [c.end for c in rank_plan.chunks]
+    if same is not None:
+        left = np.flatnonzero(~same)
+        entries = [entries[i] for i in left]
+        ends = np.cumsum(rank_plan.sizes[left]).tolist()
+    if not entries and not save.extra:
+        return None
+    for e in save.extra:
+        name = ranked_chunk_name(e.name, rank_plan.rank) if e.on_change else whole_name(e.name)
+        entries.append((name, DTYPES["uint8"], (e.nbytes,)))
+        ends.append((ends[-1] if ends else 0) + e.nbytes)
+    metadata = {
+        "format": "pt",
+        "ckptd": f"step {save.step} generation {save.generation} rank {rank_plan.rank}",
+    }
+    header, data_bytes = build_header(entries, metadata)
+    return DataFile(header, data_bytes, tuple(ends))
+
+
+def drain(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wait: Callable[[int, float], None],
+    sealed: Callable[[float], Sealed],
+    progress: Callable[[int, int], None],
+    unchanged: Unchanged | None = None,
+    root: str = "",
+) -> None:
+    """Write this rank's bytes and report its part; both are durable on return.
+
+    Parameters
+    ----------
+    data
+        The slot, at least as long as what this rank writes.
+    wait
+        ``wait(nbytes, timeout_s)`` returns when that many bytes are staged, or raises.
+    sealed
+        ``sealed(timeout_s)`` returns what was said when the snapshot was whole, or raises.
+    progress
+        Called with bytes written and bytes in all.
+    unchanged
+        Finds what need not be written again; None: everything is.
+    root
+        See `Part`.
+
+    A failure is reported as a part as well, when the store still takes it, so that the committer
+    learns of it at once and not by a deadline.
+
+    Raises
+    ------
+    SaveError, StoreError
+        What went wrong.
+    """
+    limit = time.monotonic() + save.timeout_s
+
+    def left() -> float:
+        return max(1.0, limit - time.monotonic())
+
+    @cache
+    def whole() -> Sealed:
+        # The leader's tables go out while the last bytes are written: others then find them.
+        seal = sealed(left())
+        put_blobs(store, save, seal.blobs, leaders=True)
+        return seal
+
+    try:
+        wrote = _write(
+            store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress, unchanged
+        )
+        result, seal = wrote.file, whole()
+        slots, values = rank_plan.witness(data)
+        put_blobs(store, save, seal.blobs, leaders=False)
+        part = Part(
+            rank=rank_plan.rank,
+            plan=save.plan,
+            data_start=result.data_start,
+            data_bytes=result.data_bytes,
+            index=result.index,
+            extra=save.extra,
+            objects=save.objects,
+            replicas=seal.replicas,
+            slots=slots,
+            values=values,
+            metadata=save.metadata,
+            base=wrote.base,
+            refers=wrote.refers,
+            seeks=unchanged is not None and unchanged.seeks(rank_plan),
+            root=root,
+        )
+    except CkptdError as error:
+        _give_up(store, rank_plan.rank, save, error)
+        raise
+    with saving(store, save.name, save.attempt, rank_plan.rank), events.span("part") as span:
+        span.referred = wrote.referred
+        store.put(part_key(save.folder, rank_plan.rank), part.encode())
+
+
+def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
+    """Tell the committer, and free the space: a full disk must not fill up with failed attempts.
+
+    Nobody can commit what is removed here, since this rank has not reported its part.
+    """
+    failed = Part(rank=rank, plan=save.plan, error=error.to_dict())
+    file = file_key(save.folder, rank)
+    with contextlib.suppress(CkptdError):  # the caller hears the first error, the cause
+        store.delete([file, digests_key(file)])
+    with contextlib.suppress(CkptdError):
+        store.put(part_key(save.folder, rank), failed.encode())
+
+
+def put_blobs(store: Store, save: Save, blobs: Sequence[Blob], *, leaders: bool) -> None:
+    """Store the bodies that parts refer to: the group leader's, or those that are not there yet."""
+    for blob in blobs:
+        key = blob_key(save.folder, blob.digest)
+        if blob.leader == leaders and (leaders or not store.exists(key)):
+            store.put(key, blob.body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrote:
+    """A rank's own file, and what lies elsewhere: `referred` bytes of it."""
+
+    file: FileResult
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    referred: int = 0
+
+
+def _write(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wait: Callable[[int], None],
+    whole: Callable[[], Sealed],
+    progress: Callable[[int, int], None],
+    unchanged: Unchanged | None,
+) -> _Wrote:
+    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
+    if len(data) < total:
+        raise SaveError("the slot is too small", kind="internal", wanted=total)
+    data = data[:total]
+
+    def wait_for(upto: int) -> None:
+        wait(upto)
+        if upto == total:
+            whole()
+
+    with saving(store, save.name, save.attempt, rank_plan.rank):
+        search = None if unchanged is None else unchanged.begin(save, rank_plan, lambda: wait(0))
+        if unchanged is None or search is None:
+            result = _write_own(store, rank_plan, save, data, wait_for, progress)
+            if unchanged is not None and result.data_start:
+                table = digest_table(result.digests)[: len(rank_plan.chunks)]
+                unchanged.wrote(save, after(save.plan, _entry(rank_plan, save, result), table))
+            return _Wrote(result)
+        return _write_changed(store, rank_plan, save, data, wait_for, progress, unchanged, search)
+
+
+def _write_changed(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wait: Callable[[int], None],
+    progress: Callable[[int, int], None],
+    unchanged: Unchanged,
+    search: Search,
+) -> _Wrote:
+    """Digest everything as it is staged, and write what the search does not find."""
+    digesting = events.Activity("digest")
+    table = digest_chunks(data, rank_plan.chunks, wait, digesting)
+    wait(len(data))
+    digesting.emit()
+    held = search.held
+    same = same_as(held, table, rank_plan.sizes, search.folders)
+    referred = int(rank_plan.sizes[same].sum())
+    unchanged.found(referred, len(data))
+    result = _write_own(store, rank_plan, save, data, wait, progress, same if referred else None)
+    entry = _entry(rank_plan, save, result)
+    if not referred:
+        unchanged.wrote(save, after(save.plan, entry, table))
+        return _Wrote(result)
+    unchanged.wrote(save, after(save.plan, entry, table, held, same))
+    return _Wrote(result, search.base, refers(held, same), referred)
+
+
+def _write_own(
+    store: Store,
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wait: Callable[[int], None],
+    progress: Callable[[int, int], None],
+    same: NDArray[np.bool_] | None = None,
+) -> FileResult:
+    file = data_file(rank_plan, save, same)
+    if file is None:
+        return FileResult(0, 0, "")
+    source: memoryview | Packed = data
+    if same is not None:
+        source = Packed(data, _ranges(rank_plan, same, len(data)))
+        wait = _no_wait  # the search has seen all of it
+    elsewhere = len(data) - file.data_bytes
+    result = write_file(
+        store,
+        file_key(save.folder, rank_plan.rank),
+        file.header,
+        source,
+        file.ends,
+        wait,
+        lambda done: progress(done + elsewhere, len(data)),
+    )
+    store.sync(save.folder)
+    return result
+
+
+def _no_wait(upto: int) -> None:
+    pass
+
+
+def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tuple[int, int]]:
+    """Return the byte ranges that are written: of changed chunks, and of what is not the plan's."""
+    out: list[tuple[int, int]] = []
+    pieces = [(c.start, c.end) for c, s in zip(rank_plan.chunks, same, strict=True) if not s]
+    for start, end in [*pieces, (rank_plan.data_bytes, total)]:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], end)
+        elif end > start:
+            out.append((start, end))
+    return out
+
+
+def _entry(rank_plan: RankPlan, save: Save, result: FileResult) -> FileEntry:
+    key = file_key(save.folder, rank_plan.rank)
+    return FileEntry(key, rank_plan.rank, result.data_start, result.data_bytes, result.index)

@@ -1,0 +1,536 @@
+"""Messages between a trainer and the process that writes for it, and what ranks report.
+
+Everything is msgpack of typed structs: nothing that arrives is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Any
+
+import msgspec
+
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import CorruptError, DeadlineError, WorkerError
+from ckptd.events.event import AnyEvent
+from ckptd.format.digest import DIGEST_BYTES, digest
+from ckptd.format.manifest import ObjectEntry
+from ckptd.format.names import CommitName, data_folder
+from ckptd.root.policy import Keep
+from ckptd.runtime.channel import SocketChannel
+from ckptd.save.peers import MOST_TOLD, KnownNode
+from ckptd.save.structure import SavePlan
+from ckptd.save.tiers import TierSpec
+from ckptd.save.unchanged import Base, Refer
+from ckptd.store import StoreSpec
+
+__all__ = [
+    "Abort",
+    "AgentStatus",
+    "AskEnd",
+    "AskStatus",
+    "Blob",
+    "Committed",
+    "Complete",
+    "Extra",
+    "Failed",
+    "Freed",
+    "Happened",
+    "Hello",
+    "KeptSnapshot",
+    "Leave",
+    "Lost",
+    "NearFailed",
+    "Neighbours",
+    "Part",
+    "Partner",
+    "Progress",
+    "Reached",
+    "Ready",
+    "Request",
+    "Response",
+    "Save",
+    "Sealed",
+    "Segment",
+    "SetPlan",
+    "Stop",
+    "Warned",
+    "Written",
+    "visit",
+]
+
+
+ANSWER_S = 10.0
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """First message of a visitor: tell me what you hold."""
+
+
+class AskEnd(msgspec.Struct, frozen=True, tag=True):
+    """First message of a visitor: end when your trainers have ended.
+
+    Attributes
+    ----------
+    now
+        Or without waiting for them: they find no agent at their next save, and start another.
+    """
+
+    now: bool = False
+
+
+class KeptSnapshot(msgspec.Struct, frozen=True):
+    """An attempt of which shares lie in the memory of an agent.
+
+    Attributes
+    ----------
+    ranks, guests
+        Whose shares: ranks of this node, and of the node whose peer tier this memory is.
+    world
+        Ranks of the job that saved it; 0 before that is known.
+    bytes
+        Of all that lies here.
+    whole
+        All ranks' shares lie here.
+    complete
+        Near tiers of which the agent knows that every rank's share is there, on whichever node.
+    """
+
+    step: int
+    generation: int
+    attempt: str
+    ranks: tuple[int, ...]
+    guests: tuple[int, ...]
+    world: int
+    bytes: int
+    whole: bool
+    complete: tuple[str, ...]
+
+
+class AgentStatus(msgspec.Struct, frozen=True):
+    """The answer to a visitor.
+
+    Attributes
+    ----------
+    job, node, socket, pid
+        Whose agent it is, and where.
+    ranks
+        Of the trainers that are connected.
+    snapshots
+        In memory, oldest first.
+    folder
+        URL of the local tier; None without one.
+    ends_in_s
+        When it ends if nobody comes, in seconds; None while trainers are connected, and for one
+        that stays until a signal.
+    ending
+        It was asked to end when its trainers have ended.
+    """
+
+    job: str
+    node: str
+    socket: str
+    pid: int
+    ranks: tuple[int, ...]
+    snapshots: tuple[KeptSnapshot, ...]
+    folder: str | None
+    ends_in_s: float | None
+    ending: bool
+
+
+def visit(
+    sock: socket.socket, message: AskStatus | AskEnd, timeout_s: float = ANSWER_S
+) -> AgentStatus:
+    """Ask an agent over a fresh connection, which is closed afterwards.
+
+    Raises
+    ------
+    WorkerError
+        It went away, or is of another version.
+    DeadlineError
+        kind ``agent``: it does not answer within `timeout_s`.
+    """
+    channel = SocketChannel(sock, AgentStatus)
+    try:
+        channel.send(message)
+        item = channel.receive(timeout_s)
+    except (EOFError, msgspec.MsgspecError) as error:
+        raise WorkerError("the agent gives no answer", found=str(error)) from error
+    finally:
+        channel.close()
+    if item is None:
+        raise DeadlineError(
+            "the agent does not answer", kind="agent", wanted=f"within {timeout_s:.0f} s"
+        )
+    status: AgentStatus = item[0]
+    return status
+
+
+class Extra(msgspec.Struct, frozen=True):
+    """A chunk whose size only its rank knows: an encoded object.
+
+    `on_change` is the declared behaviour of a per-rank value; empty for a replicated object that
+    is too large for the manifest.
+    """
+
+    name: str
+    nbytes: int
+    on_change: str = ""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message: where to write, and who is asking.
+
+    Attributes
+    ----------
+    tiers
+        The near tiers, nearest first; only a node's agent keeps any.
+    linger_s
+        How long the agent keeps snapshots for the next life when this trainer dies, in seconds.
+    bind
+        Address on which the agents of other nodes reach this one's; empty: none does.
+    key
+        What the agent is to ask of other nodes, hexadecimal, derived from the job's secret; empty
+        where the job has none: the agent then draws one, and says it in `Ready`.
+    """
+
+    store: StoreSpec
+    rank: int
+    world: int
+    tiers: tuple[TierSpec, ...] = ()
+    linger_s: float = 0.0
+    bind: str = ""
+    key: str = ""
+
+
+class Partner(msgspec.Struct, frozen=True, tag=True):
+    """Whose memory the peer tier is, and the key that opens it, hexadecimal.
+
+    Empty where no other node is there: what an earlier generation said holds no more.
+    """
+
+    url: str
+    secret: str
+
+
+_Known = Annotated[tuple[KnownNode, ...], msgspec.Meta(max_length=MOST_TOLD)]
+
+
+class Neighbours(msgspec.Struct, frozen=True, tag=True):
+    """Nodes of which the agent tells the trainers that come next, instead of those it knew."""
+
+    nodes: _Known
+
+
+class Complete(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of the job has its share of a snapshot on a tier: older ones may go."""
+
+    tier: str
+    step: int
+    generation: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A snapshot will never be complete on a tier: what came of it there may go."""
+
+    tier: str
+    step: int
+    generation: int
+
+
+class Segment(msgspec.Struct, frozen=True, tag=True):
+    """A new slot of `nbytes` bytes; its descriptor travels beside this message."""
+
+    slot: int
+    nbytes: int
+
+
+class SetPlan(msgspec.Struct, frozen=True, tag=True):
+    """The plan that later saves name by digest."""
+
+    plan: SavePlan
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """What a part refers to by digest, written once however many ranks agree on it."""
+
+    digest: str
+    body: bytes
+    leader: bool
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write one attempt; a counter in its slot of the arena tells how far the copying is.
+
+    Attributes
+    ----------
+    slot
+        Number of the slot.
+    timeout_s
+        From the last byte written to the commit.
+    near
+        The near tiers it goes to, nearest first.
+    root
+        Whether it goes to the root, and is committed there.
+    refer
+        Whether chunks that did not change may be referred to instead of written to the root.
+    root_id, claim_id
+        Of the root and of the generation's claim that this save is for: nothing is written to
+        another root at the same place, and nothing committed under another claim. Empty: unknown.
+    again
+        Whether a writing process that died had it before: then its part may be at the root.
+    """
+
+    job: int
+    step: int
+    generation: int
+    attempt: str
+    plan: str
+    extra: tuple[Extra, ...]
+    objects: tuple[ObjectEntry, ...]
+    metadata: dict[str, Any]
+    keep: Keep | None
+    timeout_s: float
+    slot: int = 0
+    near: tuple[str, ...] = ()
+    root: bool = True
+    refer: bool = True
+    root_id: str = ""
+    claim_id: str = ""
+    again: bool = False
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint that this would become."""
+        return CommitName(self.step, self.generation)
+
+    @property
+    def folder(self) -> str:
+        """Data folder of this attempt."""
+        return data_folder(self.name, self.attempt)
+
+
+class Sealed(msgspec.Struct, frozen=True, tag=True):
+    """The snapshot of a job is whole: all of it is copied, and nothing was mutated meanwhile.
+
+    Attributes
+    ----------
+    replicas
+        ``(group, digest)``: sampled digests of what this rank holds in common with others; ranks
+        that name one group must agree on its digest.
+    blobs
+        The tables behind the digests.
+    """
+
+    job: int
+    replicas: tuple[tuple[str, str], ...] = ()
+    blobs: tuple[Blob, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Give job up: another rank failed."""
+
+    job: int
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The trainer goes on in another generation, with another connection, soon.
+
+    Attributes
+    ----------
+    at
+        When it said so, by `time.monotonic`: it may have come back before this is heard.
+    """
+
+    at: float
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Finish what is staged, then end."""
+
+
+Request = (
+    Hello
+    | Leave
+    | Segment
+    | SetPlan
+    | Save
+    | Sealed
+    | Abort
+    | Stop
+    | Partner
+    | Neighbours
+    | Complete
+    | Lost
+    | AskStatus
+    | AskEnd
+)
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The worker has opened its store.
+
+    Attributes
+    ----------
+    here
+        Where trainers of this node read what its agent keeps in memory: a URL.
+    memory, local
+        Where other nodes read that, and what is in the node's folder: URLs, or empty.
+    secret
+        For both; empty where it is the `key` that the trainer gave.
+    pid_space
+        Whose numbers `pid` is of: an agent in another container counts otherwise.
+    neighbours
+        Nodes of the life before, as its trainers told them; None: an agent of a version that
+        takes no `Neighbours` and would end at one.
+    """
+
+    pid: int
+    here: str = ""
+    memory: str = ""
+    local: str = ""
+    secret: str = ""
+    pid_space: str = ""
+    neighbours: _Known | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of a job that are written."""
+
+    job: int
+    done: int
+    total: int
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The rank's bytes are durable on the root, and reported."""
+
+    job: int
+
+
+class Freed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing reads the job's slot any more."""
+
+    job: int
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """The share of this rank is on a near tier."""
+
+    job: int
+    tier: str
+
+
+class NearFailed(msgspec.Struct, frozen=True, tag=True):
+    """The share of this rank will not be on a near tier; `error` is `CkptdError.to_dict`."""
+
+    job: int
+    tier: str
+    error: dict[str, str | None]
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint exists."""
+
+    job: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The save failed; `error` is `CkptdError.to_dict`."""
+
+    job: int
+    error: dict[str, str | None]
+
+
+class Warned(msgspec.Struct, frozen=True, tag=True):
+    """Something after the commit went wrong (retention); the checkpoint is fine."""
+
+    job: int
+    error: dict[str, str | None]
+
+
+class Happened(msgspec.Struct, frozen=True, tag=True):
+    """Something that metrics count happened in the writing process."""
+
+    event: AnyEvent
+
+
+Response = (
+    Ready
+    | Progress
+    | Written
+    | Freed
+    | Reached
+    | NearFailed
+    | Committed
+    | Failed
+    | Warned
+    | Happened
+)
+
+# Now, and not by the first channel, in whichever thread that is opened.
+msgpack_decoder(Request)
+msgpack_decoder(Response)
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one rank reports of an attempt; kept below ``parts/`` until the commit.
+
+    Attributes
+    ----------
+    data_start, data_bytes, index
+        As in `ckptd.format.manifest.FileEntry`.
+    objects
+        Replicated objects; only from the lowest rank of each group of alike ranks.
+    slots, values
+        Witness slots this rank could see (uint32) and their values (8 bytes each).
+    metadata
+        The user's; rank 0's counts, whoever commits.
+    base, refers
+        The checkpoint whose chunks are referred to, and which of them.
+    root
+        Of which root it is, on near tiers: folders are used again, and roots are made anew.
+    seeks
+        Whether this rank will look for unchanged chunks at its next save.
+    error
+        Why this rank failed, instead of all the rest.
+    """
+
+    rank: int
+    plan: str
+    data_start: int = 0
+    data_bytes: int = 0
+    index: str = ""
+    extra: tuple[Extra, ...] = ()
+    objects: tuple[ObjectEntry, ...] = ()
+    replicas: tuple[tuple[str, str], ...] = ()
+    slots: bytes = b""
+    values: bytes = b""
+    metadata: dict[str, Any] = {}
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    seeks: bool = False
+    root: str = ""
+    error: dict[str, str | None] | None = None
+
+    def encode(self) -> bytes:
+        """Return msgpack and its digest: nobody else vouches for what a part says."""
+        raw = msgspec.msgpack.encode(self)
+        return raw + digest(raw)
+
+    @staticmethod
+    def decode(raw: bytes, where: str) -> Part:
+        """Invert `encode`; anything else is a `CorruptError`."""
+        body = memoryview(raw)[:-DIGEST_BYTES]
+        if raw[-DIGEST_BYTES:] != digest(body):
+            raise CorruptError("a part is not what was written", kind="digest", where=where)
+        try:
+            return _parts.decode(body)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise CorruptError(
+                "not a part", kind="bad-record", where=where, found=str(error)[:200]
+            ) from None
+
+
+_parts = msgpack_decoder(Part)

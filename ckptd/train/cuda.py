@@ -1,0 +1,644 @@
+"""What one snapshot has on CUDA devices: clones, lanes, and what is looked at there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from ckptd.errors import UsageError
+from ckptd.save.arena import Slot
+from ckptd.train.feed import Feed, Group, Mark, Unit, grouped
+from ckptd.train.replicas import Samples, digest_of_sample, sampled_ranges
+from ckptd.train.state.tensors import as_bytes
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Buffers",
+    "CudaCopies",
+    "CudaLane",
+    "CudaSnapshot",
+    "DeviceSamples",
+    "OnDevice",
+    "Pins",
+    "Unchanged",
+    "cloned",
+    "device_bytes",
+    "is_capturing",
+    "lane_groups",
+    "refuse_capture",
+]
+
+
+_log = logging.getLogger("ckptd")
+PORTABLE = 1
+"""cudaHostRegisterPortable: locked for every device, not only for the current one."""
+
+
+class _Pin:
+    """One locked slot; unlocks it when the slot is closed and nothing is copied to it any more."""
+
+    _left: ClassVar[set[_Pin]] = set()
+    """Slots that were closed while a device still copied to them."""
+
+    def __init__(self, slot: Slot, address: int) -> None:
+        self.nbytes = slot.nbytes
+        self._address = address
+        self._slot = weakref.ref(slot)
+        self._users = 0
+        self._mapped: object = None
+        self._lock = threading.Lock()
+
+    def use(self, more: int) -> None:
+        """Count who copies; the last one unlocks a slot that was closed meanwhile."""
+        with self._lock:
+            self._users += more
+            if not self._users and self in self._left:
+                self._left.discard(self)
+                self._unlock()
+                self._mapped = None
+
+    def release(self) -> None:
+        """Unlock the slot, which is about to be closed, as soon as nothing is copied to it."""
+        with self._lock:
+            if not self._users:
+                self._unlock()
+                return
+            # To unlock it now would wait for a device that hangs. What is locked stays mapped:
+            # other memory at its address would be taken for it, and could not be locked itself.
+            slot = self._slot()
+            self._mapped = None if slot is None else np.frombuffer(slot.data, dtype=np.uint8)
+            self._left.add(self)
+
+    def _unlock(self) -> None:
+        status = int(torch.cuda.cudart().cudaHostUnregister(self._address))
+        self.nbytes = 0
+        if status:
+            _clear_error()
+            _log.warning("CUDA did not unlock a slot: error %d", status)
+
+
+class Pins:
+    """Locks slots, once each.
+
+    Parameters
+    ----------
+    budget
+        Bytes that may be locked at a time; None is three quarters of the machine's memory.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self._budget = budget
+        self._known: weakref.WeakKeyDictionary[Slot, _Pin | None] = weakref.WeakKeyDictionary()
+
+    @property
+    def locked(self) -> int:
+        """Bytes that are locked now."""
+        return sum(p.nbytes for p in self._known.values() if p is not None)
+
+    def lock(self, slot: Slot) -> bool:
+        """Lock a slot unless it is already; False where that cannot be had, which is logged."""
+        if slot not in self._known:
+            pin = self._known[slot] = self._register(slot)
+            if pin is not None:
+                slot.before_close = pin.release
+        return self._known[slot] is not None
+
+    def use(self, slot: Slot, more: int) -> None:
+        """Count who copies to a locked slot: `more` is 1 or -1."""
+        pin = self._known.get(slot)
+        if pin is not None:
+            pin.use(more)
+
+    def _register(self, slot: Slot) -> _Pin | None:
+        if not slot.nbytes:
+            return None
+        if self._budget is None:
+            self._budget = 3 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        if self.locked + slot.nbytes > self._budget:
+            why = f"more than {self._budget / 1e9:.1f} GB would be locked"
+        else:
+            address = np.frombuffer(slot.data, dtype=np.uint8).ctypes.data
+            cudart = torch.cuda.cudart()
+            status = int(cudart.cudaHostRegister(address, slot.nbytes, PORTABLE))
+            if not status:
+                return _Pin(slot, address)
+            _clear_error()
+            why = f"CUDA error {status}"
+        _log.warning(
+            "%.2f GB for snapshots cannot be page-locked (%s): copies go through a small buffer, "
+            "and optimizers' steps wait for them",
+            slot.nbytes / 1e9,
+            why,
+        )
+        return None
+
+
+def _clear_error() -> None:
+    """Take back what a refused call leaves behind: torch would blame the next kernel for it."""
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        _log.debug("taken back after a refused call: %s", error)
+
+
+CHUNK_BYTES = 32 << 20
+"""Of one group: 0.6 ms of a link of 50 GB/s."""
+IN_FLIGHT = 4
+"""Groups that wait for the link at a time: what else wants it waits no longer than for these."""
+MOST_UNITS = 128
+CLONE_ALWAYS = 64 << 20
+"""Bytes that are cloned on the device without asking how much of it is free."""
+
+
+def device_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor as a flat tensor on its device; a copy where it has to be."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+class Buffers:
+    """Page-locked buffers of `CHUNK_BYTES`, in place of a slot that is not.
+
+    Attributes
+    ----------
+    count
+        How many there are; 0 where nothing can be page-locked.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[torch.Tensor] = []
+        try:
+            self._idle += [_buffer() for _ in range(IN_FLIGHT)]
+        except RuntimeError as error:
+            _log.warning("no page-locked memory at all: each copy waits (%s)", error)
+        self.count = len(self._idle)
+
+    def take(self) -> torch.Tensor:
+        """Return one that is idle; a new one where a save that failed has kept some."""
+        return self._idle.pop() if self._idle else _buffer()
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take one back."""
+        self._idle.append(buffer)
+
+
+def _buffer() -> torch.Tensor:
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(slots=True)
+class _Copied:
+    """A group behind an event; `after` carries it on, on the host."""
+
+    event: torch.cuda.Event
+    after: Callable[[], None] | None = None
+
+    def done(self) -> bool:
+        """See `Mark`."""
+        if not self.event.query():
+            return False
+        if self.after is not None:
+            self.after()
+            self.after = None
+        return True
+
+
+class CudaLane:
+    """The copies of one snapshot from one device. See `Lane`.
+
+    Parameters
+    ----------
+    device
+        Where the tensors are.
+    stream
+        What copies.
+    target
+        The slot's bytes.
+    source
+        Returns the live tensor, or its clone, of a unit.
+    buffers
+        In place of a slot that is not page-locked; None where it is. Where there are none, every
+        copy is waited for.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        target: torch.Tensor,
+        source: Callable[[Unit], torch.Tensor],
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.device = device
+        self._stream = stream
+        self._target = target
+        self._source = source
+        self._buffers = buffers
+        self._last: torch.cuda.Event | None = None
+        self.free = buffers is None
+        self.limit = IN_FLIGHT if buffers is None else max(1, buffers.count)
+
+    def begin(self) -> None:
+        """Let everything that is copied come after what the current stream holds by now."""
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+        self._stream.wait_event(ready)
+
+    def push(self, group: Group) -> Mark:
+        """See `Lane`."""
+        after = None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
+            if self._buffers is None:
+                for unit in group.units:
+                    part = device_bytes(self._source(unit))
+                    self._target[unit.start : unit.end].copy_(part, non_blocking=True)
+            elif self._buffers.count:
+                after = self._through(self._buffers, group.units)
+            else:
+                for unit in group.units:
+                    self._target[unit.start : unit.end].copy_(device_bytes(self._source(unit)))
+            if group.task is not None:
+                group.task()
+            self._last = torch.cuda.Event()
+            self._last.record(self._stream)
+        return _Copied(self._last, after)
+
+    def _through(self, buffers: Buffers, units: Sequence[Unit]) -> Callable[[], None]:
+        """Copy to a buffer; return what takes it from there to the slot."""
+        buffer = buffers.take()
+        runs = []
+        at = 0
+        for unit in units:
+            end = at + unit.end - unit.start
+            buffer[at:end].copy_(device_bytes(self._source(unit)), non_blocking=True)
+            runs.append((at, end, unit.start))
+            at = end
+
+        def carry() -> None:
+            for first, last, start in runs:
+                to = as_bytes(self._target[start : start + last - first])
+                np.copyto(to, as_bytes(buffer[first:last]))
+            buffers.give(buffer)
+
+        return carry
+
+    def order(self) -> None:
+        """Let what the current stream does from now on come after everything that is pushed."""
+        if self._last is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._last)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a small tensor to the host on the current stream; it is there when this is done."""
+        locked = self._buffers is None or self._buffers.count > 0
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=locked)
+        return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class CudaCopies:
+    """What the snapshots of one checkpointer share: a stream a device, page-locked memory.
+
+    Attributes
+    ----------
+    pins
+        Locks the slots.
+    """
+
+    pins: Pins = field(default_factory=Pins)
+    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+    _buffers: dict[torch.device, Buffers] = field(default_factory=dict)
+
+    def lanes(
+        self,
+        devices: Iterable[torch.device],
+        slot: Slot,
+        source: Callable[[Unit], torch.Tensor],
+    ) -> dict[torch.device, CudaLane]:
+        """Return a lane for each device; page-locks the slot the first time."""
+        slot.allocate()
+        locked = self.pins.lock(slot)
+        target = torch.from_numpy(np.frombuffer(slot.data, dtype=np.uint8))
+        found = {}
+        for device in devices:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            buffers = None if locked else self._buffers_of(device)
+            found[device] = CudaLane(device, self._streams[device], target, source, buffers)
+        return found
+
+    def _buffers_of(self, device: torch.device) -> Buffers:
+        if device not in self._buffers:
+            self._buffers[device] = Buffers()
+        return self._buffers[device]
+
+
+def lane_groups(lane: CudaLane, units: Iterable[Unit]) -> list[Group]:
+    """Return the groups in which a lane gets these units."""
+    return list(grouped(lane, units, CHUNK_BYTES, MOST_UNITS))
+
+
+def cloned(parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Clone tensors of one device on its current stream; None where memory does not allow it.
+
+    Notes
+    -----
+    The clones may be freed once the host has seen their copies done: a stream that gets the
+    memory next cannot be ahead of that.
+    """
+    nbytes = sum(p.numel() * p.element_size() for p in parts)
+    if nbytes > CLONE_ALWAYS and nbytes > _free_bytes(parts[0].device) // 2:
+        return None
+    try:
+        return [p.clone(memory_format=torch.contiguous_format) for p in parts]
+    except torch.OutOfMemoryError:
+        _log.info("no device memory to clone %.2f GB: save waits for their copies", nbytes / 1e9)
+        return None
+
+
+def _free_bytes(device: torch.device) -> int:
+    free: int = torch.cuda.mem_get_info(device)[0]
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + idle
+
+
+def refuse_capture() -> None:
+    """Raise where the current stream is being captured into a CUDA graph.
+
+    Raises
+    ------
+    UsageError
+        kind ``capturing``.
+    """
+    if is_capturing():
+        raise UsageError(
+            "a save cannot be part of a CUDA graph: a replay would copy, and tell nobody",
+            kind="capturing",
+            wanted="save() outside torch.cuda.graph()",
+            hint="save between replays, and call before_mutation() before the next one",
+        )
+
+
+def is_capturing() -> bool:
+    """Tell whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+MOST_WATCHED = 64
+WATCHED_BYTES = 256
+
+
+class DeviceSamples:
+    """The bytes that `replicas.sample_digest` digests, of tensors on one device."""
+
+    def __init__(self) -> None:
+        self._of: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        self._taken: list[torch.Tensor] = []
+        self._host: torch.Tensor | None = None
+
+    def take(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Take the samples of ``(tensor, its local part)`` on the current stream."""
+        parts = []
+        for tensor, local in tensors:
+            parts.append(_sample(device_bytes(local)))
+            self._of.append(tensor)
+            self._sizes.append(parts[-1].numel())
+        if parts:
+            self._taken.append(torch.cat(parts))
+
+    def fetch(self, lane: CudaLane) -> None:
+        """Bring to the host what was taken, on the current stream."""
+        if self._taken:
+            self._host = lane.fetch(torch.cat(self._taken))
+
+    def give(self, samples: Samples) -> None:
+        """Digest what was fetched, once that is done."""
+        if self._host is None:
+            return
+        raw = self._host.numpy()
+        at = 0
+        for tensor, size in zip(self._of, self._sizes, strict=True):
+            samples.put(tensor, digest_of_sample(raw[at : at + size]))
+            at += size
+
+
+def _sample(raw: torch.Tensor) -> torch.Tensor:
+    where = _indexes(raw.numel(), raw.device)
+    return raw if where is None else raw[where]
+
+
+@cache
+def _indexes(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    ranges = sampled_ranges(nbytes)
+    if ranges is None:
+        return None
+    starts, width = ranges
+    at = torch.tensor(starts)[:, None] + torch.arange(width)
+    return at.flatten().to(device)
+
+
+class Unchanged:
+    """Watches the first bytes of some tensors: a step that torch does not count changes nearly all.
+
+    Parameters
+    ----------
+    tensors
+        Local tensors on one device, by name, that may not change until they are copied. They are
+        looked at on the current stream.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        whole = {n: t for n, t in tensors.items() if t.is_contiguous() and t.numel()}
+        every = -(-len(whole) // MOST_WATCHED) or 1
+        self._watched = dict(list(whole.items())[::every])
+        self._before = self._look()
+        self._same: torch.Tensor | None = None
+
+    def _look(self) -> torch.Tensor | None:
+        parts = [device_bytes(t)[:WATCHED_BYTES] for t in self._watched.values()]
+        return torch.cat(parts) if parts else None
+
+    def look_again(self, lane: CudaLane) -> None:
+        """Compare, on the current stream: behind the copies, before anything may change."""
+        now = self._look()
+        if now is not None and self._before is not None:
+            self._same = lane.fetch(now == self._before)
+
+    def changed(self) -> list[str]:
+        """Return the names of what has changed, once that is fetched."""
+        if self._same is None:
+            return []
+        found = []
+        at = 0
+        for name, tensor in self._watched.items():
+            end = at + min(WATCHED_BYTES, tensor.numel() * tensor.element_size())
+            if not bool(self._same[at:end].all()):
+                found.append(name)
+            at = end
+        return found
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, and this rank's part of it."""
+
+
+@dataclass(slots=True)
+class OnDevice:
+    """What of a snapshot is on one device.
+
+    Attributes
+    ----------
+    early, late
+        Units of what may change once `save` has returned, and of what may not.
+    held
+        Local tensors that are copied late, by name.
+    common_early, common_late
+        What other ranks hold as well.
+    """
+
+    early: list[Unit] = field(default_factory=list)
+    late: list[Unit] = field(default_factory=list)
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+    common_early: list[Pair] = field(default_factory=list)
+    common_late: list[Pair] = field(default_factory=list)
+
+
+class CudaSnapshot:
+    """Begins the copies of one snapshot from all devices, without waiting.
+
+    What may change at once is cloned on the device first; where memory does not allow that, it is
+    copied before this returns. Groups for the rest are in `groups`.
+
+    Parameters
+    ----------
+    parts
+        What is on each device.
+    source
+        Returns the live tensor of a unit.
+    whole
+        Returns the live tensor of a copy step.
+    clone
+        False: nothing changes before everything is copied, so nothing needs a clone.
+
+    Attributes
+    ----------
+    groups
+        For a `Feed`, in the order in which lanes get them.
+    placed
+        Indexes of the units that are in place already.
+    """
+
+    def __init__(
+        self,
+        shared: CudaCopies,
+        slot: Slot,
+        parts: Mapping[torch.device, OnDevice],
+        source: Callable[[Unit], torch.Tensor],
+        whole: Callable[[int], torch.Tensor],
+        ends: Sequence[int],
+        *,
+        clone: bool,
+        timeout_s: float,
+    ) -> None:
+        self._shared = shared
+        self._slot = slot
+        self._clones: dict[int, torch.Tensor] = {}
+        self._live = source
+        self.groups: list[Group] = []
+        self.placed: list[int] = []
+        self._lanes = shared.lanes(parts, slot, self._source)
+        shared.pins.use(slot, 1)
+        self._samples = {device: DeviceSamples() for device in parts}
+        self._watches: list[Unchanged] = []
+        try:
+            for device, part in parts.items():
+                at_once = clone and not self._clone(part.early, whole)
+                self._begin(self._lanes[device], part, at_once, ends, timeout_s)
+        except BaseException:
+            self.release()
+            raise
+
+    def _clone(self, early: Sequence[Unit], whole: Callable[[int], torch.Tensor]) -> bool:
+        steps = list(dict.fromkeys(unit.step for unit in early))
+        clones = cloned([whole(step) for step in steps]) if steps else []
+        if clones is None:
+            return False
+        self._clones.update(zip(steps, clones, strict=True))
+        return True
+
+    def _source(self, unit: Unit) -> torch.Tensor:
+        clone = self._clones.get(unit.step)
+        if clone is None:
+            return self._live(unit)
+        for dim, size in enumerate(() if unit.part is None else unit.part.shape):
+            clone = clone.narrow(dim, unit.part.offset[dim] if unit.part else 0, size)
+        return clone
+
+    def _begin(
+        self,
+        lane: CudaLane,
+        part: OnDevice,
+        at_once: bool,
+        ends: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        samples = self._samples[lane.device]
+        samples.take(part.common_early)
+        watch = Unchanged(part.held)
+        self._watches.append(watch)
+        lane.begin()
+        early = lane_groups(lane, part.early)
+        if at_once:
+            Feed(ends, early, lambda front: None).run(timeout_s)
+            self.placed += [unit.index for unit in part.early]
+            early = []
+
+        def last() -> None:
+            watch.look_again(lane)
+            samples.fetch(lane)
+
+        self.groups += early
+        self.groups.append(Group(lane, (), lambda: samples.take(part.common_late)))
+        self.groups += lane_groups(lane, part.late)
+        self.groups.append(Group(lane, (), last))
+
+    def order(self) -> None:
+        """Let what the current streams do from now on come after everything that is pushed."""
+        for lane in list(self._lanes.values()):  # the copying thread lets go of them when it ends
+            lane.order()
+
+    @contextmanager
+    def devices(self) -> Iterator[None]:
+        """Make this thread ask nothing of a device that the snapshot has nothing on."""
+        with ExitStack() as stack:
+            for device in self._lanes:
+                stack.enter_context(torch.cuda.device(device))
+            yield
+
+    def changed(self) -> list[str]:
+        """Return what changed though torch did not count it, once everything is copied."""
+        return [name for watch in self._watches for name in watch.changed()]
+
+    def give(self, samples: Samples) -> None:
+        """Add the digests of what ranks hold in common, once everything is copied."""
+        for taken in self._samples.values():
+            taken.give(samples)
+
+    def release(self) -> None:
+        """Let go of clones and of the slot: nothing is under way any more."""
+        self._shared.pins.use(self._slot, -1)
+        self._clones.clear()
+        self._lanes.clear()
+        self.groups.clear()
+        self._watches.clear()
+        self._samples.clear()

@@ -1,0 +1,3 @@
+"""Where a job is in its data: batches, samples and random streams of any world."""
+
+from __future__ import annotations

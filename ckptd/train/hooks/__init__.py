@@ -1,0 +1,3 @@
+"""Communication hooks of DDP: canonical sums, robust aggregation."""
+
+from __future__ import annotations

@@ -1,0 +1,314 @@
+"""A state under a layout, for a save: rank-local tensors as parts of stored tensors.
+
+What a rank holds are cells of the stored tensors' grids, or ranges in cells; who writes each is
+said by the layout, with the work spread over replicas. Tensors that the layout does not name, and
+objects, are saved as without one; what follows a parameter gets the parameter's stored name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from ckptd.errors import MismatchError, UsageError
+from ckptd.format.filemap import ChunkRef
+from ckptd.format.manifest import GridEntry, Runs3
+from ckptd.layout.grid import strides_of
+from ckptd.layout.lay.local import LocalPiece
+from ckptd.layout.lay.modifiers import Replicas
+from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.stored import StoredTensor, local_cells
+from ckptd.layout.region import flat_regions
+from ckptd.save.structure import Holders, Shared, Structure
+from ckptd.save.structure import LocalTensor as Held
+from ckptd.train.copy import CopyStep, Window
+from ckptd.train.layout.binder import JobLayout
+from ckptd.train.layout.program import combined
+from ckptd.train.replicas import Samples
+from ckptd.train.state.leaves import Leaves, ObjectLeaf, TensorLeaf
+from ckptd.train.state.tensors import is_dtensor
+from ckptd.types import Box
+
+__all__ = ["LaidLeaves", "Part", "laid_leaves", "replica_tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a leaf has of a stored tensor.
+
+    Attributes
+    ----------
+    stored
+        The tensor.
+    leaf
+        The rank-local tensor or buffer.
+    piece
+        What lies in it.
+    """
+
+    stored: StoredTensor
+    leaf: TensorLeaf
+    piece: LocalPiece
+
+
+@dataclass(eq=False)
+class LaidLeaves:
+    """The leaves of a state, sorted by what the layout says of them.
+
+    Attributes
+    ----------
+    job
+        The layout.
+    leaves
+        What is saved as without a layout, by the names that it has in checkpoints.
+    parts
+        What lies in stored tensors, by their names.
+    followers
+        Numbers that follow a parameter: the parameter's rule and indexes by name in checkpoints.
+    """
+
+    job: JobLayout
+    leaves: Leaves
+    parts: dict[str, Part] = field(default_factory=dict)
+    followers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> Mapping[str, TensorLeaf]:
+        """The leaf that each tensor of the checkpoint is copied from, by its name there."""
+        return self.leaves.tensors | {n: p.leaf for n, p in self.parts.items()}
+
+    def structure(self, bare: Structure) -> Structure:
+        """Add the stored tensors to the structure of everything else."""
+        grids: dict[GridEntry, int] = {}
+        owners: dict[Runs3, int] = {}
+        tensors = []
+        for name, part in self.parts.items():
+            stored = part.stored
+            tensors.append(
+                Held(
+                    name,
+                    part.leaf.dtype,
+                    stored.shape,
+                    grid=grids.setdefault(GridEntry.of(stored.grid), len(grids)),
+                    owners=owners.setdefault(stored.owners.runs, len(owners)),
+                    base=stored.base + self.job.writers.shift(stored),
+                )
+            )
+        return msgspec.structs.replace(
+            bare,
+            tensors=(*bare.tensors, *tensors),
+            grids=tuple(grids),
+            owners=tuple(owners),
+            lay=self.job.kept,
+        )
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def steps(self, name: str, chunk: ChunkRef) -> Iterator[CopyStep] | None:
+        """Return the copies of one chunk of a stored tensor; None for other tensors."""
+        part = self.parts.get(name)
+        return None if part is None else self._steps(name, part, chunk)
+
+    def _steps(self, name: str, part: Part, chunk: ChunkRef) -> Iterator[CopyStep]:
+        rule = self.job.form.rules[part.stored.rule]
+        who = rule.who(self.job.coordinates)
+        place = self._cells(rule)[chunk.piece.box.offset]
+        shape = rule.local_shape(who)
+        flat = self.job.form.packing.flat_of(rule.number, part.stored.indexes, part.stored.state)
+        if flat is None:
+            box = None if place.shape == shape else place
+            yield CopyStep(name, box, chunk.start, chunk.end)
+            return
+        size = (chunk.end - chunk.start) // chunk.piece.numel
+        strides = strides_of(shape)
+        for region in flat_regions(place, *(chunk.piece.flat or (0, place.numel))):
+            first = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
+            at = first - part.piece.lo + part.piece.at
+            start = chunk.start + region.start * size
+            window = Window(region.box.shape, strides, at)
+            yield CopyStep(name, window, start, start + region.numel * size)
+
+    def _cells(self, rule: RuleForm) -> Mapping[tuple[int, ...], Box]:
+        """Return where each cell that this rank holds lies in its tensor, by the cell's offset."""
+        found = self._places.get(rule.number)
+        if found is None:
+            who = rule.who(self.job.coordinates)
+            found = self._places[rule.number] = {
+                rule.grid.cell_box(cell).offset: box for cell, box in local_cells(rule, who)
+            }
+        return found
+
+    @cached_property
+    def _places(self) -> dict[int, Mapping[tuple[int, ...], Box]]:
+        return {}
+
+
+def laid_leaves(job: JobLayout, leaves: Leaves) -> LaidLeaves:
+    """Sort the leaves of a state by what the layout says of them.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: a tensor has another shape than the layout says, or a parameter is missing.
+    UsageError
+        ``lay-use``: a DTensor by a name that the layout has for rank-local tensors; a rule by
+        which replicas are combined.
+    """
+    if job.whole:
+        return LaidLeaves(job, leaves)
+    averaged = combined(job.form.bound.layout)
+    if averaged is not None:
+        raise UsageError(
+            "a save does not combine what ranks hold",
+            kind="lay-use",
+            where=averaged,
+            hint="average the replicas before the save, or write `any` to take one of them",
+        )
+    rest = Leaves(objects=_objects(job, leaves), per_rank=leaves.per_rank)
+    out = LaidLeaves(job, rest)
+    seen: set[str] = set()
+    for leaf in leaves.tensors.values():
+        for name in (leaf.name, *leaf.aliases):
+            _sort(job, out, leaf, name, seen)
+    _check_complete(job, seen)
+    return out
+
+
+def _sort(job: JobLayout, out: LaidLeaves, leaf: TensorLeaf, name: str, seen: set[str]) -> None:
+    """Put one name of a leaf where it belongs."""
+    kind = job.kind(name)
+    if kind.tensor is not None:
+        _check(leaf, name, kind.tensor.shape)
+        seen.add(kind.tensor.name)
+        kept = {r.number for r in job.form.stored_rules}
+        for piece in kind.tensor.pieces:
+            if piece.rule in kept:
+                stored = job.form.tensor(piece.rule, piece.indexes, kind.tensor.state)
+                out.parts[stored.name] = Part(stored, leaf, piece)
+    elif kind.scalar is not None:
+        rule, indexes, scalar = kind.scalar
+        saved = scalar_name(job, rule, indexes, scalar)
+        out.leaves.tensors[saved] = replace(leaf, name=saved, aliases=())
+        out.followers[saved] = (rule, indexes)
+    elif not kind.dropped and name == leaf.name:
+        others = tuple(a for a in leaf.aliases if job.kind(a).tensor is None)
+        out.leaves.tensors[name] = replace(leaf, aliases=others)
+
+
+def scalar_name(job: JobLayout, rule: int, indexes: tuple[int, ...], scalar: str) -> str:
+    """Return what a number that follows a parameter is called in checkpoints."""
+    layout = job.form.bound.layout
+    stored = job.form.rules[rule].global_name(indexes)
+    return layout.state_names.replace("{state}", scalar).replace("{name}", stored)
+
+
+def _check(leaf: TensorLeaf, name: str, shape: tuple[int, ...]) -> None:
+    if is_dtensor(leaf.tensor):
+        raise UsageError(
+            "a DTensor has the name of a tensor that is local to ranks",
+            kind="lay-use",
+            where=name,
+            hint="DTensors are described whole, by a layout on none",
+        )
+    if leaf.shape != shape:
+        raise MismatchError(
+            "a tensor has another shape than the layout says",
+            kind="lay-fit",
+            where=name,
+            wanted=shape,
+            found=leaf.shape,
+        )
+
+
+def _check_complete(job: JobLayout, seen: set[str]) -> None:
+    """All parameters of this rank are there: states may be missing, all of a layer may not."""
+    missing = [n for n, t in job.local.items() if not t.state and n not in seen and t.pieces]
+    if missing:
+        raise MismatchError(
+            "the state lacks tensors that this rank holds by the layout",
+            kind="lay-fit",
+            where=", ".join(missing[:6]) + (" ..." if len(missing) > 6 else ""),
+            wanted="a tensor for each",
+        )
+
+
+# --- optimizer groups ---------------------------------------------------------------------------
+
+
+def _objects(job: JobLayout, leaves: Leaves) -> dict[str, ObjectLeaf]:
+    """Return the objects, with stored names in optimizer groups."""
+    name, prefix = job.spelling.groups
+    out = dict(leaves.objects)
+    groups = out.get(name)
+    if groups is not None and groups.kind == "groups":
+        stored = {
+            prefix + local: prefix + job.form.rules[rule].global_name(indexes)
+            for local, (rule, indexes) in job.tensors.items()
+        }
+        out[name] = replace(groups, raw=[_renamed(g, stored) for g in groups.raw])
+    return out
+
+
+def _renamed(group: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {**group, "params": sorted(names.get(p, p) for p in group["params"])}
+
+
+def replica_tables(
+    laid: LaidLeaves, holders: Holders, sample: Samples
+) -> dict[tuple[str, Shared], dict[str, str]]:
+    """Return digests by name, for each group of ranks that hold the same.
+
+    Ranks at the same coordinates of all axes that cut a tensor hold the same of it. A tensor that
+    the layout does not name is the same on all ranks that have it, on whatever stage they are:
+    were it not, one would be saved and the others lost. `sample` gives the digests.
+    """
+    job = laid.job
+    tables: dict[tuple[str, Shared], dict[str, str]] = {}
+    for name, part in laid.parts.items():
+        rule = job.form.rules[part.stored.rule]
+        if not _takes_any(rule):
+            group = _group(laid, rule.axes | _flat_axes(laid, part))
+            shared = holders.tensor(name)
+            if not shared.alone:
+                tables.setdefault((group, shared), {})[name] = sample(part.leaf.tensor)
+    for name, leaf in laid.leaves.tensors.items():
+        if is_dtensor(leaf.tensor):
+            continue
+        if name in laid.followers:
+            rule = job.form.rules[laid.followers[name][0]]
+            group = _group(laid, rule.axes)
+        else:
+            group = "plain"
+        shared = holders.tensor(name)
+        if not shared.alone:
+            tables.setdefault((group, shared), {})[name] = sample(leaf.tensor)
+    return tables
+
+
+def _takes_any(rule: RuleForm) -> bool:
+    return any(isinstance(m, Replicas) and m.kind == "any" for m in rule.equation.modifiers)
+
+
+def _flat_axes(laid: LaidLeaves, part: Part) -> frozenset[str]:
+    """Return the axis that the part's buffer is cut over, and those that cut what it packs."""
+    form = laid.job.form
+    stored = part.stored
+    flat = form.packing.flat_of(stored.rule, stored.indexes, stored.state)
+    if flat is None:
+        return frozenset()
+    axes = {form.bound.layout.flats[flat].split[0]}
+    if form.bound.layout.flats[flat].group.kind != "each":
+        # The digest is the whole buffer's, with everything that is in it.
+        packed = form.packing.buffers(flat, stored.state, laid.job.rank).tensors
+        axes |= {a for rule, _ in packed for a in form.rules[rule].axes}
+    return frozenset(axes)
+
+
+def _group(laid: LaidLeaves, axes: frozenset[str]) -> str:
+    """Name the ranks that agree with this one on some axes."""
+    at = sorted((a, c) for a, c in laid.job.coordinates.items() if a in axes)
+    return "lay:" + ",".join(f"{a}={c}" for a, c in at)

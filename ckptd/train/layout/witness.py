@@ -1,0 +1,132 @@
+"""The witness after a load between layouts: each value followed to where it must be now.
+
+Positions are followed by the elements' own arithmetic (`ckptd.reshard.elements`), which has
+nothing in common with the planner: a wrong plan does not excuse itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import CorruptError
+from ckptd.format.witness import Witness, WitnessPlan, gather, select
+from ckptd.layout.lay.local import LocalPiece
+from ckptd.layout.lay.stored import TensorKey
+from ckptd.reshard.changes import change_of
+from ckptd.reshard.elements import find, place
+from ckptd.reshard.samples import by_indexes, changed
+from ckptd.train.layout.loading import Filled, LaidLoad
+from ckptd.types import dtype_of
+
+__all__ = ["check_laid_witness"]
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+
+
+def check_laid_witness(load: LaidLoad, plan: WitnessPlan, witness: Witness) -> int:
+    """Compare what a load filled with the checkpoint's witness; return how many values were seen.
+
+    Parameters
+    ----------
+    load
+        The load, finished.
+    plan, witness
+        The checkpoint's witness.
+
+    Raises
+    ------
+    CorruptError
+        kind ``witness``: names the tensors; the live state is wrong (`poisoned`).
+    """
+    checked = 0
+    wrong: list[str] = []
+    for filled, elements, wanted in _expected(load, plan, witness):
+        found = gather(filled.target, dtype_of(filled.leaf.dtype).itemsize, elements)
+        bad = int((found != wanted).any(axis=1).sum())
+        checked += len(elements)
+        if bad:
+            wrong.append(f"{filled.leaf.name} ({bad} of {len(elements)} values)")
+    if wrong:
+        error = CorruptError(
+            "values arrived at the wrong places",
+            kind="witness",
+            where=", ".join(wrong[:8]) + (" ..." if len(wrong) > 8 else ""),
+            hint="one of the two layouts is not that of the tensors, or the plan is wrong",
+        )
+        error.poisoned = True
+        raise error
+    return checked
+
+
+def _expected(
+    load: LaidLoad, plan: WitnessPlan, witness: Witness
+) -> Iterator[tuple[Filled, I64, U8]]:
+    """Yield elements of filled tensors and the values that they must have."""
+    wanted = _by_key(load)
+    keys = load.source.form.by_name
+    numbers = {w.tensor for w in load.filling.wants}
+    for name, number in load.source.names.tensors.items():
+        if number not in numbers or name not in keys:
+            continue
+        first, last = int(plan.starts[number]), int(plan.starts[number + 1])
+        present = np.flatnonzero(witness.present[first:last])
+        positions = plan.positions(number)[present]
+        values = witness.values[first:last][present]
+        yield from _tensor(load, wanted, keys[name], number, positions, values)
+
+
+def _tensor(
+    load: LaidLoad,
+    wanted: Mapping[TensorKey, tuple[Filled, LocalPiece]],
+    key: TensorKey,
+    number: int,
+    positions: I64,
+    values: U8,
+) -> Iterator[tuple[Filled, I64, U8]]:
+    """Follow the values of one tensor of the checkpoint."""
+    composition = load.source.composition
+    source = composition.source.rules[key[0]]
+    indexes = dict(zip(source.indexes, key[1], strict=True))
+    dtype = load.source.filemap.dtypes[number]
+    at = None if load.job.whole else load.job.coordinates
+    for found in find(source.equation, indexes, positions, composition.source.scope):
+        for rule, tags in composition.takers.get(found.family, ()):
+            placed = place(rule.equation, tags, found.axes, composition.target.scope, at)
+            which = found.which[placed.which]
+            columns = [placed.indexes[a] for a in rule.indexes]
+            for target, rows in by_indexes(columns, len(which)):
+                known = wanted.get((rule.number, target, key[2]))
+                if known is None:
+                    continue
+                filled, piece = known
+                kept, elements = _elements(load, filled, piece, placed.positions[rows])
+                change = composition.values(source, rule, key[2])
+                to = dtype_of(filled.leaf.dtype)
+                operation = change_of(dtype, to, change, filled.leaf.name)
+                yield filled, elements, changed(values[which[rows][kept]], dtype, to, operation)
+
+
+def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[Filled, LocalPiece]]:
+    """Return what was filled, by the target tensors that it holds something of."""
+    return {
+        (p.rule, p.indexes, filled.tensor.state): (filled, p)
+        for filled in load.filled
+        for p in filled.tensor.pieces
+    }
+
+
+def _elements(load: LaidLoad, filled: Filled, piece: LocalPiece, at: I64) -> tuple[I64, I64]:
+    """Return which positions of a tensor a buffer holds, and where."""
+    if not load.job.whole:
+        kept = np.flatnonzero((at >= piece.lo) & (at < piece.hi)).astype(np.int64)
+        return kept, at[kept] - piece.lo + piece.at
+    order = np.argsort(at, kind="stable").astype(np.int64)
+    held = load.describer.held(filled.leaf.name, filled.leaf.tensor)
+    found = [select(at[order], filled.tensor.shape, r, 0) for r in held.regions]
+    slots = np.concatenate([s for s, _ in found]) if found else np.empty(0, np.int64)
+    elements = np.concatenate([e for _, e in found]) if found else np.empty(0, np.int64)
+    return order[slots], elements

@@ -1,0 +1,311 @@
+"""Calls as the native hook sees them; Python answers its questions, once for each thing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptd.crashes import report_crashes
+from ckptd.errors import UsageError
+from ckptd.monitor.ring.layout import COUNTER, GROUP_ROW, HEADER_BYTES, SLOT, RecorderState, Shape
+from ckptd.monitor.ring.reader import read
+from ckptd.monitor.ring.ring import RingWriter
+from ckptd.train.recorder.calls import CallKind, Groups, Sites, call_kinds
+from ckptd.train.recorder.ends import DeviceEnds, Ends
+from ckptd.train.recorder.hook import one_call
+from ckptd.train.recorder.sources import Broken
+
+__all__ = ["NativeSource", "build", "built", "load", "main"]
+
+
+_NAME = "ckptd_recorder"
+_SOURCE = Path(__file__).with_name("recorder.cpp")
+_TIMEOUT_S = 900.0
+
+
+def folder() -> Path:
+    """Return where builds lie: ``CKPTD_BUILDS``, or ``ckptd`` in the user's cache folder."""
+    chosen = os.environ.get("CKPTD_BUILDS")
+    if chosen:
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "ckptd" / "recorder"
+
+
+def _wanted() -> str:
+    """Return what a build must be of to be used here."""
+    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    abi = sysconfig.get_config_var("SOABI")
+    return f"{_NAME}-torch{torch.__version__}-{abi}-{source}"
+
+
+def built() -> Path | None:
+    """Return the newest build that fits, or None. What others may write is never taken."""
+    place = folder()
+    if not place.is_dir() or not _is_ours(place):
+        return None
+    found = [p for p in place.glob(f"{_wanted()}-*.so") if _is_ours(p)]
+    return max(found, key=lambda p: p.stat().st_mtime, default=None)
+
+
+def _is_ours(path: Path) -> bool:
+    info = path.lstat()
+    return info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o022
+
+
+def load(path: Path) -> ModuleType:
+    """Import a build; raises what an extension that does not fit raises."""
+    known = sys.modules.get(_NAME)
+    if known is not None:
+        return known
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    if spec is None:
+        raise ImportError(f"{path} is no module")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[_NAME] = module
+    return module
+
+
+def build() -> Path:
+    """Compile, unless it is there; return the file. Appears whole or not at all.
+
+    Raises
+    ------
+    UsageError
+        kind ``no-compiler``: there is no C++ compiler. kind ``build``: it failed.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise UsageError(
+            "the native recorder needs a C++ compiler",
+            kind="no-compiler",
+            wanted=os.environ.get("CXX", "c++"),
+            found="nothing of that name",
+            hint="install g++ or clang, or set CXX; without it the recorder in Python is used",
+        )
+    version = _run([compiler, "--version"]).splitlines()[0]
+    place = folder()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tag = hashlib.sha256(version.encode()).hexdigest()[:8]
+    path = place / f"{_wanted()}-{tag}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=place) as temporary:
+            output = Path(temporary) / path.name
+            _run(_command(compiler, output))
+            output.chmod(0o700)
+            output.rename(path)
+    return path
+
+
+def _command(compiler: str, output: Path) -> list[str]:
+    from torch.utils.cpp_extension import include_paths  # brings setuptools along
+
+    libraries = Path(torch.__file__).parent / "lib"
+    return [
+        compiler,
+        *("-O2", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-isystem{path}" for path in (*include_paths(), sysconfig.get_path("include"))),
+        str(_SOURCE),
+        *("-o", str(output), f"-L{libraries}"),
+        *("-lc10", "-ltorch_cpu", "-ltorch_python", "-ltorch"),
+    ]
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise _failed(command, f"no end after {_TIMEOUT_S:.0f} s") from error
+    except subprocess.CalledProcessError as error:
+        lines = [x for x in error.stderr.splitlines() if "error" in x] or [error.stderr]
+        raise _failed(command, "\n".join(lines[:5])[:2000]) from error
+    return done.stdout
+
+
+def _failed(command: list[str], found: str) -> UsageError:
+    return UsageError(
+        "the native recorder could not be built",
+        kind="build",
+        where=" ".join(command),
+        wanted=f"headers of PyTorch {torch.__version__} that this compiler takes",
+        found=found,
+        hint="the recorder in Python is used until then",
+    )
+
+
+def main() -> None:
+    """Build, and print the file."""
+    report_crashes()
+    try:
+        sys.stdout.write(f"{build()}\n")
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
+
+
+_FIELDS: Mapping[str, Any] = SLOT.fields or {}
+_LAYOUT = {
+    "header": HEADER_BYTES,
+    "counters": COUNTER,
+    "slot": SLOT.itemsize,
+    "slot_group": _FIELDS["group"][1],
+    "slot_end": _FIELDS["end"][1],
+    "group": GROUP_ROW.itemsize,
+}
+_SMALL = Shape(slots=4, groups=2, members=2, texts=8)
+
+
+class NativeSource:
+    """Lets the native hook write the ring."""
+
+    name = "native"
+    state = RecorderState.CALLS
+
+    def __init__(self, ring: RingWriter, broken: Broken) -> None:
+        self._ring = ring
+        self._broken = broken
+        self._native: ModuleType | None = None
+        self._kinds = call_kinds()
+        self._answers: _Answers
+        self._told = False
+
+    def start(self) -> None:
+        """See `Source`."""
+        path = built()
+        if path is None:
+            raise RuntimeError("no build fits: `ckptd recorder build` makes one")
+        native = load(path)
+        if native.layout() != _LAYOUT:
+            raise RuntimeError("the build writes another layout")
+        native.install([_as_row(i, kind) for i, kind in enumerate(self._kinds)])
+        self._native = native
+        try:
+            self._test(native)
+            self._begin(native, self._ring)
+        except BaseException:
+            self.stop()
+            raise
+
+    def silence(self) -> None:
+        """See `Source`."""
+        if self._native is not None:
+            self._native.stop()
+
+    def stop(self) -> None:
+        """See `Source`."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.uninstall()
+            self._answers.remove()
+
+    def beat(self) -> None:
+        """See `Source`."""
+        native = self._native
+        if native is None:
+            return
+        self._answers.device.poll()
+        if not self._told and native.error():
+            self._told = True
+            self._broken(RuntimeError(native.error()))
+
+    def _begin(self, native: ModuleType, ring: RingWriter) -> None:
+        self._answers = _Answers(ring, self._kinds, self._broken, native)
+        native.begin(ring.address, ring.shape.slots, ring.shape.groups_at, self._answers)
+
+    def _test(self, native: ModuleType) -> None:
+        """Let the hook see a call of one rank that reaches no network, in a ring of its own."""
+        path = self._ring.path.with_suffix(".test")
+        ring = RingWriter(path, self._ring.identity, _SMALL)
+        try:
+            self._begin(native, ring)
+            tensor = one_call()
+            native.end()
+            view = read(path)
+        finally:
+            path.unlink()
+        seen = [(int(c["bytes"]), int(c["seq"]), bool(c["end"] > 0)) for c in view.calls]
+        if seen != [(12, 1, True)] or tensor.tolist() != [5.0] * 3 or native.error():
+            raise RuntimeError(f"the self-test of the native hook saw {seen} {native.error()}")
+
+
+class _Answers:
+    """What the native hook asks. Nothing here raises but what it then steps aside for."""
+
+    def __init__(
+        self, ring: RingWriter, kinds: list[CallKind], broken: Broken, native: ModuleType
+    ) -> None:
+        self._ring = ring
+        self._kinds = kinds
+        self._native = native
+        self.groups = Groups(ring)
+        self._sites = Sites(ring)
+        self.foreign = self._sites.foreign
+        self.site = self._sites.named
+        self._ends = Ends(broken)
+        self._ends_on = False
+        self.device = DeviceEnds(self._ends)
+
+    def row(self, kind: int, group: Any, peer: int) -> tuple[int, int]:
+        """Return the row of a group or channel and its count; -1 where there is no room."""
+        row = self.groups.row(self._kinds[kind], dist.ProcessGroup.unbox(group), peer)
+        return (-1, 0) if row is None else (row.index, row.entered)
+
+    def op(self, kind: int, reduction: int) -> int:
+        """Return the code of an operation."""
+        texts = self._kinds[kind].texts
+        return self._ring.text(texts[reduction] if reduction < len(texts) else texts[0])
+
+    def dtype(self, tensor: torch.Tensor) -> int:
+        """Return the code of an element type."""
+        return self._ring.text(str(tensor.dtype).removeprefix("torch."))
+
+    def on_device(
+        self, row: int, number: int, seq: int, work: Any, tensor: torch.Tensor, output: Any
+    ) -> None:
+        """Watch a call of an accelerator."""
+        if not self._ends_on:
+            self._ends_on = True
+            self._ends.install()
+
+        life = self._native.life()
+
+        def ended(failed: bool, at: int | None = None) -> None:
+            self._native.leave(row, number, seq, failed, at or 0, life)
+
+        self.device.watch(dist.Work.unbox(work), tensor.device, output, ended)
+
+    def remove(self) -> None:
+        """Take away what was hooked for accelerators."""
+        if self._ends_on:
+            self._ends.remove()
+
+
+def _as_row(index: int, kind: CallKind) -> dict[str, Any]:
+    names = ("operator", "group", "tensors", "root", "peer", "splits", "async_op", "reduce")
+    row = {name: getattr(kind, name) for name in (*names, "is_p2p")}
+    sends, variable = kind.operator == "send", kind.operator == "alltoall_"
+    return row | {"index": index, "sends": sends, "variable": variable}

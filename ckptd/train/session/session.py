@@ -1,0 +1,272 @@
+"""A program that goes on in the same process when the ranks of its job change."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ckptd.elastic.worker import WorkerLink
+from ckptd.elastic.workerwire import LEASE_EXIT_CODE, Go, Interrupt, Quit, ToWorker
+from ckptd.errors import StoreError, UsageError
+from ckptd.train.ranks import forget_boards
+from ckptd.train.recorder.recorder import regroup
+from ckptd.train.session.elastichooks import abandon_all
+from ckptd.train.session.interrupt import Interrupter
+from ckptd.train.session.leaseguard import BEFORE_STEP, end_if_over, guard_steps
+from ckptd.train.session.world import World
+
+__all__ = ["session"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = logging.getLogger("ckptd.elastic")
+_LOOK_S = 0.1
+"""How often an idle worker looks at its lease, in seconds."""
+_TABLES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+"""What torch knows of groups, by its own names."""
+_CAUSE_S = 1.5
+"""So long after a failed call a lost rank is probably why; later, the error is shown to people."""
+_BROKEN_S = 5.0
+"""So long after a failed call an interrupt explains it; later, the program itself has failed."""
+
+
+def session(
+    train: Callable[Concatenate[World, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T | None:
+    """Call ``train(world, *args)`` in each generation of the job, in this process.
+
+    When ranks come or go, the launcher interrupts `train` wherever it is: in a collective, a wait,
+    a sleep. What it raised is dropped, process groups are destroyed, open checkpointers abandoned,
+    and `train` is called again with the ranks there are then. So it makes everything anew: process
+    groups, model, optimizer, loaders, checkpointer, and loads the state. Who cannot be
+    interrupted within a second is killed, and replaced by another process.
+
+    Without ``ckptd run`` it calls `train` once, with what the environment says.
+
+    Parameters
+    ----------
+    train
+        The program from its first collective to its last. It must not keep what belongs to a
+        generation in variables of modules, nor go on after `BaseException`.
+
+    Returns
+    -------
+    object
+        What `train` returned in the last generation; None in a process that no rank was left for.
+
+    Raises
+    ------
+    BaseException
+        What `train` raised, if no change of ranks was the cause of it within five seconds.
+    UsageError
+        kind ``main-thread``; kind ``session``: a session runs in this process already.
+    """
+    link = WorkerLink.current()
+    if link is None:
+        return train(World.of(os.environ), *args, **kwargs)
+    return _Session(link).run(lambda world: train(world, *args, **kwargs))
+
+
+class _Session:
+    def __init__(self, link: WorkerLink) -> None:
+        if Interrupter.current is not None:
+            raise UsageError("a session runs in this process already", kind="session")
+        self._link = link
+        self._changed = threading.Condition()
+        self._go: Go | None = None
+        self._interrupted = 0
+        self._training = False
+        self._idle = False
+        self._quit = False
+        self._settled = False
+        self._excepthook = sys.excepthook
+        self._interrupter = Interrupter.current = Interrupter()
+
+    def run(self, train: Callable[[World], T]) -> T | None:
+        _stay_small()
+        guard_steps()
+        BEFORE_STEP.append(self._interrupter.check)
+        self._link.listen(self._hear)
+        self._link.hold_session()
+        try:
+            while True:
+                self._link.mark("imported")
+                value = self._call(train)
+                if not self._is_over():
+                    self._link.done()
+                    return value
+                self._leave()
+                if not self._wait_go():
+                    return None
+        finally:
+            self._link.unlisten(self._hear)
+            BEFORE_STEP.remove(self._interrupter.check)
+            self._interrupter.close()
+            Interrupter.current = None
+
+    # -- one generation ----------------------------------------------------------------------------
+
+    def _call(self, train: Callable[[World], T]) -> T | None:
+        """Call `train`; what it raised in a generation that is over is dropped."""
+        with self._changed:
+            if self._is_over():
+                return None
+            self._training = True
+        try:
+            try:
+                self._interrupter.enter()
+                return train(World.of(os.environ))
+            finally:
+                self._interrupter.leave()
+        except BaseException as error:
+            if not self._explained(error):
+                raise
+            _log.info("generation %d is left: %r", self._link.generation, error)
+        return None
+
+    def _explained(self, error: BaseException) -> bool:
+        """Tell whether the end of the generation is why a call failed; wait for that if need be."""
+        if self._is_over():
+            return True
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            return False
+        self._link.broken(repr(error))
+        if self._over_within(_CAUSE_S):
+            return True
+        # The controller soon takes it for a fault by itself and ends the generation for it: nobody
+        # would ever see where the program has failed.
+        who = self._link.rank, self._link.generation
+        _log.warning("rank %d: generation %d failed here, for no known cause", *who, exc_info=error)
+        return self._over_within(_BROKEN_S - _CAUSE_S)
+
+    def _over_within(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        with self._changed:
+            while not self._is_over() and not self._link.gone and time.monotonic() < end:
+                self._changed.wait(_LOOK_S)
+            return self._is_over()
+
+    def _is_over(self) -> bool:
+        return self._interrupted >= self._link.generation
+
+    def _leave(self) -> None:
+        """Let go of everything of the generation, and say so."""
+        with self._changed:
+            self._training = False
+        abandon_all()
+        _destroy_groups()
+        forget_boards()
+        sys.excepthook = self._excepthook  # each default group puts one of its own around it
+        self._interrupter.again()
+        with self._changed:
+            self._idle = True
+            self._link.out(self._interrupted)
+        # Models and optimizers are full of cycles, and the next generation needs their memory.
+        gc.collect()
+        if not self._settled:
+            self._settled = True
+            gc.freeze()  # what was imported within the first generation
+
+    def _wait_go(self) -> bool:
+        """Wait for another generation and make it this process's own; False if none will be."""
+        with self._changed:
+            while (go := self._ready()) is None:
+                if self._quit:
+                    return False
+                self._check_alive()
+                self._changed.wait(_LOOK_S)
+            self._go, self._idle = None, False
+        os.environ.update(go.environ)
+        world = World.of(os.environ)
+        _record_anew(go.generation, world)
+        self._link.goes_on(go.generation, world.rank)
+        return True
+
+    def _ready(self) -> Go | None:
+        go = self._go
+        return go if go is not None and go.generation > self._interrupted else None
+
+    def _check_alive(self) -> None:
+        """End with the launcher, or with the lease: nobody would ever say go."""
+        if self._link.lease is not None:
+            end_if_over(self._link.lease)
+        if self._link.gone:
+            os.write(2, b"ckptd: the launcher of this node is gone: this rank ends\n")
+            os._exit(LEASE_EXIT_CODE)
+
+    # -- the thread that reads ---------------------------------------------------------------------
+
+    def _hear(self, message: ToWorker | None) -> None:
+        with self._changed:
+            if isinstance(message, Interrupt):
+                self._interrupted = max(self._interrupted, message.generation)
+                if self._training and self._is_over():
+                    self._interrupter.interrupt()
+                elif self._idle and message.generation > self._link.generation:
+                    # It has a seat there, and was not told yet, or has not begun: it never will.
+                    self._link.out(message.generation)
+            elif isinstance(message, Go):
+                self._go = message
+            elif isinstance(message, Quit):
+                self._quit = True
+            self._changed.notify_all()
+
+
+def _stay_small() -> None:
+    """Leave modules out of what is collected between generations, which is on the critical path.
+
+    Optimizers and wrappers import the first two on first use: hundreds of thousands of objects.
+    """
+    for name in ("torch._dynamo", "torch.distributed.tensor", "ckptd.train"):
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def _record_anew(generation: int, world: World) -> None:
+    """Let what records this process know who it is now."""
+    try:
+        regroup(generation, world.rank, world.world_size)
+    except StoreError as error:
+        _log.warning("this rank is not watched any more: %s", error.message)
+
+
+def _destroy_groups() -> None:
+    """Destroy all process groups, also where they were only half made."""
+    world: Any = distributed_c10d._world
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (RuntimeError, ValueError, AssertionError) as error:
+        _log.warning("process groups were left in disorder: %s", error)
+    finally:
+        # Where that has failed, or there was no default group yet, others still have their names.
+        _forget_default_group()
+        # Other ranks count groups from 0 in the next generation, and name them by that count.
+        for table in _TABLES:
+            getattr(world, table, {}).clear()
+        world.group_count = 0
+
+
+def _forget_default_group() -> None:
+    for name, args in (("_update_default_pg", (None,)), ("_unregister_all_process_groups", ())):
+        if (function := getattr(distributed_c10d, name, None)) is not None:  # they are private
+            function(*args)

@@ -1,0 +1,370 @@
+"""`flatten`: a live training state as named leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ckptd.errors import CkptdError, UsageError
+from ckptd.train.data.batches import Batches
+from ckptd.train.state.leaves import Leaves, PerRank, Place, can_reseed
+from ckptd.train.state.modules import add_module, reshard
+from ckptd.train.state.objects import call_with, replace_in_place
+from ckptd.train.state.optimizers import Owners, add_groups, add_optimizer
+from ckptd.train.state.rng import Rng
+from ckptd.train.state.sink import Sink
+from ckptd.train.state.tensors import is_dtensor, local_tensor
+from ckptd.train.state.values import add_array, add_value
+from ckptd.train.state.walk import Site, is_stateful, walk
+
+__all__ = ["Flattener", "Recall", "collect", "flatten", "is_heavy"]
+
+
+def is_heavy(site: Site) -> bool:
+    """Whether a site gives tensors: these are recalled, all others are read anew."""
+    return isinstance(site.value, nn.Module | torch.optim.Optimizer | torch.Tensor)
+
+
+@dataclass(slots=True)
+class _Look:
+    """What heavy sites hold, so that two looks are equal exactly when they give the same leaves.
+
+    Attributes
+    ----------
+    things
+        What must be the very same objects, in order. They are kept alive, so that no id can be
+        that of another object.
+    facts
+        What must be equal, in order.
+    rereads
+        Whether something is held that only another flattening can tell.
+    """
+
+    things: list[Any] = field(default_factory=list)
+    facts: list[Any] = field(default_factory=list)
+    rereads: bool = False
+
+    @staticmethod
+    def at(sites: Sequence[Site]) -> _Look:
+        """Look at what the heavy ones of `sites` hold now."""
+        look = _Look()
+        for site in sites:
+            look.facts.append(site.place.name)
+            if not is_heavy(site):
+                continue
+            look.things.append(site.value)
+            if isinstance(site.value, nn.Module):
+                look._module(site.value)
+            elif isinstance(site.value, torch.optim.Optimizer):
+                look._optimizer(site.value)
+        return look
+
+    def same(self, other: _Look) -> bool:
+        """Tell whether both saw the same."""
+        return self.facts == other.facts and _ids(self.things) == _ids(other.things)
+
+    def _module(self, top: nn.Module) -> None:
+        plain = nn.Module
+        for module in top.modules():
+            kind = type(module)
+            self.things += (module, kind)
+            for slots in (module._modules, module._parameters, module._buffers):
+                self.facts.append(tuple(slots))
+                self.things += slots.values()
+            if module._buffers:
+                self.facts.append(frozenset(module._non_persistent_buffers_set))
+            if (
+                kind.get_extra_state is not plain.get_extra_state
+                or kind._save_to_state_dict is not plain._save_to_state_dict
+            ):
+                self.rereads = True
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            self.facts.append(len(group["params"]))
+            self.things += group["params"]
+        for parameter, held in optimizer.state.items():
+            if not isinstance(held, dict) or not all(map(_is_tensor, held.values())):
+                self.rereads = True
+                return
+            self.things.append(parameter)
+            self.facts.append(tuple(held))
+            self.things += held.values()
+
+
+class Recall:
+    """Remembers one state."""
+
+    def __init__(self) -> None:
+        self._known: tuple[_Look, list[torch.Tensor], list[Any], Leaves, dict[str, str]] | None
+        self._known = None
+
+    def leaves(self, sites: Sequence[Site]) -> tuple[Leaves, dict[str, str]] | None:
+        """Return the tensors that the heavy sites gave the last time, if they would again.
+
+        Returns
+        -------
+        leaves
+            Tensors, aliases and optimizers; objects are still to be added.
+        paths
+            Path by name, of tensors and aliases.
+        """
+        if self._known is None:
+            return None
+        for site in sites:
+            if isinstance(site.value, nn.Module):
+                reshard(site.value)
+        look, tensors, memory, leaves, paths = self._known
+        now = _Look.at(sites)
+        if now.rereads or not now.same(look) or _memory(tensors) != memory:
+            self._known = None
+            return None
+        again = Leaves(
+            tensors=dict(leaves.tensors),
+            aliases=dict(leaves.aliases),
+            optimizers=list(leaves.optimizers),
+            known=leaves.known,
+        )
+        return again, dict(paths)
+
+    def keep(
+        self,
+        sites: Sequence[Site],
+        leaves: Leaves,
+        tensors: Sequence[torch.Tensor],
+        path: Callable[[str], str],
+    ) -> None:
+        """Remember what a state gave.
+
+        Parameters
+        ----------
+        tensors
+            The live tensors of all leaves and of all their aliases: one of two that shared memory
+            may get memory of its own.
+        path
+            Tells where a name stands in the program.
+        """
+        self._known = None
+        look = _Look.at(sites)
+        if look.rereads:
+            return
+        own = {id(s.value) for s in sites if is_heavy(s)}
+        for leaf in leaves.tensors.values():
+            # A copy that was made because the live memory cannot be filled would grow old, and
+            # tensors inside of values are read with them.
+            inside = leaf.kind == "ndarray" or (
+                leaf.kind == "tensor" and id(leaf.origin) not in own
+            )
+            if leaf.assign is not None or inside:
+                return
+        names = {n for leaf in leaves.tensors.values() for n in (leaf.name, *leaf.aliases)}
+        leaves.known = object()
+        paths = {n: path(n) for n in names}
+        self._known = look, list(tensors), _memory(tensors), leaves, paths
+
+
+def _ids(things: Iterable[Any]) -> list[int]:
+    return list(map(id, things))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _memory(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return where tensors lie and how their memory is read.
+
+    Two that are equal are the same view of the same memory, as long as the memory that was there at
+    first is kept alive.
+    """
+    found: list[Any] = []
+    for tensor in tensors:
+        local = local_tensor(tensor)
+        if local is not tensor and is_dtensor(tensor):
+            # The mesh is an object that others may be equal to: ranks agree on its identity alone.
+            found += (id(tensor.device_mesh), tensor.placements, tensor.shape)
+        at = local.data_ptr()
+        found += (at, local.shape, local.stride(), local.dtype, local.device)
+        # Bits of a view, which change what is read and not where.
+        found += (local.is_conj(), local.is_neg())
+        if not at:  # nothing here (an empty shard): what it shares is said by its storage alone
+            found.append(local.untyped_storage()._cdata)
+    return found
+
+
+_log = logging.getLogger("ckptd")
+
+
+class Flattener:
+    """Flattens one state again and again; see `flatten`.
+
+    A state of which nothing has another place, memory or form is not looked through again.
+    """
+
+    def __init__(self) -> None:
+        self._recall = Recall()
+        self._owners = Owners(())
+
+    def flatten(self, state: Mapping[str, Any]) -> Leaves:
+        """Return the leaves of `state`."""
+        sites = walk(state)
+        again = self._recall.leaves(sites)
+        if again is not None:
+            sink = Sink.again(*again)
+            known = len(sink.leaves.tensors)
+            # What cannot be added, or brings tensors of its own, is looked at with all the rest.
+            with contextlib.suppress(CkptdError):
+                self._reread(sink, sites)
+                if len(sink.leaves.tensors) == known:
+                    return sink.leaves
+        sink = Sink()
+        self._owners = collect(sink, sites)
+        self._recall.keep(sites, sink.leaves, sink.live, sink.path)
+        return sink.leaves
+
+    def _reread(self, sink: Sink, sites: list[Site]) -> None:
+        """Add what may have changed unseen."""
+        for site in sites:
+            if isinstance(site.value, torch.optim.Optimizer):
+                names = self._owners.names(site.value, site.place)
+                add_groups(sink, site.place, site.value, names)
+            elif not is_heavy(site):
+                _add(sink, site, self._owners)
+
+
+def flatten(state: Mapping[str, Any]) -> Leaves:
+    """Return the leaves of `state` for a save.
+
+    Tensors are the live memory, detached; values are encoded, and so copied, before this
+    returns. Modules, optimizers and random streams stay as they are.
+
+    Parameters
+    ----------
+    state
+        Any nesting of dicts and lists that holds tensors, DTensors, numpy arrays, modules,
+        optimizers, objects with ``state_dict`` and ``load_state_dict``, ``torch.Generator``,
+        `Rng`, `PerRank` and plain values.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be saved as it is; kinds ``bad-state``, ``bad-name``, ``duplicate-name``,
+        ``cycle``, ``unsavable``, ``dtype``, ``unowned-parameter``, ``optimizer-ids``,
+        ``optimizer-state``, ``optimizer-container``, ``module-state``, ``fsdp1``.
+    """
+    return Flattener().flatten(state)
+
+
+def collect(sink: Sink, sites: list[Site]) -> Owners:
+    """Add the leaves of all sites to `sink`; return who owns which parameter."""
+    owners = Owners(sites)
+    for site in sites:
+        _add(sink, site, owners)
+    return owners
+
+
+def _add(sink: Sink, site: Site, owners: Owners) -> None:
+    place, value = site.place, site.value
+    if isinstance(value, PerRank):
+        _add_per_rank(sink, site, value)
+    elif isinstance(value, Rng | torch.Generator):
+        _add_per_rank(sink, site, PerRank(value, on_change="reseed"))
+    elif isinstance(value, Batches):
+        _add_per_rank(sink, site, PerRank(value, on_change="reduce", reduce=value.shared_out))
+    elif isinstance(value, nn.Module):
+        add_module(sink, place, value)
+    elif isinstance(value, torch.optim.Optimizer):
+        add_optimizer(sink, place, value, owners)
+        sink.leaves.optimizers.append(value)
+    elif isinstance(value, torch.Tensor):
+        sink.add_tensor(place, value, "tensor", site.put)
+    elif isinstance(value, np.ndarray):
+        add_array(sink, place, value, site.put)
+    elif is_stateful(value):
+        put = partial(_give_state, value, place.name)
+        add_value(sink, place, value.state_dict(), put)
+    elif isinstance(value, DataLoader):
+        raise _no_position(place)
+    else:
+        add_value(sink, place, value, site.put)
+
+
+def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
+    place, value = site.place, declared.value
+    if isinstance(value, nn.Module | torch.optim.Optimizer | PerRank):
+        raise UsageError(
+            "modules and optimizers are not per-rank values",
+            kind="per-rank",
+            where=place.name,
+            found=f"PerRank of {type(value).__name__} at {place.path}",
+            hint="put it into the state as it is; shards are found from its DTensors",
+        )
+    if isinstance(value, DataLoader) and not is_stateful(value):
+        raise _no_position(place)
+    if isinstance(value, torch.Generator):
+        read, put = value.get_state, partial(call_with, value.set_state, place.name)
+    elif is_stateful(value):
+        read, put = value.state_dict, partial(_give_state, value, place.name)
+    else:
+        read, put = lambda: value, partial(_set_value, declared)
+    sink.add_per_rank(
+        place,
+        read,
+        put,
+        on_change=declared.on_change,
+        reduce=declared.reduce,
+        reseed=partial(_reseed, declared) if can_reseed(value) else None,
+        random=isinstance(value, Rng | torch.Generator),
+        follower=value if isinstance(value, Batches) else None,
+    )
+
+
+def _no_position(place: Place) -> UsageError:
+    return UsageError(
+        "a DataLoader does not tell where in the data it is",
+        kind="unsavable",
+        where=place.name,
+        found=place.path,
+        hint="put ckptd.Batches(loader) into the state and take the batches from it",
+    )
+
+
+def _give_state(value: Any, name: str, saved: Any) -> None:
+    """Give an object its saved state; warn of a loader's iterator, which it does not reach."""
+    if isinstance(value, DataLoader) and getattr(value, "_iterator", None) is not None:
+        _log.warning(
+            "an iterator of the loader %s was made before the load, and goes on where it was: make "
+            "a new one, or put ckptd.Batches(loader) into the state (docs/guide/exact-resume.md)",
+            name,
+        )
+    call_with(value.load_state_dict, name, saved)
+
+
+def _set_value(declared: PerRank, saved: Any) -> None:
+    live = declared.value
+    if replace_in_place(live, saved):
+        return
+    same = isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor)
+    if same and live.shape == saved.shape and live.dtype == saved.dtype:
+        live.detach().copy_(saved)
+    else:
+        declared.value = saved
+
+
+def _reseed(declared: PerRank, seed: int) -> None:
+    value = declared.value
+    if isinstance(value, torch.Generator):
+        value.manual_seed(seed)
+    elif isinstance(value, int):
+        declared.value = seed
+    else:
+        value.reseed(seed)

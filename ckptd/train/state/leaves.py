@@ -1,0 +1,482 @@
+"""Leaves: a training state as named tensors, objects and per-rank values.
+
+`Leaves` is what `flatten.flatten` and `restore.prepare` return, and what saving and loading work
+on; nothing beyond this package needs to know what a module or an optimizer is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, get_args
+
+import torch
+
+from ckptd.errors import MismatchError, UsageError
+from ckptd.format import codec, reseed
+from ckptd.format.names import MAX_NAME_CHARS
+from ckptd.train.state.tensors import dtype_name
+
+__all__ = [
+    "DROP",
+    "Dropped",
+    "Follower",
+    "Gathered",
+    "Leaves",
+    "ObjectKind",
+    "ObjectLeaf",
+    "OnChange",
+    "OwnKind",
+    "Pending",
+    "PerRank",
+    "PerRankLeaf",
+    "Place",
+    "Reseed",
+    "SavedNames",
+    "TensorKind",
+    "TensorLeaf",
+    "derive_seed",
+]
+
+
+OnChange = Literal["error", "drop", "reseed", "reduce"]
+
+
+class PerRank:
+    """Declare that a value differs between ranks, and what to do when the world changes.
+
+    Everything else in a state is either sharded (DTensors) or the same on every rank, and ckptd
+    checks that. What is not, for instance a data loader's position, is wrapped::
+
+        state = {"model": model, "data": PerRank(loader, on_change="error")}
+
+    A load into as many ranks as saved gives each rank its own value back. A load into another
+    number does what `on_change` says.
+
+    Parameters
+    ----------
+    value
+        A value of any savable type, a tensor, or an object with ``state_dict`` and
+        ``load_state_dict``. After a load, a replaced value is at ``.value``; dicts and lists are
+        changed in place.
+    on_change
+        ``"error"``: the load fails. ``"drop"``: the live value stays. ``"reseed"``: a new random
+        seed is derived from what was saved and from the rank; for ints, ``torch.Generator``,
+        `Rng` and objects with ``reseed(seed)``; values that were equal on all of several ranks
+        stay equal. ``"reduce"``: every rank gets ``reduce([value of rank 0, of rank 1, ...])``.
+    reduce
+        The function for ``"reduce"``; for objects with ``state_dict`` it is given state dicts.
+
+    Raises
+    ------
+    UsageError
+        kind ``per-rank``: unknown `on_change`, `reduce` missing or superfluous, or a value that
+        cannot be reseeded.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        on_change: OnChange = "error",
+        *,
+        reduce: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if on_change not in get_args(OnChange):
+            raise UsageError(
+                "unknown on_change",
+                kind="per-rank",
+                wanted=" | ".join(get_args(OnChange)),
+                found=repr(on_change),
+            )
+        if (on_change == "reduce") != (reduce is not None):
+            raise UsageError(
+                'reduce= and on_change="reduce" belong together',
+                kind="per-rank",
+                found=f"on_change={on_change!r}, reduce={reduce!r}",
+            )
+        if on_change == "reseed" and not can_reseed(value):
+            raise UsageError(
+                "a value of this type cannot be reseeded",
+                kind="per-rank",
+                wanted="an int, a torch.Generator, ckptd.Rng, or an object with reseed(seed)",
+                found=type(value).__name__,
+            )
+        self.value = value
+        self.on_change: OnChange = on_change
+        self.reduce = reduce
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r}, on_change={self.on_change!r})"
+
+
+def can_reseed(value: Any) -> bool:
+    """Return whether a new seed can be given to `value`."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | torch.Generator) or callable(getattr(value, "reseed", None))
+
+
+class Dropped:
+    """The type of `DROP`."""
+
+    def __repr__(self) -> str:
+        return "DROP"
+
+
+DROP: Final = Dropped()
+"""Stands for "keep the live value" among the values of a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reseed:
+    """Stands for "draw a new seed" among the values of a load."""
+
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The values of all ranks of another world, which the live declaration has to reduce."""
+
+    values: list[Any]
+
+
+def derive_seed(material: Any, rank: int, world: int) -> int:
+    """Return `ckptd.format.reseed.derive_seed` of a saved value."""
+    return reseed.derive_seed(codec.encode(material, "seed"), rank, world)
+
+
+def choose(
+    name: str,
+    on_change: OnChange,
+    reduce: Callable[[list[Any]], Any] | None,
+    read: Callable[[int], Any],
+    saved_world: int,
+    rank: int,
+    world: int,
+) -> Any:
+    """Return what `rank` gets of a per-rank value: a value, `DROP` or a `Reseed`.
+
+    Parameters
+    ----------
+    name
+        The leaf's name, for errors.
+    on_change, reduce
+        The live declaration.
+    read
+        Gives the decoded value of one saved rank. Called for this rank only, unless the world
+        changed.
+    saved_world, rank, world
+        How many ranks saved, and who is asking.
+
+    Raises
+    ------
+    MismatchError
+        kind ``per-rank``: the world changed and the declaration says that this is an error.
+    """
+    if saved_world == world:
+        return _settled(name, reduce, read(rank))
+    if on_change == "drop":
+        return DROP
+    if on_change == "error":
+        raise MismatchError(
+            "a per-rank value does not fit another number of ranks",
+            kind="per-rank",
+            where=name,
+            wanted=f"{saved_world} ranks, as saved",
+            found=f"{world} ranks",
+            hint='declare PerRank(value, on_change="drop" | "reseed" | "reduce")',
+        )
+    values = [read(r) for r in range(saved_world)]
+    if values and isinstance(values[0], Gathered):
+        # Resharded since it was saved: every rank has the values of all that saved it.
+        values = values[0].values
+    if on_change == "reduce" and reduce is not None:
+        return reduce(values)
+    texts = {json.dumps(codec.encode(v, name), sort_keys=True) for v in values}
+    if len(texts) == 1 and saved_world > 1:
+        # Streams that all ranks shared (a common shuffle, tensor-parallel dropout) must not
+        # drift apart because a rank more takes part.
+        return values[0]
+    return Reseed(derive_seed(values[0], rank, world))
+
+
+def _settled(name: str, reduce: Callable[[list[Any]], Any] | None, value: Any) -> Any:
+    """Return the value of a rank; one that a reshard left to be reduced is reduced now."""
+    if not isinstance(value, Gathered):
+        return value
+    if reduce is None:
+        raise MismatchError(
+            "the values of several ranks are to be reduced, and nothing says how",
+            kind="per-rank",
+            where=name,
+            wanted='PerRank(value, on_change="reduce", reduce=...)',
+        )
+    return reduce(value.values)
+
+
+def _reseed(raw: Any) -> Reseed:
+    if type(raw) is not int or not 0 <= raw < 1 << 63:
+        raise ValueError("not a seed")
+    return Reseed(raw)
+
+
+def _gathered(raw: Any) -> Gathered:
+    if not isinstance(raw, list):
+        raise TypeError("not a list of values")
+    return Gathered(raw)
+
+
+codec.register(Reseed, name=reseed.RESEED, encode=lambda r: r.seed, decode=_reseed)
+codec.register(Gathered, name=reseed.REDUCE, encode=lambda g: g.values, decode=_gathered)
+codec.register(Dropped, name=reseed.DROP, encode=lambda d: None, decode=lambda raw: DROP)
+
+
+TensorKind = Literal["param", "buffer", "optim", "tensor", "ndarray"]
+ObjectKind = Literal["value", "groups"]
+OwnKind = Literal["", "broadcast", "statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value stands: its `name` in checkpoints, its `path` in the program, its `section`.
+
+    The section is the key at the top of the state.
+    """
+
+    name: str
+    path: str
+    section: str
+
+    def child(self, segment: str, path: str) -> Place:
+        """Return the place one level down; `segment` is escaped already and may be empty."""
+        name = f"{self.name}.{segment}" if segment else self.name
+        return Place(name, self.path + path, self.section)
+
+
+@dataclass(slots=True)
+class TensorLeaf:
+    """One logical tensor.
+
+    Attributes
+    ----------
+    name
+        Canonical name.
+    tensor
+        A detached `torch.Tensor` or `DTensor` on the live memory: filling it changes the state.
+        After `prepare` it may be memory of its own, which `apply_objects` puts into the state.
+    section
+        Key at the top of the state.
+    kind
+        ``param``, ``buffer``, ``optim``, ``tensor`` or ``ndarray``.
+    path
+        Where it stands in the program, for errors.
+    aliases
+        Further names of the same memory, in order of traversal. `tensor` is stored once.
+    origin
+        The live object that `tensor` was made from: a parameter, say.
+    assign
+        Where `tensor` is a copy because the live memory cannot be filled (a read-only array, an
+        expanded tensor): puts a tensor in the live one's place. `apply_objects` calls it.
+    own
+        Why each rank may have values of its own, of which the lowest rank's are saved:
+        ``broadcast``, DistributedDataParallel overwrites those of the others; ``statistics``, a
+        norm layer has them of its rank's batches. Empty: all ranks must have the same.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    section: str
+    kind: TensorKind
+    path: str
+    origin: torch.Tensor
+    aliases: tuple[str, ...] = ()
+    assign: Callable[[torch.Tensor], None] | None = None
+    own: OwnKind = ""
+
+    @property
+    def dtype(self) -> str:
+        """The format's name of the element type."""
+        return dtype_name(self.tensor.dtype, self.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(self.tensor.shape)
+
+
+@dataclass(slots=True)
+class ObjectLeaf:
+    """One replicated value.
+
+    Attributes
+    ----------
+    name
+        Canonical name.
+    raw
+        The value as JSON data, encoded by `ckptd.format.codec`: a copy, later changes of the
+        state do not reach it. None after `prepare`.
+    section, path
+        As for tensors.
+    kind
+        ``value``, or ``groups`` for an optimizer's groups.
+    put
+        Puts a decoded value into the state. Called by `apply_objects`.
+    check
+        Raises `MismatchError` when a decoded value does not fit; changes nothing.
+    """
+
+    name: str
+    raw: Any
+    section: str
+    kind: ObjectKind
+    path: str
+    put: Callable[[Any], None]
+    check: Callable[[Any], None] | None = None
+
+
+class Follower(Protocol):
+    """A value that needs to know which step it was saved and loaded with."""
+
+    def saved(self, step: int) -> None:
+        """Note that its value was taken for a save of `step`."""
+
+    def loaded(self, step: int, *, streams: bool) -> None:
+        """Note that all of `step` was loaded, and whether global random streams were."""
+
+
+@dataclass(slots=True)
+class PerRankLeaf:
+    """One value of which each rank has its own; attributes as in `ObjectLeaf`.
+
+    `on_change` and `reduce` are the declaration, `reseed` starts the value anew from a seed, and
+    `random` tells random streams, which are restored after everything else. `follower` is told
+    of saves and loads.
+    """
+
+    name: str
+    raw: Any
+    section: str
+    path: str
+    on_change: OnChange
+    reduce: Callable[[list[Any]], Any] | None
+    put: Callable[[Any], None]
+    reseed: Callable[[int], None] | None
+    random: bool = False
+    follower: Follower | None = None
+
+    def choose(self, read: Callable[[int], Any], *, saved_world: int, rank: int, world: int) -> Any:
+        """Return what `rank` of `world` gets: a value, `perrank.DROP` or `perrank.Reseed`.
+
+        `read(r)` gives the decoded value that rank ``r`` of `saved_world` saved; it is called
+        for other ranks only when the world changed. Raises `MismatchError` when the declaration
+        is ``"error"`` and the world changed.
+        """
+        return choose(self.name, self.on_change, self.reduce, read, saved_world, rank, world)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A change that waits for its leaf: made when the leaf called `name` was loaded.
+
+    `unit` is the object without which the change makes no sense: the groups of the optimizer.
+    """
+
+    name: str
+    change: Callable[[], None]
+    unit: str = ""
+
+
+@dataclass(slots=True)
+class Leaves:
+    """A state, flattened: three dicts by name, in order of traversal.
+
+    `aliases` gives the leaf's name by alias. `pending` are the changes that put prepared memory
+    into the state, or take out what the checkpoint knows to be absent; `apply_objects` makes them.
+    `optimizers` are those of the state. Two that have one `known` object have the same tensor
+    leaves, in the same memory, in the same groups of the same optimizers; None tells nothing.
+    `misfits` says of optimizers, by name, why a load has no leaves for them.
+    """
+
+    tensors: dict[str, TensorLeaf] = field(default_factory=dict)
+    objects: dict[str, ObjectLeaf] = field(default_factory=dict)
+    per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    pending: list[Pending] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    known: object | None = None
+    misfits: dict[str, str] = field(default_factory=dict)
+
+    def tensor(self, name: str) -> TensorLeaf | None:
+        """Return the leaf that has `name` as its name or as an alias."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedNames:
+    """What a load is going to read: after filters and renames, in the live state's names.
+
+    Attributes
+    ----------
+    tensors
+        Dtype name and global shape by tensor name.
+    objects
+        Kind by object name (``value`` or ``groups``), per-rank values not among them.
+    aliases
+        Tensor name by alias.
+    groups
+        The encoded value of each object of the kind ``groups``.
+    """
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    objects: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    _sorted: list[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sorted", sorted({*self.tensors, *self.aliases}))
+
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype name and shape of a tensor, by its name or an alias."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+    def tensors_below(self, name: str) -> list[str]:
+        """Return the names and aliases that begin with ``name.``."""
+        # "/" follows "." and so ends what begins with the prefix.
+        first = bisect.bisect_left(self._sorted, name + ".")
+        last = bisect.bisect_left(self._sorted, name + "/")
+        return self._sorted[first:last]
+
+
+def encode(value: Any, name: str) -> Any:
+    """Return `value` as JSON data; errors carry the leaf's name."""
+    try:
+        return codec.encode(value, name)
+    except UsageError as error:
+        if error.where is not None:
+            raise
+        # The function that encodes a registered type knows no names.
+        raise UsageError(
+            error.message,
+            kind=error.kind,
+            where=name,
+            wanted=error.wanted,
+            found=error.found,
+            hint=error.hint,
+        ) from error
+
+
+def check_name(place: Place) -> None:
+    """Raise `UsageError` (kind ``bad-name``) for names that no reader would accept."""
+    name = place.name
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+        raise UsageError(
+            "this cannot be a name in a checkpoint",
+            kind="bad-name",
+            where=place.path[:200],
+            wanted=f"1 to {MAX_NAME_CHARS} printable characters",
+            found=f"{name[:80]!r}, {len(name)} characters",
+        )

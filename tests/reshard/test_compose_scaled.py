@@ -1,0 +1,146 @@
+"""Block-scaled quantization: read, written, and followed by the witness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ckptd.errors import MismatchError, RefusedError
+from ckptd.layout.grid import Axis, Grid
+from ckptd.reshard.job import Share
+from ckptd.store import open_store
+from tests.load.builder import Array, Saved
+from tests.reshard.llama import everything, latest, program, resharded, save
+
+ROWS, COLUMNS, BLOCK = 50, 42, (16, 8)
+LAY = """
+space s { L{l}.w[o i]  L{l}.b[o] }
+mesh M = tp:2
+layout plain of s on none {
+  l.{l}.weight = L{l}.w[o i]
+  l.{l}.bias = L{l}.b[o]
+}
+layout turned of s on none {
+  l.{l}.t = L{l}.w[i o]
+  l.{l}.bias = L{l}.b[o]
+}
+layout fp8 of s on M {
+  l.{l}.weight = L{l}.w[o@tp:ceil/16 i] q(float8_e4m3fn, [16 8], scale={name}_scale_inv)
+  l.{l}.bias = L{l}.b[o]
+}
+layout int8 of s on none {
+  l.{l}.weight = L{l}.w[o i] q(int8, [16 8], scale={name}.scales)
+  l.{l}.bias = L{l}.b[o]
+}
+"""
+
+
+@pytest.fixture
+def lay(tmp_path: Path) -> str:
+    path = tmp_path / "q.lay"
+    path.write_text(LAY)
+    return str(path)
+
+
+def data() -> dict[str, Array]:
+    rng = np.random.default_rng(5)
+    out: dict[str, Array] = {}
+    for i in range(2):
+        w = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32)
+        w[:, 20:] *= 300
+        w[:16, :8] = 0
+        out[f"l.{i}.weight"] = w
+        out[f"l.{i}.bias"] = rng.standard_normal(ROWS).astype(np.float32)
+    return out
+
+
+def by_blocks(scales: Array) -> Array:
+    """Return the scale of each element."""
+    wide = np.repeat(np.repeat(scales, BLOCK[0], axis=0), BLOCK[1], axis=1)
+    return wide[:ROWS, :COLUMNS]
+
+
+def test_quantized_values_are_the_logical_ones_over_their_scale(tmp_path: Path, lay: str) -> None:
+    wanted = data()
+    with open_store(tmp_path / "a") as store:
+        save(store, wanted)
+    plain, fp8 = program(f"{lay}:plain"), program(f"{lay}:fp8")
+    with pytest.raises(RefusedError):
+        resharded(tmp_path / "a", tmp_path / "b", fp8, plain)
+    resharded(tmp_path / "a", tmp_path / "b", fp8, plain, allow_lossy=True)
+    found = everything(tmp_path / "b")
+    for i in range(2):
+        w, q = wanted[f"l.{i}.weight"], found[f"l.{i}.weight"]
+        scales = found[f"l.{i}.weight_scale_inv"]
+        assert q.dtype == ml_dtypes.float8_e4m3fn
+        assert scales.shape == (4, 6)
+        padded = np.zeros((64, 48), dtype=np.float32)
+        padded[:ROWS, :COLUMNS] = np.abs(w)
+        maxima = padded.reshape(4, 16, 6, 8).max(axis=(1, 3))
+        assert np.allclose(scales, np.where(maxima == 0, 1, maxima / 448), rtol=1e-6)
+        assert np.array_equal(q, (w / by_blocks(scales)).astype(ml_dtypes.float8_e4m3fn))
+    with open_store(tmp_path / "b") as store:
+        reader = latest(store)
+        entry = reader.manifest.tensors[reader.number("l.0.weight_scale_inv")]
+        assert reader.filemap.grid_of(reader.number("l.0.weight_scale_inv")).cell_shape == (2, 1)
+        assert reader.filemap.owners[entry.owners].array(entry.base).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("layout", ["fp8", "int8"])
+@pytest.mark.parametrize("back", ["plain", "turned"])
+def test_reading_multiplies_and_the_witness_agrees(
+    tmp_path: Path, lay: str, layout: str, back: str
+) -> None:
+    wanted = data()
+    with open_store(tmp_path / "a") as store:
+        save(store, wanted)
+    narrow, plain = program(f"{lay}:{layout}"), program(f"{lay}:plain")
+    resharded(tmp_path / "a", tmp_path / "b", narrow, plain, allow_lossy=True)
+    done = resharded(tmp_path / "b", tmp_path / "c", program(f"{lay}:{back}"), allow_lossy=True)
+    # Every weight and every bias is a value of the witness, or as many as it takes.
+    assert done.witness_values >= 2 * (1024 + ROWS)
+    quantized, found = everything(tmp_path / "b"), everything(tmp_path / "c")
+    end = {"fp8": "_scale_inv", "int8": ".scales"}[layout]
+    for i in range(2):
+        q = quantized[f"l.{i}.weight"].astype(np.float32)
+        values = q * by_blocks(quantized[f"l.{i}.weight{end}"])
+        name = f"l.{i}.t" if back == "turned" else f"l.{i}.weight"
+        assert np.array_equal(found[name], values.T if back == "turned" else values)
+        assert np.array_equal(found[f"l.{i}.bias"], wanted[f"l.{i}.bias"])
+        error = np.abs(values - wanted[f"l.{i}.weight"])
+        assert error.max() <= 300 * 5 / 16
+
+
+def test_any_cut_gives_the_same_quantized_bytes(tmp_path: Path, lay: str) -> None:
+    wanted = data()
+    with open_store(tmp_path / "a") as store:
+        save(store, wanted)
+    with open_store(tmp_path / "c") as store:
+        grid = Grid((Axis(((7, 7), (1, 1))), Axis(((5, 8), (2, 1)))))
+        cut = Saved(wanted["l.0.weight"], grid, [i % 3 for i in range(grid.npieces)])
+        rest = {n: v for n, v in wanted.items() if n != "l.0.weight"}
+        save(store, rest, extra={"l.0.weight": cut})
+    plain = program(f"{lay}:plain")
+    resharded(tmp_path / "a", tmp_path / "b", program(f"{lay}:fp8"), plain, allow_lossy=True)
+    for number in (2, 1):
+        part = Share(number, 2)
+        fp8 = program(f"{lay}:fp8")
+        resharded(tmp_path / "c", tmp_path / "d", fp8, plain, part, allow_lossy=True)
+    one, two = everything(tmp_path / "b"), everything(tmp_path / "d")
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        assert values.tobytes() == two[name].tobytes(), name
+
+
+def test_scales_that_are_missing_are_named(tmp_path: Path, lay: str) -> None:
+    with open_store(tmp_path / "a") as store:
+        q = {n: v.astype(ml_dtypes.float8_e4m3fn) if v.ndim == 2 else v for n, v in data().items()}
+        save(store, q)
+    with pytest.raises(MismatchError) as caught:
+        fp8, plain = program(f"{lay}:fp8"), program(f"{lay}:plain")
+        resharded(tmp_path / "a", tmp_path / "b", plain, fp8, allow_lossy=True)
+    assert caught.value.kind == "lay-cover"
+    assert caught.value.wanted == "l.0.weight_scale_inv"

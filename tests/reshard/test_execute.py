@@ -1,0 +1,157 @@
+"""The executor, between random cuts of the same tensors: rounds, budget, restarts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptd.errors import CorruptError
+from ckptd.format.manifest import GridEntry, TensorEntry
+from ckptd.layout.owners import Owners
+from ckptd.load.places import Places
+from ckptd.load.values import Reader
+from ckptd.reshard.execute import Budget
+from ckptd.reshard.feed import MixedFeeds, Recut
+from ckptd.reshard.job import Job, Share
+from ckptd.reshard.source import OwnSource
+from ckptd.reshard.target import Tables, Target, share
+from ckptd.root.catalogue import Catalogue
+from ckptd.store import open_store
+from ckptd.store.base import Store
+from tests.load.builder import Built, Saved, build, random_grid, random_saved
+
+MIB = 1 << 20
+
+
+def values(rng: random.Random, big: int = 0) -> dict[str, np.ndarray]:
+    gen = np.random.default_rng(rng.randrange(1 << 30))
+    shapes = [(), (5,), (7, 3), (0, 4), (4, 5, 6), (33, 8), (64,)]
+    out = {}
+    for i, shape in enumerate(shapes):
+        kind = rng.choice(["float32", "float64", "int16", "uint8", "complex128"])
+        out[f"t{i}"] = (gen.standard_normal(shape) * 50).astype(kind)
+    for i in range(big):
+        rows = 300 + 7 * i
+        out[f"big{i}"] = gen.standard_normal((rows, 2111)).astype(np.float32)
+    return out
+
+
+def recut(built: Built, rng: random.Random, world: int) -> Target:
+    """Return a target with other grids, other owners and another order of tensors."""
+    tables = Tables()
+    entries, feeds = [], {}
+    order = list(range(len(built.manifest.tensors)))
+    rng.shuffle(order)
+    for number, old in enumerate(order):
+        entry = built.manifest.tensors[old]
+        grid = random_grid(rng, entry.shape)
+        owners = Owners.from_array([rng.randrange(world) for _ in range(grid.npieces)])
+        entries.append(
+            TensorEntry(
+                entry.name,
+                entry.dtype,
+                entry.shape,
+                tables.grid(GridEntry.of(grid)),
+                tables.owner(owners.runs),
+            )
+        )
+        feeds[number] = Recut(old, built.filemap.grid_of(old), grid)
+    return Target(world, tuple(entries), tables.grids, tables.owners, MixedFeeds(feeds))
+
+
+def job(store: Store, built: Built, target: Target, out: Store) -> Job:
+    source = OwnSource(Places(built.manifest, built.filemap, store), store)
+    return Job(
+        source,
+        target,
+        Catalogue(out),
+        step=built.manifest.step,
+        identity="test",
+        bulk=out,
+        expected={},
+    )
+
+
+def check(out: Store, data: Mapping[str, np.ndarray]) -> None:
+    catalogue = Catalogue(out)
+    latest = catalogue.latest()
+    assert latest is not None
+    reader = Reader(catalogue, latest)
+    for name, wanted in data.items():
+        found = reader.tensor(name)
+        assert found.dtype == wanted.dtype
+        assert np.array_equal(
+            found.view(np.uint8) if found.ndim else found,
+            wanted.view(np.uint8) if wanted.ndim else wanted,
+        )
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_cut_becomes_any_other(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    data = values(rng)
+    with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
+        built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
+        target = recut(built, rng, rng.randrange(1, 6))
+        done = job(store, built, target, out).run(Share(), Budget.of(64 * MIB, store))
+        assert done.state == "committed"
+        check(out, data)
+        again = job(store, built, target, out).run(Share(), Budget.of(64 * MIB, store))
+        assert again.state == "present"
+
+
+def test_many_rounds_stay_within_the_budget(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    data = values(rng, big=12)
+    with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
+        built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
+        target = recut(built, rng, 3)
+        budget = Budget(32 * MIB, 4 * MIB, 8 * MIB, 4 * MIB, 2, 1)
+        done = job(store, built, target, out).run(Share(), budget)
+        assert done.rounds > 8
+        assert done.peak_staged <= 8 * MIB + 3 * 4096
+        assert done.bytes_written == sum(target.sizes)
+        check(out, data)
+
+
+def test_shares_cover_all_files_and_the_last_one_commits(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    data = values(rng, big=3)
+    with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
+        built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
+        target = recut(built, rng, 5)
+        states = []
+        for number in (2, 3, 1):
+            work = job(store, built, target, out)
+            states.append(work.run(Share(number, 3), Budget.of(64 * MIB, store)))
+        assert [s.state for s in states] == ["waiting", "waiting", "committed"]
+        assert sum(s.files for s in states) == 5
+        check(out, data)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_shares_are_neighbours_and_disjoint(count: int) -> None:
+    sizes = [5, 0, 7, 100, 3, 3, 3, 0, 9]
+    dealt = [share(sizes, i, count) for i in range(count)]
+    assert [f for r in dealt for f in r] == list(range(len(sizes)))
+
+
+def test_damage_in_the_source_is_named_and_nothing_is_committed(tmp_path: Path) -> None:
+    rng = random.Random(9)
+    data = values(rng, big=2)
+    with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
+        built = build(store, {n: Saved.whole(v) for n, v in data.items()}, step=3)
+        path = tmp_path / "a" / built.manifest.files[0].path
+        raw = bytearray(path.read_bytes())
+        raw[-100] ^= 4
+        path.write_bytes(raw)
+        target = recut(built, rng, 2)
+        with pytest.raises(CorruptError) as caught:
+            job(store, built, target, out).run(Share(), Budget.of(64 * MIB, store))
+        assert caught.value.kind == "digest"
+        assert "rank 0" in (caught.value.where or "")
+        assert Catalogue(out).latest() is None

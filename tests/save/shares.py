@@ -1,0 +1,59 @@
+"""Shares of snapshots in real slots, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ckptd.format.names import CommitName
+from ckptd.save.arena import Slot
+from ckptd.save.messages import Save, Sealed
+from ckptd.save.rankplan import RankPlan
+from ckptd.save.shard import Held, hold_share
+from ckptd.save.structure import SavePlan
+from ckptd.save.uploader import Share
+from ckptd.store.base import Store
+from tests.save.saving import fill, plan_of, values
+from tests.save.snapshotting import save_of
+
+__all__ = ["content", "held_in", "save_for", "share_in", "slot_for"]
+
+
+def slot_for(plan: SavePlan, rank: int = 0, number: int = 0) -> Slot:
+    return Slot(number, plan.filemap.data_bytes(rank))
+
+
+def save_for(
+    plan: SavePlan, job: int, near: Sequence[str] = ("memory",), *, root: bool = False
+) -> Save:
+    """Return the save whose step is its job."""
+    save = save_of(CommitName(job, 1), f"{job:04d}", plan)
+    return msgspec.structs.replace(save, job=job, near=tuple(near), root=root)
+
+
+def held_in(
+    slot: Slot,
+    save: Save,
+    plan: SavePlan | None = None,
+    rank: int = 0,
+    arrays: Mapping[str, Any] | None = None,
+) -> Held:
+    """Copy a state into a slot, seal it, and return the share."""
+    plan = plan or plan_of()
+    slot.begin(save.job)
+    slot.staged = fill(plan, rank, arrays or values(save.job), slot.data)
+    slot.seal()
+    return hold_share(
+        RankPlan(plan, rank), save, slot, lambda nbytes: None, lambda: Sealed(save.job)
+    )
+
+
+def share_in(slot: Slot, save: Save, plan: SavePlan) -> Share:
+    return Share(held_in(slot, save, plan), RankPlan(plan, 0), Sealed(save.job))
+
+
+def content(store: Store, prefix: str = "data/") -> dict[str, bytes]:
+    """Return everything that a store holds."""
+    return {info.key: store.get(info.key) for info in store.list(prefix)}
