@@ -33,15 +33,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CanonicalGradients": "canonical",
-    "ElasticSampler": "sampler",
-    "World": "world",
-    "global_tokens": "tokens",
-    "keyed_generator": "keyed",
-    "keyed_rng": "keyed",
-    "keyed_seed": "keyed",
-    "scale_gradients": "tokens",
-    "session": "session",
+    "CanonicalGradients": "hooks.canonical",
+    "ElasticSampler": "data.sampler",
+    "World": "session.world",
+    "global_tokens": "data.tokens",
+    "keyed_generator": "data.keyed",
+    "keyed_rng": "data.keyed",
+    "keyed_seed": "data.keyed",
+    "scale_gradients": "data.tokens",
+    "session": "session.session",
 }
 
 

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "check_replicas", "detach", "phase", "step", "watch_gradients"]
 
-_OF_REPLICAS = {"check_replicas", "watch_gradients"}
+_MODULES = dict.fromkeys(("attach", "detach", "phase", "step"), "recorder") | dict.fromkeys(
+    ("check_replicas", "watch_gradients"), "replicas"
+)
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "recorder_replicas" if name in _OF_REPLICAS else "recorder"
-    value: object = getattr(importlib.import_module(f"ckptd.train.{module}"), name)
+    module = importlib.import_module(f"ckptd.train.recorder.{_MODULES[name]}")
+    value: object = getattr(module, name)
     globals()[name] = value
     return value

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ckptd.errors import MismatchError
+from ckptd.errors import MismatchError, UsageError
+from ckptd.layout.block import Block
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LocalTensor
+from ckptd.layout.lay.regions import Fill
 from ckptd.layout.region import box_region
 from ckptd.load.wants import PlannedWant, Want
-from ckptd.reshard.changes import change_of
-from ckptd.train.filling import U8, Filling, LaidFilling
+from ckptd.reshard.changes import Linear, change_of
+from ckptd.train.filling import U8, Filling
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.source import LaidSource
 from ckptd.train.state.describe import Describer
@@ -24,9 +27,123 @@ from ckptd.train.state.leaves import Leaves, SavedNames, TensorLeaf
 from ckptd.train.state.restore import MAX_LISTED, Matching
 from ckptd.train.state.sink import Sink
 from ckptd.train.state.walk import walk
-from ckptd.types import Box, dtype_of
+from ckptd.types import Box, DType, dtype_of
 
-__all__ = ["Filled", "LaidLoad", "look"]
+__all__ = ["Filled", "LaidFilling", "LaidLoad", "look"]
+
+_Pieces = tuple[tuple[int, tuple[Block, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Changed:
+    """Values that were read in another type, at the places that they have in the target."""
+
+    staged: U8
+    source: DType
+    target: U8
+    dtype: DType
+    blocks: tuple[Block, ...]
+    change: Linear
+
+    def put(self) -> None:
+        for block in self.blocks:
+            where = (block.shape, block.target_strides, block.target_start)
+            new = _view(self.target, self.dtype, *where)
+            self.change.apply(new, _view(self.staged, self.source, *where))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Same:
+    """Numbers of several parameters that become one, and must agree."""
+
+    name: str
+    values: tuple[U8, ...]
+
+    def check(self) -> None:
+        if any(not np.array_equal(v, self.values[0]) for v in self.values[1:]):
+            raise MismatchError(
+                "parameters with different numbers become one tensor",
+                kind="lay-fit",
+                where=self.name,
+                found=", ".join(v.tobytes().hex() for v in self.values[:4]),
+            )
+
+
+@dataclass(eq=False)
+class LaidFilling:
+    """What a load fills by composing layouts; `finish` when everything has been read.
+
+    Attributes
+    ----------
+    wants
+        For `ckptd.load.wants.read_plan`.
+    """
+
+    wants: list[PlannedWant] = field(default_factory=list)
+    _changes: list[_Changed] = field(default_factory=list)
+    _fills: list[tuple[U8, DType, tuple[Fill, ...]]] = field(default_factory=list)
+    _same: list[_Same] = field(default_factory=list)
+
+    def copy(self, number: int, pieces: _Pieces, target: U8) -> None:
+        """Ask for bytes as they are."""
+        self.wants.append(PlannedWant(number, pieces, target))
+
+    def change(
+        self,
+        number: int,
+        pieces: _Pieces,
+        source: DType,
+        target: U8,
+        dtype: DType,
+        change: Linear,
+    ) -> None:
+        """Ask for values that change on the way; they are staged in the type they are read in."""
+        blocks = tuple(b for _, found in pieces for b in found)
+        numel = max((b.target_span[1] for b in blocks), default=0)
+        staged = np.empty(numel * source.itemsize, dtype=np.uint8)
+        self.wants.append(PlannedWant(number, pieces, staged))
+        self._changes.append(_Changed(staged, source, target, dtype, blocks, change))
+
+    def fill(self, target: U8, dtype: DType, fills: tuple[Fill, ...]) -> None:
+        """Write what no element of the source stands for."""
+        if fills:
+            self._fills.append((target, dtype, fills))
+
+    def same(self, name: str, values: tuple[U8, ...]) -> None:
+        """Have numbers compared that were read for one tensor."""
+        if len(values) > 1:
+            self._same.append(_Same(name, values))
+
+    def finish(self) -> None:
+        """Do what is left to do.
+
+        Raises
+        ------
+        MismatchError, UsageError
+            Numbers disagree, or a value does not fit its type (`poisoned`).
+        """
+        try:
+            for same in self._same:
+                same.check()
+            for changed in self._changes:
+                changed.put()
+        except UsageError as error:
+            error.poisoned = True
+            raise
+        for target, dtype, fills in self._fills:
+            for found in fills:
+                shape, strides = tuple(n for n, _ in found.steps), tuple(s for _, s in found.steps)
+                _view(target, dtype, shape, strides, found.start)[...] = found.value
+        self._changes.clear()
+        self._fills.clear()
+
+
+def _view(
+    memory: U8, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], start: int
+) -> NDArray[Any]:
+    """Return elements of a buffer; numpy checks that they lie inside."""
+    size = dtype.itemsize
+    return np.ndarray(shape, dtype.numpy, memory, start * size, tuple(s * size for s in strides))
 
 
 def look(state: Mapping[str, Any]) -> Leaves:

@@ -147,7 +147,7 @@ def test_the_witness_is_followed_to_where_values_must_be(
 ) -> None:
     """A plan that puts rows at wrong places, made by turning one copy around."""
     from ckptd.layout.block import Block
-    from ckptd.train.filling import LaidFilling
+    from ckptd.train.layout.loading import LaidFilling
 
     module, _ = whole_job(1, 0)
     save(tmp_path, WHOLE, {"model": module})
