@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +64,7 @@ TORCH_FREE = [
     "ckptd.load",
     "ckptd.monitor",
     "ckptd.readers",
-    "ckptd.relayout",
+    "ckptd.live",
     "ckptd.reshard",
     "ckptd.root",
     "ckptd.runtime",
@@ -78,6 +79,12 @@ TORCH_FREE = [
 def test_public_names() -> None:
     assert ckptd.__all__ == NAMES
     assert dir(ckptd) == sorted(NAMES)
+
+
+def test_no_module_hides_a_public_name() -> None:
+    # Importing a submodule makes it an attribute of its package, in place of the name.
+    folder = Path(ckptd.__file__).parent
+    assert not {p.stem for p in folder.iterdir()} & set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

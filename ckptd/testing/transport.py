@@ -26,7 +26,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, UsageError
-from ckptd.relayout.transport import Pending, Transport
+from ckptd.live.transport import Pending, Transport
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 
 __all__ = ["TransportContract"]

@@ -19,10 +19,10 @@ from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.observe import bind_sizes
 from ckptd.layout.lay.stored import StoredForm
-from ckptd.relayout.memory import ArrayMemory, Memory
-from ckptd.relayout.move import Mover, MoveReport, Watch, message_bytes
-from ckptd.relayout.plan import MovePlan, Roles, make_plan
-from ckptd.relayout.transport import Transport
+from ckptd.live.memory import ArrayMemory, Memory
+from ckptd.live.move import Mover, MoveReport, Watch, message_bytes
+from ckptd.live.plan import MovePlan, Roles, make_plan
+from ckptd.live.transport import Transport
 from ckptd.train.layout.binder import JobLayout, Laid, Seen
 from ckptd.train.layout.loading import look
 from ckptd.train.layout.program import LayoutSpec, Spelling
@@ -73,7 +73,7 @@ def memory_of(tensor: torch.Tensor, name: str) -> Memory:
 
 
 class TorchMemory:
-    """A contiguous tensor on any device, as `ckptd.relayout.memory.Memory`."""
+    """A contiguous tensor on any device, as `ckptd.live.memory.Memory`."""
 
     def __init__(self, tensor: torch.Tensor, dtype: DType) -> None:
         self.dtype = dtype
@@ -81,25 +81,25 @@ class TorchMemory:
         self._flat = tensor.reshape(-1)
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
-        """See `ckptd.relayout.memory.Memory`."""
+        """See `ckptd.live.memory.Memory`."""
         self._host(out).view(shape).copy_(self._part(start, shape, strides))
 
     def take_at(self, at: I64, out: U8) -> None:
-        """See `ckptd.relayout.memory.Memory`."""
+        """See `ckptd.live.memory.Memory`."""
         index = torch.from_numpy(at).to(self._flat.device)
         self._host(out).copy_(self._flat[index])
 
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
-        """See `ckptd.relayout.memory.Memory`."""
+        """See `ckptd.live.memory.Memory`."""
         self._part(start, shape, strides).copy_(self._host(data).view(shape))
 
     def put_at(self, at: I64, data: U8) -> None:
-        """See `ckptd.relayout.memory.Memory`."""
+        """See `ckptd.live.memory.Memory`."""
         index = torch.from_numpy(at).to(self._flat.device)
         self._flat[index] = self._host(data).to(self._flat.device)
 
     def region(self) -> tuple[object, int, int]:
-        """See `ckptd.relayout.memory.Memory`."""
+        """See `ckptd.live.memory.Memory`."""
         start = self._flat.data_ptr()
         return str(self._flat.device), start, start + self.numel * self.dtype.itemsize
 
@@ -360,16 +360,16 @@ class _Alone:
     rank, world, buffers = 0, 1, 0
 
     def begin(self, message_bytes: int) -> None:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
 
     def send(self, peer: int, data: Any) -> Any:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         raise UsageError("there is no other rank", kind="transport", found=peer)
 
     receive = send
 
     def close(self) -> None:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.digest import digest_hex
-from ckptd.relayout.transport import Pending, gone
+from ckptd.live.transport import Pending, gone
 from ckptd.train.ranks import global_ranks
 
 __all__ = ["TorchTransport"]
@@ -25,7 +25,7 @@ _made: dict[str, int] = {}
 
 
 class TorchTransport:
-    """See `ckptd.relayout.transport.Transport`.
+    """See `ckptd.live.transport.Transport`.
 
     Has connections of its own, that no process group of the job knows: nothing of the job's own
     traffic is in the way, and a move that fails breaks nothing. Every rank of `process_group`
@@ -69,15 +69,15 @@ class TorchTransport:
             ) from error
 
     def begin(self, message_bytes: int) -> None:
-        """See `ckptd.relayout.transport.Transport`; connections are there already."""
+        """See `ckptd.live.transport.Transport`; connections are there already."""
 
     def send(self, peer: int, data: U8) -> Pending:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         tensor = torch.from_numpy(data)
         return self._begin(peer, lambda: self._group.send([tensor], peer, 0))
 
     def receive(self, peer: int, into: U8) -> Pending:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         tensor = torch.from_numpy(into)
         return self._begin(peer, lambda: self._group.recv([tensor], peer, 0))
 
@@ -90,7 +90,7 @@ class TorchTransport:
             raise _failed(peer, error) from error
 
     def close(self) -> None:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         self._group = None
 
 
@@ -112,7 +112,7 @@ class _Work:
         self._done.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """See `ckptd.relayout.transport.Pending`."""
+        """See `ckptd.live.transport.Pending`."""
         if not self._done.wait(timeout_s):
             return False
         if self._error is not None:

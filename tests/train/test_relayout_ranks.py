@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ckptd.errors import CkptdError
-from ckptd.relayout.move import MoveReport
-from ckptd.relayout.shm import ShmTransport
-from ckptd.relayout.transport import Pending
+from ckptd.live.move import MoveReport
+from ckptd.live.shm import ShmTransport
+from ckptd.live.transport import Pending
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.train.ranks import board_of
 from ckptd.train.relayout import relayout

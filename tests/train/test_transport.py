@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.relayout.transport import Transport
+from ckptd.live.transport import Transport
 from ckptd.testing.transport import TransportContract
 from ckptd.train.transport import TorchTransport
 

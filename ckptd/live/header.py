@@ -15,8 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError
-from ckptd.relayout.check import MOST_SAMPLES, Sample
-from ckptd.relayout.plan import Segment
+from ckptd.live.check import MOST_SAMPLES, Sample
+from ckptd.live.plan import Segment
 from ckptd.types import DTYPES, DType
 
 __all__ = ["PREFIX_BYTES", "Table", "check_prefix", "prefix", "table_bytes"]

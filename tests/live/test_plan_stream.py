@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.layout.block import Block
 from ckptd.layout.lay.live import Transfers
-from ckptd.relayout.plan import Piece, Segment, Window, messages, ordered
+from ckptd.live.plan import Piece, Segment, Window, messages, ordered
 from tests.layout.lay.test_copies import composed
 
 Places = list[tuple[int, int]]

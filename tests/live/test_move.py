@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ckptd.layout.lay.copies import Composition, compose
-from ckptd.relayout.plan import Roles
+from ckptd.live.plan import Roles
 from tests.layout.lay.test_copies import composed
 from tests.layout.lay.test_live import PAIRS
 from tests.layout.lay.world import bound
-from tests.relayout.world import move
+from tests.live.world import move
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.relayout.shm import ShmTransport
-from ckptd.relayout.transport import Transport
+from ckptd.live.shm import ShmTransport
+from ckptd.live.transport import Transport
 from ckptd.testing.transport import TransportContract
 from ckptd.train.ranks import board_of
 

@@ -27,10 +27,10 @@ from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.modifiers import Average
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.values import Values
-from ckptd.relayout.check import Sampler
-from ckptd.relayout.header import PREFIX_BYTES, Table, check_prefix, prefix, table_bytes
-from ckptd.relayout.memory import Memory
-from ckptd.relayout.plan import (
+from ckptd.live.check import Sampler
+from ckptd.live.header import PREFIX_BYTES, Table, check_prefix, prefix, table_bytes
+from ckptd.live.memory import Memory
+from ckptd.live.plan import (
     Chunk,
     Incoming,
     MovePlan,
@@ -43,7 +43,7 @@ from ckptd.relayout.plan import (
     messages,
     ordered,
 )
-from ckptd.relayout.transport import Pending, Transport, gone
+from ckptd.live.transport import Pending, Transport, gone
 from ckptd.reshard.changes import Linear, change_of, changed_dtype
 from ckptd.reshard.clip import clip_fill
 from ckptd.runtime.ranks import Board, Peers

@@ -15,7 +15,7 @@ from ckptd.layout.lay.live import LiveCopy, Transfers
 from ckptd.layout.lay.local import LocalTensor, local_tensors
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.values import Values
-from ckptd.relayout.memory import Memory
+from ckptd.live.memory import Memory
 from ckptd.reshard.clip import clip
 
 __all__ = [

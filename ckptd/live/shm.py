@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, UsageError
+from ckptd.live.transport import Pending, gone
 from ckptd.load.hostgroup import SharedMemory
-from ckptd.relayout.transport import Pending, gone
 from ckptd.runtime.ranks import Board, identity, liveness
 
 __all__ = ["ShmTransport"]
@@ -47,7 +47,7 @@ class _Segment:
 
 
 class ShmTransport:
-    """See `ckptd.relayout.transport.Transport`.
+    """See `ckptd.live.transport.Transport`.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class ShmTransport:
         self._memory: SharedMemory | None = None
 
     def begin(self, message_bytes: int) -> None:
-        """See `ckptd.relayout.transport.Transport`.
+        """See `ckptd.live.transport.Transport`.
 
         Raises
         ------
@@ -117,20 +117,20 @@ class ShmTransport:
         return self._board.get(f"{self._key}/{what}/{peer}", self._timeout_s)
 
     def send(self, peer: int, data: U8) -> Pending:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         pending = _Message(peer, data, self._pump, self._check_slots)
         self._sends.append(pending)
         self._pump()
         return pending
 
     def receive(self, peer: int, into: U8) -> Pending:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         pending = _Message(peer, into, lambda: self._take_all(peer), lambda: self._check(peer))
         self._receives.setdefault(peer, deque()).append(pending)
         return pending
 
     def close(self) -> None:
-        """See `ckptd.relayout.transport.Transport`."""
+        """See `ckptd.live.transport.Transport`."""
         if self._memory is not None:
             self._memory.unlink()
         self._own, self._memory = None, None
@@ -234,7 +234,7 @@ class _Message:
         self._suspects = suspects
 
     def wait(self, timeout_s: float) -> bool:
-        """See `ckptd.relayout.transport.Pending`."""
+        """See `ckptd.live.transport.Pending`."""
         end = time.monotonic() + timeout_s
         pause, tries = _FIRST_PAUSE_S, 0
         while not self._through():

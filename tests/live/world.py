@@ -15,11 +15,11 @@ from ckptd.layout.lay.copies import Composition
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.stored import StoredForm
-from ckptd.relayout.memory import ArrayMemory
-from ckptd.relayout.move import Mover, MoveReport, Watch, message_bytes
-from ckptd.relayout.plan import Roles, make_plan
-from ckptd.relayout.shm import ShmTransport
-from ckptd.relayout.transport import Transport
+from ckptd.live.memory import ArrayMemory
+from ckptd.live.move import Mover, MoveReport, Watch, message_bytes
+from ckptd.live.plan import Roles, make_plan
+from ckptd.live.shm import ShmTransport
+from ckptd.live.transport import Transport
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.types import DType, dtype_of
 from tests.layout.lay.world import local_elements

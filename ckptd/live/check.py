@@ -20,7 +20,7 @@ from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
 from ckptd.layout.lay.modifiers import Average, Replicas
 from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.relayout.plan import Outgoing
+from ckptd.live.plan import Outgoing
 from ckptd.reshard.elements import find, place
 
 __all__ = ["MOST_SAMPLES", "Sample", "Sampler"]
