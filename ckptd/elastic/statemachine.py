@@ -212,14 +212,20 @@ class StateMachine:
     def hears(self, now: float, within_s: float) -> tuple[int, int]:
         """Return how many nodes were heard of in the last moments, and how many there should be.
 
-        A controller that has just begun is taken to hear all: they are on their way to it.
+        A controller that has just begun is taken to hear all: they are on their way to it. So are
+        the launchers that it is having replaced. Without that, a single node that is cut off takes
+        the place of a controller whose launchers all start anew.
         """
         # Not by the members: a generation that is being decided has left some of them out already.
         known = [node for node in self.nodes if node.up or now - node.seen < _LIVED_S]
         if now - self._born < self.settings.settle_s:
             knows = len({node.name for node in known} | self.members)
             return knows, knows
-        return sum(node.up and now - node.seen < within_s for node in known), len(known)
+        replaced = now < self._relaunch_until
+        heard = sum(
+            now - node.seen < within_s or (replaced and node.asked == node.life) for node in known
+        )
+        return heard, len(known)
 
     def may_renew(self, node: str) -> bool:
         """Return whether a beat of this node is to be echoed, which renews its workers' lease.

@@ -136,8 +136,9 @@ class World(Nodes):
         self.later(0.5, look)
 
     def faults(self) -> int:
-        """Return how many faults there were so far."""
-        return sum(count for name, count in self.counts.items() if name.startswith("fault "))
+        """Return how many faults there were so far; a job that is queued anew is one."""
+        faults = (n for name, n in self.counts.items() if name.startswith("fault "))
+        return sum(faults) + self.counts["requeues"]
 
     def away(self, node: SimNode) -> None:
         """Let a node not reach the controller."""
@@ -176,9 +177,9 @@ class World(Nodes):
         self.bosses.clear()
         self.later(after, self.revive_controller)
 
-    def revive_controller(self) -> None:
-        """Start a controller where none is."""
-        if not self.bosses:
+    def revive_controller(self, after: int = 0) -> None:
+        """Start a controller where none is, or none that began after the life `after`."""
+        if max(self.bosses, default=0) <= after:
             self.start_controller()
 
     def lose(self, node: SimNode) -> None:
@@ -247,7 +248,9 @@ class World(Nodes):
         if len(self.log) != boss.known:
             self.counts["log-taken"] += 1
             del self.bosses[boss.life]
-            self.later(self.rng.uniform(0.5, 3.0), self.revive_controller)
+            # Its launchers hear none any more, whatever becomes of one that others still hear.
+            wait, newest = self.rng.uniform(0.5, 3.0), boss.life > max(self.bosses, default=0)
+            self.later(wait, lambda: self.revive_controller(boss.life if newest else 0))
             return
         last = decode_record(self.log[-1], "log") if self.log else None
         ordered = last is not None and (record.generation, record.members) == (

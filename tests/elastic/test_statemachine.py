@@ -381,6 +381,19 @@ def test_levels_go_deeper_until_something_is_committed(driver: Driver) -> None:
     assert (machine.record.failures, machine.record.fruitless) == (3, 2)
 
 
+def test_launchers_that_are_started_anew_count_as_heard() -> None:
+    """Else a node that is cut off takes the place of the controller that has just ordered this."""
+    d = Driver(gather_s=1.0, levels=3, flaps=99, relaunch_s=8.0)
+    d.up("a", "b", "c")
+    d.hear(Ended(node="a", generation=1, code=1))
+    one(d.all_fenced("a", "b", "c"), Relaunch)
+    assert d.machine.hears(d.now, 2.0) == (3, 3)
+    d.pass_time(5)
+    assert d.machine.hears(d.now, 2.0) == (3, 3)
+    d.pass_time(5)  # as long as that may take
+    assert d.machine.hears(d.now, 2.0) == (0, 3)
+
+
 def test_launchers_are_started_anew_at_level_two_and_the_job_at_three() -> None:
     d = Driver(gather_s=1.0, levels=3, flaps=99)
     d.up("a", "b", "c")
