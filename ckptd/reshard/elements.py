@@ -4,7 +4,7 @@ The planner works with boxes, lattices, grids and blocks. This module follows si
 position in a source tensor is one entry of each of its dimensions; an entry says a way through the
 sums and an index for some axes; the tags name a logical tensor, the indexes an element of it; and
 the target's rule for that logical tensor says at which position it has the element. What a
-dimension means is in ``docs/design/005-lay.md``; nothing here is shared with `boxes` and the like,
+dimension means is in ``docs/design/lay.md``; nothing here is shared with `boxes` and the like,
 so that a mistake there does not excuse itself here. Arrays are int64 and of one length.
 
 The same is done for the tensors of a rank: with its coordinates, a split leaves a part of its

@@ -1,7 +1,7 @@
 """The primitive: an interval of a dimension's sequence as strided boxes over axes.
 
 `sequence` looks a dimension up once (lengths, parts of splits) into a small tree of `Sequence`
-nodes; `boxes` walks it with an interval. What a dimension means is in ``docs/design/005-lay.md``.
+nodes; `boxes` walks it with an interval. What a dimension means is in ``docs/design/lay.md``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dimensions of a rule: which elements a rank-local dimension runs through, in order.
 
-What each form means is fixed in ``docs/design/005-lay.md``.
+What each form means is fixed in ``docs/design/lay.md``.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _check_readable(
 
     Three uneven cuts of one dimension, strided ones among them: what FSDP2 makes and what
     ``distribute_tensor`` makes then have equal shapes and different rows, and nothing tells which
-    one this is (``docs/design/002``). A checkpoint would hold rows at wrong places.
+    one this is (``docs/design/layout.md``). A checkpoint would hold rows at wrong places.
     """
     cuts = [p[1] for p in placements if p != "replicate"]
     crowded = any(cuts.count(dim) > 2 for dim in cuts)

@@ -1,4 +1,4 @@
-"""What a layout means, element by element: "Meaning" of ``docs/design/005-lay.md`` written down.
+"""What a layout means, element by element: "Meaning" of ``docs/design/lay.md`` written down.
 
 This is the judge of everything that computes with intervals, and shares no code with it: only the
 syntax tree and what is looked up. It knows every entry of every dimension, so sizes are small.
