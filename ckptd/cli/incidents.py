@@ -116,8 +116,10 @@ def _found(
 def _of_file(
     history: Path, ident: str | None, state: str | None, limit: int
 ) -> list[dict[str, Any]]:
-    from ckptd.daemon.documents.incidents import from_stored, shown
-    from ckptd.daemon.history import read_incidents
+    import msgspec
+
+    from ckptd.daemon.documents import IncidentDocument
+    from ckptd.daemon.history import from_stored, read_incidents
 
     if not history.exists():
         raise NotFoundError("no such history", kind="no-history", where=str(history))
@@ -126,7 +128,8 @@ def _of_file(
     found = [i for i in stored if i is not None and ident in (None, i.id)]
     if ident is not None and not found:
         raise NotFoundError("no incident has that id", kind="no-incident", where=ident)
-    return [shown(i, evidence=ident is not None) for i in found]
+    documents = [IncidentDocument.of(i, evidence=ident is not None) for i in found]
+    return [msgspec.to_builtins(document, str_keys=True) for document in documents]
 
 
 def _safe(ident: str) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -21,23 +20,22 @@ from starlette.types import ASGIApp
 
 from ckptd.daemon.access import LOGIN_PATH, Access, Guard
 from ckptd.daemon.bodies import document, read_body, refusal
-from ckptd.daemon.documents.columns import phase_name
-from ckptd.daemon.documents.trace import (
-    call_document,
-    chrome_trace,
-    parse_ranks,
-    recent_calls,
-    timeline,
+from ckptd.daemon.documents import (
+    AnswerDocument,
+    CallsDocument,
+    ElasticDocument,
+    IncidentListDocument,
+    LinksDocument,
+    RankDocument,
 )
 from ckptd.daemon.elastic.link import order_of
-from ckptd.daemon.elastic.part import answer_document
 from ckptd.daemon.exposition import exposition
 from ckptd.daemon.history import SERIES
 from ckptd.daemon.live import Streaming
 from ckptd.daemon.service import Service, page_folder
+from ckptd.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, NotFoundError, UsageError
-from ckptd.monitor.job import NO_EXIT
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
 
@@ -109,7 +107,7 @@ class Api:
 
     async def _job(self, request: Request) -> Response:
         s = self._service
-        return document(s.summary(s.rounds.board))
+        return document(s.job_document(s.rounds.last))
 
     async def _ranks(self, request: Request) -> Response:
         since = _number(request, "since", None, 0, 1 << 53)
@@ -121,56 +119,28 @@ class Api:
             await run_in_threadpool(self._rank_document, int(request.path_params["rank"]))
         )
 
-    def _rank_document(self, rank: int) -> dict[str, Any]:
-        s = self._service
-        board, names = s.rounds.board, s.names
-        rows = np.flatnonzero(board.job.ranks["rank"] == rank)
-        if not len(rows):
+    def _rank_document(self, rank: int) -> RankDocument:
+        found = RankDocument.of(self._service.rounds.last, rank, self._service.names)
+        if found is None:
             raise NotFoundError("no such rank reports", kind="no-such-rank", where=str(rank))
-        row = board.job.ranks[rows[0]]
-        groups = board.job.groups[board.job.groups["row"] == rows[0]]
-        calls = board.job.calls[board.job.calls["row"] == rows[0]][-_SHOWN_CALLS:]
-        code = int(row["exit_code"])
-        return {
-            "now": board.at,
-            "rank": rank,
-            "node": board.job.nodes[row["node"]],
-            "pid": int(row["pid"]) or None,
-            "alive": bool(row["alive"]),
-            "exit_code": None if code == NO_EXIT else code,
-            "state": row["state"].decode("ascii", "replace"),
-            "answers": None if row["answers"] < 0 else bool(row["answers"]),
-            "phase": phase_name(int(row["phase"])),
-            "step": int(row["step"]),
-            "steps_done": int(row["steps_done"]),
-            "heartbeat_age_s": float(row["heartbeat"]),
-            "progress_age_s": float(row["idle"]),
-            "pending_age_s": float(row["pending_age"]),
-            "self_s": board.self_s.get(rank),
-            "groups": [_group(g, s) for g in groups],
-            "calls": [call_document(c, names, board.at) for c in calls],
-            "stack": self._stack(rank),
-        }
-
-    def _stack(self, rank: int) -> dict[str, Any] | None:
-        """Return the rank's newest stack, of whichever incident asked for it."""
-        for incident in reversed(self._service.rounds.board.incidents):
-            if rank in incident.stacks:
-                return {"incident": incident.id, **msgspec.to_builtins(incident.stacks[rank])}
-        return None
+        return found
 
     async def _links(self, request: Request) -> Response:
-        s = self._service
-        return document(s.links_document(s.rounds.board))
+        return document(LinksDocument.of(self._service.rounds.last))
 
     async def _elastic(self, request: Request) -> Response:
         s = self._service
-        return document({**s.generations.document(), **s.elastic_document()})
+        now = s.controller_document()
+        return document(
+            ElasticDocument(
+                generations=s.generations.all(), controller=now.controller, status=now.status
+            )
+        )
 
     async def _order(self, request: Request) -> Response:
         order = order_of(await _json_body(request))
         answer = await run_in_threadpool(self._service.order, order)
-        return document(answer_document(answer), 200 if answer.ok else 409)
+        return document(AnswerDocument.of(answer), 200 if answer.ok else 409)
 
     async def _checkpoints(self, request: Request) -> Response:
         return document(await run_in_threadpool(self._service.checkpoints.document))
@@ -194,11 +164,11 @@ class Api:
         ranks = self._ranks_asked(request)
         return document(await run_in_threadpool(self._timeline, ranks, seconds, limit))
 
-    def _timeline(self, ranks: Array, seconds: float, limit: int) -> dict[str, Any]:
+    def _timeline(self, ranks: Array, seconds: float, limit: int) -> CallsDocument:
         s = self._service
         now, epoch = time.monotonic(), time.time() - time.monotonic()
         calls = recent_calls(s.tape.since(now - seconds), ranks, now - seconds)
-        return {"now": now + epoch, **timeline(calls, s.names, epoch, limit)}
+        return CallsDocument.of(calls, s.names, now=now + epoch, epoch=epoch, limit=limit)
 
     async def _trace(self, request: Request) -> Response:
         seconds = _number(request, "seconds", 30, 0.1, 3600) or 0.0
@@ -213,7 +183,7 @@ class Api:
         now = time.monotonic()
         calls = recent_calls(s.tape.since(now - seconds), ranks, now - seconds)
         with s.rounds.ranks_lock:
-            table, nodes = s.rounds.ranks.table, list(s.rounds.ranks.nodes)
+            table, nodes = s.rounds.ranks.rows, list(s.rounds.ranks.nodes)
         where = {int(r["rank"]): nodes[r["node"]] for r in table}
         return chrome_trace(calls, s.names, where, now)
 
@@ -221,7 +191,7 @@ class Api:
         text = request.query_params.get("ranks")
         if text:
             return parse_ranks(text)
-        known: Array = self._service.rounds.ranks.table["rank"]
+        known: Array = self._service.rounds.ranks.rows["rank"]
         return known[:64]
 
     async def _recording(self, request: Request) -> Response:
@@ -240,7 +210,7 @@ class Api:
         before = _number(request, "before", None, 0, 1e12)
         s = self._service
         found = await run_in_threadpool(s.incidents, state, before, limit)
-        return document({"incidents": [s.shown(i) for i in found]})
+        return document(IncidentListDocument([s.shown(i) for i in found]))
 
     async def _incident(self, request: Request) -> Response:
         s = self._service
@@ -260,7 +230,7 @@ class Api:
     async def _enforce(self, request: Request) -> Response:
         ident = request.path_params["ident"]
         answer = await run_in_threadpool(self._service.enforce, ident)
-        return document(answer_document(answer), 200 if answer.ok else 409)
+        return document(AnswerDocument.of(answer), 200 if answer.ok else 409)
 
     # -- the rest ---------------------------------------------------------------------------------
 
@@ -321,13 +291,13 @@ async def _plain_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     kind = {404: "not-found", 405: "no-method"}.get(status, "http")
     messages = {
-        404: f"there is nothing at {request.url.path}",
-        405: f"{request.url.path} does not take {request.method}",
+        404: f"no such endpoint: {request.url.path}",
+        405: f"{request.url.path} does not accept {request.method}",
     }
     told = {
         "kind": kind,
-        "message": messages.get(status, "this cannot be told"),
-        "hint": f"{V1}/job and what docs/reference/api.md names beside it",
+        "message": messages.get(status, "the request failed"),
+        "hint": f"{V1}/job; docs/reference/api.md lists all endpoints",
     }
     return document({"error": told}, status)
 
@@ -378,15 +348,3 @@ def _bad(where: str, wanted: str, found: str) -> UsageError:
         wanted=wanted,
         found=found[:100],
     )
-
-
-def _group(row: Any, service: Service) -> dict[str, Any]:
-    ident = int(row["group"])
-    return {
-        "id": f"{ident:016x}",
-        "name": service.names.group(ident),
-        "kind": service.names.kind(ident),
-        "size": int(row["size"]),
-        "entered": int(row["entered"]),
-        "completed": int(row["completed"]),
-    }

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptd.daemon.documents.collectives import COLLECTIVES, collective_families
+from ckptd.daemon.collectives import COLLECTIVES, collective_families
 from ckptd.daemon.elastic.meter import ELASTIC, elastic_families
-from ckptd.daemon.rounds import Board
+from ckptd.daemon.rounds import STATUS, RoundResult
 from ckptd.daemon.service import Service
 from ckptd.errors import UsageError
 
@@ -86,23 +86,21 @@ class _Collector:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        board = self._service.rounds.board
+        result = self._service.rounds.last
         yield from self._ranks()
-        yield from self._job(board)
+        yield from self._job(result)
         yield from collective_families(self._service.collectives, self._service.names.kind_word)
-        yield from self._incidents(board)
-        yield from self._agents(board)
+        yield from self._incidents(result)
+        yield from self._agents(result)
         elastic = self._service.elastic
         if elastic is not None:
             yield from elastic_families(elastic.meter, elastic.controller.connected)
         yield from self._self()
 
     def _ranks(self) -> Iterator[Metric]:
-        from ckptd.daemon.documents.columns import STATUS
-
         with self._service.rounds.ranks_lock:
             ranks = self._service.rounds.ranks
-            table, nodes = ranks.table, list(ranks.nodes)
+            table, nodes = ranks.rows, list(ranks.nodes)
         counts = np.bincount(table["status"], minlength=len(STATUS))
         status = _gauge("ckptd_ranks", ["status"])
         for name, count in zip(STATUS, counts.tolist(), strict=True):
@@ -126,25 +124,26 @@ class _Collector:
                     family.add_metric(label, value)
             yield family
 
-    def _job(self, board: Board) -> Iterator[Metric]:
+    def _job(self, result: RoundResult) -> Iterator[Metric]:
         service = self._service
-        yield _one("ckptd_world_size", board.job.world)
+        yield _one("ckptd_world_size", result.job.world)
         yield _one("ckptd_generation", service.generations.newest)
-        steps = board.job.ranks["step"]
-        steps = steps[steps >= 0]
+        steps = result.steps
         family = _gauge("ckptd_step", ["of"])
         if len(steps):
             family.add_metric(["first"], int(steps.max()))
             family.add_metric(["last"], int(steps.min()))
         yield family
         links = _gauge("ckptd_link_delay_ratio", ["src", "dst"])
-        suspects = sorted(board.links, key=lambda e: -e[3])[:_MOST_LINKS]
-        for source, to, _, ratio in suspects:
-            if ratio >= 1.5:
-                links.add_metric([board.link_nodes[source], board.link_nodes[to]], ratio)
+        if result.links is not None:
+            nodes = result.links.nodes
+            slowest = sorted(result.links.edges, key=lambda e: -e[3])[:_MOST_LINKS]
+            for source, to, _, ratio in slowest:
+                if ratio >= 1.5:
+                    links.add_metric([nodes[source], nodes[to]], ratio)
         yield links
 
-    def _incidents(self, board: Board) -> Iterator[Metric]:
+    def _incidents(self, result: RoundResult) -> Iterator[Metric]:
         from prometheus_client.core import HistogramMetricFamily
 
         service = self._service
@@ -153,11 +152,11 @@ class _Collector:
             verdicts.add_metric(list(labels), count)
         yield verdicts
         open_ = _gauge("ckptd_incidents_open", ["class"])
-        for kind, count in sorted(Counter(str(i.kind) for i in board.open).items()):
+        for kind, count in sorted(Counter(str(i.kind) for i in result.open).items()):
             open_.add_metric([kind], count)
         yield open_
         mismatches = _counter("ckptd_sdc_mismatch_total", [])
-        mismatches.add_metric([], board.mismatches)
+        mismatches.add_metric([], result.mismatches)
         yield mismatches
         latencies = service.latencies
         counts = [0] * (len(_BUCKETS_S) + 1)
@@ -170,12 +169,12 @@ class _Collector:
         name = "ckptd_detection_latency_seconds"
         yield HistogramMetricFamily(name, NAMES[name], buckets=buckets, sum_value=sum(latencies))
 
-    def _agents(self, board: Board) -> Iterator[Metric]:
+    def _agents(self, result: RoundResult) -> Iterator[Metric]:
         up = _gauge("ckptd_agent_up", ["node"])
         cpu = _counter("ckptd_agent_cpu_seconds_total", ["node"])
         overruns = _counter("ckptd_ring_overruns_total", ["node"])
         recorder = _counter("ckptd_recorder_overhead_seconds_total", ["node"])
-        for agent in board.agents:
+        for agent in result.agents:
             up.add_metric([agent.node], int(not agent.silent))
             cpu.add_metric([agent.node], agent.state.cpu_s)
             overruns.add_metric([agent.node], agent.state.overruns)
@@ -195,7 +194,7 @@ class _Collector:
             for key, count in sorted(values.copy().items()):
                 family.add_metric([key], count)
             yield family
-        yield _one("ckptd_round_cpu_seconds", service.rounds.board.round_ms / 1e3)
+        yield _one("ckptd_round_cpu_seconds", service.rounds.last.round_ms / 1e3)
         for name, count in (
             ("ckptd_round_defects_total", service.rounds.defects),
             ("ckptd_history_errors_total", service.history.errors),

@@ -16,9 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptd.errors import RefusedError, StoreError, UsageError
+import msgspec
 
-__all__ = ["SERIES", "History", "read_incidents"]
+from ckptd.daemon.documents import clipped
+from ckptd.decoding import msgpack_decoder
+from ckptd.errors import RefusedError, StoreError, UsageError
+from ckptd.monitor.incidents.incident import Incident
+
+__all__ = ["SERIES", "History", "from_stored", "read_incidents", "to_stored"]
 
 _APPLICATION = 0x636B7064  # "ckpd", in the file's header
 _SCHEMA = 1
@@ -337,3 +342,21 @@ def _set_aside(path: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{path}{end}", f"{target}{end}")
     return target
+
+
+# --- incidents as bytes -------------------------------------------------------------------------
+
+_decoder = msgpack_decoder(Incident)
+
+
+def to_stored(incident: Incident) -> bytes:
+    """Return an incident as the file holds it; of too much evidence the rest is left out."""
+    return msgspec.msgpack.encode(clipped(incident))
+
+
+def from_stored(data: bytes) -> Incident | None:
+    """Return the incident that the file holds; None if another version wrote it."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError:
+        return None

@@ -12,20 +12,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from msgspec import UNSET
 
 from ckptd.daemon.bodies import json_bytes
-from ckptd.daemon.documents.checkpoints import Checkpoints
-from ckptd.daemon.documents.columns import Names, Ranks
-from ckptd.daemon.documents.generations import Generations
-from ckptd.daemon.documents.incidents import essence, from_stored, shown, to_stored
-from ckptd.daemon.documents.mesh import mesh_of
-from ckptd.daemon.documents.summary import Goodput, summary
+from ckptd.daemon.documents import (
+    ControllerDocument,
+    IncidentDocument,
+    JobDocument,
+    LinksDocument,
+    MeshDocument,
+    Names,
+    RanksDocument,
+)
 from ckptd.daemon.elastic.part import ElasticPart
-from ckptd.daemon.history import History
+from ckptd.daemon.history import History, from_stored, to_stored
 from ckptd.daemon.ingest import Ingest, take_into
+from ckptd.daemon.lifetime import GenerationLog, RecordedSaves, TimeSpent
 from ckptd.daemon.live import Event, Hub
-from ckptd.daemon.rounds import Board, Rounds, times_of
+from ckptd.daemon.rounds import RankTable, RoundResult, Rounds
 from ckptd.daemon.tape import Tape
 from ckptd.daemon.webhook import Webhook
 from ckptd.elastic.messages import Order
@@ -106,10 +112,10 @@ class Service:
         self._epoch = time.time() - time.monotonic()
         self.tape = Tape(setup.tape_bytes, self._recorder())
         self.hub = Hub()
-        self.goodput = Goodput()
+        self.goodput = TimeSpent()
         self.collectives = Book()
-        self.checkpoints = Checkpoints(setup.events)
-        self.generations = Generations(self.history)
+        self.checkpoints = RecordedSaves(setup.events)
+        self.generations = GenerationLog(self.history)
         self.webhook = Webhook(setup.webhook, setup.webhook_key) if setup.webhook else None
         watch = Watch(
             setup.job,
@@ -129,7 +135,7 @@ class Service:
         self._tell_at = 0.0
         self._told_revision = 0
         self._mesh_of: tuple[int, int] = (-1, -1)
-        self._mesh: dict[str, Any] | None = None
+        self._mesh: MeshDocument | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _recorder(self) -> RecordingWriter | None:
@@ -204,8 +210,8 @@ class Service:
     def _noted(self, watch: Watch, incident: Incident) -> None:
         self._keep(incident)
         # Whoever noted it looks at once whether it is there.
-        self.rounds.board = replace(self.rounds.board, incidents=watch.incidents)
-        self._publish_incident(self.rounds.board, incident)
+        self.rounds.last = replace(self.rounds.last, incidents=watch.incidents)
+        self._publish_incident(self.rounds.last, incident)
 
     # -- the controller ---------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class Service:
             kind ``no-response``: nothing is to be done about it now.
         """
         elastic = self._controlled()
-        return elastic.enforce(self.incident(ident), self.rounds.board.incidents)
+        return elastic.enforce(self.incident(ident), self.rounds.last.incidents)
 
     def _controlled(self) -> ElasticPart:
         if self.elastic is None:
@@ -241,48 +247,46 @@ class Service:
             )
         return self.elastic
 
-    def elastic_document(self) -> dict[str, Any]:
-        """Return what GET /elastic tells beside the generations, and the event ``elastic``."""
-        if self.elastic is None:
-            return {"controller": None, "status": None}
-        return self.elastic.document()
+    def controller_document(self) -> ControllerDocument:
+        """Return the controller's status: a part of ``GET /elastic``, and the event ``elastic``."""
+        return ControllerDocument() if self.elastic is None else self.elastic.document()
 
-    def shown(self, incident: Incident, evidence: bool = False) -> dict[str, Any]:
-        """Return an incident as the API tells it, with what a person may have done about it."""
-        body = shown(incident, self.names, evidence)
-        board, elastic = self.rounds.board, self.elastic
-        body["proposal"] = elastic and elastic.proposal(incident, board.incidents)
-        return body
+    def shown(self, incident: Incident, evidence: bool = False) -> IncidentDocument:
+        """Return the document of an incident, with what may be done about it."""
+        proposal = None
+        if self.elastic is not None:
+            proposal = self.elastic.proposal(incident, self.rounds.last.incidents)
+        return IncidentDocument.of(incident, self.names, evidence=evidence, proposal=proposal)
 
     # -- after a round ----------------------------------------------------------------------------
 
-    def _on_round(self, board: Board, changes: Changes) -> None:
-        self.tape.add(Frame(board.now, ROUND))
-        self.goodput.add(board)
-        self.generations.judge(board)
+    def _on_round(self, result: RoundResult, changes: Changes) -> None:
+        self.tape.add(Frame(result.now, ROUND))
+        self.goodput.add(result)
+        self.generations.judge(result)
         for incident in (*changes.opened, *changes.updated, *changes.closed):
-            self._changed(board, incident, opened=incident in changes.opened)
+            self._changed(result, incident, opened=incident in changes.opened)
         for name, incidents in (("opened", changes.opened), ("closed", changes.closed)):
             for incident in incidents:
                 self._send(name, incident)
-        if self.elastic is not None and board.open:
-            self.elastic.judge(board.open, board.incidents)
-        if board.now >= self._tell_at or changes.opened or changes.closed:
-            self._tell_at = board.now + _TELL_S
-            self._keep_round(board)
-            self._publish(board)
+        if self.elastic is not None and result.open:
+            self.elastic.judge(result.open, result.incidents)
+        if result.now >= self._tell_at or changes.opened or changes.closed:
+            self._tell_at = result.now + _TELL_S
+            self._keep_round(result)
+            self._publish(result)
 
-    def _changed(self, board: Board, incident: Incident, opened: bool) -> None:
+    def _changed(self, result: RoundResult, incident: Incident, opened: bool) -> None:
         if opened:
             self.verdicts[str(incident.kind), incident.action, str(incident.enforced).lower()] += 1
             self.latencies = [*self.latencies[-9999:], incident.latency_s]
-        new = essence(incident)
+        new = _state_of(incident)
         news = self._told.get(incident.id) != new
-        if news or board.now - self._kept_at.get(incident.id, -math.inf) > _KEEP_S:
+        if news or result.now - self._kept_at.get(incident.id, -math.inf) > _KEEP_S:
             self._keep(incident)
-            self._kept_at[incident.id] = board.now
+            self._kept_at[incident.id] = result.now
             self._told[incident.id] = new
-            self._publish_incident(board, incident)
+            self._publish_incident(result, incident)
         if incident.state == "closed":
             self._told.pop(incident.id, None)
             self._kept_at.pop(incident.id, None)
@@ -292,22 +296,23 @@ class Service:
             incident.id, incident.opened_at, incident.state, to_stored(incident)
         )
 
-    def _keep_round(self, board: Board) -> None:
-        ranks = board.job.ranks
-        steps = ranks["step"][ranks["step"] >= 0]
-        median, largest = times_of(self.rounds.ranks.table["self_s"])
+    def _keep_round(self, result: RoundResult) -> None:
+        ranks = result.job.ranks
+        steps = result.steps
+        own = self.rounds.ranks.rows["self_s"]
+        own = own[np.isfinite(own)]
         self.history.put_round(
-            board.at,
+            result.at,
             {
-                "step_min": float(steps.min()) if len(steps) else float("nan"),
-                "step_max": float(steps.max()) if len(steps) else float("nan"),
-                "world": board.job.world,
+                "step_min": float(steps.min()) if len(steps) else math.nan,
+                "step_max": float(steps.max()) if len(steps) else math.nan,
+                "world": result.job.world,
                 "reporting": len(ranks),
-                "silent_agents": sum(a.silent for a in board.agents),
-                "self_median": median,
-                "self_max": largest,
-                "round_ms": board.round_ms,
-                "open_incidents": len(board.open),
+                "silent_agents": sum(a.silent for a in result.agents),
+                "self_median": float(np.median(own)) if len(own) else math.nan,
+                "self_max": float(own.max()) if len(own) else math.nan,
+                "round_ms": result.round_ms,
+                "open_incidents": len(result.open),
             },
         )
 
@@ -323,12 +328,12 @@ class Service:
                 )
             )
 
-    # -- what is told -----------------------------------------------------------------------------
+    # -- documents --------------------------------------------------------------------------------
 
-    def summary(self, board: Board) -> dict[str, Any]:
-        """Return what GET /job tells."""
-        return summary(
-            board,
+    def job_document(self, result: RoundResult) -> JobDocument:
+        """Return the document of ``GET /job``."""
+        return JobDocument.of(
+            result,
             name=self.setup.job,
             version=__version__,
             up_since=self.up_since,
@@ -336,36 +341,25 @@ class Service:
             goodput=self.goodput.document(),
         )
 
-    def ranks_document(self, since: int | None = None) -> dict[str, Any]:
-        """Return what GET /ranks tells; the mesh only where all rows are told."""
+    def ranks_document(self, since: int | None = None) -> RanksDocument:
+        """Return the document of ``GET /ranks``; with a mesh only where it has all rows."""
         with self.rounds.ranks_lock:
-            ranks = self.rounds.ranks
-            body = ranks.document(self.names, self.rounds.board.at, since)
-            if since is None:
-                body["mesh"] = self._mesh_now(ranks)
-        return body
+            table = self.rounds.ranks
+            mesh = self._mesh_now(table) if since is None else UNSET
+            return RanksDocument.of(table, self.names, self.rounds.last.at, since, mesh)
 
-    def _mesh_now(self, ranks: Ranks) -> dict[str, Any] | None:
-        key = (len(self.members), len(ranks.table))
+    def _mesh_now(self, table: RankTable) -> MeshDocument | None:
+        key = (len(self.members), len(table.rows))
         if key != self._mesh_of:
-            self._mesh = mesh_of(self.names, self.members, ranks.table["rank"])
+            self._mesh = MeshDocument.of(self.names, self.members, table.rows["rank"])
             self._mesh_of = key
         return self._mesh
-
-    def links_document(self, board: Board) -> dict[str, Any]:
-        """Return what GET /links tells."""
-        return {
-            "nodes": board.link_nodes,
-            "edges": board.links,
-            "effects": board.link_effects,
-            "at": board.links_at,
-        }
 
     def incidents(
         self, state: str | None = None, before: float | None = None, limit: int = 100
     ) -> list[Incident]:
         """Return incidents, the newest first: those that are remembered, and older ones."""
-        found = {i.id: i for i in self.rounds.board.incidents}
+        found = {i.id: i for i in self.rounds.last.incidents}
         for data in self.history.incidents(state, before, limit):
             old = from_stored(data)
             if old is not None:
@@ -379,7 +373,7 @@ class Service:
 
     def incident(self, ident: str) -> Incident:
         """Return one incident; NotFoundError, kind ``no-incident``."""
-        for incident in self.rounds.board.incidents:
+        for incident in self.rounds.last.incidents:
             if incident.id == ident:
                 return incident
         data = self.history.incident(ident)
@@ -415,41 +409,41 @@ class Service:
 
     def first_events(self, since: int | None) -> list[Event]:
         """Return what a client of the stream gets at once."""
-        board = self.rounds.board
+        result = self.rounds.last
         events = [] if since is None else self.hub.missed(since)
         if since is None:
-            events = [self._incident_event(board, i) for i in board.open]
+            events = [self._incident_event(result, i) for i in result.open]
         parts = (
-            ("job", self.summary(board)),
+            ("job", self.job_document(result)),
             ("ranks", self.ranks_document(since)),
-            ("links", self.links_document(board)),
-            ("elastic", self.elastic_document()),
+            ("links", LinksDocument.of(result)),
+            ("elastic", self.controller_document()),
         )
-        return [*events, *(Event(board.revision, n, json_bytes(body)) for n, body in parts)]
+        return [*events, *(Event(result.revision, n, json_bytes(body)) for n, body in parts)]
 
-    def _incident_event(self, board: Board, incident: Incident) -> Event:
-        return Event(board.revision, "incident", json_bytes(self.shown(incident)))
+    def _incident_event(self, result: RoundResult, incident: Incident) -> Event:
+        return Event(result.revision, "incident", json_bytes(self.shown(incident)))
 
-    def _publish_incident(self, board: Board, incident: Incident) -> None:
-        self._emit(self._incident_event(board, incident), kept=True)
+    def _publish_incident(self, result: RoundResult, incident: Incident) -> None:
+        self._emit(self._incident_event(result, incident), kept=True)
 
-    def _publish(self, board: Board) -> None:
+    def _publish(self, result: RoundResult) -> None:
         if not len(self.hub):
-            self._told_revision = board.revision
+            self._told_revision = result.revision
             return
         mesh = self._mesh_of
         with self.rounds.ranks_lock:
             self._mesh_now(self.rounds.ranks)
         since = None if mesh != self._mesh_of else self._told_revision
-        self._emit(Event(board.revision, "job", json_bytes(self.summary(board))))
-        self._emit(Event(board.revision, "ranks", json_bytes(self.ranks_document(since))))
-        if board.links_at is not None and board.at - board.links_at < 3 * _TELL_S:
-            self._emit(Event(board.revision, "links", json_bytes(self.links_document(board))))
-        self._told_revision = board.revision
+        self._emit(Event(result.revision, "job", json_bytes(self.job_document(result))))
+        self._emit(Event(result.revision, "ranks", json_bytes(self.ranks_document(since))))
+        if result.links_at is not None and result.at - result.links_at < 3 * _TELL_S:
+            self._emit(Event(result.revision, "links", json_bytes(LinksDocument.of(result))))
+        self._told_revision = result.revision
 
     def _publish_elastic(self) -> None:
-        revision = self.rounds.board.revision
-        self._emit(Event(revision, "elastic", json_bytes(self.elastic_document())))
+        revision = self.rounds.last.revision
+        self._emit(Event(revision, "elastic", json_bytes(self.controller_document())))
 
     def _emit(self, event: Event, kept: bool = False) -> None:
         loop = self._loop
@@ -458,6 +452,25 @@ class Service:
                 loop.call_soon_threadsafe(self.hub.publish, event, kept)
             except RuntimeError:  # the loop has ended
                 self._loop = None
+
+
+def _state_of(incident: Incident) -> tuple[object, ...]:
+    """Return the fields whose change is stored and sent at once."""
+    return (
+        incident.state,
+        incident.kind,
+        tuple((s.target, s.name) for s in incident.verdict.suspects),
+        len(incident.stacks),
+        len(incident.calls),
+        len(incident.logs),
+        len(incident.probes),
+        incident.consequences,
+        incident.acknowledged_at,
+        incident.note,
+        incident.action,
+        incident.enforced,
+        incident.response,
+    )
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import CALL, GROUP, RankView
 
-__all__ = ["JOINED_CALL", "JOINED_GROUP", "NO_EXIT", "RANK", "AgentView", "Job", "join"]
+__all__ = ["JOINED_CALL", "JOINED_GROUP", "NO_EXIT", "RANK", "AgentView", "Job", "join", "no_job"]
 
 NO_EXIT = -(1 << 31)
 """Exit code of a process that runs, or whose end nobody saw."""
@@ -143,6 +143,12 @@ class Job:
         new = np.ones(len(order), bool)
         new[1:] = (group[1:] != group[:-1]) | (seq[1:] != seq[:-1])
         return order, np.flatnonzero(new)
+
+
+def no_job() -> Job:
+    """Return a job of which nothing is known."""
+    ranks, groups, calls = (np.zeros(0, dtype) for dtype in (RANK, JOINED_GROUP, JOINED_CALL))
+    return Job(0, (), ranks, groups, calls, {})
 
 
 def join(views: Iterable[RankView], agents: Iterable[AgentView] = ()) -> Job:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-__all__ = ["CALL", "GROUP", "CallFlag", "Phase", "RankView", "no_calls", "no_groups"]
+__all__ = ["CALL", "GROUP", "CallFlag", "Phase", "RankView", "no_calls", "no_groups", "phase_name"]
 
 
 class Phase(enum.IntEnum):
@@ -27,6 +27,11 @@ class Phase(enum.IntEnum):
     EVAL = 3
     CKPT = 4
     EXIT = 5
+
+
+def phase_name(number: int) -> str:
+    """Return the name of a phase by its number; INIT for a number that is none."""
+    return Phase(number).name if 0 <= number <= max(Phase) else Phase.INIT.name
 
 
 class CallFlag(enum.IntFlag):

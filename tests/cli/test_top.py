@@ -82,7 +82,7 @@ def test_process_ids_are_told_where_they_are_known(width: int) -> None:
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(tmp_path_factory.mktemp("top") / "history") as it:
         with fed(it, 16, PlantedAt("stop", 5, 0.5)):
-            until(lambda: it.service.rounds.board.open, "no incident opens")
+            until(lambda: it.service.rounds.last.open, "no incident opens")
             yield it
 
 

@@ -145,7 +145,7 @@ def fed(daemon: Running, ranks: int, *faults: PlantedAt) -> Iterator[Simulation]
     simulation = Simulation(JOB, mesh_for(ranks), faults)
     feeder = Feeder(simulation, daemon.service.ingest.hand_in)
     try:
-        until(lambda: len(daemon.service.rounds.board.job.ranks) == ranks, "nobody reports")
+        until(lambda: len(daemon.service.rounds.last.job.ranks) == ranks, "nobody reports")
         yield simulation
     finally:
         feeder.close()

@@ -21,7 +21,7 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("stuck")
     with running(folder / "history", events=(str(folder / "none"),)) as daemon:
         with fed(daemon, RANKS, PlantedAt("hang", HUNG, 2.0)):
-            until(lambda: any(HUNG in i.stacks for i in daemon.service.rounds.board.incidents))
+            until(lambda: any(HUNG in i.stacks for i in daemon.service.rounds.last.incidents))
             yield daemon
 
 

@@ -31,7 +31,7 @@ def samples(daemon: Running) -> dict[str, dict[tuple[str, ...], float]]:
 def test_figures_of_a_job_with_an_incident(tmp_path: Path) -> None:
     with running(tmp_path / "history") as daemon:
         with fed(daemon, 8, PlantedAt("crash", 5, 1.0)):
-            until(lambda: daemon.service.rounds.board.open)
+            until(lambda: daemon.service.rounds.last.open)
             told = samples(daemon)
     assert told["ckptd_world_size"][()] == 8
     assert told["ckptd_verdicts_total"] == {("log", "crash", "false"): 1}
@@ -60,7 +60,7 @@ def test_a_large_job_has_series_of_those_alone_that_stand_out(
     monkeypatch.setattr(module, "MOST_RANKS", 4)
     with running(tmp_path / "history") as daemon:
         with fed(daemon, 16, PlantedAt("crash", 5, 1.0)):
-            until(lambda: daemon.service.rounds.board.open)
+            until(lambda: daemon.service.rounds.last.open)
             told = until(lambda: (now := samples(daemon))["ckptd_ranks"]["dead",] and now)
     ages = told["ckptd_rank_heartbeat_age_seconds"]
     assert len(ages) <= 4

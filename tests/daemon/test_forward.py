@@ -53,18 +53,18 @@ def feeding(forwarder: Forwarder, *faults: PlantedAt, ranks: int = 32) -> Iterat
 
 
 def silent(daemon: Running) -> list[str]:
-    return [a.node for a in daemon.service.rounds.board.agents if a.silent]
+    return [a.node for a in daemon.service.rounds.last.agents if a.silent]
 
 
 def reporting(daemon: Running) -> int:
-    return len(daemon.service.rounds.board.job.ranks)
+    return len(daemon.service.rounds.last.job.ranks)
 
 
 def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> None:
     with running(tmp_path / "history") as root, forwarding(root.url) as (forwarder, _):
         with feeding(forwarder, PlantedAt("hang", 5, 1.0)):
             until(lambda: reporting(root) == 32)
-            board = root.service.rounds.board
+            board = root.service.rounds.last
             assert {a.node for a in board.agents} == {f"n{k}" for k in range(8)}
             assert len({a.source for a in board.agents}) == 1
             until(lambda: len(root.service.members) > 4)
@@ -72,7 +72,7 @@ def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> Non
             until(lambda: len(made.keys) and root.service.collectives.totals.keys == made.keys)
             # Stacks are ordered of one node, by way of the forwarder, and come back by it.
             incident = until(
-                lambda: next((i for i in root.service.rounds.board.open if i.stacks), None)
+                lambda: next((i for i in root.service.rounds.last.open if i.stacks), None)
             )
             assert incident.verdict.names()[0] == "5"
             assert 5 in incident.stacks

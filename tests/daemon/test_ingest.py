@@ -35,7 +35,7 @@ def test_sheet_is_taken_and_its_answer_is_signed(fresh: Running) -> None:
     assert answer.status == 200
     check_answer(answer.headers["ckptd-mac"], SECRET, mac, answer.body)
     assert isinstance(unpack_orders(answer.body), Orders)
-    until(lambda: len(fresh.service.rounds.board.job.ranks) == 4)
+    until(lambda: len(fresh.service.rounds.last.job.ranks) == 4)
     assert fresh.service.ingest.counts.bytes["sheet"] == len(body)
 
 
@@ -161,7 +161,7 @@ def test_damaged_sheets_never_make_an_incident(daemon: Running, place: int, byte
     body[place % len(body)] = byte
     answer = daemon.post("sheet", bytes(body))
     assert answer.status in (200, 400, 403, 409)
-    assert not daemon.service.rounds.board.incidents
+    assert not daemon.service.rounds.last.incidents
     assert daemon.service.rounds.alive
     assert not daemon.service.rounds.defects
 

@@ -39,7 +39,7 @@ def test_what_is_so_comes_first_and_then_what_changes(followed: Running) -> None
 def test_client_that_comes_back_gets_what_it_missed(followed: Running) -> None:
     with fed(followed, 8, PlantedAt("crash", 5, 1.0)):
         last, _ = first(followed.client.events(), "ranks")
-        until(lambda: followed.service.rounds.board.open)
+        until(lambda: followed.service.rounds.last.open)
         until(lambda: followed.service.hub.missed(0))
         events = followed.client.events(last)
         name, body = next((n, b) for _, n, b in events)

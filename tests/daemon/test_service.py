@@ -48,8 +48,8 @@ def test_history_that_is_taken_away_costs_no_round(tmp_path: Path) -> None:
             other.execute("DROP TABLE series")
         other.close()
         until(lambda: daemon.service.history.errors)
-        before = daemon.service.rounds.board.rounds
-        until(lambda: daemon.service.rounds.board.rounds > before + 3)
+        before = daemon.service.rounds.last.rounds
+        until(lambda: daemon.service.rounds.last.rounds > before + 3)
         assert not daemon.service.rounds.defects
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptd.daemon.documents.checkpoints import Checkpoints
-from ckptd.daemon.documents.trace import calls_of
+from ckptd.daemon.lifetime import RecordedSaves
 from ckptd.daemon.simulated import PlantedAt, Simulation, mesh_for
 from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
+from ckptd.daemon.trace import calls_of
 from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.report import Found, Sheet, unpack, unpack_found
 from ckptd.monitor.settings import WatchSettings
@@ -84,14 +84,14 @@ def test_saves_are_recorded_once_each(tmp_path: Path) -> None:
     for step in range(100, 260, 4):
         saves.reach(step, 0)
     saves.close()
-    document = Checkpoints([str(tmp_path)]).document()
-    assert document["problems"] == []
-    assert [(s["step"], s["outcome"]) for s in document["saves"]] == [
+    document = RecordedSaves([str(tmp_path)]).document()
+    assert document.problems == []
+    assert [(s.step, s.outcome) for s in document.saves] == [
         (100, "durable"),
         (150, "durable"),
         (200, "durable"),
         (250, "durable"),
     ]
-    newest = {t["tier"]: t["last_step"] for t in document["tiers"]}
+    newest = {t.tier: t.last_step for t in document.tiers}
     assert newest == {"local": 250, "remote": 200}
-    assert set(document["saves"][0]["stalls_s"]) == {"call", "gate_wait"}
+    assert set(document.saves[0].stalls_s) == {"call", "gate_wait"}

@@ -55,7 +55,7 @@ def many(daemon: Running, ranks: int) -> Iterator[None]:
     simulation = Simulation(JOB, mesh_for(ranks), nodes_per_sheet=32)
     feeder = Feeder(simulation, daemon.service.ingest.hand_in)
     try:
-        until(lambda: len(daemon.service.rounds.board.job.ranks) == ranks, "nobody reports")
+        until(lambda: len(daemon.service.rounds.last.job.ranks) == ranks, "nobody reports")
         yield
     finally:
         feeder.close()
@@ -123,7 +123,7 @@ def test_the_map_of_ranks(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_an_incident_opens_with_its_evidence(tmp_path: Path) -> None:
     with running(tmp_path / "history") as daemon, fed(daemon, 16, PlantedAt("stop", 5, 0.5)):
-        until(lambda: daemon.service.rounds.board.open, "no incident opens")
+        until(lambda: daemon.service.rounds.last.open, "no incident opens")
         with script("incident.cjs", login(daemon), "5", home=tmp_path) as process:
             found = report(process)
     assert found["title"] == "Non-communication hang"

@@ -17,7 +17,7 @@ from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.wire import Announce, Answer, Status, Subscribe, ToOperator
 from ckptd.errors import CkptdError, UsageError
 
-__all__ = ["ControllerLink", "OrderBody", "order_of", "status_document"]
+__all__ = ["ControllerLink", "OrderBody", "order_of"]
 
 _DIAL_S = 2.0
 _TURN_S = 0.25
@@ -140,21 +140,7 @@ class ControllerLink:
                 return
 
 
-# --- as documents ---------------------------------------------------------------------------------
-
-
-def status_document(controller: ControllerLink | None) -> dict[str, Any]:
-    """Return what the API tells of the controller; `status` is null before the first."""
-    if controller is None:
-        return {"controller": None, "status": None}
-    status = controller.status
-    return {
-        "controller": {
-            "connected": controller.connected,
-            "address": status.address if status is not None else "",
-        },
-        "status": None if status is None else msgspec.to_builtins(status),
-    }
+# --- orders of people -----------------------------------------------------------------------------
 
 
 class OrderBody(msgspec.Struct, frozen=True, kw_only=True):

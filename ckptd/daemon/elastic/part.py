@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
-import msgspec
-
+from ckptd.daemon.documents import ControllerDocument, ControllerLinkDocument, Proposal
 from ckptd.daemon.elastic.acting import Acting
-from ckptd.daemon.elastic.link import ControllerLink, status_document
+from ckptd.daemon.elastic.link import ControllerLink
 from ckptd.daemon.elastic.meter import Meter
 from ckptd.daemon.rounds import Rounds
 from ckptd.daemon.tape import Tape
@@ -22,7 +20,7 @@ from ckptd.monitor.report import Fencing, pack
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import Watch
 
-__all__ = ["ElasticPart", "answer_document"]
+__all__ = ["ElasticPart"]
 
 _MOST_REASON = 500
 
@@ -132,12 +130,12 @@ class ElasticPart:
         """Carry out an incident's response; see `Acting.enforce`."""
         return self._acting.enforce(incident, others)
 
-    def proposal(self, incident: Incident, others: Sequence[Incident]) -> dict[str, Any] | None:
+    def proposal(self, incident: Incident, others: Sequence[Incident]) -> Proposal | None:
         """Return what a person may have done about an incident, None if nothing."""
         if not self.controller.connected or incident.response:
             return None
         found = self._acting.response(incident, others)
-        return None if found is None else {"text": found.text, "nodes": list(found.nodes)}
+        return None if found is None else Proposal(found.text, found.nodes)
 
     def _mark(self, ident: str, done: bool, words: str) -> Future[Incident]:
         def work(watch: Watch, now: float) -> Incident:
@@ -149,16 +147,8 @@ class ElasticPart:
 
     # --- what is told -----------------------------------------------------------------------------
 
-    def document(self) -> dict[str, Any]:
-        """Return what the API and the stream tell."""
-        return status_document(self.controller)
-
-
-def answer_document(answer: Answer) -> dict[str, Any]:
-    """Return an answer of the controller as the API tells it."""
-    body: dict[str, Any] = msgspec.to_builtins(answer)
-    del body["number"]
-    body.pop("type", None)
-    if not answer.ok:
-        body["error"] = {"kind": answer.kind, "message": answer.text}
-    return body
+    def document(self) -> ControllerDocument:
+        """Return the controller's newest status, and whether it is connected."""
+        link = self.controller
+        address = link.status.address if link.status is not None else ""
+        return ControllerDocument(ControllerLinkDocument(link.connected, address), link.status)

@@ -62,6 +62,11 @@ class LinkMatrix(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     why: str
 
+    @property
+    def edges(self) -> tuple[tuple[int, int, float, float], ...]:
+        """Source, destination, delay in seconds and ratio of each link."""
+        return tuple(zip(self.source, self.to, self.seconds, self.ratio, strict=True))
+
 
 @dataclass
 class _Round:

@@ -188,7 +188,7 @@ def test_a_stopped_rank_has_its_node_left_out_and_what_follows_is_no_incident(
         first = state(daemon)[1]
         here = _members(daemon)
         told.restart(first, here)
-        until(lambda: daemon.service.rounds.board.job.nodes == tuple(here))
+        until(lambda: daemon.service.rounds.last.job.nodes == tuple(here))
         told.stopped = 3
         until(lambda: state(daemon)[1] > first, "nobody acts")
         told.killed = True
@@ -200,8 +200,8 @@ def test_a_stopped_rank_has_its_node_left_out_and_what_follows_is_no_incident(
         spare = _members(daemon)
         assert here[1] not in spare
         told.restart(state(daemon)[1], spare)
-        until(lambda: daemon.service.rounds.board.job.nodes == tuple(spare))
-        until(lambda: daemon.service.rounds.board.revision > 0)
+        until(lambda: daemon.service.rounds.last.job.nodes == tuple(spare))
+        until(lambda: daemon.service.rounds.last.revision > 0)
         assert len(daemon.client.get("/incidents")["incidents"]) == 1
         metrics = samples(daemon)
         assert metrics["ckptd_verdicts_total"]["act", "non-communication hang", "true"] == 1

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.daemon.documents.columns import Names
-from ckptd.daemon.documents.trace import chrome_trace, parse_ranks, recent_calls, timeline
+from ckptd.daemon.documents import CallsDocument, Names
 from ckptd.daemon.simulated import Simulation, mesh_for, parse_fault
 from ckptd.daemon.tape import Tape
+from ckptd.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.errors import UsageError
 from ckptd.monitor.recording import ROUND, SHEET, Frame
 
@@ -47,11 +47,11 @@ def test_calls_of_other_ranks_and_times_are_left_out() -> None:
 
 def test_timeline_keeps_the_newest() -> None:
     calls = recent_calls(frames(), np.arange(8), 0.0)
-    told = timeline(calls, NAMES, 1000.0, 5)
-    assert told["cut"]
-    kept = [c["start_s"] for r in told["ranks"] for c in r["calls"]]
+    newest = CallsDocument.of(calls, NAMES, now=0.0, epoch=1000.0, limit=5)
+    assert newest.cut
+    kept = [c.start_s for r in newest.ranks for c in r.calls]
     assert sorted(kept) == sorted(calls["start"] + 1000.0)[-5:]
-    assert not timeline(calls, NAMES, 0.0, 10**6)["cut"]
+    assert not CallsDocument.of(calls, NAMES, now=0.0, epoch=0.0, limit=10**6).cut
 
 
 def test_trace_of_nothing() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.daemon.documents.columns import STATUS, Names, Ranks
-from ckptd.daemon.documents.mesh import mesh_of
+from ckptd.daemon.documents import MeshDocument, Names, RanksDocument
+from ckptd.daemon.rounds import STATUS, RankTable
 from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.job import Job
 from ckptd.monitor.report import GroupInfo
@@ -34,16 +34,16 @@ def blamed(kind: Kind, *suspects: tuple[Target, str]) -> Incident:
     return Incident(id="j-1", kind=kind, verdict=verdict, opened_at=0, updated_at=0)
 
 
-def told(ranks: Ranks, since: int | None = None) -> list[int]:
-    return [int(r) for r in ranks.document(NAMES, 0.0, since)["rank"]]
+def told(ranks: RankTable, since: int | None = None) -> list[int]:
+    return [int(r) for r in RanksDocument.of(ranks, NAMES, 0.0, since).rank]
 
 
-def status(ranks: Ranks, rank: int) -> str:
-    return STATUS[int(ranks.table["status"][rank])]
+def status(ranks: RankTable, rank: int) -> str:
+    return STATUS[int(ranks.rows["status"][rank])]
 
 
 def test_only_what_changed_is_told() -> None:
-    ranks = Ranks()
+    ranks = RankTable()
     ranks.update(job(), (), {}, {})
     first = ranks.revision
     assert told(ranks) == list(range(16))
@@ -59,18 +59,18 @@ def test_only_what_changed_is_told() -> None:
 
 def test_another_process_of_a_rank_is_told() -> None:
     now = job()
-    ranks = Ranks()
+    ranks = RankTable()
     ranks.update(now, (), {}, {})
-    assert ranks.document(NAMES, 0.0)["pid"] == [None] * 16
+    assert RanksDocument.of(ranks, NAMES, 0.0).pid == [None] * 16
     now.ranks["pid"][3] = 4711
     ranks.update(now, (), {}, {})
     assert told(ranks, ranks.revision - 1) == [3]
-    assert ranks.document(NAMES, 0.0)["pid"][2:5] == [None, 4711, None]
+    assert RanksDocument.of(ranks, NAMES, 0.0).pid[2:5] == [None, 4711, None]
 
 
 def test_ages_are_told_when_they_pass_a_limit() -> None:
     hang = Fault(Planted.HANG, 5, 2)
-    ranks = Ranks()
+    ranks = RankTable()
     ranks.update(job(hang, age=12.0), (), {}, {})
     before = ranks.revision
     ranks.update(job(hang, age=20.0), (), {}, {})
@@ -80,7 +80,7 @@ def test_ages_are_told_when_they_pass_a_limit() -> None:
 
 
 def test_status() -> None:
-    ranks = Ranks()
+    ranks = RankTable()
     hang = job(Fault(Planted.HANG, 5, 2), age=10.0)
     ranks.update(hang, (), {}, {})
     assert status(ranks, 5) == "ok"
@@ -97,7 +97,7 @@ def test_status() -> None:
 
 
 def test_ranks_of_a_silent_agent_stay_with_what_was_known() -> None:
-    ranks = Ranks()
+    ranks = RankTable()
     ranks.update(job(), (), {}, {})
     ranks.update(job(silent=(1,)), (), {}, {})
     assert told(ranks) == list(range(16))
@@ -106,14 +106,14 @@ def test_ranks_of_a_silent_agent_stay_with_what_was_known() -> None:
 
 
 def test_documents_of_nothing_and_of_a_dead_rank() -> None:
-    ranks = Ranks()
+    ranks = RankTable()
     assert told(ranks) == []
     ranks.update(job(Fault(Planted.CRASH, 2, 1), age=5.0), (), {}, {})
-    body = ranks.document(Names({}, {1: "all_reduce"}), 0.0)
-    assert body["exit_code"][2] == -9
-    assert body["exit_code"][3] is None
-    assert body["alive"].tolist().count(False) == 1
-    assert any(text and text.startswith("all_reduce ") for text in body["pending"])
+    body = RanksDocument.of(ranks, Names({}, {1: "all_reduce"}), 0.0)
+    assert body.exit_code[2] == -9
+    assert body.exit_code[3] is None
+    assert body.alive.tolist().count(False) == 1
+    assert any(text and text.startswith("all_reduce ") for text in body.pending)
 
 
 def groups(mesh: Mesh, *kinds: str) -> dict[int, GroupInfo]:
@@ -130,18 +130,18 @@ def groups(mesh: Mesh, *kinds: str) -> dict[int, GroupInfo]:
 def test_mesh_of_groups() -> None:
     infos = groups(MESH, "tp", "dp", "pp")
     members = {k: info.ranks() for k, info in infos.items()}
-    mesh = mesh_of(Names(infos, {}), members, np.arange(16))
+    mesh = MeshDocument.of(Names(infos, {}), members, np.arange(16))
     assert mesh is not None
-    assert mesh["axes"] == ["pp", "dp", "tp"]
+    assert mesh.axes == ["pp", "dp", "tp"]
     d, p, t = MESH.place
-    assert mesh["coords"].tolist() == np.stack([p, d, t], axis=1).tolist()
+    assert mesh.coords.tolist() == np.stack([p, d, t], axis=1).tolist()
 
 
 @pytest.mark.parametrize("kinds", [(), ("tp",), ("dp", "tp")])
 def test_no_mesh_where_groups_do_not_tell_ranks_apart(kinds: tuple[str, ...]) -> None:
     infos = groups(MESH, *kinds)
     members = {k: info.ranks() for k, info in infos.items()}
-    assert mesh_of(Names(infos, {}), members, np.arange(16)) is None
+    assert MeshDocument.of(Names(infos, {}), members, np.arange(16)) is None
 
 
 def test_kinds_are_few() -> None:

@@ -1,4 +1,4 @@
-"""Calls of the last seconds, from the sheets as they came: the timeline, and a Chrome trace."""
+"""Calls of the last seconds, from the node reports as they came; as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.daemon.documents.columns import Names, phase_name
+from ckptd.daemon.documents import CallDocument, Names
 from ckptd.errors import CorruptError, UsageError
 from ckptd.monitor.job import JOINED_CALL
 from ckptd.monitor.recording import Frame
 from ckptd.monitor.report import Sheet, SheetLimits, unpack
 from ckptd.monitor.stats import Array
-from ckptd.monitor.view import CallFlag
 
-__all__ = ["calls_of", "chrome_trace", "parse_ranks", "recent_calls", "timeline"]
+__all__ = ["calls_of", "chrome_trace", "parse_ranks", "recent_calls"]
 
 _MOST_FRAMES = 20_000
 _MOST_RANKS = 4096
@@ -115,37 +114,6 @@ def calls_of(sheet: Sheet, ranks: Array) -> Array:
     return out
 
 
-def call_document(call: Any, names: Names, moved: float = 0.0) -> dict[str, Any]:
-    """Return one call as plain data; `moved` is added to its times."""
-    end = float(call["end"])
-    return {
-        "op": names.op(int(call["op"])),
-        "group": names.group(int(call["group"])),
-        "kind": names.kind(int(call["group"])),
-        "seq": int(call["seq"]),
-        "bytes": int(call["bytes"]) if call["bytes"] >= 0 else None,
-        "start_s": float(call["start"]) + moved,
-        "end_s": None if np.isnan(end) else end + moved,
-        "site": names.site(int(call["site"])),
-        "step": int(call["step"]) if call["step"] >= 0 else None,
-        "phase": phase_name(int(call["phase"])),
-        "failed": bool(int(call["flags"]) & CallFlag.FAILED),
-    }
-
-
-def timeline(calls: Array, names: Names, epoch: float, limit: int) -> dict[str, Any]:
-    """Return calls by rank as plain data, the newest `limit`; times are seconds since 1970."""
-    cut = len(calls) > limit
-    if cut:
-        newest = np.argsort(-calls["start"], kind="stable")[:limit]
-        calls = calls[np.sort(newest)]
-    ranks = []
-    for rank in np.unique(calls["row"]).tolist():
-        mine = calls[calls["row"] == rank]
-        ranks.append({"rank": rank, "calls": [call_document(c, names, epoch) for c in mine]})
-    return {"ranks": ranks, "cut": cut}
-
-
 def chrome_trace(calls: Array, names: Names, nodes: dict[int, str], now: float) -> dict[str, Any]:
     """Return calls in Chrome's trace format: a process a node, a thread a rank.
 
@@ -170,26 +138,26 @@ def chrome_trace(calls: Array, names: Names, nodes: dict[int, str], now: float) 
         where = {"pid": places[nodes.get(rank, "")], "tid": rank}
         events.append({"name": "thread_name", "ph": "M", **where, "args": {"name": f"rank {rank}"}})
     for call in calls:
-        what = call_document(call, names)
+        what = CallDocument.of(call, names)
         rank = int(call["row"])
-        end = now if what["end_s"] is None else what["end_s"]
+        end = now if what.end_s is None else what.end_s
         events.append(
             {
-                "name": what["op"],
-                "cat": what["kind"],
+                "name": what.op,
+                "cat": what.kind,
                 "ph": "X",
-                "ts": round(1e6 * (what["start_s"] - zero), 3),
-                "dur": round(1e6 * max(end - what["start_s"], 0.0), 3),
+                "ts": round(1e6 * (what.start_s - zero), 3),
+                "dur": round(1e6 * max(end - what.start_s, 0.0), 3),
                 "pid": places[nodes.get(rank, "")],
                 "tid": rank,
                 "args": {
-                    "group": what["group"],
-                    "seq": what["seq"],
-                    "bytes": what["bytes"],
-                    "step": what["step"],
-                    "phase": what["phase"],
-                    "site": what["site"],
-                    "ended": what["end_s"] is not None,
+                    "group": what.group,
+                    "seq": what.seq,
+                    "bytes": what.bytes,
+                    "step": what.step,
+                    "phase": what.phase,
+                    "site": what.site,
+                    "ended": what.end_s is not None,
                 },
             }
         )

@@ -1,3 +1,0 @@
-"""What the API tells: plain data from the last round."""
-
-from __future__ import annotations

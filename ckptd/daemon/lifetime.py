@@ -1,0 +1,173 @@
+"""What a daemon follows over its lifetime: generations, how the time was spent, recorded saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from ckptd.daemon.documents import CheckpointsDocument, GenerationDocument, GoodputDocument
+from ckptd.daemon.history import History
+from ckptd.daemon.rounds import RoundResult
+from ckptd.errors import CkptdError
+from ckptd.events.eventfiles import EventFolder
+from ckptd.events.profile import Profiles
+from ckptd.monitor.report import Sheet
+from ckptd.monitor.verdict import Kind
+from ckptd.monitor.view import phase_name
+
+__all__ = ["GenerationLog", "RecordedSaves", "TimeSpent"]
+
+_MOST_KNOWN = 1000
+_LONGEST_S = 5.0
+_FRESH_S = 10.0
+_LAST_SAVES = 50
+_STOPS = frozenset(
+    {Kind.CRASH, Kind.MISMATCH, Kind.DESYNC, Kind.HANG, Kind.DEADLOCK, Kind.COMM_HANG}
+)
+
+
+class GenerationLog:
+    """Follows the generations that node reports name; keeps the newest thousand.
+
+    Parameters
+    ----------
+    history
+        Where they are stored, and loaded from at the start.
+    """
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._known = {
+            int(row[0]): GenerationDocument(
+                generation=int(row[0]),
+                world=int(row[1] or 0),
+                started=float(row[2] or 0.0),
+                ended=row[3],
+                why=str(row[4] or ""),
+            )
+            for row in history.generations()
+        }
+        self._seen: dict[int, int] = {}
+        self.newest = max(self._known, default=0)
+
+    def see(self, sheet: Sheet) -> None:
+        """Note the generation of the ranks in a report."""
+        ranks = sheet.table("ranks")
+        if len(ranks):
+            newest = int(ranks["generation"].max())
+            if newest >= self.newest:
+                self._seen[newest] = int(ranks["world"].max())
+
+    def judge(self, result: RoundResult) -> None:
+        """Take in the reports since the last round."""
+        seen, self._seen = self._seen, {}
+        if not seen:
+            return
+        newest, world = max(seen.items())
+        before = self._known.get(newest)
+        if before is None:
+            self._begin(newest, world, result)
+        elif before.world != world:
+            self._put(msgspec.structs.replace(before, world=world))
+
+    def _begin(self, generation: int, world: int, result: RoundResult) -> None:
+        now = time.time()
+        last = self._known.get(self.newest)
+        if last is not None and last.ended is None:
+            why = max(
+                (i for i in result.incidents if i.opened_at >= last.started),
+                key=lambda i: i.opened_at,
+                default=None,
+            )
+            split = {"detect_s": why.latency_s, "restart_s": now - why.opened_at} if why else {}
+            self._put(
+                msgspec.structs.replace(last, ended=now, why=why.id if why else "", split=split)
+            )
+        self.newest = generation
+        self._put(GenerationDocument(generation=generation, world=world, started=now))
+        while len(self._known) > _MOST_KNOWN:
+            del self._known[min(self._known)]
+
+    def _put(self, one: GenerationDocument) -> None:
+        self._known[one.generation] = one
+        self._history.put_generation(one.generation, one.world, one.started, one.ended, one.why)
+
+    def all(self) -> list[GenerationDocument]:
+        """Return the known generations, the oldest first."""
+        return [one for _, one in sorted(self._known.copy().items())]
+
+
+class TimeSpent:
+    """What the time since the daemon's start was spent on, in seconds.
+
+    Time counts as ``stuck`` while an incident is open that stops the job, as ``waiting`` while no
+    rank reports, and otherwise as the phase that most ranks are in. Steps that are made again after
+    a restart count like others.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._last: float | None = None
+
+    def add(self, result: RoundResult) -> None:
+        """Count the time since the round before."""
+        before, self._last = self._last, result.now
+        if before is not None:
+            self._seconds[_spent_on(result)] += min(result.now - before, _LONGEST_S)
+
+    def document(self) -> GoodputDocument | None:
+        """Return the seconds, and the share of training; None at first."""
+        total = sum(self._seconds.values()) - self._seconds["waiting"]
+        if total <= 0:
+            return None
+        seconds = {name: round(s, 3) for name, s in sorted(self._seconds.items())}
+        return GoodputDocument(seconds, round(self._seconds["TRAIN"] / total, 4))
+
+
+def _spent_on(result: RoundResult) -> str:
+    if any(i.kind in _STOPS for i in result.open):
+        return "stuck"
+    phases = result.job.ranks["phase"]
+    if not len(phases):
+        return "waiting"
+    return phase_name(int(np.bincount(np.clip(phases, 0, None)).argmax()))
+
+
+class RecordedSaves:
+    """Reads event folders on request, at most every ten seconds.
+
+    Parameters
+    ----------
+    folders
+        Those that ``Checkpointer(events=...)`` writes to.
+    """
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self._folders = tuple(folders)
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._document = CheckpointsDocument()
+
+    def document(self) -> CheckpointsDocument:
+        """Return what saves cost, and the newest checkpoint of each tier. Reads files."""
+        with self._lock:
+            if time.monotonic() - self._read_at > _FRESH_S:
+                self._document = self._read()
+                self._read_at = time.monotonic()
+            return self._document
+
+    def _read(self) -> CheckpointsDocument:
+        profiles = Profiles(last=_LAST_SAVES)
+        problems = []
+        for folder in self._folders:
+            try:
+                for _, event in EventFolder.open(folder).read():
+                    profiles.add(event)
+            except CkptdError as error:
+                problems.append(error.to_dict())
+        return CheckpointsDocument.of(profiles.saves(), problems)
