@@ -26,8 +26,8 @@ from common import arguments, median, publish, table
 
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
-from tests.elastic.launchers.slurmcluster import Cluster
-from tests.elastic.launchers.slurmjob import Job
+from tests.plugins.slurm.cluster import Cluster
+from tests.plugins.slurm.job import Job
 
 ROOT = Path(__file__).parent.parent
 ALL = {"n1", "n2", "n3", "n4"}

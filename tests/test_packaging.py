@@ -52,7 +52,8 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     wheel = zipfile.ZipFile(build("build_wheel", tree, tmp_path / "out"))
     names = wheel.namelist()
     info = f"ckptd-{ckptd.__version__}.dist-info"
-    assert {n.split("/")[0] for n in names} == {"ckptd", "ckptd_example", info}
+    plugins = {p.parent.name for p in (ROOT / "plugins").glob("*/__init__.py")}
+    assert {n.split("/")[0] for n in names} == {"ckptd", "ckptd_example", info} | plugins
     assert {
         "ckptd/py.typed",
         "ckptd/layout/lay/shipped/hf.llama.lay",

@@ -281,6 +281,32 @@ def test_every_plugin_is_packaged() -> None:
     assert all(re.fullmatch(r"plugins/ckptd_\w+", p) for p in plugins)
 
 
+def test_the_import_rules_know_every_plugin() -> None:
+    rules = configparser.ConfigParser()
+    rules.read(ROOT / ".importlinter")
+    plugins = {p.parent.name for p in (ROOT / "plugins").glob("*/__init__.py")}
+    for section, key in [
+        ("importlinter", "root_packages"),
+        ("importlinter:contract:plugins", "forbidden_modules"),
+        ("importlinter:contract:plugins-apart", "modules"),
+    ]:
+        assert set(rules[section][key].split()) - {"ckptd"} == plugins
+
+
+def test_plugins_import_fronts_alone() -> None:
+    """What lies in a package of ckptd is its own affair: plugins use what the package exports."""
+    inner = []
+    for path in python_files("plugins"):
+        for node in nodes(path):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            for name in (n for n in names if n.startswith("ckptd.")):
+                front = ROOT / name.replace(".", "/") / "__init__.py"
+                if not front.is_file() and name.count(".") > 1:
+                    inner.append(f"{shown(path)}:{node.lineno} {name}")
+    assert not inner
+
+
 def test_every_dependency_is_pinned_within_its_range() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line]
     pins = {}

@@ -1,1 +1,41 @@
-"""The command line: one file a verb."""
+"""The command line: one file a verb; and what the verbs of plugins may use of it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.cli.main import app
+    from ckptd.cli.output import Document, Json, json_text, note, print_document
+    from ckptd.cli.run_flags import separated, slots_of
+    from ckptd.cli.run_parts import Steward, Watch
+
+__all__ = [
+    "Document",
+    "Json",
+    "Steward",
+    "Watch",
+    "app",
+    "json_text",
+    "note",
+    "print_document",
+    "separated",
+    "slots_of",
+]
+
+_MODULES = {
+    "main": ("app",),
+    "output": ("Document", "Json", "json_text", "note", "print_document"),
+    "run_flags": ("separated", "slots_of"),
+    "run_parts": ("Steward", "Watch"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(f"ckptd.cli.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import NoReturn
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, UsageError
+from ckptd.plugins import VERBS as VERB_GROUP
+from ckptd.plugins import Verb, entries, origin
 from ckptd.version import __version__
 
-__all__ = ["app", "main", "run"]
+__all__ = ["VERBS", "app", "installed_verbs", "main", "run"]
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
@@ -68,12 +71,6 @@ VERBS = {
     "ctl": "See what a job that restarts is doing, and give orders to its controller.",
     "run": "Train on this node: torchrun's command line, for jobs that outlive lost nodes."
     "\n\nckptd run train.py is all that one machine needs. See ckptd ctl for what it is doing.",
-    "slurm": "Train on all nodes of a Slurm allocation: ckptd run as a step on each."
-    "\n\nFor batch scripts: exec ckptd slurm train.py, with the options of ckptd run before the"
-    " script. Lost nodes do not cost the allocation; USR1 saves and requeues.",
-    "kubernetes": "Keep a job's launchers in pods of Kubernetes, beside its controller."
-    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster will"
-    " take away is told to the controller in time. Runs in a pod; see docs/guide/kubernetes.md.",
     "watch": "Run any program of PyTorch ranks watched, with no edit: ckptd watch -- COMMAND..."
     "\n\nStarts a daemon and an agent beside COMMAND and prints incidents as they come. The exit"
     " code is COMMAND's; what fails in the watch never stops it.",
@@ -108,8 +105,32 @@ app.command(
     "ckptd.cli.completion:install_completion",
     name="--install-completion",
     help="Install tab completion for the shell in use.",
-    sort_key=len(VERBS),
+    sort_key=1000,
 )
+
+
+@cache
+def installed_verbs() -> dict[str, Verb]:
+    """Add the verbs of installed packages to `app`, and return them by name.
+
+    Looked up only for a verb that is not one of `VERBS`, and for the list of all.
+    """
+    found: dict[str, Verb] = {}
+    for entry in entries(VERB_GROUP):
+        if entry.name in VERBS or entry.name in found:
+            continue
+        try:
+            verb = entry.load()
+            if not isinstance(verb, Verb):
+                raise TypeError(f"wanted a ckptd.plugins.Verb, found {type(verb).__name__}")
+        except Exception as error:  # noqa: BLE001 - one broken package leaves the other verbs
+            text = f"verb {entry.name} of {origin(entry)} does not load: {error!r}"
+            print(f"note: {text}", file=sys.stderr)
+            continue
+        number = len(VERBS) + len(found)
+        app.command(verb.target, name=entry.name, help=verb.help, sort_key=number)
+        found[entry.name] = verb
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -134,8 +155,10 @@ def run(argv: Sequence[str]) -> int:
         from ckptd.cli.run_flags import separated
 
         argv = ["run", *separated(argv[1:])]
-    if argv[:1] == ["slurm"] and argv[1:2] not in (["--help"], ["-h"]):
-        argv = ["slurm", "--", *argv[1:]]  # all of it is read where it is handed on
+    if argv[:1] not in [[verb] for verb in VERBS]:
+        verb = installed_verbs().get(argv[0]) if argv else None
+        if verb is not None and verb.verbatim and argv[1:2] not in (["--help"], ["-h"]):
+            argv = [argv[0], "--", *argv[1:]]
     from ckptd.cli.terminal import printing
 
     with printing():

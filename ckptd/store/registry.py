@@ -19,6 +19,7 @@ import msgspec
 
 from ckptd.decoding import converter
 from ckptd.errors import CkptdError, UsageError
+from ckptd.plugins import entries, origin
 from ckptd.store.base import Store
 
 if TYPE_CHECKING:
@@ -97,18 +98,7 @@ def _load(target: str) -> Opener:
 
 def _installed() -> dict[str, EntryPoint]:
     """Return the first entry point of each scheme, in order of their distributions' names."""
-    return {e.name: e for e in reversed(_all_installed())}
-
-
-def _all_installed() -> list[EntryPoint]:
-    from importlib.metadata import entry_points  # 20 ms that a plain path need not pay
-
-    return sorted(entry_points(group=GROUP), key=lambda e: (e.name, _origin(e)))
-
-
-def _origin(entry: EntryPoint) -> str:
-    dist = entry.dist
-    return f"{dist.name} {dist.version} ({entry.value})" if dist else entry.value
+    return {e.name: e for e in reversed(entries(GROUP))}
 
 
 def find_opener(scheme: str) -> Opener | None:
@@ -132,7 +122,7 @@ def find_opener(scheme: str) -> Opener | None:
         raise UsageError(
             "the package that opens this URL scheme does not load",
             kind="broken-plugin",
-            where=f"{scheme}:// from {_origin(entry)}",
+            where=f"{scheme}:// from {origin(entry)}",
             found=f"{type(error).__name__}: {error}",
             hint="reinstall or remove that package; `ckptd doctor` lists such problems",
         ) from error
@@ -149,11 +139,11 @@ def registry_problems() -> list[RegistryProblem]:
     """Load every installed store and return what is wrong with them; [] when all is well."""
     problems = []
     seen: set[str] = set()
-    for entry in _all_installed():
+    for entry in entries(GROUP):
         message = _check(entry, seen)
         seen.add(entry.name)
         if message is not None:
-            problems.append(RegistryProblem(entry.name, _origin(entry), message))
+            problems.append(RegistryProblem(entry.name, origin(entry), message))
     return problems
 
 

@@ -11,7 +11,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from ckptd.cli.main import VERBS, app
+from ckptd.cli.main import VERBS as OWN
+from ckptd.cli.main import app, installed_verbs
 from ckptd.cli.output import Document
 from tests.cli.running import Cli
 
@@ -19,6 +20,8 @@ REFERENCE = Path(__file__).parents[2] / "docs/reference"
 PAGE = (REFERENCE / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## ckptd (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 
+
+VERBS = [*OWN, *installed_verbs()]
 
 INNER = {
     "agent": ("run", "status", "stop"),

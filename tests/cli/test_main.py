@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from ckptd import __version__
-from ckptd.cli.main import VERBS, app
+from ckptd.cli.main import VERBS as OWN
+from ckptd.cli.main import app, installed_verbs
 from ckptd.errors import CorruptError
 from ckptd.store import register_store
 from tests.cli.recorded import write_events
@@ -24,6 +25,8 @@ from tests.cli.running import COMMAND, TIMEOUT_S, Cli, process
 
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
 
+
+VERBS = [*OWN, *installed_verbs()]
 
 INNER = {
     "agent": ("run", "status", "stop"),

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.kubernetes import _kept
-from ckptd.elastic.launchers.kubernetes import Kubernetes
-from ckptd.elastic.launchers.kubernetes_api import Api
-from ckptd.testing.fakekube import FakeKube
+from ckptd_kubernetes.api import Api
+from ckptd_kubernetes.launcher import Kubernetes
+from ckptd_kubernetes.verb import _kept
 from tests.cli.running import COMMAND, Cli
+from tests.plugins.kubernetes.fakekube import FakeKube
 
 LONG_S = 240.0
 SCRIPT = """

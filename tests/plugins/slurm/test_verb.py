@@ -1,4 +1,4 @@
-"""What ``ckptd slurm`` starts where, without a cluster: tests/elastic/launchers has one."""
+"""What ``ckptd slurm`` starts where, without a cluster: test_job.py has one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.cli.slurm import _secret, plan_of
 from ckptd.errors import RefusedError, UsageError
+from ckptd_slurm.verb import _secret, plan_of
 
 NODES = ["n1", "n2", "n3", "gpu-07"]
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 import pytest
 
 from ckptd.elastic.launchers.base import Command, Launcher, MachineState
-from ckptd.elastic.launchers.slurm import SlurmLauncher
 from ckptd.errors import RefusedError, UsageError
 from ckptd.testing.launchers import LauncherContract
-from tests.elastic.launchers.slurmcluster import Cluster, slurm, until
+from ckptd_slurm.launcher import SlurmLauncher
+from tests.plugins.slurm.cluster import Cluster, slurm, until
 
 __all__ = ["slurm"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
-from ckptd.elastic.launchers.kubernetes import JobPods, Kubernetes, KubernetesPods, template_of
-from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, Json, in_cluster
-from ckptd.elastic.launchers.kubernetes_pods import pod_of
-from ckptd.elastic.launchers.kubernetes_watch import Watch
 from ckptd.errors import DeadlineError, StoreError, UsageError
-from ckptd.testing.fakekube import FakeKube
 from ckptd.testing.launchers import LauncherContract
+from ckptd_kubernetes.api import Api, ApiError, Json, in_cluster
+from ckptd_kubernetes.launcher import JobPods, Kubernetes, KubernetesPods, template_of
+from ckptd_kubernetes.pods import pod_of
+from ckptd_kubernetes.watch import Watch
+from tests.plugins.kubernetes.fakekube import FakeKube
 
 LONG_S = 60.0
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "x"}], "subdomain": "train"}}

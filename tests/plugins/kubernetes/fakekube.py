@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-from ckptd.testing.fakekubelet import Kubelet
+from tests.plugins.kubernetes.fakekubelet import Kubelet
 
 __all__ = ["FakeKube"]
 

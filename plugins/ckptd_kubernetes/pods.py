@@ -6,8 +6,8 @@ import copy
 import re
 from collections.abc import Collection, Sequence
 
-from ckptd.elastic.launchers.kubernetes_api import Json
 from ckptd.errors import StoreError, UsageError
+from ckptd_kubernetes.api import Json
 
 __all__ = ["JOB_LABEL", "NODE_LABEL", "check_name", "pod_of"]
 

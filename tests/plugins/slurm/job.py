@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.running import COMMAND
-from tests.elastic.launchers.slurmcluster import Cluster, until
+from tests.plugins.slurm.cluster import Cluster, until
 
 __all__ = ["Job"]
 

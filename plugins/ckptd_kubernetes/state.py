@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ckptd.elastic.launchers.base import Machine, MachineState
-from ckptd.elastic.launchers.kubernetes_api import Json
+from ckptd.elastic.launchers import Machine, MachineState
+from ckptd_kubernetes.api import Json
 
 __all__ = ["DRAIN_S", "KILLED", "Seen", "is_ready", "machine_of", "notice_of", "seen"]
 

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, json_text
-from ckptd.elastic.wire import EXIT_CODES, exit_code
+from ckptd.cli import Document, Json, json_text
+from ckptd.elastic.launchers import EXIT_CODES, SECRET_VARIABLE, check_folder, exit_code, secret_of
 from ckptd.errors import CkptdError, NotFoundError, UsageError
-from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, secret_of
 
 if TYPE_CHECKING:
-    from ckptd.cli.run_parts import Steward, Watch
-    from ckptd.elastic.launchers.slurm import SlurmLauncher
-    from ckptd.elastic.operator import OperatorLink
-    from ckptd.elastic.supervisor import Outcome, Supervisor
+    from ckptd.cli import Steward, Watch
+    from ckptd.elastic.launchers import OperatorLink, Outcome, Supervisor
+    from ckptd_slurm.launcher import SlurmLauncher
 
 __all__ = ["Plan", "SlurmDocument", "plan_of", "slurm"]
 
@@ -111,7 +109,7 @@ def slurm(
     that does not help, or when Slurm says with USR1 that the time is over, the job is requeued. The
     exit codes are those of ckptd run.
     """
-    from ckptd.elastic.launchers.slurm import SlurmLauncher
+    from ckptd_slurm.launcher import SlurmLauncher
 
     environ = dict(os.environ)
     plan: Plan | None = None
@@ -138,7 +136,7 @@ def slurm(
 
 def _without_json(command: Sequence[str]) -> tuple[list[str], bool]:
     """Return the words without a ``--json`` among the options: it is not for the nodes."""
-    from ckptd.cli.run_flags import separated
+    from ckptd.cli import separated
 
     words = separated(command)
     first = words.index("--")
@@ -179,7 +177,7 @@ def plan_of(
     UsageError
         kind ``bad-argument``: an option belongs to each node, or is given here.
     """
-    from ckptd.cli.run_flags import separated
+    from ckptd.cli import separated
 
     words = separated(command)
     given = {word.partition("=")[0] for word in words[: words.index("--")]}
@@ -216,7 +214,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
     """Return what ``ckptd run`` would make of a command line."""
     from cyclopts import CycloptsError
 
-    from ckptd.cli.main import app
+    from ckptd.cli import app
 
     try:
         _, bound, _ = app.parse_args(["run", *words], exit_on_error=False, print_error=False)
@@ -230,7 +228,7 @@ def _parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _controller(options: Mapping[str, Any], levels: int) -> list[str]:
-    from ckptd.cli.run_flags import slots_of
+    from ckptd.cli import slots_of
 
     out = ["--job", options["job"], "--log", options["log"], "--nodes", options["nnodes"]]
     out += ["--slots", str(slots_of(options["nproc_per_node"]))]
@@ -286,11 +284,8 @@ class _Batch:
 
     def run(self, parts: Path) -> SlurmDocument:
         """Train; return how it ended."""
-        from ckptd.cli.run_parts import Steward, Watch
-        from ckptd.elastic.dial import split_address
-        from ckptd.elastic.operator import OperatorLink
-        from ckptd.elastic.places import open_places
-        from ckptd.elastic.supervisor import Supervisor
+        from ckptd.cli import Steward, Watch
+        from ckptd.elastic.launchers import OperatorLink, Supervisor, open_places, split_address
 
         plan, secret = self._plan, self._environ[SECRET_VARIABLE].encode()
         host, _ = split_address(plan.endpoint)

@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine
-from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, Json
-from ckptd.elastic.launchers.kubernetes_pods import JOB_LABEL, check_name, pod_of
-from ckptd.elastic.launchers.kubernetes_state import (
+from ckptd.elastic.launchers import Command, Hint, Launcher, Machine
+from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError
+from ckptd_kubernetes.api import Api, ApiError, Json
+from ckptd_kubernetes.pods import JOB_LABEL, check_name, pod_of
+from ckptd_kubernetes.state import (
     KILLED,
     Seen,
     is_ready,
@@ -21,8 +22,7 @@ from ckptd.elastic.launchers.kubernetes_state import (
     notice_of,
     seen,
 )
-from ckptd.elastic.launchers.kubernetes_watch import Watch
-from ckptd.errors import CkptdError, DeadlineError, NotFoundError, UsageError
+from ckptd_kubernetes.watch import Watch
 
 __all__ = ["JobPods", "Kubernetes", "KubernetesPods", "template_of"]
 

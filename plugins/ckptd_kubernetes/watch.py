@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from ckptd.elastic.launchers.kubernetes_api import Api, ApiError, Json
 from ckptd.errors import CkptdError
+from ckptd_kubernetes.api import Api, ApiError, Json
 
 __all__ = ["Watch"]
 

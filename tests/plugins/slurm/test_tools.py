@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.elastic.launchers.base import MachineState
-from ckptd.elastic.launchers.slurmtools import Slurm, parse_nodes
 from ckptd.errors import CkptdError, DeadlineError, StoreError
+from ckptd_slurm.tools import Slurm, parse_nodes
 
 LINE = (
     "NodeName={name} Arch=x86_64 CPUAlloc=1 Gres=(null) NodeAddr=10.0.0.7 "

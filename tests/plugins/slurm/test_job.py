@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.launchers.slurmcluster import Cluster, slurm
-from tests.elastic.launchers.slurmjob import Job
+from tests.plugins.slurm.cluster import Cluster, slurm
+from tests.plugins.slurm.job import Job
 
 __all__ = ["slurm"]
 

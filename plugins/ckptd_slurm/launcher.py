@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
-from ckptd.elastic.launchers.slurmtools import NodeSaid, Slurm
+from ckptd.elastic.launchers import Command, Hint, Launcher, Machine, MachineState
 from ckptd.errors import DeadlineError, RefusedError, StoreError, UsageError
+from ckptd_slurm.tools import NodeSaid, Slurm
 
 __all__ = ["SRUN", "SlurmLauncher"]
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, note, print_document
+from ckptd.cli import Document, Json, note, print_document
+from ckptd.elastic.launchers import SECRET_VARIABLE
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.monitor.signing import SECRET_VARIABLE
 
 if TYPE_CHECKING:
-    from ckptd.elastic.launchers.kubernetes import KubernetesPods
-    from ckptd.elastic.launchers.kubernetes_api import Api
-    from ckptd.elastic.operator import OperatorLink
+    from ckptd.elastic.launchers import OperatorLink
+    from ckptd_kubernetes.api import Api
+    from ckptd_kubernetes.launcher import KubernetesPods
 
 __all__ = ["KubernetesDocument", "kubernetes"]
 
@@ -88,7 +88,7 @@ def kubernetes(
     in time. TERM ends this process alone: pods train on, and the next one finds them. The exit
     codes are those of ckptd run.
     """
-    from ckptd.elastic.launchers.kubernetes_api import in_cluster
+    from ckptd_kubernetes.api import in_cluster
 
     name = job or os.environ.get("CKPTD_JOB") or "default"
     secret = os.environ.get(SECRET_VARIABLE, "")
@@ -122,7 +122,7 @@ def _launcher(
     selector: str | None,
     words: tuple[str, ...],
 ) -> KubernetesPods:
-    from ckptd.elastic.launchers.kubernetes import JobPods, Kubernetes, template_of
+    from ckptd_kubernetes.launcher import JobPods, Kubernetes, template_of
 
     if template is None:
         return JobPods(api, selector or "")
@@ -139,9 +139,7 @@ def _kept(
     launcher: KubernetesPods, job: str, controller: str, secret: bytes, wait_s: float
 ) -> KubernetesDocument:
     """Keep the launchers until the job ends, or this process is told to."""
-    from ckptd.elastic.operator import OperatorLink
-    from ckptd.elastic.supervisor import Supervisor
-    from ckptd.elastic.wire import exit_code
+    from ckptd.elastic.launchers import OperatorLink, Supervisor, exit_code
 
     link = OperatorLink(lambda: controller, job, secret, name="kubernetes")
     before = {number: signal.signal(number, _raise) for number in _SIGNALS}

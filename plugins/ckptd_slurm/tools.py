@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptd.elastic.launchers.base import MachineState
+from ckptd.elastic.launchers import MachineState
 from ckptd.errors import DeadlineError, StoreError
 
 __all__ = ["NodeSaid", "Slurm", "parse_nodes"]

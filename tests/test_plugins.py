@@ -1,0 +1,69 @@
+"""How installed packages add verbs: by entry points; a source tree's own word counts in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ckptd.plugins import VERBS, Verb, entries, origin
+from tests.cli.running import COMMAND, TIMEOUT_S
+
+ROOT = Path(__file__).parents[1]
+MODULE = """
+from ckptd.plugins import Verb
+GREET = Verb("zz_verbs:greet", "Greet.", verbatim=True)
+def greet(*words: str) -> int:
+    print(*words)
+    return 7
+"""
+NAMES = ["greet = zz_verbs:GREET", "wrong = zz_verbs:greet", "gone = zz_verbs:X", "ls = zz_verbs:X"]
+
+
+def install(folder: Path, name: str, lines: list[str]) -> None:
+    """Make what pip leaves behind, but for the module."""
+    info = folder / f"{name}-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{VERBS}]", *lines]) + "\n")
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'plugins'}"}
+    return subprocess.run(
+        [*COMMAND, *words], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def test_a_verb_of_an_installed_package(tmp_path: Path) -> None:
+    (tmp_path / "zz_verbs.py").write_text(MODULE)
+    install(tmp_path, "zz_verbs", NAMES)
+    done = command(tmp_path, "greet", "--loud", "x", "--json", "--help")
+    assert (done.returncode, done.stdout) == (7, "--loud x --json --help\n")
+    listed = command(tmp_path, "--help")
+    assert "Greet." in listed.stdout
+    assert "List the checkpoints" in listed.stdout  # no package takes a verb over
+    for name in ("wrong", "gone"):
+        assert f"verb {name} of zz_verbs 1.2" in listed.stderr
+        assert command(tmp_path, name).returncode == 2
+    assert "does not load" not in command(tmp_path, "pins", str(tmp_path)).stderr
+
+
+@pytest.mark.parametrize("group", ["ckptd.verbs", "ckptd.stores"])
+def test_a_source_tree_says_what_it_has(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry points of an editable install are those of the day on which it was made."""
+    install(tmp_path, "ckptd", ["old = ckptd_old:VERB"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"].get(group, {})
+    assert {e.name: e.value for e in entries(group)} == declared
+    assert [origin(e) for e in entries(group)] == [declared[name] for name in sorted(declared)]
+
+
+def test_shipped_verbs_load() -> None:
+    assert all(isinstance(e.load(), Verb) for e in entries(VERBS))
