@@ -8,7 +8,7 @@ import os
 import socket
 from contextlib import ExitStack
 
-from ckptd.agent.metrics import parse_address, serve_metrics
+from ckptd.agent.metrics import serve_metrics
 from ckptd.agent.node import NodeAgent, end_on_signals
 from ckptd.agent.watched import DAEMON_VARIABLE, watching
 from ckptd.crashes import report_crashes
@@ -34,7 +34,7 @@ def main() -> None:
     with ExitStack() as stack:
         if address := os.environ.get(_METRICS):
             try:
-                url = stack.enter_context(serve_metrics(*parse_address(address, _METRICS)))
+                url = stack.enter_context(serve_metrics(address, _METRICS))
                 _log.info("metrics are at %s", url)
             except CkptdError as error:  # snapshots matter more
                 _log.warning("no metrics: %s", error)

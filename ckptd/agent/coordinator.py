@@ -25,7 +25,6 @@ from ckptd.agent.preflight import (
     TellTime,
     Test,
     Tested,
-    loopback,
 )
 from ckptd.errors import CkptdError
 from ckptd.monitor.links.machines import Machine, machine_findings, slow_machines
@@ -44,6 +43,7 @@ from ckptd.monitor.links.preflight import (
     stray_links,
     unreached,
 )
+from ckptd.net.address import is_loopback
 from ckptd.store.net.greeting import greet_client
 from ckptd.store.net.wire import Wire, decoder
 
@@ -221,12 +221,12 @@ def _gather(listener: socket.socket, secret: bytes, plan: Plan) -> _Gathered:
         greeting.result()  # what a greeting raises is a defect
     found.nodes.sort(key=lambda n: (n.hello.rank < 0, n.hello.rank, n.hello.name))
     # The coordinator's own node may know itself by a loopback address only.
-    outside = next((n.here for n in found.nodes if not loopback(n.here)), None)
+    outside = next((n.here for n in found.nodes if not is_loopback(n.here)), None)
     seen: dict[str, int] = {}
     for node in found.nodes:
         number = seen[node.hello.name] = seen.get(node.hello.name, 0) + 1
         node.name = node.hello.name if number == 1 else f"{node.hello.name}#{number}"
-        if outside is not None and loopback(node.hello.host):
+        if outside is not None and is_loopback(node.hello.host):
             node.hello = msgspec.structs.replace(node.hello, host=outside)
     return found
 

@@ -7,38 +7,21 @@ from contextlib import contextmanager
 
 from ckptd.errors import StoreError, UsageError
 from ckptd.events.metrics import Metrics
+from ckptd.net.address import Address, parse_address
 
-__all__ = ["parse_address", "serve_metrics"]
-
-
-def parse_address(text: str, where: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``; an IPv6 address stands in brackets.
-
-    Raises
-    ------
-    UsageError
-        kind ``bad-argument``: it is none.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(
-            "not an address",
-            kind="bad-argument",
-            where=where,
-            wanted="HOST:PORT, such as 127.0.0.1:9400",
-            found=text,
-        )
-    return host.removeprefix("[").removesuffix("]"), int(port)
+__all__ = ["serve_metrics"]
 
 
 @contextmanager
-def serve_metrics(host: str, port: int) -> Iterator[str]:
+def serve_metrics(address: str, where: str) -> Iterator[str]:
     """Serve what this process counts from now on, while the block runs.
 
     Parameters
     ----------
-    port
-        0 takes any that is free.
+    address
+        ``HOST:PORT``; port 0 takes any that is free.
+    where
+        Which option or variable gave it, for the error.
 
     Yields
     ------
@@ -48,7 +31,8 @@ def serve_metrics(host: str, port: int) -> Iterator[str]:
     Raises
     ------
     UsageError
-        kind ``missing-package``: the extra ``metrics`` is not installed.
+        kind ``bad-argument``: it is no address. Kind ``missing-package``: the extra ``metrics``
+        is not installed.
     StoreError
         kind ``listen``: the address cannot be had.
     """
@@ -60,6 +44,9 @@ def serve_metrics(host: str, port: int) -> Iterator[str]:
             kind="missing-package",
             hint="pip install 'ckptd[metrics]'",
         ) from error
+    host, port = parse_address(
+        address, "an address", where=where, kind="bad-argument", any_port=True
+    )
     metrics = Metrics()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
@@ -70,12 +57,11 @@ def serve_metrics(host: str, port: int) -> Iterator[str]:
         raise StoreError(
             "metrics cannot be served here",
             kind="listen",
-            where=f"{host}:{port}",
+            where=str(Address(host, port)),
             found=error.strerror or str(error),
         ) from error
     try:
-        shown = f"[{host}]" if ":" in host else host
-        yield f"http://{shown}:{server.server_port}/metrics"
+        yield f"http://{Address(host, server.server_port)}/metrics"
     finally:
         server.shutdown()
         server.server_close()

@@ -18,6 +18,7 @@ import msgspec
 
 from ckptd.errors import CkptdError
 from ckptd.monitor.links.preflight import PairProbe
+from ckptd.net.address import listen_at
 from ckptd.store.base import Capabilities
 from ckptd.store.net.greeting import greet_client, greet_server
 from ckptd.store.net.wire import Wire, decoder
@@ -78,18 +79,15 @@ class Answerer:
 
     Raises
     ------
-    OSError
-        The address cannot be had.
+    StoreError
+        kind ``listen``: the address cannot be had.
     """
 
     def __init__(self, host: str, secret: bytes) -> None:
         self._secret = secret
         self._room = threading.Semaphore(_AT_ONCE)
         self._closing = threading.Event()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server(
-            (host, 0), family=family, backlog=64, dualstack_ipv6=host == "::"
-        )
+        self._listener = listen_at(host, 0, "the answerer of link probes")
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="answer probes", daemon=True)
         self._thread.start()

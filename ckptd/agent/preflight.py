@@ -6,7 +6,6 @@ Everything between nodes is signed with the job's secret, and every wait has an 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from ckptd.agent.selftest import self_test
 from ckptd.errors import DeadlineError, TransientStoreError
 from ckptd.monitor.links.machines import Machine
 from ckptd.monitor.links.preflight import Finding, PairProbe
+from ckptd.net.address import is_loopback
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.wire import Wire, decoder
 
@@ -34,7 +34,6 @@ __all__ = [
     "TellTime",
     "Test",
     "Tested",
-    "loopback",
     "take_part",
 ]
 
@@ -125,14 +124,6 @@ class Member:
     folder: Path
 
 
-def loopback(host: str) -> bool:
-    """Tell whether this is a loopback address; a name is none, whatever it resolves to."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def take_part(
     coordinator: tuple[str, int], secret: bytes, member: Member, join_s: float, patience_s: float
 ) -> Outcome:
@@ -163,7 +154,7 @@ def take_part(
     wire, own_host = _join(coordinator, secret, join_s)
     try:
         host = own_host
-        if loopback(host) and not loopback(coordinator[0]):
+        if is_loopback(host) and not is_loopback(coordinator[0]):
             host = "::" if ":" in host else "0.0.0.0"  # the coordinator tells others where
         with Answerer(host, secret) as answerer:
             wire.send(Hello(member.name, member.rank, own_host, answerer.port))

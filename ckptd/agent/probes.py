@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import socket
 
-from ckptd.agent.metrics import parse_address
 from ckptd.agent.pairs import Answerer, probe_pair
 from ckptd.errors import CkptdError, StoreError
 from ckptd.monitor.report import Probe, ProbeResult
+from ckptd.net.address import Address, parse_address
 from ckptd.runtime.host import BIND_VARIABLE, address_towards
 
 __all__ = ["listen_for_probes", "measure", "shown_address"]
@@ -44,7 +44,7 @@ def shown_address(answerer: Answerer, towards: str = "localhost") -> str:
     host = address_towards(towards)
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"[{host}]:{answerer.port}" if ":" in host else f"{host}:{answerer.port}"
+    return str(Address(host, answerer.port))
 
 
 def measure(probe: Probe, secret: bytes) -> ProbeResult:
@@ -55,7 +55,7 @@ def measure(probe: Probe, secret: bytes) -> ProbeResult:
     """
     never = float("inf")
     try:
-        address = parse_address(probe.address, "address of a probe")
+        address = parse_address(probe.address, "the address of a probe")
         pair = probe_pair(0, 1, address, secret, probe.size)
         seconds, error = pair.out_s, pair.error
     except CkptdError as failed:

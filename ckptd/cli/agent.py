@@ -154,12 +154,12 @@ def _watch(stack: ExitStack, url: str, place: AgentPlace, job: str | None) -> No
 
 
 def _serve_metrics(stack: ExitStack, port: int | None) -> str | None:
-    from ckptd.agent.metrics import parse_address, serve_metrics
+    from ckptd.agent.metrics import serve_metrics
 
     name = "CKPTD_AGENT_METRICS"
     given = os.environ.get(name) if port is None else f"127.0.0.1:{port}"
     where = name if port is None else "--metrics-port"
-    return stack.enter_context(serve_metrics(*parse_address(given, where))) if given else None
+    return stack.enter_context(serve_metrics(given, where)) if given else None
 
 
 def _refuse_second(place: AgentPlace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import os
 import socket
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 
 from ckptd.agent.coordinator import Links, Plan, Preflight, coordinate
 from ckptd.agent.pairs import MOST_PROBE_BYTES
-from ckptd.agent.preflight import Member, Outcome, loopback, take_part
+from ckptd.agent.preflight import Member, Outcome, take_part
 from ckptd.cli.output import Document, note, print_document, print_table, size_text
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.monitor.links.machines import Machine
 from ckptd.monitor.links.preflight import Finding, PairProbe
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+from ckptd.net.address import bound, is_loopback
 from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["PORT", "ClusterDocument", "doctor_cluster"]
@@ -219,11 +219,13 @@ def _listener(place: _Place) -> socket.socket | None:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         family, host = found[0][0], str(found[0][4][0])
         if place.rank < 0:
-            _bound(family, (host, 0)).close()  # only on the node that has this address
-        if loopback(host) and not loopback(place.host):
+            bound(host, 0).close()  # only on the node that has this address
+        if is_loopback(host) and not is_loopback(place.host):
             # Hosts often know their own name as a loopback address; others come from outside.
             host = "::" if family == socket.AF_INET6 else "0.0.0.0"
-        return _bound(family, (host, place.port))
+        listener = bound(host, place.port)
+        listener.listen(_BACKLOG)
+        return listener
     except OSError as error:
         if place.rank < 0:
             return None
@@ -234,19 +236,6 @@ def _listener(place: _Place) -> socket.socket | None:
             found=error.strerror or error,
             hint="--rendezvous HOST:PORT with an address of node 0 and a free port",
         ) from error
-
-
-def _bound(family: int, address: tuple[str, int]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as stack:
-        stack.callback(listener.close)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if address[0] == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-        stack.pop_all()
-    return listener
 
 
 # -- showing ---------------------------------------------------------------------------------------

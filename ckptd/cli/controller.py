@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, note, print_document
 from ckptd.errors import RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+from ckptd.net.address import Address
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
@@ -120,10 +121,10 @@ def controller(
     Killed at any instant and started again with the same log, it goes on; training goes on
     meanwhile. TERM or INT ends the controller and not the job: ckptd ctl stop does that.
     """
-    from ckptd.elastic.dial import listen_at
     from ckptd.elastic.places import open_places
     from ckptd.elastic.running import Setup, run_controller
     from ckptd.elastic.signpost import Signpost, put_up
+    from ckptd.net.address import listen_at
 
     name = job or os.environ.get("CKPTD_JOB") or "default"
     described = _job(what or JobOptions())
@@ -271,7 +272,7 @@ def _bad(where: str, found: str, wanted: str) -> UsageError:
 
 
 def _secret(job: str, bind: str) -> bytes:
-    from ckptd.elastic.dial import is_loopback
+    from ckptd.net.address import is_loopback
 
     if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
         raise RefusedError(
@@ -288,4 +289,4 @@ def _address(sock: socket.socket, host: str | None) -> str:
     if host is None:
         anywhere = ipaddress.ip_address(name).is_unspecified
         host = socket.gethostname() if anywhere else name
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(Address(host, port))

@@ -339,13 +339,13 @@ class _Run:
         return launcher.run()
 
     def _make_steward(self, folder: Path) -> Steward:
-        from ckptd.cli.run_parts import Steward, Watch, is_here, loopback_of
-        from ckptd.elastic.dial import split_address
+        from ckptd.cli.run_parts import Steward, Watch
         from ckptd.elastic.places import open_places
+        from ckptd.net.address import is_here, loopback_of, parse_address
         from ckptd.runtime.host import address_towards
 
         o = self._o
-        host = split_address(o.endpoint)[0] if o.endpoint else "127.0.0.1"
+        host = parse_address(o.endpoint)[0] if o.endpoint else "127.0.0.1"
         own = o.log is not None or is_here(host)
         places = open_places(o.job, o.log) if own else None
         address = o.local_addr or address_towards(host)

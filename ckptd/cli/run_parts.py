@@ -15,15 +15,15 @@ from pathlib import Path
 import msgspec
 
 from ckptd.cli.watch_parts import Part, Reader, login_text
-from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import Places
 from ckptd.elastic.seat import stand_in_pause_s
 from ckptd.elastic.signs import Outlook
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE
+from ckptd.net.address import is_here, is_loopback, parse_address
 
-__all__ = ["Steward", "Watch", "is_here", "loopback_of", "need_secret", "need_torch"]
+__all__ = ["Steward", "Watch", "need_secret", "need_torch"]
 
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _DIAL_S = 0.5
@@ -43,31 +43,6 @@ _REFUSED = 5
 """Exit code of a daemon that finds another one of its job on this machine."""
 
 
-def is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as sock:
-            sock.bind(address)
-    except (OSError, UnicodeError):  # no name can look like that
-        return False
-    return True
-
-
-def loopback_of(host: str) -> str:
-    """Return the loopback address that a name other than localhost has here; empty if it has none.
-
-    Debian's installer, say, gives it to a machine's own name, which is another address elsewhere.
-    """
-    if is_loopback(host):
-        return ""
-    try:
-        found = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-    except (OSError, UnicodeError):
-        return ""
-    return found if is_loopback(found) else ""
-
-
 def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
     """Refuse a job of several machines that share no secret.
 
@@ -76,7 +51,7 @@ def need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
     RefusedError
         kind ``no-secret``: others reach the endpoint, and ``CKPTD_SECRET`` is not set.
     """
-    if not is_loopback(split_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
+    if not is_loopback(parse_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
         raise RefusedError(
             "others could reach the controller and the daemon, and no secret is set",
             kind="no-secret",
@@ -111,7 +86,7 @@ def _answers(address: str) -> bool:
     if not address:
         return False
     try:
-        with socket.create_connection(split_address(address), timeout=_DIAL_S):
+        with socket.create_connection(parse_address(address), timeout=_DIAL_S):
             return True
     except (OSError, UnicodeError):
         return False
@@ -280,7 +255,7 @@ class Steward:
         return _QUIET_S if self._follows else 0.0
 
     def _endpoint_here(self) -> bool:
-        return is_here(split_address(self._endpoint)[0])
+        return is_here(parse_address(self._endpoint)[0])
 
     def _try_start(self, begun: bool) -> None:
         try:
@@ -298,7 +273,7 @@ class Steward:
     def _start(self) -> None:
         host, port = self._address, 0
         if self._endpoint:
-            host, port = split_address(self._endpoint)
+            host, port = parse_address(self._endpoint)
             if not is_here(host):
                 host, port = self._address, 0
         newest = self._places.seat.newest() if self._places is not None else None

@@ -150,7 +150,7 @@ def serve(
     job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulated.simulate else "default")
     secret = _secret(job, bind)
     with ExitStack() as stack:
-        from ckptd.elastic.dial import listen_at
+        from ckptd.net.address import listen_at
 
         sock = stack.enter_context(listen_at(bind, port, "the daemon"))
         if forward_to is not None:
@@ -330,7 +330,7 @@ def _need_packages() -> None:
 
 
 def _secret(job: str, bind: str) -> bytes:
-    from ckptd.elastic.dial import is_loopback
+    from ckptd.net.address import is_loopback
 
     if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
         raise RefusedError(
@@ -346,7 +346,7 @@ def _access(
     job: str, secret: bytes, bind: str, names: tuple[str, ...], metrics_open: bool
 ) -> Access:
     from ckptd.daemon.access import Access
-    from ckptd.elastic.dial import is_loopback
+    from ckptd.net.address import is_loopback
 
     return Access(
         token=access_token(secret),
@@ -358,13 +358,13 @@ def _access(
 
 def _controller(job: str, said: str | None) -> Callable[[], str] | None:
     """Return what says where the controller is; UsageError, kind ``bad-url``, if that is none."""
-    from ckptd.elastic.dial import split_address
     from ckptd.elastic.places import open_places
+    from ckptd.net.address import parse_address
 
     if said is None:
         return None
     if re.fullmatch(r"[^/]+:\d+", said):
-        split_address(said)
+        parse_address(said)
         return lambda: said
     seat = open_places(job, None if said == "auto" else said).seat
 

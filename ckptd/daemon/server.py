@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ckptd.daemon.bodies import Connection
+from ckptd.net.address import Address
 
 __all__ = ["Serving", "url_of"]
 
@@ -32,8 +33,7 @@ _LOOK_S = 0.25
 def url_of(sock: socket.socket, name: str | None = None) -> str:
     """Return the URL of a listening socket, under the name given or its own address."""
     host, port = sock.getsockname()[:2]
-    host = name or host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{Address(name or host, port)}"
 
 
 class _Patient(H11Protocol):

@@ -20,7 +20,6 @@ import msgspec
 from ckptd.elastic.appending import Appender
 from ckptd.elastic.chronicle import Chronicle
 from ckptd.elastic.controller_server import Peer
-from ckptd.elastic.dial import is_loopback
 from ckptd.elastic.frames import MOST_FRAME_BYTES
 from ckptd.elastic.messages import (
     Abort,
@@ -67,6 +66,7 @@ from ckptd.elastic.wire import (
     exit_code,
 )
 from ckptd.errors import CkptdError, RefusedError
+from ckptd.net.address import is_loopback
 
 __all__ = ["Controller", "Ending"]
 

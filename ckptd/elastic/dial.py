@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from ipaddress import ip_address
 from typing import Any, Literal
 
 import msgspec
@@ -19,77 +18,12 @@ from ckptd.elastic.frames import (
     encode_line,
     new_nonce,
 )
-from ckptd.errors import CorruptError, StoreError, UsageError
+from ckptd.errors import CorruptError
+from ckptd.net.address import parse_address
 
-__all__ = ["Connection", "dial", "is_loopback", "listen_at", "split_address"]
+__all__ = ["Connection", "dial"]
 
 _READ = 1 << 16
-_BACKLOG = 2048
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen at is reached from this machine alone."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def listen_at(host: str, port: int, who: str) -> socket.socket:
-    """Return a socket that listens; port 0 takes any that is free.
-
-    Parameters
-    ----------
-    who
-        Wants to, for the error: ``the daemon``.
-
-    Raises
-    ------
-    StoreError
-        kind ``listen``: the address cannot be had.
-    """
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
-            sock.listen(_BACKLOG)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    except (OSError, UnicodeError) as error:  # no name can look like that
-        raise StoreError(
-            f"{who} cannot listen there",
-            kind="listen",
-            where=f"{host}:{port}",
-            found=getattr(error, "strerror", None) or str(error),
-        ) from error
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``HOST:PORT``; a host of IPv6 stands in brackets.
-
-    Raises
-    ------
-    UsageError
-        kind ``bad-url``: it is no address.
-    """
-    host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not (port.isascii() and port.isdecimal()):
-        number = 0
-    else:
-        number = int(port)
-    if not 0 < number < 1 << 16:
-        raise UsageError(
-            "this is no address of a controller",
-            kind="bad-url",
-            wanted="HOST:PORT",
-            found=address[:200],
-        )
-    return host, number
 
 
 class Connection:
@@ -179,7 +113,7 @@ def dial(
     end = time.monotonic() + timeout_s
     hello = Hello(job=job, role=role, name=name, nonce=new_nonce())
     try:
-        sock = socket.create_connection(split_address(address), timeout=timeout_s)
+        sock = socket.create_connection(parse_address(address), timeout=timeout_s)
     except UnicodeError as error:  # no name can look like that
         raise OSError(f"{address}: {error}") from error
     try:

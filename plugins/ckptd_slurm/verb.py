@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ckptd.cli import Document, Json, json_text
-from ckptd.elastic.launchers import EXIT_CODES, SECRET_VARIABLE, check_folder, exit_code, secret_of
+from ckptd.elastic.launchers import (
+    EXIT_CODES,
+    SECRET_VARIABLE,
+    Address,
+    check_folder,
+    exit_code,
+    secret_of,
+)
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -149,7 +156,7 @@ def _endpoint(host: str) -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.bind((host, 0))
         port = sock.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return str(Address(host, port))
 
 
 def plan_of(
@@ -285,10 +292,10 @@ class _Batch:
     def run(self, parts: Path) -> SlurmDocument:
         """Train; return how it ended."""
         from ckptd.cli import Steward, Watch
-        from ckptd.elastic.launchers import OperatorLink, Supervisor, open_places, split_address
+        from ckptd.elastic.launchers import OperatorLink, Supervisor, open_places, parse_address
 
         plan, secret = self._plan, self._environ[SECRET_VARIABLE].encode()
-        host, _ = split_address(plan.endpoint)
+        host, _ = parse_address(plan.endpoint)
         places = open_places(plan.job, plan.log)
         steward = Steward(places, plan.endpoint, host, plan.controller, self._environ, parts, _say)
         if plan.daemon is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.run_parts import Steward, Watch, is_here, loopback_of
+from ckptd.cli.run_parts import Steward, Watch
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.places import open_places
 from ckptd.elastic.seat import SeatRecord
@@ -93,24 +93,6 @@ def test_a_store_that_is_away_ends_no_training(
     assert "the store is away" in said[0]
     steward.turn(9.2, 0)
     assert len(said) == 1
-
-
-def test_no_host_has_such_a_name() -> None:
-    assert is_here("localhost")
-    assert not is_here("a..b")
-
-
-def test_a_machine_whose_own_name_is_the_loopback_is_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    resolve = socket.getaddrinfo
-
-    def debian(host: str, *args: Any, **more: Any) -> Any:
-        return resolve({"mine": "127.0.1.1", "other": "10.0.0.1"}.get(host, host), *args, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", debian)
-    hosts = ["mine", "other", "localhost", "127.0.0.1", "a..b"]
-    assert [loopback_of(host) for host in hosts] == ["127.0.1.1", "", "", "", ""]
 
 
 class Watched:

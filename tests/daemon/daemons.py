@@ -19,11 +19,11 @@ from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.server import Serving, url_of
 from ckptd.daemon.service import Service, Setup
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
-from ckptd.elastic.dial import listen_at
 from ckptd.monitor.rules.limits import Limits
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.signing import access_token, sign_request
 from ckptd.monitor.view import Phase
+from ckptd.net.address import listen_at
 
 JOB = "job"
 SECRET = b"secret of the tests, long enough"

@@ -7,8 +7,8 @@ import pytest
 
 from ckptd.daemon import server
 from ckptd.daemon.server import url_of
-from ckptd.elastic.dial import listen_at
 from ckptd.errors import StoreError
+from ckptd.net.address import listen_at
 from tests.daemon.daemons import Running, running
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptd.elastic.dial import split_address
 from ckptd.elastic.frames import (
     Frames,
     Hello,
@@ -20,6 +19,7 @@ from ckptd.elastic.frames import (
 )
 from ckptd.elastic.messages import Fenced, NodeUp, Order, OrderKind, Progress, Saved
 from ckptd.elastic.wire import Beat, Begin, Echo, FenceNow, Said, SaveNow, StoreAt, ToNode
+from ckptd.net.address import parse_address
 from tests.elastic.controlled import LONG_S, SECRET, controlled
 
 NODES = 1000
@@ -90,7 +90,7 @@ class SmallNode(asyncio.Protocol):
 
 async def _crowd(address: str, script: asyncio.Future[None], counts: dict[str, int]) -> None:
     loop = asyncio.get_running_loop()
-    host, port = split_address(address)
+    host, port = parse_address(address)
     tasks = []
     for k in range(NODES):
         node = SmallNode(f"n{k:04}", counts)

@@ -12,11 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.elastic.dial import dial, split_address
+from ckptd.elastic.dial import dial
 from ckptd.elastic.frames import Hello, client_frames, decode_welcome, encode_line, new_nonce
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.wire import Beat, Echo, Said, ToNode
 from ckptd.errors import RefusedError
+from ckptd.net.address import parse_address
 from tests.elastic.controlled import (
     LONG_S,
     SECRET,
@@ -38,7 +39,7 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerP
 
 @contextlib.contextmanager
 def plain(controller: ControllerProcess) -> Iterator[socket.socket]:
-    with socket.create_connection(split_address(controller.address), timeout=LONG_S) as sock:
+    with socket.create_connection(parse_address(controller.address), timeout=LONG_S) as sock:
         yield sock
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.dial import split_address
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.places import open_places
+from ckptd.net.address import parse_address
 from tests.elastic.controlled import SECRET, controlled, pretended, until
 
 
@@ -82,10 +82,10 @@ def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> No
 def test_a_controller_that_moves_is_found(tmp_path: Path) -> None:
     with controlled(tmp_path) as c, pretended(1, c.seat) as nodes:
         until(lambda: nodes[0].running)
-        before = split_address(c.address)
+        before = parse_address(c.address)
         c.kill()
         c.start()
-        assert split_address(c.address) != before
+        assert parse_address(c.address) != before
         until(lambda: nodes[0].link.connected)
         assert nodes[0].running == 1
 

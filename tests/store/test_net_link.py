@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from ckptd.errors import ConflictError, StoreError, TransientStoreError
+from ckptd.net import address
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore
-from ckptd.store.net import NetStore, StoreServer, address, link, new_secret
+from ckptd.store.net import NetStore, StoreServer, link, new_secret
 from ckptd.store.net.messages import Done
 from ckptd.store.net.session import Session
 from ckptd.store.spec import StoreSpec

@@ -19,10 +19,10 @@ import msgspec
 import pytest
 
 from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
+from ckptd.net.address import Address, parse_server
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
-from ckptd.store.net.address import parse_address
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.messages import Done, Piece
 from ckptd.store.net.wire import Wire, decoder
@@ -46,8 +46,9 @@ def server(memory: MemoryStore) -> Iterator[StoreServer]:
 
 
 def dial(url: str) -> socket.socket:
-    address = parse_address(url)
-    return socket.create_connection((address.host, address.port), timeout=30)
+    address = parse_server(url)
+    assert isinstance(address, Address)
+    return socket.create_connection(address, timeout=30)
 
 
 def friend(spec: StoreSpec) -> tuple[Wire, socket.socket]:

@@ -9,17 +9,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ckptd.elastic.dial import split_address
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
     from ckptd.elastic.operator import OperatorLink
     from ckptd.elastic.places import open_places
     from ckptd.elastic.supervisor import Outcome, Supervisor
     from ckptd.elastic.wire import EXIT_CODES, exit_code
     from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, secret_of
+    from ckptd.net.address import Address, parse_address
 
 __all__ = [
     "EXIT_CODES",
     "SECRET_VARIABLE",
+    "Address",
     "Command",
     "Hint",
     "Launcher",
@@ -31,18 +32,18 @@ __all__ = [
     "check_folder",
     "exit_code",
     "open_places",
+    "parse_address",
     "secret_of",
-    "split_address",
 ]
 
 _MODULES = {
-    "elastic.dial": ("split_address",),
     "elastic.launchers.base": ("Command", "Hint", "Launcher", "Machine", "MachineState"),
     "elastic.operator": ("OperatorLink",),
     "elastic.places": ("open_places",),
     "elastic.supervisor": ("Outcome", "Supervisor"),
     "elastic.wire": ("EXIT_CODES", "exit_code"),
     "monitor.signing": ("SECRET_VARIABLE", "check_folder", "secret_of"),
+    "net.address": ("Address", "parse_address"),
 }
 
 

@@ -29,13 +29,13 @@ from ckptd.elastic.launchers.zygotewire import (
 )
 from ckptd.elastic.wire import Begin, Seat, StoreAt
 from ckptd.elastic.workerwire import Go
+from ckptd.net.address import LOCALHOST
 
 __all__ = ["Crew", "Program", "programs"]
 
 _AGAIN_S = 1.0
 _UNREADY_S = 60.0
 _FAILED = 1
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,7 +343,7 @@ class Crew:
         said = os.read(host.pipe, 64)
         host.told += said
         if host.told.endswith(b"\n"):
-            shown = "localhost" if host.address in _LOOPBACK else host.address
+            shown = "localhost" if host.address in LOCALHOST else host.address
             self._hosting(host.generation, shown, int(host.told))
         if not said or host.told.endswith(b"\n"):
             self._drop_pipe(host)

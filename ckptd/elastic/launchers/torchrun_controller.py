@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.elastic.dial import is_loopback, split_address
 from ckptd.elastic.launchers.torchrun_workers import Workers
 from ckptd.elastic.places import open_places
 from ckptd.elastic.seat import SeatRecord, stand_in_pause_s
 from ckptd.elastic.signs import Outlook
 from ckptd.errors import CkptdError
+from ckptd.net.address import is_loopback, parse_address
 
-__all__ = ["Controller", "ControllerPlace", "is_here"]
+__all__ = ["Controller", "ControllerPlace"]
 
 _LOG = logging.getLogger(__name__)
 _CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
@@ -70,19 +70,6 @@ class ControllerPlace(Protocol):
     @property
     def conf(self) -> Mapping[str, str]:
         """All of ``--rdzv-conf``."""
-
-
-def is_here(host: str) -> bool:
-    """Return whether a name or address is this machine's: a socket can be bound to it."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, number, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, number) as sock:
-            sock.bind(address)
-            return True
-    return False
 
 
 class Controller:
@@ -201,7 +188,7 @@ class Controller:
         addresses = {self._place.endpoint, *([newest.address] if newest is not None else [])}
         for address in addresses:
             with contextlib.suppress(OSError, CkptdError):
-                with socket.create_connection(split_address(address), _DIAL_S) as sock:
+                with socket.create_connection(parse_address(address), _DIAL_S) as sock:
                     if sock.getsockname() != sock.getpeername():
                         return True
         return False

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.elastic.launchers import torchrun_guard
-from ckptd.elastic.launchers.torchrun_controller import Controller, is_here
+from ckptd.elastic.launchers.torchrun_controller import Controller
 from ckptd.elastic.launchers.torchrun_guard import TOKEN_VARIABLE
 from ckptd.elastic.launchers.torchrun_node import Joined, TorchrunNode
 from ckptd.elastic.lease import LeaseFile
@@ -27,6 +26,7 @@ from ckptd.elastic.link import NodeLink
 from ckptd.elastic.workerwire import LAUNCHER_VARIABLE, LEASE_VARIABLE
 from ckptd.errors import UsageError
 from ckptd.monitor.signing import job_secret
+from ckptd.net.address import Address, is_here, parse_address
 from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["Side", "SideSettings"]
@@ -87,7 +87,13 @@ class SideSettings:
         UsageError
             kind ``bad-argument``.
         """
-        host, port = _endpoint(endpoint)
+        host, port = parse_address(
+            endpoint,
+            "a rendezvous endpoint",
+            where="--rdzv-endpoint",
+            kind="bad-argument",
+            default_port=_PORT,
+        )
         told = str(conf.get("is_host", "")).lower()
         here = told in ("1", "true", "yes") if told else is_here(host)
         return cls(
@@ -105,21 +111,7 @@ class SideSettings:
     @property
     def endpoint(self) -> str:
         """``HOST:PORT``, a host of IPv6 in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.%]+)\]|([^:\s\[\]]+))(?::(\d{1,5}))?", text.strip())
-    port = int(match[3] or _PORT) if match else 0
-    if match is None or not 0 < port < 1 << 16:
-        raise UsageError(
-            "this is no rendezvous endpoint",
-            kind="bad-argument",
-            where="--rdzv-endpoint",
-            wanted="HOST or HOST:PORT of the machine that runs the controller",
-            found=text[:200],
-        )
-    return match[1] or match[2], port
+        return str(Address(self.host, self.port))
 
 
 def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:

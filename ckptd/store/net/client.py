@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
+from ckptd.net.address import parse_server
 from ckptd.store.base import (
     Capabilities,
     Names,
@@ -22,7 +23,6 @@ from ckptd.store.base import (
 )
 from ckptd.store.buffers import as_bytes_view
 from ckptd.store.net import messages
-from ckptd.store.net.address import parse_address
 from ckptd.store.net.greeting import check_secret
 from ckptd.store.net.link import Link, LinkPool
 from ckptd.store.net.messages import Done, Piece
@@ -93,7 +93,7 @@ class NetStore(Store):
 
     def __init__(self, url: str, options: NetOptions | None = None) -> None:
         self._settings = options or NetOptions()
-        self._address = parse_address(url)
+        self._address = parse_server(url)
         self.url = self._address.url
         defaults = msgspec.structs.asdict(NetOptions())
         given = msgspec.structs.asdict(self._settings)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ckptd.errors import CkptdError, StoreError, UsageError
+from ckptd.net.address import Address, UnixAddress, same_user
 from ckptd.store.base import Capabilities
-from ckptd.store.net.address import Address, same_user
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.messages import MOST_PIECE_BYTES, Answer, Done, Failed, Page, Piece
 from ckptd.store.net.wire import Wire, decoder
@@ -42,9 +42,9 @@ class Link:
     """
 
     def __init__(
-        self, address: Address, secret: bytes, *, connect_s: float, answer_s: float
+        self, address: Address | UnixAddress, secret: bytes, *, connect_s: float, answer_s: float
     ) -> None:
-        sock = address.connect(connect_s)
+        sock = address.connect(connect_s, address.url)
         try:
             self.wire = Wire(sock, address.url, answer_s)
         except BaseException:

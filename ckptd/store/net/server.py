@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckptd.errors import CkptdError, DeadlineError
+from ckptd.net.address import UnixAddress, parse_server, same_user
 from ckptd.store.base import Store
-from ckptd.store.net.address import parse_address, same_user
 from ckptd.store.net.greeting import check_secret, greet_client
 from ckptd.store.net.rules import Allow, Rules
 from ckptd.store.net.session import Limits, Session
@@ -81,7 +81,7 @@ class StoreServer:
         allow: Allow | None = None,
         limits: Limits | None = None,
     ) -> None:
-        address = parse_address(url)
+        self._address = parse_server(url)
         self._secret = b""
         self._store = store
         self._promised = store.capabilities
@@ -92,10 +92,10 @@ class StoreServer:
         self._strangers: dict[Wire, None] = {}
         self._accepted = self._refused = 0
         self._closing = threading.Event()
-        self._address = address
         self.change_secret(secret)
+        address = self._address
         self._listener, self._address = address.listen()
-        self._inode = os.stat(address.path).st_ino if address.local else 0
+        self._inode = os.stat(address.path).st_ino if isinstance(address, UnixAddress) else 0
         self._thread = threading.Thread(target=self._accept, name=f"listen {self.url}", daemon=True)
         self._thread.start()
 
@@ -231,7 +231,7 @@ class StoreServer:
             )
 
     def _remove_socket(self) -> None:
-        if self._address.local:
+        if isinstance(self._address, UnixAddress):
             with contextlib.suppress(OSError):  # somebody removed it
                 if os.stat(self._address.path).st_ino == self._inode:
                     os.unlink(self._address.path)
