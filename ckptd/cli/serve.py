@@ -376,7 +376,7 @@ def _controller(job: str, said: str | None) -> Callable[[], str] | None:
 
 
 def _settings(given: WatchOptions, controlled: bool) -> WatchSettings:
-    from ckptd.daemon.elastic.policy import RUN_POLICY
+    from ckptd.daemon.response import RUN_POLICY
     from ckptd.monitor.settings import WatchSettings, changed
 
     settings = WatchSettings(policy=dict(RUN_POLICY) if controlled else {})

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from ckptd.daemon.access import LOGIN_PATH, Access, Guard
 from ckptd.daemon.bodies import document, read_body, refusal
+from ckptd.daemon.controller import order_of
 from ckptd.daemon.documents import (
     AnswerDocument,
     CallsDocument,
@@ -28,10 +29,9 @@ from ckptd.daemon.documents import (
     LinksDocument,
     RankDocument,
 )
-from ckptd.daemon.elastic.link import order_of
-from ckptd.daemon.exposition import exposition
 from ckptd.daemon.history import SERIES
 from ckptd.daemon.live import Streaming
+from ckptd.daemon.metrics import exposition
 from ckptd.daemon.service import Service, page_folder
 from ckptd.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.decoding import json_decoder

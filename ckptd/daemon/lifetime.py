@@ -1,11 +1,13 @@
-"""What a daemon follows over its lifetime: generations, how the time was spent, recorded saves."""
+"""What a daemon counts over its lifetime: generations, time, recorded saves, recoveries."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from ckptd.daemon.documents import CheckpointsDocument, GenerationDocument, GoodputDocument
 from ckptd.daemon.history import History
 from ckptd.daemon.rounds import RoundResult
+from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles
@@ -20,7 +23,15 @@ from ckptd.monitor.report import Sheet
 from ckptd.monitor.verdict import Kind
 from ckptd.monitor.view import phase_name
 
-__all__ = ["GenerationLog", "RecordedSaves", "TimeSpent"]
+__all__ = [
+    "RECOVERY_BUCKETS_S",
+    "RECOVERY_PARTS",
+    "GenerationLog",
+    "RecordedSaves",
+    "RecoveryCounts",
+    "TimeSpent",
+    "cause_class",
+]
 
 _MOST_KNOWN = 1000
 _LONGEST_S = 5.0
@@ -171,3 +182,99 @@ class RecordedSaves:
             except CkptdError as error:
                 problems.append(error.to_dict())
         return CheckpointsDocument.of(profiles.saves(), problems)
+
+
+# --- recoveries -----------------------------------------------------------------------------------
+
+RECOVERY_PARTS = (
+    "detect",
+    "fence",
+    "plan",
+    "spawn",
+    "import",
+    "init",
+    "load",
+    "first_step",
+    "again",
+    "parked",
+    "total",
+)
+"""Parts of a recovery, in their order, and all of it."""
+
+RECOVERY_BUCKETS_S = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_MOST_RECOVERIES = 1 << 12
+_SETTLED_S = 1.0
+"""Marks of the slowest node may still come so long after a recovery."""
+_CLASSES = (
+    ("ended with", "crash"),
+    ("is gone", "node"),
+    ("nothing is heard", "node"),
+    ("came back", "node"),
+    ("lost", "node"),
+    ("hang", "hang"),
+    ("deadlock", "deadlock"),
+    ("desync", "desync"),
+    ("mismatch", "mismatch"),
+    ("slow", "slow"),
+    ("corruption", "corruption"),
+    ("growing", "growth"),
+    ("collective", "broken"),
+    ("no step was", "no-step"),
+    ("controller", "controller"),
+    ("order", "order"),
+    ("notice", "notice"),
+    ("taken away", "notice"),
+)
+
+
+def cause_class(text: str) -> str:
+    """Return the class of a recovery's cause: its words name nodes, which labels must not."""
+    lowered = text.lower()
+    return next((word for sign, word in _CLASSES if sign in lowered), "other")
+
+
+def part_of(recovery: Mapping[str, Any], part: str) -> float | None:
+    """Return the seconds of a part of a recovery; None where they are not known."""
+    value = recovery.get(part)
+    return float(value) if isinstance(value, int | float) else None
+
+
+class RecoveryCounts:
+    """Counts the recoveries in a controller's statuses, which list only the last ones.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[Any, None] = {}
+        self.recoveries: Counter[tuple[str, str]] = Counter()
+        self.parts: dict[str, list[float]] = {}
+        """By part: how many took up to each bound, then how many more; last the sum."""
+        self.steps_lost = 0
+        self.status: Status | None = None
+
+    def take(self, status: Status) -> None:
+        """Take a status; a recovery counts once, when it does not change any more."""
+        with self._lock:
+            self.status = status
+            for recovery in status.recoveries:
+                key = recovery.get("to")
+                young = status.at - (part_of(recovery, "at") or 0.0) < _SETTLED_S
+                if key in self._seen or (young and not status.ended):
+                    continue
+                self._seen[key] = None
+                self._count(recovery)
+            while len(self._seen) > _MOST_RECOVERIES:
+                del self._seen[next(iter(self._seen))]
+
+    def _count(self, recovery: Mapping[str, Any]) -> None:
+        cause = cause_class(str(recovery.get("cause", "")))
+        self.recoveries[str(recovery.get("level", "")), cause] += 1
+        self.steps_lost += int(recovery.get("steps_lost") or 0)
+        for part in RECOVERY_PARTS:
+            seconds = part_of(recovery, part)
+            if seconds is not None:
+                counts = self.parts.setdefault(part, [0.0] * (len(RECOVERY_BUCKETS_S) + 2))
+                counts[bisect_left(RECOVERY_BUCKETS_S, seconds)] += 1
+                counts[-1] += seconds

@@ -26,11 +26,11 @@ from ckptd.daemon.documents import (
     Names,
     RanksDocument,
 )
-from ckptd.daemon.elastic.part import ElasticPart
 from ckptd.daemon.history import History, from_stored, to_stored
 from ckptd.daemon.ingest import Ingest, take_into
 from ckptd.daemon.lifetime import GenerationLog, RecordedSaves, TimeSpent
 from ckptd.daemon.live import Event, Hub
+from ckptd.daemon.response import Responder
 from ckptd.daemon.rounds import RankTable, RoundResult, Rounds
 from ckptd.daemon.tape import Tape
 from ckptd.daemon.webhook import Webhook
@@ -127,7 +127,7 @@ class Service:
         self.members = watch.sources.members
         self.rounds = Rounds(watch, self._on_round)
         self.ingest = Ingest(setup.job, setup.secret, self._call, self._take(watch), self.tape)
-        self.elastic = self._elastic()
+        self.responder = self._elastic()
         self.verdicts: Counter[tuple[str, str, str]] = Counter()
         self.latencies: list[float] = []
         self._told: dict[str, tuple[object, ...]] = {}
@@ -142,11 +142,11 @@ class Service:
         path = self.setup.recording
         return None if path is None else RecordingWriter(path, self.setup.job, self._epoch)
 
-    def _elastic(self) -> ElasticPart | None:
+    def _elastic(self) -> Responder | None:
         setup = self.setup
         if setup.controller is None:
             return None
-        return ElasticPart(
+        return Responder(
             setup.controller,
             setup.job,
             setup.secret,
@@ -166,14 +166,14 @@ class Service:
         """Begin rounds; events are published in `loop`."""
         self._loop = loop
         self.rounds.start()
-        if self.elastic is not None:
-            self.elastic.start()
+        if self.responder is not None:
+            self.responder.start()
 
     def close(self) -> None:
         """End in good order: the round at hand, then webhook and history."""
         self._loop = None
-        if self.elastic is not None:
-            self.elastic.close()
+        if self.responder is not None:
+            self.responder.close()
         self.rounds.close()
         if self.webhook is not None:
             self.webhook.close()
@@ -222,7 +222,7 @@ class Service:
 
     def order(self, order: Order) -> Answer:
         """Hand an order to the controller; NotFoundError, kind ``no-controller``."""
-        return self._controlled().order(order)
+        return self._controlled().controller.order(order)
 
     def enforce(self, ident: str) -> Answer:
         """Carry out the response of an incident.
@@ -237,25 +237,25 @@ class Service:
         elastic = self._controlled()
         return elastic.enforce(self.incident(ident), self.rounds.last.incidents)
 
-    def _controlled(self) -> ElasticPart:
-        if self.elastic is None:
+    def _controlled(self) -> Responder:
+        if self.responder is None:
             raise NotFoundError(
                 "this daemon knows of no controller",
                 kind="no-controller",
                 where=f"job {self.setup.job}",
                 hint="ckptd serve --controller HOST:PORT",
             )
-        return self.elastic
+        return self.responder
 
     def controller_document(self) -> ControllerDocument:
         """Return the controller's status: a part of ``GET /elastic``, and the event ``elastic``."""
-        return ControllerDocument() if self.elastic is None else self.elastic.document()
+        return ControllerDocument() if self.responder is None else self.responder.document()
 
     def shown(self, incident: Incident, evidence: bool = False) -> IncidentDocument:
         """Return the document of an incident, with what may be done about it."""
         proposal = None
-        if self.elastic is not None:
-            proposal = self.elastic.proposal(incident, self.rounds.last.incidents)
+        if self.responder is not None:
+            proposal = self.responder.proposal(incident, self.rounds.last.incidents)
         return IncidentDocument.of(incident, self.names, evidence=evidence, proposal=proposal)
 
     # -- after a round ----------------------------------------------------------------------------
@@ -269,8 +269,8 @@ class Service:
         for name, incidents in (("opened", changes.opened), ("closed", changes.closed)):
             for incident in incidents:
                 self._send(name, incident)
-        if self.elastic is not None and result.open:
-            self.elastic.judge(result.open, result.incidents)
+        if self.responder is not None and result.open:
+            self.responder.judge(result.open, result.incidents)
         if result.now >= self._tell_at or changes.opened or changes.closed:
             self._tell_at = result.now + _TELL_S
             self._keep_round(result)
@@ -402,7 +402,7 @@ class Service:
                 texts=dict(self.names.texts.copy()),
             )
             frames.insert(0, Frame(frames[0].at, SHEET, pack(told)))
-            fence = self.elastic.last_fence if self.elastic is not None else None
+            fence = self.responder.last_fence if self.responder is not None else None
             if fence is not None and fence.at < frames[0].at:
                 frames.insert(1, Frame(frames[0].at, fence.kind, fence.body))
         return encode(self.setup.job, self._epoch, frames)

@@ -181,6 +181,6 @@ def test_nothing_else_is_there(stuck: Running) -> None:
     assert stuck.ask("DELETE", f"{V1}/job").status == 405
     assert stuck.ask("GET", "/nothing").status == 404
     told = stuck.ask("GET", f"{V1}/nothing").document["error"]
-    assert told["message"] == f"there is nothing at {V1}/nothing"
+    assert told["message"] == f"no such endpoint: {V1}/nothing"
     assert f"{V1}/job" in told["hint"]
     assert stuck.ask("GET", "/healthz").document == {"healthy": True}

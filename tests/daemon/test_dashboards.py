@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ckptd.daemon.exposition import NAMES
+from ckptd.daemon.metrics import NAMES
 from ckptd.monitor.verdict import Kind
 
 ROOT = Path(__file__).parent.parent.parent

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptd.daemon.elastic.link import ControllerLink
+from ckptd.daemon.controller import ControllerLink
 from ckptd.elastic.dial import dial
 from ckptd.elastic.wire import Announce, Answer, DaemonAt, ToOperator
 from tests.elastic.controlled import (

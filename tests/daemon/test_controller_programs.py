@@ -12,7 +12,7 @@ import pytest
 from ckptd.daemon.client import DaemonClient
 from ckptd.errors import CkptdError
 from tests.daemon import daemons
-from tests.daemon.elastic.test_link_run import Job, job
+from tests.daemon.test_controller_run import Job, job
 from tests.processes import stop
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from ckptd.elastic.places import open_places
 from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
 from tests.cli.running import COMMAND
-from tests.daemon.elastic.test_link_run import SCRIPT
+from tests.daemon.test_controller_run import SCRIPT
 from tests.elastic.controlled import until
 from tests.processes import stop
 

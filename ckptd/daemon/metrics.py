@@ -1,29 +1,49 @@
-"""``/metrics`` of the daemon: a custom collector over the last round."""
+"""``/metrics`` of the daemon, collected from the last round and from counters at each scrape."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptd.daemon.collectives import COLLECTIVES, collective_families
-from ckptd.daemon.elastic.meter import ELASTIC, elastic_families
+from ckptd.daemon.lifetime import RECOVERY_BUCKETS_S, RecoveryCounts
 from ckptd.daemon.rounds import STATUS, RoundResult
 from ckptd.daemon.service import Service
+from ckptd.elastic.states import State
+from ckptd.elastic.wire import NodeRow
 from ckptd.errors import UsageError
+from ckptd.monitor.collectives import BUS_BYTES, CALLS, SECONDS, SIZES, TIMES, TIMES_S, Book
+from ckptd.monitor.stats import Array
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-__all__ = ["MOST_RANKS", "NAMES", "exposition"]
+__all__ = ["MOST_RANKS", "NAMES", "SIZE_LABELS", "exposition"]
 
 MOST_RANKS = 512
 """Of a larger job only ranks that stand out have series of their own."""
 _MOST_LINKS = 256
 _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_COLLECTIVES = "ckptd_collectives_total"
+_COLLECTIVE_SECONDS = "ckptd_collective_seconds"
+_COLLECTIVE_BUS = "ckptd_collective_bus_bytes_per_second"
+SIZE_LABELS = (
+    *(
+        f"{s >> k}{u}"
+        for s in SIZES
+        for k, u in ((10, "KiB"), (20, "MiB"), (30, "GiB"))
+        if 1 <= s >> k < 1024
+    ),
+    "+Inf",
+)
+"""Upper bounds of the size buckets, as labels."""
+_UNDECIDED = "training"
+"""Becomes useful or lost with the next commit or fault; no counter may go back."""
+_NODE_STATES = ("running", "spare", "out", "gone")
 
 NAMES = {
     "ckptd_rank_heartbeat_age_seconds": "Time since a rank's Python last ran",
@@ -34,7 +54,9 @@ NAMES = {
     "ckptd_world_size": "Ranks that the job has",
     "ckptd_generation": "Newest generation of the job",
     "ckptd_step": "Step of the first and of the last rank",
-    **COLLECTIVES,
+    _COLLECTIVES: "Collectives made, each counted once",
+    _COLLECTIVE_SECONDS: "Time of a collective, that of its last member where known",
+    _COLLECTIVE_BUS: "Bus bandwidth within collectives, of the last minute",
     "ckptd_link_delay_ratio": "Delay of a suspected link over the usual one",
     "ckptd_verdicts_total": "Incidents opened, by class, action and whether it was enforced",
     "ckptd_incidents_open": "Incidents that are open, by class",
@@ -52,7 +74,15 @@ NAMES = {
     "ckptd_history_errors_total": "Changes that the history file could not take",
     "ckptd_webhook_total": "Incidents sent to the webhook, by outcome",
     "ckptd_stream_clients": "Pages that follow live",
-    **ELASTIC,
+    "ckptd_elastic_controller_up": "Whether the daemon is connected to the job's controller",
+    "ckptd_elastic_state": "1 for the state that the controller is in, 0 for the others",
+    "ckptd_elastic_generation": "Newest generation that the controller has begun or fenced",
+    "ckptd_elastic_committed_step": "Last step that the controller knows to be committed",
+    "ckptd_elastic_recoveries_total": "Recoveries, by level and by class of their cause",
+    "ckptd_elastic_recovery_seconds": "Time that a part of a recovery took",
+    "ckptd_elastic_steps_lost_total": "Steps that recoveries had to make again",
+    "ckptd_elastic_goodput_seconds_total": "Time of the job by what it went into",
+    "ckptd_elastic_nodes": "Nodes that the controller knows, by state",
 }
 """Every metric, with its help text."""
 
@@ -89,12 +119,12 @@ class _Collector:
         result = self._service.rounds.last
         yield from self._ranks()
         yield from self._job(result)
-        yield from collective_families(self._service.collectives, self._service.names.kind_word)
+        yield from _collective_families(self._service.collectives, self._service.names.kind_word)
         yield from self._incidents(result)
         yield from self._agents(result)
-        elastic = self._service.elastic
-        if elastic is not None:
-            yield from elastic_families(elastic.meter, elastic.controller.connected)
+        responder = self._service.responder
+        if responder is not None:
+            yield from _elastic_families(responder.counts, responder.controller.connected)
         yield from self._self()
 
     def _ranks(self) -> Iterator[Metric]:
@@ -227,3 +257,118 @@ def _counter(name: str, labels: list[str]) -> CounterMetricFamily:
     from prometheus_client.core import CounterMetricFamily
 
     return CounterMetricFamily(name.removesuffix("_total"), NAMES[name], labels=labels)
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def _collective_families(book: Book, kind_word: Callable[[str], str]) -> Iterator[Metric]:
+    """Yield the metrics of what `book` has added up.
+
+    Parameters
+    ----------
+    book
+        As the daemon filled it.
+    kind_word
+        Returns the word for a kind of group as a program says it.
+    """
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
+    keys, values, recent = book.read()
+    # Different words of programs may be one kind here.
+    labels = [(op.decode(), kind_word(kind.decode()), SIZE_LABELS[size]) for op, kind, size in keys]
+    total = CounterMetricFamily(
+        _COLLECTIVES.removesuffix("_total"), NAMES[_COLLECTIVES], labels=["op", "group_kind"]
+    )
+    for label, row in _summed([label[:2] for label in labels], values):
+        total.add_metric(label, row[CALLS])
+    yield total
+    times = HistogramMetricFamily(
+        _COLLECTIVE_SECONDS, NAMES[_COLLECTIVE_SECONDS], labels=["op", "group_kind", "size"]
+    )
+    for label, row in _summed(labels, values):
+        counts = np.cumsum(row[TIMES:]).tolist()
+        if counts[-1] > 0:
+            bounds = (*(f"{b:g}" for b in TIMES_S), "+Inf")
+            times.add_metric(label, list(zip(bounds, counts, strict=True)), row[SECONDS])
+    yield times
+    bus = GaugeMetricFamily(_COLLECTIVE_BUS, NAMES[_COLLECTIVE_BUS], labels=["op", "group_kind"])
+    for label, row in _summed([label[:2] for label in labels], recent):
+        if row[BUS_BYTES] > 0 and row[SECONDS] > 0:
+            bus.add_metric(label, row[BUS_BYTES] / row[SECONDS])
+    yield bus
+
+
+def _summed(
+    labels: Sequence[tuple[str, ...]], values: Array
+) -> Iterator[tuple[tuple[str, ...], Array]]:
+    """Yield each label once, sorted, with the sum of its rows."""
+    sums: dict[tuple[str, ...], Array] = {}
+    for label, row in zip(labels, values, strict=True):
+        sums[label] = sums[label] + row if label in sums else row
+    yield from sorted(sums.items(), key=lambda item: item[0])
+
+
+# --- a job with a controller ----------------------------------------------------------------------
+
+
+def _node_state(row: NodeRow) -> str:
+    """Return the word for a node's state: ``running``, ``spare``, ``out`` or ``gone``."""
+    if not row.up:
+        return "gone"
+    if row.out_until_s is None or row.out_until_s > 0:
+        return "out"
+    return "spare" if row.spare else "running"
+
+
+def _elastic_families(counts: RecoveryCounts, connected: bool) -> Iterator[Metric]:
+    """Yield the metrics of a job with a controller; those of its status once there is one."""
+    from prometheus_client.core import (
+        HistogramMetricFamily,
+    )
+
+    up = _gauge("ckptd_elastic_controller_up", [])
+    up.add_metric([], int(connected))
+    yield up
+    status = counts.status
+    if status is None:
+        return
+    states = _gauge("ckptd_elastic_state", ["state"])
+    for state in State:
+        states.add_metric([str(state)], int(str(state) == status.state))
+    yield states
+    for name, value in (
+        ("ckptd_elastic_generation", status.generation),
+        ("ckptd_elastic_committed_step", status.step),
+    ):
+        family = _gauge(name, [])
+        family.add_metric([], value)
+        yield family
+    nodes = _gauge("ckptd_elastic_nodes", ["state"])
+    states_of = Counter(_node_state(row) for row in status.nodes)
+    for word in _NODE_STATES:
+        nodes.add_metric([word], states_of[word])
+    yield nodes
+    goodput = _counter("ckptd_elastic_goodput_seconds_total", ["kind"])
+    for kind, seconds in sorted(status.goodput.items()):
+        if kind != _UNDECIDED:
+            goodput.add_metric([kind], seconds)
+    yield goodput
+    recoveries = _counter("ckptd_elastic_recoveries_total", ["level", "cause"])
+    for labels, count in sorted(counts.recoveries.copy().items()):
+        recoveries.add_metric(list(labels), count)
+    yield recoveries
+    lost = _counter("ckptd_elastic_steps_lost_total", [])
+    lost.add_metric([], counts.steps_lost)
+    yield lost
+    name = "ckptd_elastic_recovery_seconds"
+    took = HistogramMetricFamily(name, NAMES[name], labels=["part"])
+    for part, told in sorted(counts.parts.copy().items()):
+        bounds = [*map(str, RECOVERY_BUCKETS_S), "+Inf"]
+        buckets = [(bound, sum(told[: i + 1])) for i, bound in enumerate(bounds)]
+        took.add_metric([part], buckets, told[-1])
+    yield took

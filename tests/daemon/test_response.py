@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.daemon.elastic.policy import RUN_POLICY, Response, is_over, response
+from ckptd.daemon.response import RUN_POLICY, Response, is_over, response
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.wire import NodeRow, Status
 from ckptd.monitor.incidents.incident import Incident

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.daemon.elastic.policy import RUN_POLICY
+from ckptd.daemon.response import RUN_POLICY
 from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.recording import replay
 from ckptd.monitor.report import pack
 from ckptd.monitor.view import RankView
 from tests.daemon.controllers import controller, nodes
 from tests.daemon.daemons import JOB, Running, quick_settings, running, until
-from tests.daemon.test_exposition import samples
+from tests.daemon.test_metrics import samples
 from tests.monitor import jobs
 
 SETTINGS = replace(quick_settings(), policy=dict(RUN_POLICY))

@@ -1,4 +1,4 @@
-"""The daemon as operator of the job's controller: what it knows, and what it is asked for."""
+"""The daemon's connection to the job's controller: statuses come in, orders go out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_NODES = 4096
 
 
 class ControllerLink:
-    """Follows the job's controller in a thread of its own; it reconnects for as long as it lives.
+    """Follows the job's controller in a thread of its own, and reconnects until it is closed.
 
     Parameters
     ----------
@@ -38,18 +38,17 @@ class ControllerLink:
         before each attempt to connect.
     job, secret
         Whose controller it is.
-    told
-        Called in the link's thread with each status that comes, and with None when the connection
-        has broken.
+    on_status
+        Called in the link's thread with each status, and with None when the connection breaks.
     url
-        Of this daemon, as nodes reach it, announced on each connection; empty: nodes are not told.
+        Of this daemon, as nodes reach it, announced on each connection; empty: it is not announced.
 
     Attributes
     ----------
     status
-        The newest that came; None before the first.
+        The newest; None before the first.
     connected
-        Whether a controller is there now.
+        Whether a controller is connected now.
     """
 
     def __init__(
@@ -57,10 +56,15 @@ class ControllerLink:
         addresses: Callable[[], str],
         job: str,
         secret: bytes,
-        told: Callable[[Status | None], None],
+        on_status: Callable[[Status | None], None],
         url: str = "",
     ) -> None:
-        self._addresses, self._job, self._secret, self._told = addresses, job, secret, told
+        self._addresses, self._job, self._secret, self._on_status = (
+            addresses,
+            job,
+            secret,
+            on_status,
+        )
         self._url = url
         self._calls = OperatorLink(addresses, job, secret, name="daemon", timeout_s=_ANSWER_S)
         self._ended = threading.Event()
@@ -79,32 +83,32 @@ class ControllerLink:
             self._thread.join(_END_S)
         self._calls.close()
 
-    # --- what it is asked for ---------------------------------------------------------------------
+    # --- orders -----------------------------------------------------------------------------------
 
     def order(self, order: Order) -> Answer:
-        """Hand over an order; return what became of it. Any thread may call it, and waits.
+        """Send an order and return the answer. Any thread may call it, and waits.
 
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: none answers in time; the order may have been heard.
+            kind ``no-controller``: no answer came in time; the order may have arrived.
         """
         return self._calls.order(order)
 
     def suspect(self, suspected: Suspected) -> Answer:
-        """Hand over whom the monitor has named; see `order`."""
+        """Send the nodes that the monitor suspects; see `order`."""
         return self._calls.suspect(suspected)
 
-    # --- what it tells ----------------------------------------------------------------------------
+    # --- statuses ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._ended.is_set():
             with contextlib.suppress(OSError, CkptdError):
-                # Whatever is wrong with this connection, the next attempt is the answer.
+                # The next attempt is the answer to whatever is wrong with this connection.
                 self._follow()
             if self.connected:
                 self.connected = False
-                self._told(None)
+                self._on_status(None)
             self._ended.wait(_PAUSE_S)
 
     def _follow(self) -> None:
@@ -135,7 +139,7 @@ class ControllerLink:
                 last = time.monotonic()
                 if isinstance(message, Status) and message.job == self._job:
                     self.status, self.connected = message, True
-                    self._told(message)
+                    self._on_status(message)
             if time.monotonic() - last > _SILENCE_S:
                 return
 
@@ -168,12 +172,12 @@ _OF_NODES = frozenset({OrderKind.EXCLUDE, OrderKind.ADD, OrderKind.DRAIN})
 
 
 def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
-    """Return the order that the body of a request holds.
+    """Return the order in the body of a request.
 
     Raises
     ------
     UsageError
-        kind ``bad-request``: it holds none.
+        kind ``bad-request``: it is not an order.
     """
     try:
         asked = _order_body(body)
@@ -192,5 +196,9 @@ def order_of(body: dict[str, Any], most_reason: int = 500) -> Order:
 
 def _bad(wanted: str, found: str) -> UsageError:
     return UsageError(
-        "this is no order", kind="bad-request", where="the body", wanted=wanted, found=found[:200]
+        "the body is not an order",
+        kind="bad-request",
+        where="the body",
+        wanted=wanted,
+        found=found[:200],
     )
