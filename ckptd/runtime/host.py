@@ -100,7 +100,7 @@ PACKAGES = (
     "zstandard",
     "safetensors",
     "fsspec",
-    "s3fs",
+    "aiobotocore",
     "torch",
 )
 _MOST_NAME_BYTES = 64

@@ -1,7 +1,7 @@
-"""The connection of `S3Store`: s3fs's client and loop, with our deadlines, tries and errors.
+"""The connection of `S3Store`: aiobotocore's client with our deadlines, tries and errors.
 
-s3fs gives the session: credentials, endpoints, the event loop in a thread. Requests go to its
-client directly, past its caches of listings, its own retries and its guesses about errors.
+aiobotocore gives credentials, endpoints and requests, fsspec the event loop in a thread. A request
+is tried once: a second try inside would hide that a create-only put met itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from importlib.util import find_spec
 from typing import Any, Literal, TypeVar
 
@@ -84,7 +84,11 @@ class S3Client:
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._fs: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Of the loop's thread:
+        self._opening: asyncio.Lock | None = None
+        self._opened: AsyncExitStack | None = None
+        self._client: Any = None
         self._slots: asyncio.Semaphore | None = None
 
     # -- from any thread -----------------------------------------------------------------------
@@ -96,8 +100,7 @@ class S3Client:
 
     def start(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
         """Begin a coroutine in the loop's thread."""
-        loop = self._filesystem().loop
-        return asyncio.run_coroutine_threadsafe(make(), loop)
+        return asyncio.run_coroutine_threadsafe(make(), self._running())
 
     def wait(self, future: Future[_T], rounds: int = 1) -> _T:
         """Return the result of a coroutine that makes up to `rounds` requests in a row.
@@ -113,19 +116,18 @@ class S3Client:
     def close(self) -> None:
         """Close the connections. Idempotent; the next call would open new ones."""
         with self._lock:
-            fs, self._fs = self._fs, None
-            self._slots = None
-        if fs is None or fs._s3 is None:
+            loop, self._loop = self._loop, None
+        if loop is None:
             return
-        future = asyncio.run_coroutine_threadsafe(_close(fs), fs.loop)
+        future = asyncio.run_coroutine_threadsafe(self._shut(), loop)
         with suppress(Exception):  # nothing depends on a clean goodbye
             future.result(_GRACE_S)
 
-    def _filesystem(self) -> Any:
+    def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._fs is None:
-                self._fs = _connect(self._options)
-            return self._fs
+            if self._loop is None:
+                self._loop = _loop()
+            return self._loop
 
     # -- in the loop's thread ------------------------------------------------------------------
 
@@ -137,9 +139,25 @@ class S3Client:
         return answer
 
     async def _send(self, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-        client = await self._filesystem().set_session()
+        client = self._client or await self._open()
         answer: dict[str, Any] = await getattr(client, operation)(**params)
         return answer
+
+    async def _open(self) -> Any:
+        """Return the client; the first call makes it."""
+        if self._opening is None:
+            self._opening = asyncio.Lock()
+        async with self._opening:
+            if self._client is None:
+                self._opened = AsyncExitStack()
+                self._client = await self._opened.enter_async_context(_new_client(self._options))
+            return self._client
+
+    async def _shut(self) -> None:
+        opened, self._opened = self._opened, None
+        self._client = self._opening = self._slots = None
+        if opened is not None:
+            await opened.aclose()
 
     async def read(self, target: memoryview | bytearray, **params: Any) -> int:
         """Do one get within its deadline; its bytes go into `target`. Returns their number.
@@ -194,17 +212,13 @@ class S3Client:
         raise TransientStoreError("no try was made", where=where)
 
 
-async def _close(fs: Any) -> None:
-    await fs._s3creator.__aexit__(None, None, None)
-
-
 def check_installed() -> None:
     """Raise `UsageError` (kind ``missing-package``) where a package that s3:// needs is missing.
 
     Before anything is asked of the store: what translates its errors needs them as well. They are
     looked for, not imported, which would take a second.
     """
-    for name in ("s3fs", "aiobotocore", "botocore"):
+    for name in ("aiobotocore", "botocore"):
         try:
             found = find_spec(name) is not None
         except (ImportError, ValueError):
@@ -215,41 +229,50 @@ def check_installed() -> None:
 
 def _missing(found: object) -> UsageError:
     return UsageError(
-        "s3:// needs the package s3fs",
+        "s3:// needs the package aiobotocore",
         kind="missing-package",
         found=found,
         hint="pip install 'ckptd[s3]', or pip install '.[s3]' in a clone",
     )
 
 
-def _connect(options: S3Options) -> Any:
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the loop that all stores of fsspec share, in a thread of its own."""
+    from fsspec.asyn import get_loop
+
+    loop: asyncio.AbstractEventLoop = get_loop()
+    return loop
+
+
+def _new_client(options: S3Options) -> Any:
+    """Return a context that gives the client."""
     try:
-        import s3fs
-        from fsspec.asyn import get_loop
+        from aiobotocore.config import AioConfig
+        from botocore import UNSIGNED
     except ImportError as error:
         raise _missing(error) from error
-    given: dict[str, Any] = {"verify": options.verify}
-    if options.region:
-        given["region_name"] = options.region
-    return s3fs.S3FileSystem(
-        anon=options.anon,
-        key=options.key,
-        secret=options.secret,
-        token=options.token,
+    keys = {
+        "aws_access_key_id": options.key,
+        "aws_secret_access_key": options.secret,
+        "aws_session_token": options.token,
+    }
+    config = _config(options)
+    if options.anon:
+        keys, config["signature_version"] = {}, UNSIGNED
+    return _session(options.profile).create_client(
+        "s3",
+        region_name=options.region,
         endpoint_url=options.endpoint_url,
-        client_kwargs=given,
-        config_kwargs=_config(options),
-        use_listings_cache=False,
-        skip_instance_cache=True,
-        loop=get_loop(),
-        session=_session(options.profile),
+        verify=options.verify,
+        config=AioConfig(**config),
+        **keys,
     )
 
 
 @functools.cache
 def _session(profile: str | None) -> Any:
     """Return one session for all stores of a profile: it keeps what botocore reads from disk."""
-    import aiobotocore.session  # type: ignore[import-untyped]
+    import aiobotocore.session
 
     return aiobotocore.session.AioSession(profile=profile)
 
@@ -261,7 +284,7 @@ def _config(options: S3Options) -> dict[str, Any]:
         "connect_timeout": options.connect_timeout_s,
         "read_timeout": options.read_timeout_s,
         "max_pool_connections": options.parallel + 8,
-        # One try: a second one inside would hide that a create-only put met itself.
+        # One try: see the module.
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         # Trailing checksums break older Ceph and most look-alikes.
         "request_checksum_calculation": "when_required",

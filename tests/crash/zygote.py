@@ -164,7 +164,6 @@ def _tell(life: Life) -> None:
 @cache
 def _warm_up() -> None:
     """Import and read what every S3 store would at its first call: forks have it then."""
-    import s3fs  # noqa: F401
 
     async def connect() -> None:
         keys = {"aws_access_key_id": "-", "aws_secret_access_key": "-"}
