@@ -109,7 +109,7 @@ class World(Nodes):
             if self.rng.random() < 0.5:
                 self.lose(node)
         end = self.now + seconds
-        stand_ins, before = 0, self.faults()
+        stand_ins, before, ended = 0, self.faults(), self.ended()
 
         def look() -> None:
             nonlocal stand_ins
@@ -121,9 +121,11 @@ class World(Nodes):
             silent = self.silent()
             if silent and self.may_stand_in(len(silent)):
                 stand_ins += 1
-                # Each side may get it once, and once more after each other fault: who is frozen or
-                # dead is heard by nobody.
-                if stand_ins > 2 + 2 * (self.faults() - before):
+                # Each side may start one, and one more after each other fault (nobody hears what is
+                # frozen or dead), and after a controller that ended because it was refused or came
+                # second: twice at most, since two sides must not fight for as long as they are cut.
+                most = 2 + 2 * (self.faults() - before) + min(2, self.ended() - ended)
+                if stand_ins > most:
                     raise Violation(f"{stand_ins} controllers followed each other in one cut")
                 self.counts["stand-ins"] += 1
                 self.start_controller()
@@ -139,6 +141,13 @@ class World(Nodes):
         """Return how many faults there were so far; a job that is queued anew is one."""
         faults = (n for name, n in self.counts.items() if name.startswith("fault "))
         return sum(faults) + self.counts["requeues"]
+
+    def ended(self) -> int:
+        """Return how many controllers ended because of what the log or the launchers said."""
+        names = [
+            n for n in self.counts if n.startswith("refused ") or n in ("log-taken", "yielded")
+        ]
+        return sum(self.counts[name] for name in names)
 
     def away(self, node: SimNode) -> None:
         """Let a node not reach the controller."""
