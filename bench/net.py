@@ -24,12 +24,10 @@ from typing import Any
 import common
 import numpy as np
 
-from ckptd.store.base import Store, Writer
+from ckptd.store.base import SizedWriter, Store, StoreSpec, Writer
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import StoreServer, new_secret
-from ckptd.store.spec import StoreSpec
-from ckptd.store.writing import SizedWriter
 
 BLOCK = 4 << 20
 CASES = [

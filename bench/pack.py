@@ -27,7 +27,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptd.store import PackSpec, Store, StoreSpec
-from ckptd.store.pack_frame import FRAME_BYTES, ZSTD, Frame, decode_frame, encode_frame
+from ckptd.store.pack import FRAME_BYTES, ZSTD, Frame, decode_frame, encode_frame
 
 KEY = "a.safetensors"
 PIECE = 8 * common.MIB

@@ -26,10 +26,9 @@ from ckptd.save.commit import plan_key, witness_plan
 from ckptd.save.peers import Distant, partners
 from ckptd.save.recover import complete_snapshots, finished_files, unpacked
 from ckptd.save.structure import SavePlan, build_plan
-from ckptd.store.base import Store
+from ckptd.store.base import MeterSpec, Store
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.meter import Meter
-from ckptd.store.spec import MeterSpec
+from ckptd.store.wrap import Meter
 
 RANKS_PER_NODE = 8
 NAME = CommitName(1000, 1)

@@ -22,7 +22,7 @@ from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import LEASE_S, Hold, hold_or_read
-from ckptd.store.spec import PackSpec, RetrySpec, StoreSpec
+from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
 __all__ = ["Address", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
 

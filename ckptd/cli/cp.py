@@ -13,8 +13,7 @@ from ckptd.cli.output import Document, Json, flag, print_document, progress_bar,
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.base import Store
-from ckptd.store.spec import StoreSpec
+from ckptd.store.base import Store, StoreSpec
 from ckptd.tools.copy import Copied, Transfer
 
 __all__ = ["CpDocument", "cp"]

@@ -26,7 +26,7 @@ from ckptd.reshard.samples import Expected
 from ckptd.reshard.source import Stock
 from ckptd.reshard.target import Target
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.spec import StoreSpec
+from ckptd.store.base import StoreSpec
 
 __all__ = ["Run", "open_stock", "prepared"]
 

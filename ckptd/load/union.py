@@ -20,12 +20,12 @@ from ckptd.store.base import (
     Names,
     ObjectInfo,
     OpenFile,
+    ReadOnlyStore,
     Store,
+    as_bytes_view,
     check_key,
     check_prefix,
 )
-from ckptd.store.buffers import as_bytes_view
-from ckptd.store.readonly import ReadOnlyStore
 from ckptd.types import ByteRange
 
 __all__ = ["Source", "UnionStore"]

@@ -34,9 +34,8 @@ from ckptd.reshard.target import Target, share
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.working import Working, refuse_behind, refuse_others
 from ckptd.save.commit import remove_parts
-from ckptd.store.base import Store
-from ckptd.store.retry import Backoff
-from ckptd.store.spec import RetrySpec
+from ckptd.store.base import RetrySpec, Store
+from ckptd.store.wrap import Backoff
 
 __all__ = ["REASON", "Job", "Share", "Work", "check_share"]
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptd.store import StoreSpec
-from ckptd.store.spec import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec
-from ckptd.store.url import checked_url
+from ckptd.store.base import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec, checked_url
 
 __all__ = ["root_spec", "served_spec"]
 

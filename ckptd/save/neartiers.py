@@ -25,14 +25,15 @@ from ckptd.store.base import (
     Names,
     ObjectInfo,
     OpenFile,
+    SizedWriter,
     Store,
     Writer,
+    as_bytes_view,
+    check_end,
     check_key,
     check_prefix,
     children_of,
 )
-from ckptd.store.buffers import as_bytes_view, check_end
-from ckptd.store.writing import SizedWriter
 from ckptd.types import ByteRange
 
 if TYPE_CHECKING:

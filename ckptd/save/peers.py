@@ -13,8 +13,15 @@ from typing import Annotated
 import msgspec
 
 from ckptd.decoding import converter
-from ckptd.store.base import Capabilities, Names, ObjectInfo, OpenFile, Store, check_prefix
-from ckptd.store.readonly import ReadOnlyStore
+from ckptd.store.base import (
+    Capabilities,
+    Names,
+    ObjectInfo,
+    OpenFile,
+    ReadOnlyStore,
+    Store,
+    check_prefix,
+)
 from ckptd.types import ByteRange
 
 __all__ = [

@@ -29,36 +29,68 @@ Errors of every method
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, Self, TypeVar, runtime_checkable
 
-from ckptd.errors import NotFoundError, StoreError, UsageError
-from ckptd.store.buffers import as_bytes_view
+import msgspec
+
+from ckptd.decoding import converter, json_decoder
+from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
+from ckptd.plugins import entries, origin
 from ckptd.store.osio import open_plain
 from ckptd.types import ByteRange
 
 if TYPE_CHECKING:
-    from ckptd.store.spec import StoreSpec
+    from importlib.metadata import EntryPoint
 
 __all__ = [
+    "GROUP",
     "Capabilities",
+    "FaultRule",
+    "FaultSpec",
+    "MeterSpec",
     "Names",
     "ObjectInfo",
     "OpenFile",
+    "Opener",
+    "PackSpec",
+    "ReadOnlyStore",
+    "RegistryProblem",
+    "RetrySpec",
+    "SizedWriter",
     "Store",
+    "StoreSpec",
+    "ThrottleSpec",
     "Watchable",
+    "WrapperSpec",
     "Writer",
+    "as_bytes_view",
+    "check_end",
     "check_key",
     "check_prefix",
+    "checked_url",
     "children_of",
+    "find_opener",
     "is_segment",
+    "open_store",
+    "parse_options",
+    "register_store",
+    "registered_schemes",
+    "registry_problems",
     "root_gone",
+    "scheme_of",
+    "wrap",
 ]
+
 
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
 MAX_KEY_BYTES = 512
@@ -227,8 +259,6 @@ class Store(ABC):
 
     def describe(self) -> StoreSpec:
         """Return plain data from which another process opens the same store."""
-        from ckptd.store.spec import StoreSpec
-
         return StoreSpec(url=self.url, options=dict(self.options))
 
     @abstractmethod
@@ -349,3 +379,542 @@ class Watchable(Protocol):
 
         `point` is a stable name such as ``os.link``; what the hook raises fails that step.
         """
+
+
+def as_bytes_view(data: memoryview) -> memoryview:
+    """Return `data` as flat bytes without a copy; `UsageError` when it is not contiguous."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise UsageError("a buffer must be C-contiguous", kind="buffer")
+    return view.cast("B") if view.ndim != 1 or view.format != "B" else view
+
+
+def check_end(where: str, end: int, size: int) -> None:
+    """Raise `CorruptError` when an object of `size` bytes has no byte `end` - 1."""
+    if end > size:
+        raise CorruptError(
+            "the object is shorter than the range asked for",
+            kind="truncated",
+            where=where,
+            wanted=f"{end} bytes",
+            found=f"{size} bytes",
+        )
+
+
+class SizedWriter(Writer):
+    """A writer of exactly `size` bytes; stores fill in the three steps below."""
+
+    def __init__(self, key: str, size: int) -> None:
+        if size < 0:
+            raise UsageError("a size is not negative", kind="size", where=key, found=size)
+        self.key = key
+        self.size = size
+        self.written = 0
+        self._state = "open"
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
+        self._check_open()
+        view = as_bytes_view(data)
+        if self.written + len(view) > self.size:
+            raise self._size_error(self.written + len(view))
+        try:
+            self._append(view)
+        except BaseException:
+            self._state = "failed"
+            raise
+        self.written += len(view)
+
+    def cut(self) -> None:
+        """End the object at what was written."""
+        self._check_open()
+        self.size = self.written
+        self._shorten()
+
+    def commit(self) -> None:
+        """Return when every byte is durable."""
+        self._check_open()
+        if self.written != self.size:
+            raise self._size_error(self.written)
+        self._state = "failed"
+        self._finish()
+        self._state = "committed"
+
+    def abort(self) -> None:
+        """Give up; remove what can be removed."""
+        if self._state in ("committed", "aborted"):
+            return
+        self._state = "aborted"
+        # The caller is on its way out with the error that matters; a second one would hide it.
+        with contextlib.suppress(CkptdError, OSError):
+            self._drop()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise UsageError(
+                "the writer is done",
+                kind="closed",
+                where=self.key,
+                found=self._state,
+                hint="begin a new one with Store.writer",
+            )
+
+    def _size_error(self, found: int) -> UsageError:
+        return UsageError(
+            "a writer takes exactly the bytes that were announced",
+            kind="size",
+            where=self.key,
+            wanted=f"{self.size} bytes",
+            found=f"{found} bytes",
+        )
+
+    @abstractmethod
+    def _append(self, view: memoryview) -> None:
+        """Take `view`, which fits into the announced size."""
+
+    def _shorten(self) -> None:
+        """Give up what was set aside beyond `size`, by now or in `_finish`."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Make all bytes durable."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Release everything and remove what was written; may raise."""
+
+
+class RetrySpec(msgspec.Struct, frozen=True, tag="retry", forbid_unknown_fields=True):
+    """Try again after a `TransientStoreError`.
+
+    Attributes
+    ----------
+    deadline_s
+        No new try begins later than this after the first failure, in seconds.
+    first_s
+        Longest wait before the second try, in seconds.
+    factor
+        Growth of the longest wait from one try to the next.
+    longest_s
+        Upper bound of the longest wait, in seconds.
+    """
+
+    deadline_s: float = 120.0
+    first_s: float = 0.1
+    factor: float = 2.0
+    longest_s: float = 10.0
+
+
+class ThrottleSpec(msgspec.Struct, frozen=True, tag="throttle", forbid_unknown_fields=True):
+    """Bound the rate, in bytes per second, of what is read and written; None is no bound."""
+
+    write_bytes_per_s: float | None = None
+    read_bytes_per_s: float | None = None
+
+
+class PackSpec(msgspec.Struct, frozen=True, tag="pack", forbid_unknown_fields=True):
+    """Store large objects as byte planes under zstd; `RetrySpec` belongs outside of it.
+
+    Attributes
+    ----------
+    level
+        Of zstd, 1 to 22; 1 is set up for planes of numbers, and nearly always right. None packs
+        nothing and reads what is packed.
+    suffix
+        Only objects whose names end in it have a packed form.
+    """
+
+    level: int | None = 1
+    suffix: str = ".safetensors"
+
+
+class MeterSpec(msgspec.Struct, frozen=True, tag="meter", forbid_unknown_fields=True):
+    """Count calls, bytes, seconds and errors."""
+
+
+FaultAction = Literal[
+    "error", "lost", "torn", "short", "flip", "delay", "kill", "kill-after", "die", "die-after"
+]
+
+
+def _transient() -> dict[str, str | None]:
+    return {"class": "TransientStoreError", "message": "injected fault", "kind": "injected"}
+
+
+class FaultRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One fault and when it strikes.
+
+    A rule matches an operation when every condition that is set holds. It strikes at matches
+    ``skip < n <= skip + times`` (all later ones when `times` is 0).
+
+    Attributes
+    ----------
+    action
+        ``error``: raise before the operation, which has no effect. ``lost``: do it, then raise, as
+        when the answer is lost. ``torn``: write half of the bytes, then raise (writers only;
+        ``error`` elsewhere). ``short``: give back fewer bytes than asked, silently. ``flip``: flip
+        one bit of what is read. ``delay``: wait `delay_s` first. ``kill``, ``kill-after``: SIGKILL
+        this process before or after. ``die``, ``die-after``: the same for a store that lives in
+        this process: this and every later operation raises, and has no effect.
+    number
+        Number of the operation, counted from 1 by this wrapper in this process.
+    op, key
+        Shell patterns for the operation's name and its key.
+    error
+        What to raise, as `CkptdError.to_dict` gives it.
+    errno
+        Raise an ``OSError`` with this number instead (inner steps only, where the store turns it
+        into one of its own errors).
+    delay_s
+        Seconds of the delay.
+    """
+
+    action: FaultAction
+    number: int | None = None
+    op: str | None = None
+    key: str | None = None
+    skip: int = 0
+    times: int = 1
+    error: dict[str, str | None] = msgspec.field(default_factory=_transient)
+    errno: int | None = None
+    delay_s: float = 0.0
+
+
+class FaultSpec(msgspec.Struct, frozen=True, tag="fault", forbid_unknown_fields=True):
+    """Faults by schedule.
+
+    Attributes
+    ----------
+    rules
+        Looked at in order; the first that strikes decides.
+    inner
+        Also count, and strike at, the steps inside a call (``os.link``, ``s3.put_object``).
+    log
+        Path of a file to which each operation is appended as one JSON line before it begins, so
+        that a campaign knows what a killed process was about to do. None: no file.
+    """
+
+    rules: tuple[FaultRule, ...] = ()
+    inner: bool = False
+    log: str | None = None
+
+
+WrapperSpec = RetrySpec | ThrottleSpec | MeterSpec | FaultSpec | PackSpec
+
+_SECRET = re.compile(r"key|secret|token|password|credential|sas", re.IGNORECASE)
+
+
+def _hide(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: "***" if _SECRET.search(str(k)) else _hide(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_hide(v) for v in value]
+    return value
+
+
+class StoreSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A store as plain, JSON-able data.
+
+    Attributes
+    ----------
+    url, options
+        Arguments of `ckptd.store.open_store`.
+    wrappers
+        Innermost first.
+    """
+
+    url: str
+    options: dict[str, Any] = {}
+    wrappers: tuple[WrapperSpec, ...] = ()
+
+    def open(self) -> Store:
+        """Open the store with its wrappers; errors as `ckptd.store.open_store`."""
+        store = open_store(self.url, **self.options)
+        for wrapper in self.wrappers:
+            store = wrap(store, wrapper)
+        return store
+
+    def wrapped(self, *wrappers: WrapperSpec) -> StoreSpec:
+        """Return this store with more wrappers around it."""
+        return msgspec.structs.replace(self, wrappers=(*self.wrappers, *wrappers))
+
+    def redacted(self) -> dict[str, Any]:
+        """Return the fields as plain data, without secrets; for logs and messages."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        data["options"] = _hide(data["options"])
+        data["url"] = re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", self.url)
+        return data
+
+    def to_json(self) -> bytes:
+        """Return the description as JSON, secrets included."""
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_json(data: bytes | str) -> StoreSpec:
+        """Return the description that `to_json` encoded; `UsageError` when it is none."""
+        try:
+            return _specs.decode(data)
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                "not a description of a store", kind="bad-store-spec", found=error
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"StoreSpec({self.redacted()})"
+
+
+_specs = json_decoder(StoreSpec)
+
+
+class ReadOnlyStore(Store):
+    """Refuses whatever would change something: `UsageError`, kind ``read-only``."""
+
+    def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+        """Refuse."""
+        self._refuse(check_key(key))
+
+    def writer(self, key: str, size: int) -> Writer:
+        """Refuse."""
+        self._refuse(check_key(key))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Refuse."""
+        self._refuse(", ".join([*keys][:4]))
+
+    def sync(self, prefix: str) -> None:
+        """Refuse."""
+        self._refuse(prefix)
+
+    def _refuse(self, where: str) -> NoReturn:
+        raise UsageError("this view of a store is only read", kind="read-only", where=where)
+
+
+GROUP = "ckptd.stores"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+
+Opener = Callable[[str, dict[str, Any]], Store]
+_Options = TypeVar("_Options", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryProblem:
+    """A store that was announced and cannot be used: its scheme, who announced it, and why."""
+
+    scheme: str
+    origin: str
+    message: str
+
+
+_lock = threading.Lock()
+_openers: dict[str, Opener | str] = {}
+
+
+def register_store(scheme: str, opener: Opener | str, *, replace: bool = False) -> None:
+    """Let `opener` open URLs of `scheme`.
+
+    Parameters
+    ----------
+    scheme
+        Lower case, without ``://``.
+    opener
+        A callable ``(url, options) -> Store``, or ``"module:attribute"``, imported on first use.
+    replace
+        Take the scheme over when it is registered already; otherwise that is a `UsageError`.
+    """
+    if not _SCHEME.fullmatch(scheme):
+        raise UsageError("not a URL scheme", kind="bad-url", where=scheme)
+    with _lock:
+        if scheme in _openers and not replace:
+            raise UsageError("this URL scheme has a store already", kind="bad-url", where=scheme)
+        _openers[scheme] = opener
+
+
+def parse_options(url: str, options: dict[str, Any], form: type[_Options]) -> _Options:
+    """Return `options` as `form`; an unknown name or a wrong type is a `UsageError`."""
+    try:
+        return converter(form)(options)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            "the store does not take these options",
+            kind="bad-option",
+            where=url,
+            wanted=", ".join(form.__struct_fields__),
+            found=error,
+        ) from None
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _installed() -> dict[str, EntryPoint]:
+    """Return the first entry point of each scheme, in order of their distributions' names."""
+    return {e.name: e for e in reversed(entries(GROUP))}
+
+
+def find_opener(scheme: str) -> Opener | None:
+    """Return what opens `scheme`, or None when nothing is registered for it.
+
+    Raises
+    ------
+    UsageError
+        Kind ``broken-plugin``: an installed package announced the scheme and does not load.
+    """
+    with _lock:
+        opener = _openers.get(scheme)
+    if opener is not None:
+        found: Opener = _load(opener) if isinstance(opener, str) else opener
+        return found
+    entry = _installed().get(scheme)
+    if entry is None:
+        return None
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise UsageError(
+            "the package that opens this URL scheme does not load",
+            kind="broken-plugin",
+            where=f"{scheme}:// from {origin(entry)}",
+            found=f"{type(error).__name__}: {error}",
+            hint="reinstall or remove that package; `ckptd doctor` lists such problems",
+        ) from error
+    return found
+
+
+def registered_schemes() -> list[str]:
+    """Return every scheme with a store of its own, sorted; other schemes go to fsspec."""
+    with _lock:
+        return sorted({*_openers, *_installed()})
+
+
+def registry_problems() -> list[RegistryProblem]:
+    """Load every installed store and return what is wrong with them; [] when all is well."""
+    problems = []
+    seen: set[str] = set()
+    for entry in entries(GROUP):
+        message = _check(entry, seen)
+        seen.add(entry.name)
+        if message is not None:
+            problems.append(RegistryProblem(entry.name, origin(entry), message))
+    return problems
+
+
+def _check(entry: EntryPoint, seen: set[str]) -> str | None:
+    with _lock:
+        taken = entry.name in _openers
+    if taken or entry.name in seen:
+        return "another store has this URL scheme; this one is never used"
+    if not _SCHEME.fullmatch(entry.name):
+        return "the entry point's name is not a URL scheme"
+    try:
+        loaded = entry.load()
+    except CkptdError as error:
+        return error.message
+    except Exception as error:  # noqa: BLE001 - a broken package may raise anything; it is told
+        return f"{type(error).__name__}: {error}"
+    return None if callable(loaded) else "the entry point is not callable"
+
+
+for _scheme, _target in {
+    "ckptd": "ckptd.store.net:open_net",
+    "ckptd+unix": "ckptd.store.net:open_net",
+    "file": "ckptd.store.local:open_local",
+    "memory": "ckptd.store.memory:open_memory",
+    "s3": "ckptd.store.s3:open_s3",
+}.items():
+    register_store(_scheme, _target)
+
+
+_NEARLY = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):(.*)", re.DOTALL)
+_COMMON = ("abfs", "az", "gcs", "gs", "hdfs", "http", "https", "s3a", "sftp", "ssh", "webhdfs")
+"""Schemes that fsspec's packages have, which need not be installed to be meant."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_GENERIC = "ckptd.store.generic:open_generic"
+_WRAPPERS: dict[type[WrapperSpec], str] = {
+    RetrySpec: "ckptd.store.wrap:Retry",
+    ThrottleSpec: "ckptd.store.wrap:Throttle",
+    MeterSpec: "ckptd.store.wrap:Meter",
+    FaultSpec: "ckptd.store.fault:Fault",
+    PackSpec: "ckptd.store.pack:Pack",
+}
+"""Imported on first use, as the openers are: these modules are built on this one."""
+
+
+def checked_url(url: object) -> str:
+    """Return a URL or path as text.
+
+    Raises
+    ------
+    UsageError
+        Kind ``bad-url``: it is neither, or it would name a folder where a store was meant.
+    """
+    text = url if isinstance(url, str) else None
+    if isinstance(url, os.PathLike):
+        text = os.fspath(url)
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError(
+            "this names no store",
+            kind="bad-url",
+            where=repr(url)[:200],
+            wanted="a path, file:///path, s3://bucket/prefix, or another URL, as text",
+            found=type(url).__name__,
+        )
+    found = _NEARLY.match(text)
+    if found and not _URL.match(text.lstrip()) and found.group(1).lower() in _known():
+        name, rest = found.group(1).lower(), found.group(2).lstrip("/")
+        raise UsageError(
+            f"a URL has two slashes after {name}:",
+            kind="bad-url",
+            where=text[:200],
+            wanted=f"{name}:///{rest}" if name == "file" else f"{name}://{rest}",
+            hint=f"a folder of that name is ./{text.strip()[:100]}; give URLs as text: a Path "
+            "joins their slashes",
+        )
+    if text != text.strip() and _URL.match(text.strip()):
+        raise UsageError("a URL has no blanks around it", kind="bad-url", where=repr(text)[:200])
+    return text
+
+
+def _known() -> set[str]:
+    return {*registered_schemes(), *_COMMON}
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of `url` in lower case; a plain path has ``file``."""
+    head, separator, _ = url.partition("://")
+    if separator and "::" in head:
+        return "fsspec"  # fsspec's chained form, such as simplecache::gs://bucket
+    found = _URL.match(url)
+    return found.group(1).lower() if found else "file"
+
+
+def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
+    """Open the place that `url` names. Nothing is created or contacted before the first call.
+
+    Parameters
+    ----------
+    url
+        A path or ``file:///path`` (`LocalStore`), ``memory://name`` (`MemoryStore`),
+        ``s3://bucket/prefix`` (`S3Store`), a scheme that an installed package registers, or any
+        other URL that fsspec knows (`FsspecStore`; ``fsspec+SCHEME://`` forces that one).
+    options
+        Passed to the store: plain, JSON-able values, listed in ``docs/reference/stores.md``.
+
+    Raises
+    ------
+    UsageError
+        Kind ``bad-url``: nothing opens it. Kind ``bad-option``: an option the store does not know.
+        Kind ``broken-plugin``: the package that would open it does not load.
+    """
+    text = checked_url(url)
+    scheme = scheme_of(text)
+    generic = scheme == "fsspec" or scheme.startswith("fsspec+")
+    opener = None if generic else find_opener(scheme)
+    return (opener or _load(_GENERIC))(text, options)
+
+
+def wrap(store: Store, spec: WrapperSpec) -> Store:
+    """Return `store` inside the wrapper that `spec` describes."""
+    wrapper: Callable[[Store, WrapperSpec], Store] = _load(_WRAPPERS[type(spec)])
+    return wrapper(store, spec)

@@ -20,9 +20,16 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from ckptd.errors import CkptdError, StoreError
-from ckptd.store.base import Names, ObjectInfo, Store, Watchable, Writer
-from ckptd.store.buffers import as_bytes_view
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import (
+    FaultRule,
+    FaultSpec,
+    Names,
+    ObjectInfo,
+    Store,
+    Watchable,
+    Writer,
+    as_bytes_view,
+)
 from ckptd.store.wrap import Wrapper, innermost
 from ckptd.types import ByteRange
 

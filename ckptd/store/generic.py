@@ -28,16 +28,16 @@ from ckptd.store.base import (
     Capabilities,
     Names,
     ObjectInfo,
+    SizedWriter,
     Store,
     Writer,
+    check_end,
     check_key,
     check_prefix,
     children_of,
     is_segment,
 )
-from ckptd.store.buffers import check_end
 from ckptd.store.osio import explain
-from ckptd.store.writing import SizedWriter
 from ckptd.types import ByteRange
 
 __all__ = ["FsspecStore", "open_generic"]

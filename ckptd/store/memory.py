@@ -14,15 +14,16 @@ from ckptd.store.base import (
     Capabilities,
     Names,
     ObjectInfo,
+    SizedWriter,
     Store,
     Writer,
+    as_bytes_view,
+    check_end,
     check_key,
     check_prefix,
     children_of,
+    parse_options,
 )
-from ckptd.store.buffers import as_bytes_view, check_end
-from ckptd.store.registry import parse_options
-from ckptd.store.writing import SizedWriter
 from ckptd.types import ByteRange
 
 __all__ = ["MemoryOptions", "MemoryStore", "forget_memory", "open_memory"]

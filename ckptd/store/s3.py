@@ -22,12 +22,13 @@ from ckptd.store.base import (
     ObjectInfo,
     Store,
     Writer,
+    as_bytes_view,
+    check_end,
     check_key,
     check_prefix,
     is_segment,
+    parse_options,
 )
-from ckptd.store.buffers import as_bytes_view, check_end
-from ckptd.store.registry import parse_options
 from ckptd.store.s3_client import S3Client, S3Options, check_installed
 from ckptd.store.s3_errors import PreconditionError, s3_errors
 from ckptd.store.s3_writer import S3Writer

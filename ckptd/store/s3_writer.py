@@ -11,11 +11,10 @@ from typing import Any
 
 from ckptd import events
 from ckptd.errors import CkptdError, NotFoundError, StoreError, TransientStoreError, UsageError
-from ckptd.store.retry import Backoff
+from ckptd.store.base import RetrySpec, SizedWriter
 from ckptd.store.s3_client import S3Client, S3Options
 from ckptd.store.s3_errors import s3_errors
-from ckptd.store.spec import RetrySpec
-from ckptd.store.writing import SizedWriter
+from ckptd.store.wrap import Backoff
 
 __all__ = ["MOST_PARTS", "S3Writer", "part_size"]
 

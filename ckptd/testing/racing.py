@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from typing import IO
 
 from ckptd.errors import ConflictError
-from ckptd.store.base import Store
-from ckptd.store.spec import StoreSpec
+from ckptd.store.base import Store, StoreSpec
 
 __all__ = ["race_processes", "race_threads"]
 

@@ -32,8 +32,7 @@ from ckptd.errors import (
     RefusedError,
     UsageError,
 )
-from ckptd.store.base import Store
-from ckptd.store.spec import StoreSpec
+from ckptd.store.base import Store, StoreSpec
 from ckptd.testing.racing import race_processes, race_threads
 from ckptd.types import ByteRange
 

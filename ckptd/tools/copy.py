@@ -27,9 +27,8 @@ from ckptd.load.places import Places, check_headers, missing_file, read_header
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.working import Working, refuse_behind
 from ckptd.runtime.pool import run_all
-from ckptd.store.base import Store
-from ckptd.store.retry import Backoff
-from ckptd.store.spec import RetrySpec
+from ckptd.store.base import RetrySpec, Store
+from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
 __all__ = ["REASON", "Copied", "FileCopy", "Original", "Transfer"]

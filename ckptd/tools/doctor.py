@@ -25,8 +25,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import missing_files
 from ckptd.runtime.host import Mount, mount_of
 from ckptd.runtime.pool import run_all
-from ckptd.store.base import Store
-from ckptd.store.spec import StoreSpec
+from ckptd.store.base import Store, StoreSpec
 
 __all__ = ["CREATE_ONLY", "Check", "probe"]
 

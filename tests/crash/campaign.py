@@ -17,7 +17,7 @@ import pytest
 import ckptd.save.drain as filewriter
 from ckptd.format.names import CommitName, commit_key
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.spec import FaultAction, FaultRule, FaultSpec
+from ckptd.store.base import FaultAction, FaultRule, FaultSpec
 from tests.crash.judge import assert_exact, assert_only_legal, assert_previous, clean
 from tests.crash.life import SLICE_BYTES, End, Life, live
 from tests.crash.places import Place, S3Place

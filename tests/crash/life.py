@@ -18,9 +18,7 @@ from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import Save
 from ckptd.save.structure import SavePlan
 from ckptd.store import StoreSpec
-from ckptd.store.base import Store
-from ckptd.store.spec import FaultSpec
-from ckptd.store.wrap import wrap
+from ckptd.store.base import FaultSpec, Store, wrap
 from tests.crash.boards import FileBoard
 from tests.save.saving import fill, plan_of
 

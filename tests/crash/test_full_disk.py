@@ -15,8 +15,7 @@ from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.handle import SaveHandle
-from ckptd.store.base import Store
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.tools.verify import verify
 from tests.crash.judge import assert_only_legal, clean
 from tests.crash.mounts import Mounted, tmpfs

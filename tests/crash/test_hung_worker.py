@@ -19,7 +19,7 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from tests.crash.trainers import wait_for_end
 from tests.save.saving import Job, values
 

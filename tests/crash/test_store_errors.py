@@ -16,14 +16,12 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, RetrySpec, Store, wrap
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.store.osio import Os
-from ckptd.store.retry import Retry
-from ckptd.store.spec import FaultRule, FaultSpec, RetrySpec
-from ckptd.store.wrap import wrap
+from ckptd.store.wrap import Retry
 from ckptd.tools.verify import verify
 from tests.crash.judge import assert_only_legal, clean
 from tests.crash.places import LocalPlace, S3Place

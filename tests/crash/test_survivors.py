@@ -13,7 +13,7 @@ import pytest
 from ckptd.format.names import PARTS, CommitName, commit_key, data_folder, part_key
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import StoreSpec
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from tests.crash.judge import assert_exact, assert_only_legal, clean
 from tests.crash.life import End, Life
 from tests.crash.places import LocalPlace

@@ -32,8 +32,8 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.structure import SavePlan
 from ckptd.store import StoreSpec, open_store, osio
+from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.store.fault import Fault
-from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.tools.verify import verify
 from tests.crash.mounts import Mounted, tmpfs

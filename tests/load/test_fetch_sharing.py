@@ -24,11 +24,10 @@ from ckptd.load.hostgroup import HostGroup, SharedMemory
 from ckptd.load.read import ReadReport, execute
 from ckptd.load.wants import Want, read_plan
 from ckptd.runtime.ranks import LocalBoard, Pulse, agree, identity, liveness, wait
-from ckptd.store.base import OpenFile, Store
+from ckptd.store.base import MeterSpec, OpenFile, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
-from ckptd.store.meter import Meter
-from ckptd.store.spec import MeterSpec
+from ckptd.store.wrap import Meter
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.types import Box
 from tests.load.builder import Array, Built, Saved, build

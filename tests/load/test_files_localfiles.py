@@ -11,9 +11,8 @@ import pytest
 from ckptd.errors import CorruptError, StoreError
 from ckptd.format.manifest import FileEntry
 from ckptd.load.files import LocalFiles
-from ckptd.store.base import OpenFile, Store
+from ckptd.store.base import FaultSpec, OpenFile, Store
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import Wrapper
 
 KEY = "data/000000000001-g00000001-0001/r00000.safetensors"

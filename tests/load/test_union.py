@@ -21,10 +21,9 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.load.union import Source, UnionStore
-from ckptd.store.base import ObjectInfo, OpenFile, Store
+from ckptd.store.base import FaultSpec, ObjectInfo, OpenFile, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 

@@ -19,9 +19,8 @@ from ckptd.reshard.reports import Resharded
 from ckptd.reshard.target import Target
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
-from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.tools.verify import verify
 from tests.load.builder import Built, build, random_saved
 from tests.reshard.test_execute import MIB, check, job, recut, values

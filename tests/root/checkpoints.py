@@ -15,9 +15,8 @@ from ckptd.format.records import Commit
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import missing_files
 from ckptd.root.root import stamp
-from ckptd.store.base import Names, ObjectInfo, Store
+from ckptd.store.base import FaultSpec, Names, ObjectInfo, Store
 from ckptd.store.memory import MemoryStore
-from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import Wrapper
 from ckptd.types import ByteRange
 

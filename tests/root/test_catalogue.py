@@ -23,12 +23,10 @@ from ckptd.errors import (
 from ckptd.format.names import CommitName, pin_key
 from ckptd.format.records import Generation
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, RetrySpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from ckptd.store.retry import Retry
-from ckptd.store.spec import FaultRule, FaultSpec, RetrySpec
-from ckptd.store.wrap import Wrapper
+from ckptd.store.wrap import Retry, Wrapper
 from tests.root.checkpoints import (
     Visited,
     assert_whole,
@@ -321,7 +319,7 @@ KILLED = """
 import sys
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from tests.root.test_catalogue import life
 action, op, skip = sys.argv[2], sys.argv[3], int(sys.argv[4])
 life(Fault(LocalStore(sys.argv[1]), FaultSpec((FaultRule(action, op=op, skip=skip),))))

@@ -23,11 +23,10 @@ from ckptd.root import index as marks
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import GcItem, GcPlan, missing_files, plan_gc, run_gc
 from ckptd.root.leases import hold, leases
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
-from ckptd.store.spec import FaultRule, FaultSpec
 from tests.root.checkpoints import Visited, assert_whole, put_attempt, save, steps
 from tests.sampling import sampled
 

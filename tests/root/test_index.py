@@ -17,10 +17,9 @@ from ckptd.errors import (
 from ckptd.format.names import CommitName, commit_key, generation_key
 from ckptd.format.records import Commit, encode_record
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.base import Names, Store
+from ckptd.store.base import FaultSpec, Names, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
-from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import Wrapper
 from tests.root.checkpoints import (
     Visited,

@@ -21,11 +21,10 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import GcPlan, apply_retention, plan_gc, run_gc
 from ckptd.root.leases import Hold, hold, hold_latest
 from ckptd.root.policy import Keep, select
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultRule, FaultSpec
 from tests.root.checkpoints import assert_whole, put_attempt
 from tests.root.test_gc import Reckless
 

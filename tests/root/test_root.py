@@ -17,9 +17,8 @@ from ckptd.errors import (
 from ckptd.format.names import CommitName, commit_key, generation_key
 from ckptd.format.records import RootMarker
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.base import Store
+from ckptd.store.base import FaultSpec, Store
 from ckptd.store.local import LocalStore
-from ckptd.store.spec import FaultSpec
 from ckptd.store.wrap import Wrapper
 from tests.root.checkpoints import (
     error_of,

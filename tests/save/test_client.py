@@ -25,8 +25,8 @@ from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import Abort
 from ckptd.store import StoreSpec
+from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
 from ckptd.store.memory import MemoryStore
-from ckptd.store.spec import FaultRule, FaultSpec, ThrottleSpec
 from tests.save.saving import Blob, Extra, Job, fill, plan_of, values
 
 
@@ -139,7 +139,7 @@ def test_what_was_staged_completely_outlives_the_trainer(root: str) -> None:
         import os, signal, sys
         sys.path.insert(0, {top!r})
         from ckptd.store import StoreSpec
-        from ckptd.store.spec import ThrottleSpec
+        from ckptd.store.base import ThrottleSpec
         from tests.save.saving import Job, values
         job = Job(StoreSpec({root!r}).wrapped(ThrottleSpec(write_bytes_per_s=8000.0)))
         job.save(7, values(1))

@@ -22,10 +22,9 @@ from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import Extra
 from ckptd.save.unchanged import FIRST_OFF, MOST_FOLDERS, PATIENCE
 from ckptd.store import StoreSpec
-from ckptd.store.base import Store
+from ckptd.store.base import FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultSpec
 from tests.save.referring import (
     CHUNK,
     SHAPES,

@@ -17,10 +17,9 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import plan_gc, run_gc
 from ckptd.save.unchanged import MOST_FOLDERS
 from ckptd.store import StoreSpec
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultRule, FaultSpec
 from tests.save.referring import assert_holds, read_back
 from tests.save.saving import Job, Keep, plan_of, values
 

@@ -22,11 +22,10 @@ from ckptd.save.recover import (
     finished_files,
     unpacked,
 )
-from ckptd.store.base import Store
+from ckptd.store.base import MeterSpec, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.meter import Meter
-from ckptd.store.spec import MeterSpec
+from ckptd.store.wrap import Meter
 from tests.load.test_union import Node
 from tests.save.saving import plan_of, values
 from tests.save.snapshotting import TIMEOUT_S, put_share, put_snapshot, read_all, same, save_of

@@ -16,7 +16,7 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
-from ckptd.store.spec import ThrottleSpec
+from ckptd.store.base import ThrottleSpec
 from tests.save.nearjob import NearJob, Trainer, newest_at, until
 from tests.save.saving import Job, fill, values
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ckptd.store.base import StoreSpec
 from ckptd.store.net import StoreServer, new_secret
-from ckptd.store.spec import StoreSpec
 
 __all__ = ["ServerProcess", "server_process"]
 

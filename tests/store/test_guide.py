@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.store import StoreSpec, register_store, registry
+from ckptd.store import StoreSpec, base, register_store
 from ckptd.testing.store import StoreContract
 
 _GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "store-authors.md"
@@ -22,12 +22,12 @@ def guide(request: pytest.FixtureRequest) -> Iterator[None]:
     (code,) = (b for b in blocks if "class SqliteStore" in b)
     module = types.ModuleType("store_of_the_guide")
     sys.modules[module.__name__] = module
-    before = dict(registry._openers)
+    before = dict(base._openers)
     exec(compile(code, str(_GUIDE), "exec"), vars(module))
     register_store("sqlite", module.open_sqlite)
     yield
-    registry._openers.clear()
-    registry._openers.update(before)
+    base._openers.clear()
+    base._openers.update(before)
     del sys.modules[module.__name__]
 
 

@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import NotFoundError, RefusedError, StoreError, UsageError
-from ckptd.store.base import ObjectInfo, OpenFile, Writer
+from ckptd.store.base import ObjectInfo, OpenFile, StoreSpec, Writer, open_store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, NetOptions, NetStore, StoreServer, new_secret
-from ckptd.store.spec import StoreSpec
-from ckptd.store.url import open_store
 from ckptd.testing.store import StoreContract, pattern
 from ckptd.types import ByteRange
 from tests.store.netserver import server_process

@@ -17,12 +17,11 @@ import pytest
 
 from ckptd.errors import ConflictError, StoreError, TransientStoreError
 from ckptd.net import address
-from ckptd.store.base import Store
+from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import NetStore, StoreServer, link, new_secret
 from ckptd.store.net.messages import Done
 from ckptd.store.net.session import Session
-from ckptd.store.spec import StoreSpec
 from ckptd.testing.store import pattern
 from tests.processes import stop
 from tests.store.netserver import ServerProcess, server_process

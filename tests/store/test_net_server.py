@@ -20,13 +20,12 @@ import pytest
 
 from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
 from ckptd.net.address import Address, parse_server
-from ckptd.store.base import Store
+from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.messages import Done, Piece
 from ckptd.store.net.wire import Wire, decoder
-from ckptd.store.spec import StoreSpec
 from tests.store.netserver import ServerProcess, server_process
 
 HEAD = struct.Struct("<II16s")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ckptd.errors import ConflictError, CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.store import FaultRule, FaultSpec, MeterSpec, PackSpec, RetrySpec, Store, StoreSpec
 from ckptd.store.base import Writer
-from ckptd.store.meter import Meter
 from ckptd.store.pack import Pack
+from ckptd.store.wrap import Meter
 from ckptd.testing.store import StoreContract, pattern
 from ckptd.types import ByteRange
 from tests.servers import MOTO, s3_url

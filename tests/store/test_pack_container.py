@@ -16,8 +16,20 @@ from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError
 from ckptd.store import PackSpec, StoreSpec
-from ckptd.store.pack_container import HEADER, bound, frame_end, lead_of, table_bytes
-from ckptd.store.pack_frame import FRAME_BYTES, RAW, WIDTHS, ZSTD, Frame, decode_frame, encode_frame
+from ckptd.store.pack import (
+    FRAME_BYTES,
+    HEADER,
+    RAW,
+    WIDTHS,
+    ZSTD,
+    Frame,
+    bound,
+    decode_frame,
+    encode_frame,
+    frame_end,
+    lead_of,
+    table_bytes,
+)
 from ckptd.types import ByteRange
 
 KEY = "a.safetensors"

@@ -166,14 +166,14 @@ def test_damage_is_named_and_an_older_step_is_loaded(
 
 _KILLED = """
 import sys, ckptd, torch
-from ckptd.store import spec
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import StoreSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.train import checkpointer as module
 plain = module.root_spec
 def faulty(url, options, throttle, compress):
     found = plain(url, options, throttle, compress)
     rule = FaultRule("kill", op=sys.argv[2], key="*.zp")
-    return spec.StoreSpec(found.url, found.options, (FaultSpec((rule,)), *found.wrappers))
+    return StoreSpec(found.url, found.options, (FaultSpec((rule,)), *found.wrappers))
 module.root_spec = faulty
 ck = ckptd.Checkpointer(sys.argv[1], compress=1)
 try:

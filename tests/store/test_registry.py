@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import CkptdError, UsageError
-from ckptd.store import open_store, register_store, registry_problems
+from ckptd.store import base, open_store, register_store, registry_problems
+from ckptd.store.base import registered_schemes, scheme_of
 from ckptd.store.generic import FsspecStore
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.registry import registered_schemes
 from ckptd.store.s3 import S3Store
-from ckptd.store.url import scheme_of
 
 
 @pytest.mark.parametrize(
@@ -76,9 +75,7 @@ def test_built_in_stores_go_through_the_registry() -> None:
 
 
 def test_a_registered_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptd.store import registry
-
-    monkeypatch.setattr(registry, "_openers", dict(registry._openers))
+    monkeypatch.setattr(base, "_openers", dict(base._openers))
     register_store("mine", lambda url, options: MemoryStore(url.partition("://")[2]))
     assert open_store("mine://x").url == "memory://x"
     register_store("memory", "ckptd.store.local:open_local", replace=True)

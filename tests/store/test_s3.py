@@ -24,9 +24,9 @@ from ckptd.errors import (
     UsageError,
 )
 from ckptd.store import FaultRule, FaultSpec, RetrySpec, StoreSpec, open_store
-from ckptd.store.retry import Retry
 from ckptd.store.s3 import S3Store
 from ckptd.store.s3_writer import MOST_PARTS, part_size
+from ckptd.store.wrap import Retry
 from ckptd.testing.store import pattern
 from tests.servers import MOTO, RADOSGW, s3_url
 from tests.store.proxy import Proxy, Request

@@ -15,10 +15,7 @@ from ckptd.store import (
     open_store,
 )
 from ckptd.store.fault import Fault
-from ckptd.store.meter import Meter
-from ckptd.store.retry import Retry
-from ckptd.store.throttle import Throttle
-from ckptd.store.wrap import innermost
+from ckptd.store.wrap import Meter, Retry, Throttle, innermost
 
 
 def full_spec() -> StoreSpec:

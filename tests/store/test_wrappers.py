@@ -13,13 +13,10 @@ import pytest
 
 from ckptd.errors import ConflictError, StoreError, TransientStoreError, UsageError
 from ckptd.store import FaultRule, FaultSpec, MeterSpec, RetrySpec, StoreSpec, ThrottleSpec
-from ckptd.store.base import Store
+from ckptd.store.base import Store, WrapperSpec
 from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore
-from ckptd.store.meter import Meter
-from ckptd.store.retry import Backoff, Retry
-from ckptd.store.spec import WrapperSpec
-from ckptd.store.throttle import Throttle, TokenBucket
+from ckptd.store.wrap import Backoff, Meter, Retry, Throttle, TokenBucket
 from ckptd.testing.store import pattern
 from ckptd.types import ByteRange
 

@@ -36,10 +36,9 @@ from ckptd.root.leases import leases
 from ckptd.root.working import Working
 from ckptd.runtime.pool import run_all
 from ckptd.store import StoreSpec, open_store
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.memory import forget_memory
-from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.tools.copy import Copied, Transfer
 from ckptd.tools.diff import diff
 from ckptd.tools.verify import verify
@@ -264,7 +263,7 @@ import sys
 from ckptd.root.catalogue import Catalogue
 from ckptd.tools.copy import Transfer
 from ckptd.format.names import CommitName
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.store import StoreSpec
 slow = FaultSpec((FaultRule("delay", op="commit", key="*r00003*", delay_s=60.0),))
 source = Catalogue(StoreSpec(sys.argv[1]).open())

@@ -23,11 +23,10 @@ from ckptd.layout.owners import ABSENT
 from ckptd.layout.region import box_region
 from ckptd.load.witnesses import Finding, VerifyReport
 from ckptd.root.catalogue import Catalogue
-from ckptd.store.base import Store
+from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.tools import verify as scan
 from ckptd.tools.verify import verify
 from ckptd.types import Box

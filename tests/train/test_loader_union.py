@@ -23,11 +23,10 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.commit import plan_key
 from ckptd.save.peers import Distant
-from ckptd.store.base import OpenFile, Store
+from ckptd.store.base import FaultRule, FaultSpec, OpenFile, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
-from ckptd.store.spec import FaultRule, FaultSpec
 from ckptd.train import loader as sources
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.ranks import Agreement

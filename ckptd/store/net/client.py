@@ -16,20 +16,20 @@ from ckptd.store.base import (
     Names,
     ObjectInfo,
     OpenFile,
+    RetrySpec,
+    SizedWriter,
     Store,
     Writer,
+    as_bytes_view,
     check_key,
     check_prefix,
+    parse_options,
 )
-from ckptd.store.buffers import as_bytes_view
 from ckptd.store.net import messages
 from ckptd.store.net.greeting import check_secret
 from ckptd.store.net.link import Link, LinkPool
 from ckptd.store.net.messages import Done, Piece
-from ckptd.store.registry import parse_options
-from ckptd.store.retry import Backoff
-from ckptd.store.spec import RetrySpec
-from ckptd.store.writing import SizedWriter
+from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
 __all__ = ["NetOptions", "NetStore", "open_net"]

@@ -13,12 +13,11 @@ from typing import Any, Self
 
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.net.address import UnixAddress, parse_server, same_user
-from ckptd.store.base import Store
+from ckptd.store.base import Store, StoreSpec
 from ckptd.store.net.greeting import check_secret, greet_client
 from ckptd.store.net.rules import Allow, Rules
 from ckptd.store.net.session import Limits, Session
 from ckptd.store.net.wire import Wire
-from ckptd.store.spec import StoreSpec
 
 __all__ = ["Counts", "StoreServer"]
 

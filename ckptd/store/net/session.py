@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import CkptdError, RefusedError, StoreError
-from ckptd.store.base import Store, Writer
-from ckptd.store.buffers import check_end
+from ckptd.store.base import Store, Writer, check_end
 from ckptd.store.net import messages
 from ckptd.store.net.messages import Done, Failed, Page, Piece, Request, Writing
 from ckptd.store.net.rules import Rules

@@ -218,8 +218,7 @@ def _wrap(owner: Any, name: str, label: str) -> None:
 
 
 def _hook_stores() -> None:
-    from ckptd.store.local import LocalStore
-    from ckptd.store.local_writer import LocalWriter
+    from ckptd.store.local import LocalStore, LocalWriter
 
     _wrap(LocalStore, "put", "store_put")
     _wrap(LocalStore, "delete", "store_delete")

@@ -25,7 +25,7 @@ from ckptd.runtime.agentlink import run_folder
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
-from ckptd.store.spec import FaultRule, FaultSpec
+from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
 from tests.crash.mounts import Mounted, tmpfs
 from tests.processes import agents_in, lives
