@@ -149,7 +149,7 @@ def peak() -> int:
 
 def ours(folder: Path, name: str, budget: int) -> dict[str, Any]:
     """Reshard once, with nothing cached."""
-    from ckptd.load.values import Reader
+    from ckptd.load.reader import CkptdReader
     from ckptd.reshard.own import open_own
     from ckptd.reshard.prepare import source_program
     from ckptd.root.catalogue import Catalogue
@@ -164,7 +164,7 @@ def ours(folder: Path, name: str, budget: int) -> dict[str, Any]:
         latest = catalogue.latest()
         assert latest is not None
         start = time.perf_counter()
-        stock = open_own(catalogue, Reader(catalogue, latest))
+        stock = open_own(catalogue, CkptdReader(catalogue, latest))
         opened = time.perf_counter() - start
         source = source_program(stock, None).with_rules(LETS)
         found = run(stock, source, program(*TARGETS[name]), out, budget)

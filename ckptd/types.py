@@ -109,6 +109,11 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """Return the box of a whole tensor."""
+        return Box((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,15 +11,13 @@ import msgspec
 
 from ckptd.cli.output import Document
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.format.filemap import FileMap
-from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import Manifest
+from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import CommitName
-from ckptd.format.records import Commit
 from ckptd.layout.owners import ABSENT, Owners
-from ckptd.load.places import Places
+from ckptd.load.reader import CkptdReader
+from ckptd.readers.reader import TensorInfo
+from ckptd.readers.words import TensorLayout, object_text, ranks_text
 from ckptd.root.catalogue import Catalogue
-from ckptd.tools.inspect import Layout, Layouts, object_tensors, object_text, ranks_text
 
 __all__ = [
     "ChunkRow",
@@ -81,7 +78,7 @@ class TensorRow(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    layout: Layout
+    layout: TensorLayout
     aliases: tuple[str, ...] = ()
     chunk_list: tuple[ChunkRow, ...] | None = None
 
@@ -195,35 +192,25 @@ def describe(
     UsageError
         There are too many chunks to list.
     """
-    commit = catalogue.commit(name)
-    manifest = catalogue.manifest_of(commit)
-    filemap = check_manifest(manifest, commit.folder + commit.manifest, commit.manifest_bytes)
-    layouts = Layouts(manifest, filemap)
-    hidden = object_tensors(manifest)
+    reader = CkptdReader(catalogue, name, listed=False)
     chosen = [
-        i
-        for i, t in enumerate(manifest.tensors)
-        if t.name not in hidden and any(matches(n, pattern) for n in (t.name, *t.aliases))
+        info
+        for info in reader.infos.values()
+        if any(matches(n, pattern) for n in (info.name, *info.aliases))
     ]
     if pattern and not chosen:
-        names = [t.name for t in manifest.tensors if t.name not in hidden]
-        raise no_tensor(pattern, names, catalogue.where(commit.folder))
-    rows = [_tensor(filemap, layouts, i) for i in chosen]
-    if with_chunks:
-        lists = _chunk_lists(catalogue, manifest, filemap, chosen)
-        rows = [msgspec.structs.replace(r, chunk_list=c) for r, c in zip(rows, lists, strict=True)]
-    return _around(catalogue, commit, manifest, rows, _objects(manifest, filemap, layouts))
-
-
-def _around(
-    catalogue: Catalogue,
-    commit: Commit,
-    manifest: Manifest,
-    tensors: list[TensorRow],
-    objects: list[ObjectRow],
-) -> InspectDocument:
+        raise no_tensor(pattern, reader.names, catalogue.where(reader.commit.folder))
+    total = sum(reader.grid(info.name).npieces for info in chosen) if with_chunks else 0
+    if total > _MOST_CHUNKS:
+        raise UsageError(
+            "too many chunks to list",
+            wanted=f"at most {_MOST_CHUNKS}",
+            found=total,
+            hint="choose tensors with --tensor PATTERN",
+        )
+    commit, manifest = reader.commit, reader.manifest
     return InspectDocument(
-        root=catalogue.store.url,
+        root=reader.url,
         step=commit.step,
         generation=commit.generation,
         attempt=commit.attempt,
@@ -232,8 +219,8 @@ def _around(
         data_bytes=commit.data_bytes,
         folder=commit.folder,
         metadata=manifest.metadata,
-        tensors=tuple(tensors),
-        objects=tuple(objects),
+        tensors=tuple(_tensor(reader, info, with_chunks=with_chunks) for info in chosen),
+        objects=tuple(_object(reader, entry) for entry in reader.entries),
         files=tuple(
             FileRow(f.path, f.rank, f.data_bytes, f.data_start)
             for f in manifest.files
@@ -247,62 +234,37 @@ def _around(
     )
 
 
-def _tensor(filemap: FileMap, layouts: Layouts, number: int) -> TensorRow:
-    entry = filemap.tensors[number]
+def _tensor(reader: CkptdReader, info: TensorInfo, *, with_chunks: bool) -> TensorRow:
     return TensorRow(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        bytes=math.prod(entry.shape) * filemap.dtypes[number].itemsize,
-        layout=layouts.of(number),
-        aliases=entry.aliases,
+        name=info.name,
+        dtype=info.dtype.name,
+        shape=info.shape,
+        bytes=info.nbytes,
+        layout=reader.layout(info.name),
+        aliases=info.aliases,
+        chunk_list=tuple(_chunks(reader, info)) if with_chunks else None,
     )
 
 
-def _objects(manifest: Manifest, filemap: FileMap, layouts: Layouts) -> list[ObjectRow]:
-    numbers = {t.name: i for i, t in enumerate(manifest.tensors)}
-    rows = []
-    for entry in manifest.objects:
-        nbytes, ranks = 0, ""
-        if entry.tensor:
-            stored = _tensor(filemap, layouts, numbers[entry.tensor])
-            nbytes, ranks = stored.bytes, stored.layout.ranks
-        text = object_text(entry, nbytes, ranks)
-        rows.append(ObjectRow(entry.name, entry.kind, entry.per_rank, text, entry.value, nbytes))
-    return rows
+def _object(reader: CkptdReader, entry: ObjectEntry) -> ObjectRow:
+    nbytes = reader.nbytes(entry.tensor) if entry.tensor else 0
+    ranks = reader.layout(entry.tensor).ranks if entry.tensor else ""
+    text = object_text(entry, nbytes, ranks)
+    return ObjectRow(entry.name, entry.kind, entry.per_rank, text, entry.value, nbytes)
 
 
-def _chunk_lists(
-    catalogue: Catalogue, manifest: Manifest, filemap: FileMap, tensors: list[int]
-) -> list[tuple[ChunkRow, ...]]:
-    total = sum(filemap.grid_of(t).npieces for t in tensors)
-    if total > _MOST_CHUNKS:
-        raise UsageError(
-            "too many chunks to list",
-            wanted=f"at most {_MOST_CHUNKS}",
-            found=total,
-            hint="choose tensors with --tensor PATTERN",
-        )
-    places = Places(manifest, filemap, catalogue.store)
-    return [tuple(_chunks(manifest, filemap, places, t)) for t in tensors]
-
-
-def _chunks(manifest: Manifest, filemap: FileMap, places: Places, tensor: int) -> list[ChunkRow]:
-    grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
-    rows = []
+def _chunks(reader: CkptdReader, info: TensorInfo) -> Iterator[ChunkRow]:
+    tensor, grid = reader.number(info.name), reader.grid(info.name)
     for number in range(grid.npieces):
         piece = grid.piece(number)
-        file, start = places.of(tensor, number)
-        here = None if file == ABSENT else manifest.files[file]
-        rows.append(
-            ChunkRow(
-                offset=piece.box.offset,
-                shape=piece.box.shape,
-                flat=piece.flat,
-                file=here.path if here else None,
-                rank=here.rank if here else None,
-                start=start,
-                end=start + (piece.numel * itemsize if here else 0),
-            )
+        file, start = reader.places.of(tensor, number)
+        here = None if file == ABSENT else reader.manifest.files[file]
+        yield ChunkRow(
+            offset=piece.box.offset,
+            shape=piece.box.shape,
+            flat=piece.flat,
+            file=here.path if here else None,
+            rank=here.rank if here else None,
+            start=start,
+            end=start + (piece.numel * info.dtype.itemsize if here else 0),
         )
-    return rows

@@ -19,11 +19,12 @@ from ckptd.cli.output import (
     progress_bar,
     shorten,
 )
-from ckptd.load.values import Reader
-from ckptd.tools.diff import Change, DiffReport, ObjectDiff, Side, TensorDiff, changes
+from ckptd.load.reader import CkptdReader
+from ckptd.readers.reader import CheckpointReader
+from ckptd.tools.diff import DiffReport, ObjectDiff, TensorDiff, TensorSide, ValueChange, changes
 from ckptd.tools.diff import diff as diff_readers
 
-__all__ = ["DiffDocument", "DiffRow", "Named", "ObjectRow", "diff"]
+__all__ = ["DiffDocument", "DiffRow", "DiffedObject", "Named", "diff"]
 
 _MOST_SHOWN = 200
 _MOST_CHANGES = 100
@@ -47,10 +48,10 @@ class DiffRow(TensorDiff, frozen=True, kw_only=True):
     equal: bool
 
 
-class ObjectRow(ObjectDiff, frozen=True):
+class DiffedObject(ObjectDiff, frozen=True):
     """One object that differs, and the first places where it does."""
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[ValueChange, ...] = ()
 
 
 class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
@@ -78,7 +79,7 @@ class DiffDocument(Document, frozen=True, kw_only=True, tag="diff"):
     equal: bool
     values: bool
     tensors: tuple[DiffRow, ...]
-    objects: tuple[ObjectRow, ...]
+    objects: tuple[DiffedObject, ...]
 
 
 def diff(
@@ -105,7 +106,7 @@ def diff(
     a, b = Address.of(left), Address.of(right)
     with opened(a.root) as mine, opened(b.root) as other:
         with held(mine, a.find(mine), "diff") as x, held(other, b.find(other), "diff") as y:
-            readers = Reader(mine, x.name), Reader(other, y.name)
+            readers = CkptdReader(mine, x), CkptdReader(other, y)
             with progress_bar("comparing") as bar:
                 report = diff_readers(
                     *readers, values=not no_values, only=_only(readers, tensor), progress=bar
@@ -128,25 +129,29 @@ def diff(
     return 0 if report.same else DIFFERENT
 
 
-def _only(readers: tuple[Reader, Reader], pattern: str) -> Callable[[str], bool] | None:
+def _only(
+    readers: tuple[CheckpointReader, CheckpointReader], pattern: str
+) -> Callable[[str], bool] | None:
     if not pattern:
         return None
-    known = [n for r in readers for n in (*r.names, *(o.name for o in r.manifest.objects))]
+    known = [n for r in readers for n in (*r.names, *(o.name for o in r.entries))]
     if not any(matches(name, pattern) for name in known):
-        raise no_tensor(pattern, readers[0].names, readers[0].store.url)
+        raise no_tensor(pattern, readers[0].names, readers[0].url)
     return lambda name: matches(name, pattern)
 
 
-def _objects(readers: tuple[Reader, Reader], report: DiffReport) -> tuple[ObjectRow, ...]:
+def _objects(
+    readers: tuple[CheckpointReader, CheckpointReader], report: DiffReport
+) -> tuple[DiffedObject, ...]:
     if not report.objects:
         return ()
     mine, other = (r.raw_objects() for r in readers)
     return tuple(
-        ObjectRow(o.name, o.left, o.right, _changes(mine, other, o.name)) for o in report.objects
+        DiffedObject(o.name, o.left, o.right, _changes(mine, other, o.name)) for o in report.objects
     )
 
 
-def _changes(mine: dict[str, Any], other: dict[str, Any], name: str) -> tuple[Change, ...]:
+def _changes(mine: dict[str, Any], other: dict[str, Any], name: str) -> tuple[ValueChange, ...]:
     if name not in mine or name not in other:
         return ()
     return changes(mine[name], other[name], _MOST_CHANGES)
@@ -189,9 +194,9 @@ def _cells(t: TensorDiff) -> tuple[str, ...]:
     )
 
 
-def _object_cells(o: ObjectRow) -> list[tuple[str, str, str]]:
+def _object_cells(o: DiffedObject) -> list[tuple[str, str, str]]:
     """Return a line for each change; a whole value could be pages long."""
-    found = o.changes or (Change("", o.left, o.right),)
+    found = o.changes or (ValueChange("", o.left, o.right),)
     return [
         (
             shorten(o.name + (c.path if c.path[:1] in ".[" else f" {c.path}"), _PATH_WIDTH),
@@ -202,7 +207,7 @@ def _object_cells(o: ObjectRow) -> list[tuple[str, str, str]]:
     ]
 
 
-def _side(side: Side | None) -> str:
+def _side(side: TensorSide | None) -> str:
     if side is None:
         return "-"
     absent = f", {side.absent} absent" if side.absent else ""

@@ -11,7 +11,7 @@ from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.errors import RefusedError, UsageError
 from ckptd.runtime.host import environment, versions
 from ckptd.store import StoreSpec, registry_problems
-from ckptd.tools.doctor import CREATE_ONLY, Check, probe
+from ckptd.tools.doctor import CREATE_ONLY, StoreCheck, probe
 
 __all__ = ["DoctorDocument", "PluginRow", "doctor"]
 
@@ -47,7 +47,7 @@ class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
 
     root: str | None
     healthy: bool
-    checks: tuple[Check, ...]
+    checks: tuple[StoreCheck, ...]
     plugins: tuple[PluginRow, ...]
     versions: dict[str, str | None]
     environment: dict[str, str]
@@ -99,7 +99,7 @@ def doctor(
                 "--cluster takes no root", hint="probe the root by a command of its own"
             )
         return doctor_cluster(nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes, json)
-    checks: list[Check] = []
+    checks: list[StoreCheck] = []
     if root is not None:
         for check in probe(StoreSpec(root), write=not read_only, speed=not quick):
             checks.append(check)

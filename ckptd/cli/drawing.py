@@ -16,7 +16,7 @@ from ckptd.cli.picture import (
     rows,
     span_text,
 )
-from ckptd.tools.inspect import ranks_text
+from ckptd.readers.words import ranks_text
 
 __all__ = ["drawing"]
 

@@ -10,7 +10,7 @@ from ckptd.cli.address import Address, Where, held, opened
 from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
 from ckptd.cli.sizes import size_of
 from ckptd.errors import UsageError
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.tools.export import ExportedFile, Rename, plan_export, run_export
 
 __all__ = ["ExportDocument", "export"]
@@ -93,7 +93,7 @@ def export(
     address = Address.of(where)
     with opened(address.root) as catalogue:
         with held(catalogue, address.find(catalogue), "export") as commit:
-            reader = Reader(catalogue, commit.name)
+            reader = CkptdReader(catalogue, commit)
             plan = plan_export(
                 reader,
                 section=section,

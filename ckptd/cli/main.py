@@ -151,6 +151,7 @@ def run(argv: Sequence[str]) -> int:
     0 fine, 1 failed, 2 usage, 3 corrupt, 4 not found, 5 refused; 130 interrupted, 141 nobody reads
     the output any more.
     """
+    argv = list(argv)
     if argv[:1] == ["run"]:
         from ckptd.cli.run_flags import separated
 

@@ -14,7 +14,7 @@ from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, local_cells
-from ckptd.tools.inspect import ranks_text
+from ckptd.readers.words import ranks_text
 from ckptd.types import Box
 
 __all__ = [

@@ -10,7 +10,7 @@ from ckptd.cli.address import Address, held, opened, spec_of
 from ckptd.cli.output import progress_bar
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.equation import Resolved
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.reshard.duplicates import check_duplicates
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.explain import costs_of, prove_target, rules_of
@@ -44,7 +44,7 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
     try:
         with opened(address.root) as catalogue:
             with held(catalogue, address.find(catalogue), "reshard") as commit:
-                yield open_own(catalogue, Reader(catalogue, commit.name))
+                yield open_own(catalogue, CkptdReader(catalogue, commit))
                 return
     except NotFoundError as error:
         if error.kind not in ("not-a-root", "no-root"):

@@ -76,6 +76,11 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     data_bytes: int = 0
     index: str = ""
 
+    @property
+    def folder(self) -> str:
+        """The folder in which it lies, with a slash at its end."""
+        return self.path.rpartition("/")[0] + "/"
+
 
 class GridEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Runs ``[cell size, count]`` per dimension; `flat` likewise: none, one, or one a cell."""

@@ -189,7 +189,7 @@ def check_headers(store: Store, manifest: Manifest, filemap: FileMap) -> None:
     if filemap.total_chunks <= FREE_CHUNKS:
         return
     claimed = {f.path: f.data_start for f in manifest.files}
-    folders = sorted({path.rpartition("/")[0] + "/" for path in claimed})
+    folders = sorted({f.folder for f in manifest.files})
     real = 0
     for folder in folders:
         for info in store.list(folder):

@@ -1,1 +1,1 @@
-"""Foreign formats as manifests. No torch."""
+"""Checkpoints of any format as named tensors and objects. No torch."""

@@ -9,15 +9,16 @@ import msgspec
 from numpy.typing import NDArray
 
 from ckptd.format.witness import Witness, WitnessPlan
-from ckptd.load.values import PerRankValues, Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import read_witness
+from ckptd.readers.reader import PerRankValues
 from ckptd.reshard.source import OwnSource, Stock, StockTensor
 from ckptd.root.index import Index
 
 __all__ = ["open_own"]
 
 
-def open_own(index: Index, reader: Reader) -> Stock:
+def open_own(index: Index, reader: CkptdReader) -> Stock:
     """Describe a checkpoint; the caller holds a lease on it.
 
     Raises
@@ -57,18 +58,18 @@ def open_own(index: Index, reader: Reader) -> Stock:
     )
 
 
-def _ranks(reader: Reader, number: int) -> list[int]:
+def _ranks(reader: CkptdReader, number: int) -> list[int]:
     """Return the rank that holds each piece."""
     entry = reader.manifest.tensors[number]
     files = reader.filemap.owners[entry.owners].array(entry.base).tolist()
     return [reader.manifest.files[f].rank if f >= 0 else -1 for f in files]
 
 
-def _values(reader: Reader, names: Sequence[str]) -> Mapping[str, NDArray[Any]]:
+def _values(reader: CkptdReader, names: Sequence[str]) -> Mapping[str, NDArray[Any]]:
     return reader.tensors(dict.fromkeys(names))
 
 
-def _per_rank(reader: Reader, name: str) -> dict[int, bytes]:
+def _per_rank(reader: CkptdReader, name: str) -> dict[int, bytes]:
     entry = next(o for o in reader.manifest.objects if o.name == name)
     found = reader.raw_object(entry)
     if not isinstance(found, PerRankValues):
@@ -76,7 +77,7 @@ def _per_rank(reader: Reader, name: str) -> dict[int, bytes]:
     return {rank: msgspec.json.encode(value) for rank, value in found.items()}
 
 
-def _witness(reader: Reader) -> tuple[tuple[WitnessPlan, Witness] | None, str]:
+def _witness(reader: CkptdReader) -> tuple[tuple[WitnessPlan, Witness] | None, str]:
     """Return the witness if its values can be followed one by one, or why there is none."""
     plan = WitnessPlan.of(reader.manifest)
     found = read_witness(reader.store, reader.manifest, plan)

@@ -534,7 +534,7 @@ def publish_manifest(
     folder, store = manifest.folder, catalogue.store
     name, raw = write_manifest(store, manifest)
     store.sync(folder)
-    folders = {f.path.rpartition("/")[0] + "/" for f in manifest.files if f.data_start}
+    folders = {f.folder for f in manifest.files if f.data_start}
     commit = Commit(
         step=manifest.step,
         generation=manifest.generation,

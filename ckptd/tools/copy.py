@@ -11,19 +11,18 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
-from ckptd.format.filemap import FileMap
-from ckptd.format.invariants import check_files, check_index, check_manifest
+from ckptd.format.invariants import check_files, check_index
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
 from ckptd.load.fetch import load_index
-from ckptd.load.places import Places, check_headers, missing_file, read_header
+from ckptd.load.places import missing_file, read_header
+from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.working import Working, refuse_behind
 from ckptd.runtime.pool import run_all
@@ -31,22 +30,13 @@ from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
-__all__ = ["REASON", "Copied", "FileCopy", "Original", "Transfer"]
+__all__ = ["REASON", "Copied", "FileCopy", "Transfer"]
 
 
 _SLICE_BYTES = 4 << 20
 _THREADS = 4
 _STALL_S = 900.0
 _ATTEMPT_DIGITS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Original:
-    """A checkpoint of the source, read and checked."""
-
-    commit: Commit
-    manifest: Manifest
-    filemap: FileMap
 
 
 class FileCopy:
@@ -71,7 +61,7 @@ class FileCopy:
         self,
         source: Catalogue,
         target: Catalogue,
-        original: Original,
+        original: CkptdReader,
         bulk: Store,
         working: Working,
         progress: Callable[[int, int], None] | None,
@@ -82,7 +72,7 @@ class FileCopy:
         self._original = original
         self._working = working
         self._progress = progress
-        self._places = Places(original.manifest, original.filemap, source.store)
+        self._places = original.places
         self._lock = threading.Lock()
         self._total = sum(f.data_bytes for f in original.manifest.files)
         self._done = self._reused = 0
@@ -115,15 +105,13 @@ class FileCopy:
         own = self._original.manifest.folder
         folders = {own: data_folder(self._name, self._attempt)}
         for file in self._original.manifest.files:
-            folder = file.path.rpartition("/")[0] + "/"
-            if folder not in folders:
+            if file.folder not in folders:
                 attempt = f"{self._attempt}x{len(folders)}"
-                folders[folder] = data_folder(self._name, attempt)
-        out = []
-        for file in self._original.manifest.files:
-            folder, _, name = file.path.rpartition("/")
-            out.append(msgspec.structs.replace(file, path=folders[f"{folder}/"] + name))
-        return out
+                folders[file.folder] = data_folder(self._name, attempt)
+        return [
+            msgspec.structs.replace(f, path=folders[f.folder] + f.path.removeprefix(f.folder))
+            for f in self._original.manifest.files
+        ]
 
     # -- data files
 
@@ -248,7 +236,7 @@ class FileCopy:
             attempt=self._attempt,
             files=tuple(files),
         )
-        folders = {f.path.rpartition("/")[0] + "/" for f in files if f.data_start}
+        folders = {f.folder for f in files if f.data_start}
         for folder in sorted(folders - {manifest.folder}):
             self._target.store.sync(folder)
         publish_manifest(
@@ -351,7 +339,8 @@ class Transfer:
             Kind ``at-work``: another copy into this root is at work. Kind ``superseded``: a job
             claimed a generation of the target meanwhile.
         """
-        original = self._read(commit)
+        original = CkptdReader(self._source, commit)
+        check_files(original.manifest, original.filemap, original.manifest_path)
         present = self._present(original)
         if present is not None:
             return self._report(original, present.generation, "present", 0)
@@ -368,15 +357,7 @@ class Transfer:
             self._working.end()
             self._working = None
 
-    def _read(self, commit: Commit) -> Original:
-        manifest = self._source.manifest_of(commit)
-        where = commit.folder + commit.manifest
-        filemap = check_manifest(manifest, where, commit.manifest_bytes)
-        check_headers(self._source.store, manifest, filemap)
-        check_files(manifest, filemap, where)
-        return Original(commit, manifest, filemap)
-
-    def _present(self, original: Original) -> CommitName | None:
+    def _present(self, original: CkptdReader) -> CommitName | None:
         """Return the copy that the target's line has already, if it has one."""
         line = self._target.line()
         step = original.commit.step
@@ -388,7 +369,7 @@ class Transfer:
         refuse_behind(self._target, line, step)
         return None
 
-    def _report(self, original: Original, generation: int, state: str, reused: int) -> Copied:
+    def _report(self, original: CkptdReader, generation: int, state: str, reused: int) -> Copied:
         return Copied(
             step=original.commit.step,
             source_generation=original.commit.generation,

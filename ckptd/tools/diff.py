@@ -11,24 +11,23 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.load.values import PerRankValues, Reader
-from ckptd.tools.inspect import Layouts, value_text
+from ckptd.readers.reader import Array, CheckpointReader, PerRankValues, batches
+from ckptd.readers.words import value_text
 from ckptd.types import DType
 
 __all__ = [
-    "Change",
     "DiffReport",
-    "Difference",
     "ObjectDiff",
-    "Side",
     "TensorDiff",
+    "TensorSide",
+    "ValueChange",
+    "ValueDifference",
     "changes",
     "compare",
     "diff",
 ]
 
 
-Array = NDArray[Any]
 STEP = 1 << 18
 """Elements compared at a time: temporaries are a few MiB."""
 
@@ -36,7 +35,7 @@ _OPAQUE = frozenset({"float4_e2m1fn_x2"})
 
 
 @dataclass(slots=True)
-class Difference:
+class ValueDifference:
     """How two tensors differ, added up over parts.
 
     Attributes
@@ -64,7 +63,7 @@ class Difference:
     max_rel: float = 0.0
 
 
-def compare(a: Array, b: Array, left: DType, right: DType, into: Difference) -> None:
+def compare(a: Array, b: Array, left: DType, right: DType, into: ValueDifference) -> None:
     """Compare two arrays of one shape and add the outcome to `into`.
 
     Parameters
@@ -79,7 +78,7 @@ def compare(a: Array, b: Array, left: DType, right: DType, into: Difference) -> 
         _compare(x[at : at + STEP], y[at : at + STEP], left, right, into)
 
 
-def _compare(a: Array, b: Array, left: DType, right: DType, into: Difference) -> None:
+def _compare(a: Array, b: Array, left: DType, right: DType, into: ValueDifference) -> None:
     into.elements += len(a)
     if left == right:
         unequal = _bits_differ(a, b, left.itemsize)
@@ -120,7 +119,7 @@ def _wide(a: Array, dtype: DType) -> Array:
     return a.astype(np.complex128 if a.dtype.kind == "c" else np.float64)
 
 
-def _integers(a: Array, b: Array, into: Difference) -> None:
+def _integers(a: Array, b: Array, into: ValueDifference) -> None:
     """Integers exactly: float64 would take large neighbours for equal."""
     unequal = a != b
     a, b = a[unequal], b[unequal]
@@ -134,7 +133,7 @@ def _integers(a: Array, b: Array, into: Difference) -> None:
         _maxima(gap, np.maximum(np.abs(a.astype(np.float64)), np.abs(b.astype(np.float64))), into)
 
 
-def _floats(x: Array, y: Array, into: Difference) -> None:
+def _floats(x: Array, y: Array, into: ValueDifference) -> None:
     nan_x, nan_y = np.isnan(x), np.isnan(y)
     into.nan_only_left += int(np.count_nonzero(nan_x & ~nan_y))
     into.nan_only_right += int(np.count_nonzero(nan_y & ~nan_x))
@@ -147,7 +146,7 @@ def _floats(x: Array, y: Array, into: Difference) -> None:
             _maxima(np.abs(x - y), np.maximum(np.abs(x), np.abs(y)), into)
 
 
-def _maxima(gap: Array, scale: Array, into: Difference) -> None:
+def _maxima(gap: Array, scale: Array, into: ValueDifference) -> None:
     into.max_abs = max(into.max_abs, float(gap.max()))
     with np.errstate(all="ignore"):
         ratio = np.where(np.isinf(gap), np.inf, gap / scale)
@@ -159,7 +158,7 @@ def _maxima(gap: Array, scale: Array, into: Difference) -> None:
 _MOST_DEPTH = 32
 
 
-class Change(msgspec.Struct, frozen=True):
+class ValueChange(msgspec.Struct, frozen=True):
     """One place where two values differ.
 
     Attributes
@@ -175,12 +174,12 @@ class Change(msgspec.Struct, frozen=True):
     right: str | None
 
 
-def changes(a: Any, b: Any, most: int) -> tuple[Change, ...]:
+def changes(a: Any, b: Any, most: int) -> tuple[ValueChange, ...]:
     """Return the first `most` places where two values differ."""
     return tuple(islice(_walk(a, b, "", 0), most))
 
 
-def _walk(a: Any, b: Any, path: str, depth: int) -> Iterator[Change]:
+def _walk(a: Any, b: Any, path: str, depth: int) -> Iterator[ValueChange]:
     if _same_encoded(a, b):
         return
     if depth < _MOST_DEPTH and isinstance(a, dict) and isinstance(b, dict):
@@ -194,33 +193,37 @@ def _walk(a: Any, b: Any, path: str, depth: int) -> Iterator[Change]:
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             yield from _walk(x, y, f"{path}[{i}]", depth + 1)
         return
-    yield Change(path, _words_of_encoded(a), _words_of_encoded(b))
+    yield ValueChange(path, _words_of_encoded(a), _words_of_encoded(b))
 
 
 def _is_nest(raw: dict[Any, Any]) -> bool:
     return raw.keys() == {"$", "v"} and raw["$"] in ("tuple", "set", "frozenset", "dict")
 
 
-def _walk_dicts(a: dict[Any, Any], b: dict[Any, Any], path: str, depth: int) -> Iterator[Change]:
+def _walk_dicts(
+    a: dict[Any, Any], b: dict[Any, Any], path: str, depth: int
+) -> Iterator[ValueChange]:
     ranked = isinstance(a, PerRankValues)
     for key in [*a, *(k for k in b if k not in a)]:
         below = f"rank {key}" if ranked else f"{path}.{key}"
         if key not in a:
-            yield Change(below, None, _words_of_encoded(b[key]))
+            yield ValueChange(below, None, _words_of_encoded(b[key]))
         elif key not in b:
-            yield Change(below, _words_of_encoded(a[key]), None)
+            yield ValueChange(below, _words_of_encoded(a[key]), None)
         else:
             yield from _walk(a[key], b[key], below, depth + 1)
 
 
 def _same_encoded(a: Any, b: Any) -> bool:
     """Compare as text: 1, 1.0 and true are equal in Python and not here."""
+    if isinstance(a, PerRankValues) != isinstance(b, PerRankValues):
+        return False
     return _canonical_encoded(a) == _canonical_encoded(b)
 
 
 def _canonical_encoded(raw: Any) -> bytes:
     if isinstance(raw, PerRankValues):
-        raw = {str(rank): value for rank, value in raw.items()}
+        raw = {str(rank): value for rank, value in raw.items()}  # JSON orders no other keys
     return msgspec.json.encode(raw, order="deterministic")
 
 
@@ -231,7 +234,7 @@ def _words_of_encoded(value: Any) -> str:
 BUDGET_BYTES = 256 << 20
 
 
-class Side(msgspec.Struct, frozen=True):
+class TensorSide(msgspec.Struct, frozen=True):
     """A tensor as one of the two checkpoints has it.
 
     Attributes
@@ -266,12 +269,12 @@ class TensorDiff(msgspec.Struct, frozen=True, kw_only=True):
     bit_exact
         All bits agree; False when not compared.
     elements, differing, differing_bits, nan_only_left, nan_only_right, max_abs, max_rel
-        See `ckptd.tools.diff.Difference`.
+        See `ckptd.tools.diff.ValueDifference`.
     """
 
     name: str
-    left: Side | None = None
-    right: Side | None = None
+    left: TensorSide | None = None
+    right: TensorSide | None = None
     same_layout: bool = False
     compared: bool = False
     bit_exact: bool = False
@@ -329,8 +332,8 @@ class DiffReport(msgspec.Struct, frozen=True):
 
 
 def diff(
-    left: Reader,
-    right: Reader,
+    left: CheckpointReader,
+    right: CheckpointReader,
     *,
     values: bool = True,
     only: Callable[[str], bool] | None = None,
@@ -357,26 +360,29 @@ def diff(
     """
     wanted = only or (lambda _: True)
     pairs = list(_pairs(left, right, wanted))
-    found: dict[str, Difference] = {}
+    found: dict[str, ValueDifference] = {}
     if values:
-        comparable = [(a, b) for a, b in pairs if a and b and _shape(left, a) == _shape(right, b)]
+        comparable = [
+            (a, b) for a, b in pairs if a and b and left.info(a).shape == right.info(b).shape
+        ]
         found = _compare_all(left, right, comparable, budget_bytes // 2, progress)
-    sides = Layouts(left.manifest, left.filemap), Layouts(right.manifest, right.filemap)
     return DiffReport(
-        left=str(left.commit.name),
-        right=str(right.commit.name),
-        tensors=tuple(_tensor(left, right, a, b, sides, found.get(a)) for a, b in pairs),
+        left=left.title,
+        right=right.title,
+        tensors=tuple(_tensor(left, right, a, b, found.get(a)) for a, b in pairs),
         objects=tuple(_objects(left, right, wanted)),
         values=values,
     )
 
 
-def _pairs(left: Reader, right: Reader, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+def _pairs(
+    left: CheckpointReader, right: CheckpointReader, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, str]]:
     """Yield names of one tensor on both sides, "" where it is not; aliases of tied ones count."""
     met: set[str] = set()
     for name in left.names:
         if wanted(name):
-            other = right.find(name, *left.aliases(name))
+            other = right.find(name, *left.info(name).aliases)
             met.add(other)
             yield name, other
     for name in right.names:
@@ -384,79 +390,62 @@ def _pairs(left: Reader, right: Reader, wanted: Callable[[str], bool]) -> Iterat
             yield "", name
 
 
-def _shape(reader: Reader, name: str) -> tuple[int, ...]:
-    return reader.manifest.tensors[reader.number(name)].shape
-
-
 def _compare_all(
-    left: Reader,
-    right: Reader,
+    left: CheckpointReader,
+    right: CheckpointReader,
     pairs: Sequence[tuple[str, str]],
     budget_bytes: int,
     progress: Callable[[int, int], None] | None,
-) -> dict[str, Difference]:
-    total = sum(left.byte_count(a) for a, _ in pairs)
+) -> dict[str, ValueDifference]:
+    total = sum(left.info(a).nbytes for a, _ in pairs)
     done = 0
-    found: dict[str, Difference] = {a: Difference() for a, _ in pairs}
-    for batch in _batches(left, right, pairs, budget_bytes):
-        if len(batch) == 1 and _larger(left, right, *batch[0]) > budget_bytes:
+    found: dict[str, ValueDifference] = {a: ValueDifference() for a, _ in pairs}
+
+    def larger(pair: tuple[str, str]) -> int:
+        return max(left.info(pair[0]).nbytes, right.info(pair[1]).nbytes)
+
+    for batch in batches(pairs, larger, budget_bytes):
+        if larger(batch[0]) > budget_bytes:
             _compare_slabs(left, right, *batch[0], budget_bytes, found[batch[0][0]])
         else:
             mine = left.tensors([a for a, _ in batch], allow_absent=True)
             other = right.tensors([b for _, b in batch], allow_absent=True)
             for a, b in batch:
-                compare(mine[a], other[b], left.dtype(a), right.dtype(b), found[a])
-        done += sum(left.byte_count(a) for a, _ in batch)
+                compare(mine[a], other[b], left.info(a).dtype, right.info(b).dtype, found[a])
+        done += sum(left.info(a).nbytes for a, _ in batch)
         if progress is not None:
             progress(done, total)
     return found
 
 
-def _larger(left: Reader, right: Reader, a: str, b: str) -> int:
-    return max(left.byte_count(a), right.byte_count(b))
-
-
-def _batches(
-    left: Reader, right: Reader, pairs: Sequence[tuple[str, str]], budget_bytes: int
-) -> Iterator[list[tuple[str, str]]]:
-    """Group small tensors, so that thousands of them do not cost a read each."""
-    batch: list[tuple[str, str]] = []
-    held = 0
-    for a, b in pairs:
-        size = _larger(left, right, a, b)
-        if batch and held + size > budget_bytes:
-            yield batch
-            batch, held = [], 0
-        batch.append((a, b))
-        held += size
-    if batch:
-        yield batch
-
-
 def _compare_slabs(
-    left: Reader, right: Reader, a: str, b: str, budget_bytes: int, into: Difference
+    left: CheckpointReader,
+    right: CheckpointReader,
+    a: str,
+    b: str,
+    budget_bytes: int,
+    into: ValueDifference,
 ) -> None:
-    wide = max(left.dtype(a).itemsize, right.dtype(b).itemsize)
-    elements = max(1, budget_bytes // wide)
-    mine = left.slabs(a, elements * left.dtype(a).itemsize, allow_absent=True)
-    other = right.slabs(b, elements * right.dtype(b).itemsize, allow_absent=True)
-    for (_, x), (_, y) in zip(mine, other, strict=True):
-        compare(x, y, left.dtype(a), right.dtype(b), into)
+    mine, other = left.info(a).dtype, right.info(b).dtype
+    elements = max(1, budget_bytes // max(mine.itemsize, other.itemsize))
+    parts = left.slabs(a, elements * mine.itemsize, allow_absent=True)
+    others = right.slabs(b, elements * other.itemsize, allow_absent=True)
+    for (_, x), (_, y) in zip(parts, others, strict=True):
+        compare(x, y, mine, other, into)
 
 
 def _tensor(
-    left: Reader,
-    right: Reader,
+    left: CheckpointReader,
+    right: CheckpointReader,
     a: str,
     b: str,
-    layouts: tuple[Layouts, Layouts],
-    found: Difference | None,
+    found: ValueDifference | None,
 ) -> TensorDiff:
-    mine = _side(left, a, layouts[0]) if a else None
-    other = _side(right, b, layouts[1]) if b else None
+    mine = _side(left, a) if a else None
+    other = _side(right, b) if b else None
     if mine is None or other is None:
         return TensorDiff(name=a or b, left=mine, right=other)
-    same_layout = left.filemap.grid_of(left.number(a)) == right.filemap.grid_of(right.number(b))
+    same_layout = left.grid(a) == right.grid(b)
     if found is None:
         return TensorDiff(name=a, left=mine, right=other, same_layout=same_layout)
     return TensorDiff(
@@ -476,37 +465,27 @@ def _tensor(
     )
 
 
-def _side(reader: Reader, name: str, layouts: Layouts) -> Side:
-    number = reader.number(name)
-    entry = reader.manifest.tensors[number]
-    return Side(entry.dtype, entry.shape, layouts.of(number).words, reader.absent_elements(name))
+def _side(reader: CheckpointReader, name: str) -> TensorSide:
+    info = reader.info(name)
+    return TensorSide(
+        info.dtype.name, info.shape, reader.layout(name).words, reader.absent_elements(name)
+    )
 
 
-def _objects(left: Reader, right: Reader, wanted: Callable[[str], bool]) -> Iterator[ObjectDiff]:
+def _objects(
+    left: CheckpointReader, right: CheckpointReader, wanted: Callable[[str], bool]
+) -> Iterator[ObjectDiff]:
     mine, other = left.raw_objects(), right.raw_objects()
     for name in [*mine, *(n for n in other if n not in mine)]:
         if not wanted(name):
             continue
-        if name in mine and name in other and _same(mine[name], other[name]):
+        if name in mine and name in other and _same_encoded(mine[name], other[name]):
             continue
         yield ObjectDiff(
             name,
             _words(mine[name]) if name in mine else None,
             _words(other[name]) if name in other else None,
         )
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Compare encoded values as text: 1, 1.0 and true are equal in Python and not here."""
-    if isinstance(a, PerRankValues) != isinstance(b, PerRankValues):
-        return False
-    return _canonical(a) == _canonical(b)
-
-
-def _canonical(raw: Any) -> bytes:
-    if isinstance(raw, PerRankValues):
-        raw = {str(rank): value for rank, value in raw.items()}  # JSON orders no other keys
-    return msgspec.json.encode(raw, order="deterministic")
 
 
 def _words(raw: Any) -> str:

@@ -27,7 +27,7 @@ from ckptd.runtime.host import Mount, mount_of
 from ckptd.runtime.pool import run_all
 from ckptd.store.base import Store, StoreSpec
 
-__all__ = ["CREATE_ONLY", "Check", "probe"]
+__all__ = ["CREATE_ONLY", "StoreCheck", "probe"]
 
 CREATE_ONLY = "create-only"
 """The check without which a store is refused."""
@@ -55,7 +55,7 @@ _FILE_SYSTEMS: dict[str, tuple[Status, str]] = {
 }
 
 
-class Check(msgspec.Struct, frozen=True):
+class StoreCheck(msgspec.Struct, frozen=True):
     """What one probe found.
 
     Attributes
@@ -73,7 +73,7 @@ class Check(msgspec.Struct, frozen=True):
     message: str
 
 
-def probe(spec: StoreSpec, *, write: bool = True, speed: bool = True) -> Iterator[Check]:
+def probe(spec: StoreSpec, *, write: bool = True, speed: bool = True) -> Iterator[StoreCheck]:
     """Probe the store of a root, which need not exist yet; yields each finding as it is made.
 
     What is written lies below ``doctor-<random>/`` and is removed again.
@@ -102,50 +102,54 @@ def probe(spec: StoreSpec, *, write: bool = True, speed: bool = True) -> Iterato
                     here.parent.rmdir()
 
 
-def _guarded(name: str, work: Callable[[], Check]) -> Check:
+def _guarded(name: str, work: Callable[[], StoreCheck]) -> StoreCheck:
     try:
         return work()
     except CkptdError as error:
         where = f" ({error.where})" if error.where else ""
         found = f": {error.found}" if error.found else ""
-        return Check(name, "fail", f"{error.message}{where}{found}")
+        return StoreCheck(name, "fail", f"{error.message}{where}{found}")
 
 
 # -- without writing -------------------------------------------------------------------------------
 
 
-def _root(store: Store) -> Iterator[Check]:
+def _root(store: Store) -> Iterator[StoreCheck]:
     catalogue = Catalogue(store)
     try:
         marker = catalogue.open()
     except NotFoundError as error:
-        yield Check("root", "info", f"not a root yet: {error.message}")
+        yield StoreCheck("root", "info", f"not a root yet: {error.message}")
         return
     except CkptdError as error:
-        yield Check("root", "fail", error.message + (f": {error.found}" if error.found else ""))
+        yield StoreCheck(
+            "root", "fail", error.message + (f": {error.found}" if error.found else "")
+        )
         return
     yield _guarded("root", lambda: _newest(catalogue, marker.root_id))
 
 
-def _newest(catalogue: Catalogue, root_id: str) -> Check:
+def _newest(catalogue: Catalogue, root_id: str) -> StoreCheck:
     latest = catalogue.latest()
     generation = catalogue.newest_generation()
     if latest is None:
-        return Check("root", "ok", f"{root_id}, generation {generation}, no checkpoint counts")
+        return StoreCheck("root", "ok", f"{root_id}, generation {generation}, no checkpoint counts")
     missing = missing_files(catalogue, catalogue.commit(latest))
     if missing:
-        return Check("root", "fail", f"{latest} is not complete: {missing}")
-    return Check(
+        return StoreCheck("root", "fail", f"{latest} is not complete: {missing}")
+    return StoreCheck(
         "root", "ok", f"{root_id}, generation {generation}, newest {latest}, all files there"
     )
 
 
-def _place(store: Store) -> Iterator[Check]:
+def _place(store: Store) -> Iterator[StoreCheck]:
     path = store.local_path("x")
     if path is None:
         durable = store.capabilities.durable
         text = "the store says that what it acknowledged survives"
-        yield Check("durability", *(("info", text) if durable else ("warn", "does not survive")))
+        yield StoreCheck(
+            "durability", *(("info", text) if durable else ("warn", "does not survive"))
+        )
         return
     folder = _existing(path.parent)
     mount = mount_of(folder)
@@ -155,7 +159,7 @@ def _place(store: Store) -> Iterator[Check]:
     yield _space(store, usage.free, usage.total)
     inodes = os.statvfs(folder)
     if inodes.f_files > 0 and inodes.f_favail < inodes.f_files // 100:
-        yield Check("files", "warn", f"only {inodes.f_favail} more files fit (inodes)")
+        yield StoreCheck("files", "warn", f"only {inodes.f_favail} more files fit (inodes)")
 
 
 def _existing(path: Path) -> Path:
@@ -164,7 +168,7 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _file_system(mount: Mount) -> Check:
+def _file_system(mount: Mount) -> StoreCheck:
     fuse = mount.kind.startswith("fuse")
     default: tuple[Status, str] = (
         ("warn", "a file system in user space: ask its makers what fsync means there")
@@ -172,10 +176,10 @@ def _file_system(mount: Mount) -> Check:
         else ("ok", "files and their names are fsynced")
     )
     status, text = _FILE_SYSTEMS.get(mount.kind, default)
-    return Check("durability", status, f"{mount.kind} at {mount.point}: {text}")
+    return StoreCheck("durability", status, f"{mount.kind} at {mount.point}: {text}")
 
 
-def _space(store: Store, free: int, total: int) -> Check:
+def _space(store: Store, free: int, total: int) -> StoreCheck:
     text = f"{free} of {total} bytes free"
     try:
         catalogue = Catalogue(store)
@@ -184,14 +188,14 @@ def _space(store: Store, free: int, total: int) -> Check:
     except CkptdError:
         size = 0  # `root` has said what is wrong
     if free < _SPACE_FACTOR * size:
-        return Check("space", "warn", f"{text}: less than two checkpoints of {size} bytes")
-    return Check("space", "ok", text)
+        return StoreCheck("space", "warn", f"{text}: less than two checkpoints of {size} bytes")
+    return StoreCheck("space", "ok", text)
 
 
 # -- with writing ----------------------------------------------------------------------------------
 
 
-def _writes(spec: StoreSpec, store: Store, speed: bool) -> Iterator[Check]:
+def _writes(spec: StoreSpec, store: Store, speed: bool) -> Iterator[StoreCheck]:
     folder = f"{SCRATCH}{secrets.token_hex(8)}/"
     first = _guarded("write", lambda: _write(store, folder))
     yield first
@@ -209,36 +213,36 @@ def _writes(spec: StoreSpec, store: Store, speed: bool) -> Iterator[Check]:
             store.delete([o.key for o in store.list(folder)])
 
 
-def _write(store: Store, folder: str) -> Check:
+def _write(store: Store, folder: str) -> StoreCheck:
     key = f"{folder}write"
     for body in (b"first", b"second"):
         store.put(key, body)
         if store.get(key) != body:
-            return Check("write", "fail", "what was put is not what a get returns")
+            return StoreCheck("write", "fail", "what was put is not what a get returns")
     store.delete([key])
     if store.exists(key):
-        return Check("write", "fail", "an object that was deleted still exists")
-    return Check("write", "ok", "put, replaced, read and deleted an object")
+        return StoreCheck("write", "fail", "an object that was deleted still exists")
+    return StoreCheck("write", "ok", "put, replaced, read and deleted an object")
 
 
-def _race(spec: StoreSpec, store: Store, folder: str) -> Check:
+def _race(spec: StoreSpec, store: Store, folder: str) -> StoreCheck:
     """Let several writers create one object at the same moment, each through a store of its own."""
     if not store.capabilities.create_only:
         text = "this store has neither link(2) nor create-only puts: two writers of one step"
-        return Check(CREATE_ONLY, "fail", f"{text} would both believe that they won")
+        return StoreCheck(CREATE_ONLY, "fail", f"{text} would both believe that they won")
     stores = [spec.open() for _ in range(_RACERS)]
     try:
         for number in range(_ROUNDS):
             error = _round(stores, f"{folder}race{number}")
             if error is not None:
-                return Check(CREATE_ONLY, "fail", error)
+                return StoreCheck(CREATE_ONLY, "fail", error)
     except TransientStoreError as error:
         # Says nothing about the store's promises: not a reason to refuse it.
-        return Check("write", "fail", f"the race broke off: {error.message}: {error.found}")
+        return StoreCheck("write", "fail", f"the race broke off: {error.message}: {error.found}")
     finally:
         for opened in stores:
             opened.close()
-    return Check(CREATE_ONLY, "ok", f"{_ROUNDS} races of {_RACERS} writers: one winner each")
+    return StoreCheck(CREATE_ONLY, "ok", f"{_ROUNDS} races of {_RACERS} writers: one winner each")
 
 
 def _round(stores: list[Store], key: str) -> str | None:
@@ -263,7 +267,7 @@ def _round(stores: list[Store], key: str) -> str | None:
     return None
 
 
-def _listing(store: Store, folder: str) -> Check:
+def _listing(store: Store, folder: str) -> StoreCheck:
     names = [f"n{i:02d}" for i in range(_LISTED)]
     lagged = 0
     for name in names:
@@ -273,22 +277,22 @@ def _listing(store: Store, folder: str) -> Check:
     stale = len(store.children(f"{folder}list/"))
     if not lagged and not stale:
         text = f"shows {_LISTED} objects at once, and none after they were deleted"
-        return Check("listing", "ok", text)
+        return StoreCheck("listing", "ok", text)
     text = f"lags: {lagged} of {_LISTED} new objects hidden, {stale} deleted ones shown"
     if store.capabilities.consistent_list:
-        return Check("listing", "fail", f"{text}, although this store promises otherwise")
-    return Check("listing", "info", f"{text}; ckptd asks by name here")
+        return StoreCheck("listing", "fail", f"{text}, although this store promises otherwise")
+    return StoreCheck("listing", "info", f"{text}; ckptd asks by name here")
 
 
-def _ranges(store: Store, folder: str) -> Check:
+def _ranges(store: Store, folder: str) -> StoreCheck:
     body = secrets.token_bytes(256 << 10) * 5
     key = f"{folder}ranges"
     _put_large(store, key, body)
     buffer = bytearray(len(body) // 2)
     store.read_into(key, 4097, memoryview(buffer))
     if bytes(buffer) != body[4097 : 4097 + len(buffer)]:
-        return Check("ranges", "fail", "a ranged read returns other bytes than were written")
-    return Check("ranges", "ok", "a range in the middle of an object reads back")
+        return StoreCheck("ranges", "fail", "a ranged read returns other bytes than were written")
+    return StoreCheck("ranges", "ok", "a range in the middle of an object reads back")
 
 
 def _put_large(store: Store, key: str, body: bytes) -> None:
@@ -299,17 +303,17 @@ def _put_large(store: Store, key: str, body: bytes) -> None:
         writer.commit()
 
 
-def _latency(store: Store, folder: str) -> Check:
+def _latency(store: Store, folder: str) -> StoreCheck:
     times = []
     for number in range(_SMALL):
         begin = time.perf_counter()
         store.put(f"{folder}small{number}", b"x" * 1024)
         times.append(time.perf_counter() - begin)
     median = statistics.median(times)
-    return Check("latency", "info", f"a small durable object takes {median * 1e3:.1f} ms")
+    return StoreCheck("latency", "info", f"a small durable object takes {median * 1e3:.1f} ms")
 
 
-def _speed(store: Store, folder: str) -> Check:
+def _speed(store: Store, folder: str) -> StoreCheck:
     body = secrets.token_bytes(1 << 20) * (_SPEED_BYTES >> 20)
     begin = time.perf_counter()
     _put_large(store, f"{folder}large", body)
@@ -321,4 +325,4 @@ def _speed(store: Store, folder: str) -> Check:
         raise CorruptError("what was written is not what was read", kind="digest", where=store.url)
     rates = [len(body) / 1e6 / s for s in (written - begin, read - written)]
     text = f"{_SPEED_BYTES >> 20} MiB: durable at {rates[0]:.0f} MB/s, read at {rates[1]:.0f} MB/s"
-    return Check("speed", "info", f"{text} (one file; read possibly from a cache)")
+    return StoreCheck("speed", "info", f"{text} (one file; read possibly from a cache)")

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptd.errors import (
     CkptdError,
@@ -31,7 +29,7 @@ from ckptd.format.container import build_header
 from ckptd.format.names import unescape_fqn
 from ckptd.layout.lay.equation import Resolved
 from ckptd.layout.lay.matching import Templates
-from ckptd.load.values import Reader
+from ckptd.readers.reader import Array, CheckpointReader, batches
 from ckptd.reshard.layouts import read_text
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
@@ -112,7 +110,7 @@ class ExportPlan:
 
 
 def plan_export(
-    reader: Reader,
+    reader: CheckpointReader,
     *,
     section: str | None = None,
     rename: Sequence[Rename] = (),
@@ -155,7 +153,7 @@ def plan_export(
     left_out: list[str] = []
     weights_out: list[str] = []
     for tensor in reader.names:
-        known = [tensor, *reader.aliases(tensor)]
+        known = [tensor, *reader.info(tensor).aliases]
         if section is None and is_state(tensor):
             left_out += known
             continue
@@ -172,11 +170,11 @@ def plan_export(
         raise NotFoundError(
             "there is no tensor to export",
             kind="no-tensors",
-            where=f"{reader.store.url}, {reader.commit.name}",
+            where=f"{reader.url}, {reader.title}",
             hint=f"--section {EVERYTHING} for everything",
         )
     _check(reader, items)
-    shards = list(_shards(items, max_shard_bytes))
+    shards = list(batches(items, lambda item: item.nbytes, max_shard_bytes))
     return ExportPlan(
         tuple(
             # Item sizes falling: every tensor is then aligned to its own.
@@ -184,13 +182,13 @@ def plan_export(
             for i, s in enumerate(shards)
         ),
         tuple(left_out),
-        tuple(o.name for o in reader.manifest.objects),
+        tuple(o.name for o in reader.entries),
     )
 
 
-def _states(reader: Reader) -> Callable[[str], bool]:
+def _states(reader: CheckpointReader) -> Callable[[str], bool]:
     """Return what tells the names of optimizer state from those of weights."""
-    groups = [o.name for o in reader.manifest.objects if o.kind == "groups"]
+    groups = [o.name for o in reader.entries if o.kind == "groups"]
     prefixes = tuple({_STATES, *(n.removesuffix("groups") for n in groups if n != "groups")})
     layout = _layout(reader)
     templates = None if layout is None else Templates(layout)
@@ -204,29 +202,29 @@ def _states(reader: Reader) -> Callable[[str], bool]:
     return is_state
 
 
-def _layout(reader: Reader) -> Resolved | None:
+def _layout(reader: CheckpointReader) -> Resolved | None:
     """Return the layout that the checkpoint keeps; None if it has none that can be understood."""
-    if not reader.manifest.lay:
+    if not reader.program:
         return None
     try:
-        return read_text(reader.manifest.lay, "the kept program").resolve()
+        return read_text(reader.program, "the kept program").resolve()
     except CkptdError:
         return None
 
 
-def _left_out(reader: Reader, prefix: str, names: Sequence[str]) -> RefusedError:
+def _left_out(reader: CheckpointReader, prefix: str, names: Sequence[str]) -> RefusedError:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return RefusedError(
         f"weights outside of the section {prefix[:-1]} would be left out",
         kind="left-out",
-        where=f"{reader.store.url}, {reader.commit.name}",
+        where=f"{reader.url}, {reader.title}",
         found=f"{len(names)}: {', '.join(names[:_MOST_NAMED])}{more}",
         hint=f"--section {prefix[:-1]} for that section alone, --section {EVERYTHING} for"
         " everything, under the names that it has here",
     )
 
 
-def _prefix(reader: Reader, section: str | None) -> str:
+def _prefix(reader: CheckpointReader, section: str | None) -> str:
     if section == EVERYTHING:
         return ""
     prefix = f"{section or _DEFAULT_SECTION}."
@@ -237,14 +235,14 @@ def _prefix(reader: Reader, section: str | None) -> str:
             return ""
         if end or not prefix.endswith("."):
             prefix = f"{_DEFAULT_SECTION}."
-    every = [n for t in reader.names for n in (t, *reader.aliases(t))]
+    every = [n for t in reader.names for n in (t, *reader.info(t).aliases)]
     if any(n.startswith(prefix) for n in every):
         return prefix
     sections = sorted({n.partition(".")[0] for n in every if "." in n})
     raise NotFoundError(
         f"the checkpoint has no section {prefix[:-1]!r}",
         kind="no-section",
-        where=f"{reader.store.url}, {reader.commit.name}",
+        where=f"{reader.url}, {reader.title}",
         found=f"sections {', '.join(sections[:_MOST_NAMED])}" if sections else "no section",
         hint=f"--section NAME, or --section {EVERYTHING} for everything",
     )
@@ -277,19 +275,19 @@ def _renamer(rules: Sequence[Rename]) -> Callable[[str], str]:
 
 
 def _items(
-    reader: Reader, tensor: str, names: list[str], cast: str | None, *, untie: bool
+    reader: CheckpointReader, tensor: str, names: list[str], cast: str | None, *, untie: bool
 ) -> Iterator[Item]:
-    dtype = reader.dtype(tensor)
+    info = reader.info(tensor)
+    dtype = info.dtype
     if cast is not None and dtype.name in _CAST:
         dtype = DTYPES[cast]
-    shape = reader.manifest.tensors[reader.number(tensor)].shape
     if untie:
-        yield from (Item(name, (), tensor, dtype, shape) for name in names)
+        yield from (Item(name, (), tensor, dtype, info.shape) for name in names)
     else:
-        yield Item(names[0], tuple(names[1:]), tensor, dtype, shape)
+        yield Item(names[0], tuple(names[1:]), tensor, dtype, info.shape)
 
 
-def _check(reader: Reader, items: list[Item]) -> None:
+def _check(reader: CheckpointReader, items: list[Item]) -> None:
     seen: set[str] = set()
     for name in (n for item in items for n in (item.name, *item.aliases)):
         if not name or name in seen:
@@ -310,19 +308,6 @@ def _check(reader: Reader, items: list[Item]) -> None:
             where=", ".join(absent[:_MOST_NAMED]),
             found=f"{len(absent)} tensors with absent chunks",
         )
-
-
-def _shards(items: Iterable[Item], most: int) -> Iterator[list[Item]]:
-    shard: list[Item] = []
-    held = 0
-    for item in items:
-        if shard and held + item.nbytes > most:
-            yield shard
-            shard, held = [], 0
-        shard.append(item)
-        held += item.nbytes
-    if shard:
-        yield shard
 
 
 def _file_name(number: int, count: int) -> str:
@@ -346,7 +331,7 @@ class ExportedFile(msgspec.Struct, frozen=True):
 
 
 def run_export(
-    reader: Reader,
+    reader: CheckpointReader,
     plan: ExportPlan,
     folder: str | os.PathLike[str],
     *,
@@ -433,7 +418,7 @@ class _Meter:
 
 
 def _write_file(
-    reader: Reader, store: LocalStore, key: str, items: Sequence[Item], meter: _Meter
+    reader: CheckpointReader, store: LocalStore, key: str, items: Sequence[Item], meter: _Meter
 ) -> None:
     # Names of tied tensors that are not written again, as safetensors.torch.save_model notes them.
     tied = {alias: item.name for item in items for alias in item.aliases}
@@ -449,10 +434,14 @@ def _write_file(
         writer.commit()
 
 
-def _values(reader: Reader, items: Sequence[Item]) -> Iterator[tuple[Item, NDArray[Any]]]:
+def _values(reader: CheckpointReader, items: Sequence[Item]) -> Iterator[tuple[Item, Array]]:
     """Yield the values of each tensor in order, large ones in several parts."""
-    for batch in _batches(reader, items):
-        if len(batch) == 1 and reader.byte_count(batch[0].tensor) > _SLAB_BYTES:
+
+    def size(item: Item) -> int:
+        return reader.info(item.tensor).nbytes
+
+    for batch in batches(items, size, _SLAB_BYTES):
+        if size(batch[0]) > _SLAB_BYTES:
             for _, values in reader.slabs(batch[0].tensor, _SLAB_BYTES):
                 yield batch[0], values
         else:
@@ -461,22 +450,7 @@ def _values(reader: Reader, items: Sequence[Item]) -> Iterator[tuple[Item, NDArr
                 yield item, found[item.tensor]
 
 
-def _batches(reader: Reader, items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Group small neighbours, so that thousands of them do not cost a read each."""
-    batch: list[Item] = []
-    held = 0
-    for item in items:
-        size = reader.byte_count(item.tensor)
-        if batch and held + size > _SLAB_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(item)
-        held += size
-    if batch:
-        yield batch
-
-
-def _cast(values: NDArray[Any], item: Item) -> NDArray[Any]:
+def _cast(values: Array, item: Item) -> Array:
     if values.dtype == item.dtype.numpy:
         return np.ascontiguousarray(values)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -19,21 +19,20 @@ from numpy.typing import NDArray
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.format.container import Chunk
 from ckptd.format.digest import BLOCK_BYTES, digest
-from ckptd.format.filemap import FileMap
-from ckptd.format.invariants import check_coverage, check_files, check_index, check_manifest
-from ckptd.format.manifest import FileEntry, Manifest
+from ckptd.format.invariants import check_coverage, check_files, check_index
+from ckptd.format.manifest import FileEntry
 from ckptd.format.names import CommitName, commit_key, digests_key, generation_key
-from ckptd.format.records import Commit
 from ckptd.layout.grid import Piece
 from ckptd.load.fetch import check_index_size, load_index
 from ckptd.load.files import LocalFiles
-from ckptd.load.places import Places, check_headers, missing_file, read_header
+from ckptd.load.places import Places, missing_file, read_header
+from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import ChunkWitness, Finding, Findings, VerifyReport, WitnessCheck
 from ckptd.root.index import Index
 from ckptd.runtime.pool import cores, run_all
 from ckptd.store.base import Store
 
-__all__ = ["Scan", "Segment", "Target", "check_records", "segments", "targets", "verify"]
+__all__ = ["Scan", "ScanChunk", "ScanSegment", "check_records", "segments", "targets", "verify"]
 
 
 STALL_S = 300.0
@@ -42,7 +41,7 @@ SEGMENT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ScanChunk:
     """A chunk to check: its place, its bytes in the data section, its number in the index."""
 
     tensor: int
@@ -54,15 +53,15 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ScanSegment:
     """Neighbouring chunks of one file, read by one thread; `available` bytes of data are there."""
 
     file: int
-    targets: tuple[Target, ...]
+    targets: tuple[ScanChunk, ...]
     available: int
 
 
-def targets(places: Places, file: int) -> list[Target]:
+def targets(places: Places, file: int) -> list[ScanChunk]:
     """Return the chunks of `file` that the checkpoint refers to, in file order.
 
     Raises
@@ -74,19 +73,20 @@ def targets(places: Places, file: int) -> list[Target]:
     chunks = [(c, filemap.chunk_name(file, c)) for c in filemap.chunks(file)]
     if places.is_own(file):
         return [
-            Target(c.tensor, c.piece, name, c.start, c.end, i) for i, (c, name) in enumerate(chunks)
+            ScanChunk(c.tensor, c.piece, name, c.start, c.end, i)
+            for i, (c, name) in enumerate(chunks)
         ]
     header = places.header(file)
     numbers = {name: i for i, name in enumerate(header)}
     found = [
-        Target(c.tensor, c.piece, name, header[name].start, header[name].end, numbers[name])
+        ScanChunk(c.tensor, c.piece, name, header[name].start, header[name].end, numbers[name])
         for c, name in chunks
         if name in header
     ]
     return sorted(found, key=lambda t: t.number)
 
 
-def segments(places: Places, files: Iterable[tuple[int, int]]) -> Iterator[Segment]:
+def segments(places: Places, files: Iterable[tuple[int, int]]) -> Iterator[ScanSegment]:
     """Cut files into segments of about 32 MiB; a larger chunk is one segment.
 
     Parameters
@@ -95,23 +95,23 @@ def segments(places: Places, files: Iterable[tuple[int, int]]) -> Iterator[Segme
         ``(file, bytes of data that are there)``. Chunks beyond are left out.
     """
     for file, available in files:
-        held: list[Target] = []
+        held: list[ScanChunk] = []
         for target in targets(places, file):
             if target.end > available:
                 continue
             gap = bool(held) and target.start != held[-1].end
             if held and (gap or target.end - held[0].start > SEGMENT_BYTES):
-                yield Segment(file, tuple(held), available)
+                yield ScanSegment(file, tuple(held), available)
                 held = []
             held.append(target)
         if held:
-            yield Segment(file, tuple(held), available)
+            yield ScanSegment(file, tuple(held), available)
 
 
 class _Open:
     """A chunk that is being read."""
 
-    def __init__(self, target: Target, witness: ChunkWitness | None) -> None:
+    def __init__(self, target: ScanChunk, witness: ChunkWitness | None) -> None:
         self.target = target
         self.witness = witness
         self.hash = xxhash.xxh3_128()
@@ -144,11 +144,11 @@ class Scan:
         self._lock = threading.Lock()
         self._total = 0
         self._bad_blocks: set[tuple[int, int]] = set()
-        self._bad_chunks: dict[int, list[Target]] = {}
+        self._bad_chunks: dict[int, list[ScanChunk]] = {}
         self._buffers = threading.local()
         self.read_bytes = 0
 
-    def run(self, work: Sequence[Segment], threads: int) -> None:
+    def run(self, work: Sequence[ScanSegment], threads: int) -> None:
         """Read and check all segments."""
         self._total = sum(s.targets[-1].end - s.targets[0].start for s in work)
         with LocalFiles(self._store, self._places.manifest.files) as files:
@@ -161,7 +161,7 @@ class Scan:
             )
         self._report_blocks()
 
-    def _segment(self, segment: Segment, files: LocalFiles) -> None:
+    def _segment(self, segment: ScanSegment, files: LocalFiles) -> None:
         try:
             self._scan(segment, files)
         except CkptdError as error:
@@ -174,7 +174,7 @@ class Scan:
             if self._progress is not None:
                 self._progress(self.read_bytes, self._total)
 
-    def _scan(self, segment: Segment, files: LocalFiles) -> None:
+    def _scan(self, segment: ScanSegment, files: LocalFiles) -> None:
         entry = self._places.manifest.files[segment.file]
         lo = segment.targets[0].start // BLOCK_BYTES * BLOCK_BYTES
         end = -(-segment.targets[-1].end // BLOCK_BYTES) * BLOCK_BYTES
@@ -344,14 +344,10 @@ def verify(
     except CkptdError as error:
         return _with(empty, findings, Finding.of(error))
     try:
-        manifest = index.manifest_of(commit)
-        where = index.where(commit.folder + commit.manifest)
-        filemap = check_manifest(manifest, where, commit.manifest_bytes)
-        check_headers(index.store, manifest, filemap)
+        reader = CkptdReader(index, commit)
     except CkptdError as error:
         return _with(empty, findings, Finding.of(error, commit.folder + commit.manifest))
-    run = _Verification(index, commit, manifest, filemap, findings, threads)
-    return run.go(deep, progress)
+    return _Verification(reader, findings, threads).go(deep, progress)
 
 
 def _with(report: VerifyReport, findings: Findings, finding: Finding) -> VerifyReport:
@@ -365,21 +361,13 @@ def _with(report: VerifyReport, findings: Findings, finding: Finding) -> VerifyR
 
 
 class _Verification:
-    def __init__(
-        self,
-        index: Index,
-        commit: Commit,
-        manifest: Manifest,
-        filemap: FileMap,
-        findings: Findings,
-        threads: int | None,
-    ) -> None:
-        self._store = index.store
-        self._commit = commit
-        self._manifest = manifest
-        self._filemap = filemap
+    def __init__(self, reader: CkptdReader, findings: Findings, threads: int | None) -> None:
+        self._reader = reader
+        self._store = reader.store
+        self._manifest = reader.manifest
+        self._filemap = reader.filemap
+        self._places = reader.places
         self._findings = findings
-        self._places = Places(manifest, filemap, self._store)
         local = self._store.capabilities.local_files
         parallel = cores() if local else self._store.capabilities.parallel
         self._threads = threads or max(2, min(_MOST_THREADS, parallel))
@@ -406,13 +394,12 @@ class _Verification:
 
     def _report(self, deep: bool, read_bytes: int) -> VerifyReport:
         manifest = self._manifest
-        encoded = {o.tensor for o in manifest.objects if o.tensor}
         return VerifyReport(
             step=manifest.step,
             generation=manifest.generation,
             deep=deep,
             files=len(manifest.files),
-            tensors=sum(t.name not in encoded for t in manifest.tensors),
+            tensors=len(self._reader.infos),
             chunks=sum(self._filemap.nchunks(i) for i, _ in enumerate(manifest.files)),
             data_bytes=sum(f.data_bytes for f in manifest.files),
             read_bytes=read_bytes,
@@ -427,11 +414,11 @@ class _Verification:
     def _check_whole(self) -> None:
         """Compare the commit record, the manifest and the lengths of files with each other."""
         try:
-            check_files(self._manifest, self._filemap, self._commit.folder)
+            check_files(self._manifest, self._filemap, self._reader.commit.folder)
         except CkptdError as error:
             self._findings.add(Finding.of(error))
-        record, manifest = self._commit, self._manifest
-        used = {f.path.rpartition("/")[0] + "/" for f in manifest.files if f.data_start}
+        record, manifest = self._reader.commit, self._manifest
+        used = {f.folder for f in manifest.files if f.data_start}
         unnamed = sorted(used - set(record.folders))
         if unnamed:
             self._findings.add(

@@ -15,7 +15,7 @@ from ckptd.cli.address import opened
 from ckptd.layout.lay.build import files
 from ckptd.layout.lay.parser import parse_statement
 from ckptd.layout.lay.printer import show
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from tests.cli.running import Cli
 from tests.load.builder import Array
 
@@ -89,8 +89,8 @@ def loaded(path: Path) -> dict[str, Array]:
 def in_root(root: Path) -> dict[str, Array]:
     """Read every tensor of a root under each of its names."""
     with opened(str(root)) as catalogue:
-        reader = Reader(catalogue, catalogue.line()[-1])
-        names = [n for t in reader.names for n in (t, *reader.aliases(t))]
+        reader = CkptdReader(catalogue, catalogue.line()[-1])
+        names = [n for t in reader.names for n in (t, *reader.info(t).aliases)]
         return reader.tensors(names)
 
 

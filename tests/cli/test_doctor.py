@@ -14,7 +14,7 @@ from ckptd.store import StoreSpec, register_store
 from ckptd.store.base import Names
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
-from ckptd.tools.doctor import SCRATCH, Check, probe
+from ckptd.tools.doctor import SCRATCH, StoreCheck, probe
 from tests.cli.roots import rank_file
 from tests.cli.running import Cli
 
@@ -133,7 +133,7 @@ class DeniedStore(MemoryStore):
         raise StoreError("writing failed: not permitted", kind="permission", where=key)
 
 
-def opened_as(kind: Any, url: str) -> list[Check]:
+def opened_as(kind: Any, url: str) -> list[StoreCheck]:
     scheme = kind.__name__.lower()
     register_store(scheme, lambda u, _: kind(u.partition("://")[2]), replace=True)
     return list(probe(StoreSpec(f"{scheme}://{url}"), speed=False))

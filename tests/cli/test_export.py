@@ -17,7 +17,7 @@ from ckptd.cli.address import opened
 from ckptd.cli.sizes import size_of
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.tools import export as engine
 from ckptd.tools.export import plan_export
 from tests.cli.roots import absent_rows, by_columns, cut, flip, make_root, rank_file, values
@@ -252,7 +252,7 @@ def test_tensors_larger_than_the_memory_for_them(
     tensors["model.embed.weight"] = by_columns(arrays["model.embed.weight"])
     root = make_root(tmp_path / "r", (1,), tensors=tensors)
     with opened(root) as catalogue:
-        reader = Reader(catalogue, CommitName(1, 1))
+        reader = CkptdReader(catalogue, CommitName(1, 1))
         most = 0
 
         def batches(items: Any) -> Any:

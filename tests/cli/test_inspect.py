@@ -14,8 +14,8 @@ from ckptd.cli.tree import tree_rows
 from ckptd.format.witness import SAMPLE
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
+from ckptd.readers.words import TensorLayout
 from ckptd.store import open_store
-from ckptd.tools.inspect import Layout
 from tests.cli.roots import LAYERS, absent_rows, by_columns, cut, make_root, put, values
 from tests.cli.running import Cli
 from tests.load.builder import Saved
@@ -137,7 +137,7 @@ def test_full_and_depth(cli: Cli, root: str) -> None:
 
 
 def row(name: str, words: str = "whole", shape: tuple[int, ...] = (2,)) -> TensorRow:
-    layout = Layout(words, (1,), False, 1, 0, "0")
+    layout = TensorLayout(words, (1,), False, 1, 0, "0")
     return TensorRow(name=name, dtype="float32", shape=shape, bytes=8, layout=layout)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ckptd.format.digest import digest_hex
 from ckptd.format.manifest import ObjectEntry, encode_manifest
 from ckptd.layout.grid import Axis, Grid
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import Job, Share
 from ckptd.reshard.layouts import Program, read_program
@@ -117,11 +117,11 @@ def program(name: str, *rules: str) -> Program:
     return read_program(name, "--to", lambda run: run.target).with_rules(rules)
 
 
-def latest(store: Store) -> Reader:
+def latest(store: Store) -> CkptdReader:
     catalogue = Catalogue(store)
     name = catalogue.latest()
     assert name is not None
-    return Reader(catalogue, name)
+    return CkptdReader(catalogue, name)
 
 
 def everything(folder: Path) -> dict[str, Array]:

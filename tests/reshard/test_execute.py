@@ -13,7 +13,7 @@ from ckptd.errors import CorruptError
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.owners import Owners
 from ckptd.load.places import Places
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.feed import MixedFeeds, Recut
 from ckptd.reshard.job import Job, Share
@@ -80,7 +80,7 @@ def check(out: Store, data: Mapping[str, np.ndarray]) -> None:
     catalogue = Catalogue(out)
     latest = catalogue.latest()
     assert latest is not None
-    reader = Reader(catalogue, latest)
+    reader = CkptdReader(catalogue, latest)
     for name, wanted in data.items():
         found = reader.tensor(name)
         assert found.dtype == wanted.dtype

@@ -11,7 +11,7 @@ import pytest
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError, UsageError
 from ckptd.format.manifest import ObjectEntry
-from ckptd.load.values import PerRankValues
+from ckptd.readers.reader import PerRankValues
 from ckptd.reshard.compose import Composed
 from ckptd.reshard.explain import prove_target, rules_of
 from ckptd.reshard.feed import Feed
@@ -363,5 +363,5 @@ def test_tied_names_and_empty_tensors_stay(tmp_path: Path) -> None:
     with open_store(tmp_path / "a") as one, open_store(tmp_path / "b") as two:
         left, right = latest(one), latest(two)
         assert left.objects() == right.objects()
-        assert left.aliases("model.embed.weight") == right.aliases("model.embed.weight")
-        assert right.aliases("model.embed.weight") == ("model.head.weight",)
+        assert left.info("model.embed.weight") == right.info("model.embed.weight")
+        assert right.info("model.embed.weight").aliases == ("model.head.weight",)

@@ -17,7 +17,7 @@ from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import FileEntry, GridEntry, Manifest, TensorEntry, encode_manifest
 from ckptd.format.names import commit_key
 from ckptd.format.records import encode_record
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from tests.load.builder import Saved, build
@@ -156,5 +156,5 @@ def test_chunks_that_headers_justify_are_read(
         catalogue = Catalogue(store)
         catalogue.create_or_open()
         build(store, {"w": Saved.rows(np.arange(600, dtype=np.uint8), 300)})
-        reader = Reader(catalogue, catalogue.line()[-1])
+        reader = CkptdReader(catalogue, catalogue.line()[-1])
         assert reader.tensor("w").tolist() == np.arange(600, dtype=np.uint8).tolist()

@@ -29,7 +29,7 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import LEASES, CommitName
 from ckptd.format.records import Lease, encode_record
 from ckptd.layout.grid import Axis, Grid
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import plan_gc, run_gc
 from ckptd.root.leases import leases
@@ -74,7 +74,7 @@ def assert_same(source: Catalogue, store: Store, step: int) -> None:
     name = catalogue.find(step)
     assert verify(catalogue, name).findings == ()
     original = source.find(step)
-    assert diff(Reader(source, original), Reader(catalogue, name)).same
+    assert diff(CkptdReader(source, original), CkptdReader(catalogue, name)).same
     a, b = source.commit(original), catalogue.commit(name)
     for field in ("metadata", "created", "world_size", "data_bytes"):
         assert getattr(a, field) == getattr(b, field)

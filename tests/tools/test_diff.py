@@ -17,12 +17,12 @@ from ckptd.errors import CorruptError
 from ckptd.format.manifest import ObjectEntry
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
-from ckptd.tools.diff import Difference, DiffReport, TensorDiff, compare, diff
+from ckptd.tools.diff import DiffReport, TensorDiff, ValueDifference, compare, diff
 from ckptd.types import DTYPES
 from tests.load.builder import Array, Saved, build
 
@@ -31,10 +31,10 @@ _numbers = itertools.count()
 
 def reader(
     tensors: dict[str, Saved], *, objects: tuple[ObjectEntry, ...] = (), store: Store | None = None
-) -> Reader:
+) -> CkptdReader:
     store = store or MemoryStore(f"diff{next(_numbers)}")
     built = build(store, tensors, objects=objects, witness=False)
-    return Reader(Catalogue(store), built.name)
+    return CkptdReader(Catalogue(store), built.name)
 
 
 def one(report: DiffReport) -> TensorDiff:
@@ -170,7 +170,7 @@ def test_objects() -> None:
     ]
 
 
-def per_rank(texts: list[bytes]) -> Reader:
+def per_rank(texts: list[bytes]) -> CkptdReader:
     raw = np.frombuffer(b"".join(texts), np.uint8)
     grid = Grid((Axis.from_sizes(map(len, texts)),))
     entry = ObjectEntry("rng", tensor="@rng", per_rank="reseed")
@@ -248,7 +248,7 @@ CASES: list[Case] = [
 def test_values_of_one_dtype(case: Case) -> None:
     name, a, b, expected = case
     dtype = DTYPES[name]
-    found = Difference()
+    found = ValueDifference()
     compare(np.array(a, dtype.numpy), np.array(b, dtype.numpy), dtype, dtype, found)
     assert {k: getattr(found, k) for k in expected} == pytest.approx(expected, abs=0, nan_ok=True)
 
@@ -257,7 +257,7 @@ def test_complex32_is_two_halves() -> None:
     def pack(re: float, im: float) -> Array:
         return np.array([re, im], np.float16).view(np.uint32)
 
-    found = Difference()
+    found = ValueDifference()
     dtype = DTYPES["complex32"]
     compare(pack(3, 4), pack(0, 0), dtype, dtype, found)
     assert (found.differing, found.max_abs) == (1, 5.0)
@@ -276,13 +276,13 @@ def test_values_of_two_dtypes(
     left: str, right: str, convert: Callable[[Array], Array], differing: int
 ) -> None:
     a = np.arange(4).astype(DTYPES[left].numpy)
-    found = Difference()
+    found = ValueDifference()
     compare(a, convert(a), DTYPES[left], DTYPES[right], found)
     assert found.differing == differing
 
 
 def test_int64_against_uint64_is_exact() -> None:
-    found = Difference()
+    found = ValueDifference()
     a, b = np.array([-1, 2**63 - 1]), np.array([2**64 - 1, 2**63 - 1], np.uint64)
     compare(a, b, DTYPES["int64"], DTYPES["uint64"], found)
     assert found.differing == 1

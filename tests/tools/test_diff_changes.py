@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ckptd.format import codec
-from ckptd.load.values import PerRankValues
-from ckptd.tools.diff import Change, changes
+from ckptd.readers.reader import PerRankValues
+from ckptd.tools.diff import ValueChange, changes
 
 
 @pytest.mark.parametrize(
@@ -40,11 +40,11 @@ def test_changes(a: Any, b: Any, wanted: list[tuple[str, str, str]]) -> None:
 def test_values_of_ranks() -> None:
     a, b = PerRankValues({0: {"s": 1}, 1: 5}), PerRankValues({0: {"s": 2}, 2: 5})
     assert changes(a, b, 10) == (
-        Change("rank 0.s", "1", "2"),
-        Change("rank 1", "5", None),
-        Change("rank 2", None, "5"),
+        ValueChange("rank 0.s", "1", "2"),
+        ValueChange("rank 1", "5", None),
+        ValueChange("rank 2", None, "5"),
     )
-    assert changes(a, 7, 10) == (Change("", "2 ranks", "7"),)
+    assert changes(a, 7, 10) == (ValueChange("", "2 ranks", "7"),)
     assert changes(a, a, 10) == ()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ckptd
 from ckptd.errors import CkptdError, CorruptError, MismatchError, UsageError
-from ckptd.load.values import Reader
+from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
@@ -137,7 +137,7 @@ def test_a_save_keeps_the_sizes_that_it_found(tmp_path: Path) -> None:
         catalogue = Catalogue(store)
         name = catalogue.latest()
         assert name is not None
-        kept = Reader(catalogue, name).manifest.lay
+        kept = CkptdReader(catalogue, name).manifest.lay
     for size in ("h = 16", "rep = 2", "hd = 4", "f = 12", "kv = 2", "v = 20"):
         assert kept.count(f"\nlet {size}\n") == 1
 
@@ -210,7 +210,7 @@ def test_what_a_layout_leaves_out_keeps_its_value(tmp_path: Path) -> None:
     tensors = fused(whole(1))
     save(tmp_path, layout, {"model": dict(tensors)})
     with open_store(tmp_path) as store:
-        names = Reader(Catalogue(store), Catalogue(store).find(1)).manifest.tensors
+        names = CkptdReader(Catalogue(store), Catalogue(store).find(1)).manifest.tensors
     assert "model.norm.weight" not in {t.name for t in names}
 
 
@@ -357,7 +357,7 @@ def test_moments_in_buffers_keep_their_own_names_in_checkpoints(tmp_path: Path) 
     assert run_ranks(4, save_flats, str(root), deadline_s=200.0) == [True] * 4
     values = expert_values(2)
     with open_store(root) as store:
-        reader = Reader(Catalogue(store), Catalogue(store).find(1))
+        reader = CkptdReader(Catalogue(store), Catalogue(store).find(1))
         found = reader.tensors(["optim.experts.3.gate.exp_avg", "optim.router.exp_avg"])
     assert np.array_equal(found["optim.experts.3.gate.exp_avg"], values["x3"].numpy())
     assert np.array_equal(found["optim.router.exp_avg"], values["router"].numpy())

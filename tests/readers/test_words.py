@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptd.format import codec
 from ckptd.format.manifest import ObjectEntry
-from ckptd.tools.inspect import object_text, ranks_text, value_text
+from ckptd.readers.words import object_text, ranks_text, value_text
 
 
 @pytest.mark.parametrize(

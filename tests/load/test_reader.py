@@ -15,7 +15,8 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.format.names import CommitName
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
-from ckptd.load.values import Reader, cut_box
+from ckptd.load.reader import CkptdReader
+from ckptd.readers.reader import cut_box
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.memory import MemoryStore
 from tests.load.builder import Saved, build, take
@@ -32,9 +33,9 @@ def saved() -> dict[str, Saved]:
     }
 
 
-def make(tensors: dict[str, Saved], objects: tuple[ObjectEntry, ...] = ()) -> Reader:
+def make(tensors: dict[str, Saved], objects: tuple[ObjectEntry, ...] = ()) -> CkptdReader:
     store = MemoryStore(f"values{next(_numbers)}")
-    return Reader(Catalogue(store), build(store, tensors, objects=objects).name)
+    return CkptdReader(Catalogue(store), build(store, tensors, objects=objects).name)
 
 
 def test_whole_tensors() -> None:
@@ -76,7 +77,7 @@ def test_unknown_names() -> None:
         reader.tensor("nope")
     assert caught.value.kind == "no-tensor"
     with pytest.raises(NotFoundError):
-        Reader(Catalogue(reader.store), CommitName(7, 1))
+        CkptdReader(Catalogue(reader.store), CommitName(7, 1))
 
 
 def test_absent_pieces() -> None:

@@ -13,7 +13,7 @@ from ckptd.format.manifest import OPTIMIZER_CLASS, Manifest, ObjectEntry
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 
-__all__ = ["Layout", "Layouts", "object_tensors", "object_text", "ranks_text", "value_text"]
+__all__ = ["Layouts", "TensorLayout", "object_text", "ranks_text", "value_text"]
 
 _MOST_SIZES = 6
 _MOST_GROUPS = 4
@@ -21,7 +21,7 @@ _MOST_ITEMS = 8
 _TEXT_CHARS = 24
 
 
-class Layout(msgspec.Struct, frozen=True):
+class TensorLayout(msgspec.Struct, frozen=True):
     """How one tensor is cut and who wrote the chunks.
 
     Attributes
@@ -54,9 +54,9 @@ class Layouts:
     def __init__(self, manifest: Manifest, filemap: FileMap) -> None:
         self._filemap = filemap
         self._ranks = np.array([f.rank for f in manifest.files], dtype=np.int64)
-        self._known: dict[tuple[int, int, int], Layout] = {}
+        self._known: dict[tuple[int, int, int], TensorLayout] = {}
 
-    def of(self, tensor: int) -> Layout:
+    def of(self, tensor: int) -> TensorLayout:
         """Return the layout of tensor number `tensor`."""
         entry = self._filemap.tensors[tensor]
         key = (entry.grid, entry.owners, entry.base)
@@ -64,7 +64,7 @@ class Layouts:
             self._known[key] = self._describe(*key)
         return self._known[key]
 
-    def _describe(self, grid_number: int, owners_number: int, base: int) -> Layout:
+    def _describe(self, grid_number: int, owners_number: int, base: int) -> TensorLayout:
         grid = self._filemap.grids[grid_number]
         files = self._filemap.owners[owners_number].array(base)
         held = files[files != ABSENT]
@@ -72,7 +72,7 @@ class Layouts:
         words = "absent" if absent == len(files) else _cut(grid)
         if 0 < absent < len(files):
             words += f", {absent} of {len(files)} absent"
-        return Layout(
+        return TensorLayout(
             words=words,
             cells=grid.cell_shape,
             flat=bool(grid.flat),
@@ -130,11 +130,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 # -- objects ---------------------------------------------------------------------------------------
-
-
-def object_tensors(manifest: Manifest) -> frozenset[str]:
-    """Names of the tensors that are objects in encoded form, and no tensors of the user."""
-    return frozenset(o.tensor for o in manifest.objects if o.tensor)
 
 
 def object_text(entry: ObjectEntry, nbytes: int, ranks: str) -> str:
