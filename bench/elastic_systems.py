@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
+from ckptd.elastic.leader import LeaderRecord
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
-from ckptd.elastic.seat import SeatBook
 from ckptd.monitor.signing import job_secret
 
 HERE = Path(__file__).parent
@@ -154,9 +154,9 @@ class Run:
 
         return OperatorLink(address, self.job, job_secret(self.job, Path(self._run_folder())))
 
-    def _seat(self) -> SeatBook:
+    def _seat(self) -> LeaderRecord:
         os.environ["CKPTD_RUN_DIR"] = self._run_folder()
-        return open_places(self.job).seat
+        return open_places(self.job).leader
 
     def has_controller(self, within_s: float) -> bool:
         """Wait for the controller: node 0 hosts it then, whichever launcher is quicker."""

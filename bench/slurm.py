@@ -132,7 +132,7 @@ def recovered(job: Job, began: float, before: int) -> dict[str, Any]:
 def status(job: Job) -> dict[str, Any]:
     """Return the newest recovery, as the controller tells it."""
     name, folder = f"slurm-{job.number}", job.folder / f"ckptd-{job.number}"
-    seat = open_places(name, str(folder / "log")).seat
+    seat = open_places(name, str(folder / "log")).leader
 
     def address() -> str:
         newest = seat.newest()

@@ -182,7 +182,7 @@ def _link(where: Where) -> OperatorLink:
     def find() -> str:
         if where.controller is not None:
             return where.controller
-        newest = open_places(where.name, where.place()).seat.newest()
+        newest = open_places(where.name, where.place()).leader.newest()
         if newest is None:
             raise NotFoundError(
                 "no controller of this job was ever there",

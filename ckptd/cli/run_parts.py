@@ -16,9 +16,8 @@ import msgspec
 
 from ckptd.cli.watch_parts import Part, Reader, login_text
 from ckptd.elastic.launchers.node import NO_ORDER
+from ckptd.elastic.leader import Outlook, stand_in_pause_s
 from ckptd.elastic.places import Places
-from ckptd.elastic.seat import stand_in_pause_s
-from ckptd.elastic.signs import Outlook
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
 from ckptd.monitor.signing import SECRET_VARIABLE
 from ckptd.net.address import is_here, is_loopback, parse_address
@@ -132,7 +131,7 @@ class Steward:
         node: str = "",
     ) -> None:
         several = places is not None and node
-        self._outlook = Outlook(places.seat, node) if several and places is not None else None
+        self._outlook = Outlook(places.leader, node) if several and places is not None else None
         self._yielded = False
         """Whether its controller has ended because another one is there, or should be."""
         self._cut = False
@@ -174,7 +173,7 @@ class Steward:
     def still(self, life: str) -> bool:
         """Whether the controller of that life was seated last; for `NodeLink`."""
         try:
-            return self._places is not None and self._places.seat.still(life)
+            return self._places is not None and self._places.leader.still(life)
         except CkptdError:
             return False
 
@@ -182,7 +181,7 @@ class Steward:
         if self._places is None:
             return ""
         try:
-            newest = self._places.seat.newest()
+            newest = self._places.leader.newest()
         except CkptdError:
             return ""
         return newest.address if newest is not None else ""
@@ -276,7 +275,7 @@ class Steward:
             host, port = parse_address(self._endpoint)
             if not is_here(host):
                 host, port = self._address, 0
-        newest = self._places.seat.newest() if self._places is not None else None
+        newest = self._places.leader.newest() if self._places is not None else None
         after = newest.number if newest is not None else -1
         name = f"controller-{self._lives}" if self._lives else "controller"
         command = [*_CKPTD, "controller", "--json", *self._arguments]

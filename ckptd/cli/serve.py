@@ -366,7 +366,7 @@ def _controller(job: str, said: str | None) -> Callable[[], str] | None:
     if re.fullmatch(r"[^/]+:\d+", said):
         parse_address(said)
         return lambda: said
-    seat = open_places(job, None if said == "auto" else said).seat
+    seat = open_places(job, None if said == "auto" else said).leader
 
     def newest() -> str:
         found = seat.newest()

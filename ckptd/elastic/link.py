@@ -71,7 +71,7 @@ class NodeLink:
         Returns whether the life of a controller, the last that was spoken to, is still the one that
         was seated last; asked while there is no connection. Where it is, nobody else can have
         begun a generation, and the lease is renewed without a controller: see
-        `ckptd.elastic.seat.SeatBook.still`.
+        `ckptd.elastic.leader.LeaderRecord.still`.
     """
 
     def __init__(

@@ -1,50 +1,19 @@
-"""Where the membership log is kept: any store, or etcd."""
+"""The membership log: create-only records in a store."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
 from ckptd.errors import ConflictError, CorruptError
 from ckptd.store.base import Store
 
-__all__ = ["FOLDER", "MembershipLog", "StoreLog", "entry_key", "entry_number"]
+__all__ = ["FOLDER", "MembershipLog", "entry_key", "entry_number"]
 
 FOLDER = "membership/"
 _MOST_ENTRY_BYTES = 16 << 20
 _DIGITS = 12
 _READERS = 16
-
-
-class MembershipLog(Protocol):
-    """An append-only list of records that several may try to append to: one of them wins."""
-
-    def read(self) -> list[Record]:
-        """Return all records, the oldest first.
-
-        Raises
-        ------
-        CorruptError
-            kind ``bad-log``: a record is damaged, missing between others, or goes backwards.
-        StoreError
-            The place cannot be read.
-        """
-        ...
-
-    def append(self, record: Record, number: int) -> None:
-        """Write the record that `number` others come before; durable on return.
-
-        Raises
-        ------
-        ConflictError
-            kind ``log-taken``: somebody else has written that record. Whoever hears this controls
-            the job no more.
-        StoreError
-            The place cannot be written; the record may be there or not, and the same call may be
-            made again.
-        """
-        ...
 
 
 def entry_key(number: int) -> str:
@@ -59,8 +28,8 @@ def entry_number(name: str) -> int | None:
     return number if number >= 0 and entry_key(number) == name else None
 
 
-class StoreLog:
-    """The log as objects of a store: a shared folder, or a bucket.
+class MembershipLog:
+    """Records that several may try to append, of which one wins: objects of a store.
 
     Parameters
     ----------
@@ -72,7 +41,15 @@ class StoreLog:
         self._store = store
 
     def read(self) -> list[Record]:
-        """Return all records; see `MembershipLog.read`."""
+        """Return all records, the oldest first.
+
+        Raises
+        ------
+        CorruptError
+            kind ``bad-log``: a record is damaged, missing between others, or goes backwards.
+        StoreError
+            The store cannot be read.
+        """
         where = f"{self._store.url.rstrip('/')}/{FOLDER}"
         found = {}
         for info in self._store.list(FOLDER):
@@ -102,7 +79,17 @@ class StoreLog:
         return records
 
     def append(self, record: Record, number: int) -> None:
-        """Write a record; see `MembershipLog.append`."""
+        """Write the record that `number` others come before; durable on return.
+
+        Raises
+        ------
+        ConflictError
+            kind ``log-taken``: another controller has written that record; this one decides
+            nothing any more.
+        StoreError
+            The store cannot be written; the record may be there or not, and the same call may be
+            made again.
+        """
         key = FOLDER + entry_key(number)
         try:
             self._store.put(key, encode_record(record), create_only=True)

@@ -1,35 +1,31 @@
-"""Where a job keeps its membership log and its controller's seat, by URL."""
+"""Where a job keeps its membership log and its leader record, by URL."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import NamedTuple
 
-from ckptd.elastic.etcd import Etcd, EtcdLog, EtcdSeat
-from ckptd.elastic.log import MembershipLog, StoreLog
-from ckptd.elastic.seat import SeatBook, StoreSeat
-from ckptd.errors import UsageError
+from ckptd.elastic.leader import LeaderRecord
+from ckptd.elastic.log import MembershipLog
 from ckptd.runtime.agentlink import run_folder
 from ckptd.store import open_store
 
 __all__ = ["Places", "open_places", "own_log"]
 
-_ETCD = "etcd"
-
 
 class Places(NamedTuple):
-    """The log and the seat of one job.
+    """The log and the leader record of one job.
 
     Attributes
     ----------
-    log, seat
+    log, leader
         Open; nothing was contacted yet.
     url
         Where they are.
     """
 
     log: MembershipLog
-    seat: SeatBook
+    leader: LeaderRecord
     url: str
 
 
@@ -39,13 +35,13 @@ def own_log(job: str) -> str:
 
 
 def open_places(job: str, url: str | None = None) -> Places:
-    """Open the log and the seat of `job`.
+    """Open the log and the leader record of `job`.
 
     Parameters
     ----------
     url
-        A path, any URL of a store, or ``etcd://HOST:PORT[,HOST:PORT]/PREFIX``; a folder of the run
-        folder if left out, which only this machine sees. Jobs must not share a place.
+        A path or any URL of a store; a folder of the run folder if left out, which only this
+        machine sees. Jobs must not share a place.
 
     Raises
     ------
@@ -53,19 +49,5 @@ def open_places(job: str, url: str | None = None) -> Places:
         kind ``bad-url``: nothing opens it.
     """
     url = url or own_log(job)
-    if url.startswith(f"{_ETCD}://"):
-        rest = url.removeprefix(f"{_ETCD}://")
-        members, slash, prefix = rest.partition("/")
-        if not members or not slash or not prefix.strip("/"):
-            raise UsageError(
-                "this is no place in etcd",
-                kind="bad-url",
-                wanted="etcd://HOST:PORT[,HOST:PORT]/PREFIX",
-                found=url[:200],
-            )
-        endpoints = [f"http://{member}" for member in members.split(",")]
-        prefix = prefix.strip("/")
-        seat = EtcdSeat(Etcd(endpoints), f"/{prefix}/controller/")
-        return Places(EtcdLog(endpoints, f"/{prefix}/membership/"), seat, url)
     store = open_store(url)
-    return Places(StoreLog(store), StoreSeat(store), url)
+    return Places(MembershipLog(store), LeaderRecord(store), url)

@@ -17,11 +17,10 @@ from ckptd.elastic.appending import Appender
 from ckptd.elastic.chronicle import Chronicle
 from ckptd.elastic.controller import Controller, Ending
 from ckptd.elastic.controller_server import Door, Peer
+from ckptd.elastic.leader import LOOK_S, Outlook, seat_taken
 from ckptd.elastic.membership import Record
 from ckptd.elastic.places import Places
 from ckptd.elastic.policy import Job
-from ckptd.elastic.seat import seat_taken
-from ckptd.elastic.signs import LOOK_S, Outlook
 from ckptd.elastic.statemachine import StateMachine
 from ckptd.elastic.states import ControllerSettings
 from ckptd.elastic.status import Setting, status_of
@@ -142,7 +141,7 @@ class _Run:
                 setting, machine, chronicle, controller.relaunch, ended, controller.daemon
             )
 
-        outlook = Outlook(setup.places.seat) if setup.several else None
+        outlook = Outlook(setup.places.leader) if setup.several else None
         controller = Controller(
             machine,
             appender,
@@ -195,7 +194,7 @@ class _Run:
     # --- the seat ---------------------------------------------------------------------------------
 
     def _take_seat(self) -> None:
-        setup, seat = self._setup, self._setup.places.seat
+        setup, seat = self._setup, self._setup.places.leader
         newest = seat.newest()
         if newest is not None and newest.by == self._lives[-1]:
             return  # an attempt before this one had succeeded
@@ -220,7 +219,7 @@ class _Run:
         while True:
             await asyncio.sleep(_SEAT_S)
             try:
-                newest = await asyncio.to_thread(setup.places.seat.newest)
+                newest = await asyncio.to_thread(setup.places.leader.newest)
             except StoreError as error:
                 if not failing:
                     chronicle.tell(f"the controller's seat cannot be read: {error.message}")

@@ -15,8 +15,8 @@ import pytest
 
 from ckptd.cli.run_parts import Steward, Watch
 from ckptd.elastic.launchers.node import NO_ORDER
+from ckptd.elastic.leader import Leader
 from ckptd.elastic.places import open_places
-from ckptd.elastic.seat import SeatRecord
 from ckptd.errors import StoreError
 
 DEADLINE_S = 60.0
@@ -35,15 +35,15 @@ def test_a_launcher_stands_in_by_its_rank_and_asks_nobody_while_all_is_well(
 ) -> None:
     log = str(tmp_path / "log")
     places = open_places("j", log)
-    places.seat.take(0, "127.0.0.1:9", "another")
+    places.leader.take(0, "127.0.0.1:9", "another")
     asked: list[int] = []
-    newest = places.seat.newest
+    newest = places.leader.newest
 
-    def ask() -> SeatRecord | None:
+    def ask() -> Leader | None:
         asked.append(1)
         return newest()
 
-    monkeypatch.setattr(places.seat, "newest", ask)
+    monkeypatch.setattr(places.leader, "newest", ask)
     arguments = ["--job", "j", "--log", log]
     steward = Steward(places, "", "127.0.0.2", arguments, os.environ, tmp_path, lambda _: None)
     try:
@@ -69,10 +69,10 @@ def test_a_launcher_that_is_never_heard_asks_for_the_seat_now_and_then(
     monkeypatch.setattr("ckptd.cli.run_parts._AGAIN_S", 600.0)
     places = open_places("j", str(tmp_path / "log"))
     with socket.create_server(("127.0.0.1", 0)) as refuses:
-        places.seat.take(0, f"127.0.0.1:{refuses.getsockname()[1]}", "another")
+        places.leader.take(0, f"127.0.0.1:{refuses.getsockname()[1]}", "another")
         steward = Steward(places, "", "127.0.0.1", [], os.environ, tmp_path, lambda _: None)
         steward.turn(60.0, NO_ORDER)
-        monkeypatch.setattr(places.seat, "newest", lambda: pytest.fail("asked at every turn"))
+        monkeypatch.setattr(places.leader, "newest", lambda: pytest.fail("asked at every turn"))
         steward.turn(60.1, NO_ORDER)
     assert not steward.started
 
@@ -80,11 +80,11 @@ def test_a_launcher_that_is_never_heard_asks_for_the_seat_now_and_then(
 def test_a_store_that_is_away_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away() -> SeatRecord:
+    def away() -> Leader:
         raise StoreError("the store is away", kind="io")
 
     places = open_places("j", str(tmp_path / "log"))
-    monkeypatch.setattr(places.seat, "newest", away)
+    monkeypatch.setattr(places.leader, "newest", away)
     said: list[str] = []
     steward = Steward(places, "", "127.0.0.1", [], os.environ, tmp_path, said.append)
     with pytest.raises(StoreError):  # nothing has begun

@@ -81,7 +81,7 @@ class Folder:
             self.endpoint = f"127.0.0.1:{sock.getsockname()[1]}"
 
     def seat(self) -> str:
-        newest = open_places(JOB, self.log).seat.newest()
+        newest = open_places(JOB, self.log).leader.newest()
         return newest.address if newest is not None else ""
 
 

@@ -97,7 +97,7 @@ class ControllerProcess:
 
     def seat(self) -> str:
         """Return where the newest controller is."""
-        newest = open_places(self.job, self.log).seat.newest()
+        newest = open_places(self.job, self.log).leader.newest()
         return newest.address if newest is not None else ""
 
     def operator(self) -> OperatorLink:

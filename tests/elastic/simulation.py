@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from ckptd.elastic.leader import may_stand_in
 from ckptd.elastic.membership import Record, decode_record, encode_record
 from ckptd.elastic.messages import (
     Abort,
@@ -39,7 +40,6 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.messages import Ended as EndedEvent
 from ckptd.elastic.policy import Job, Shape
 from ckptd.elastic.schedule import Schedule
-from ckptd.elastic.signs import may_stand_in
 from ckptd.elastic.statemachine import State, StateMachine
 from ckptd.errors import CorruptError
 from tests.elastic.simulation_judge import Line, Violation

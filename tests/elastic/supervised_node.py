@@ -17,7 +17,7 @@ failing = os.path.exists(f"{folder}/failing")
 
 def address() -> str:
     """Return where the controller is."""
-    newest = places.seat.newest()
+    newest = places.leader.newest()
     return newest.address if newest is not None else ""
 
 

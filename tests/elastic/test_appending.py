@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ckptd.elastic.appending import Appender
-from ckptd.elastic.log import StoreLog
+from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.membership import Record
 from ckptd.elastic.policy import Shape
 from ckptd.errors import ConflictError, TransientStoreError
@@ -20,7 +20,7 @@ from tests.elastic.test_membership import record
 ONE = Shape()
 
 
-class ShakyLog(StoreLog):
+class ShakyLog(MembershipLog):
     """A log whose next appends fail, before or after they were written."""
 
     def __init__(self, folder: Path, failures: list[str]) -> None:

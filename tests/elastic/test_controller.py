@@ -205,7 +205,7 @@ def test_who_is_cut_off_and_reaches_the_log_renews_no_lease_beside_its_follower(
 ) -> None:
     with controlled(tmp_path, "--nodes", "1", "--set", "silent_s=1", *FAST) as c:
         line = [True]
-        seat = open_places("j", c.log).seat
+        seat = open_places("j", c.log).leader
         node = PretendedNode("n0", lambda: c.seat() if line else "", seated=seat.still)
         spare = PretendedNode("n1", lambda: "" if line else c.seat())
         try:

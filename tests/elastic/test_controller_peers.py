@@ -14,7 +14,7 @@ from ckptd.elastic.chronicle import Chronicle
 from ckptd.elastic.controller import Controller
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.frames import MOST_FRAME_BYTES
-from ckptd.elastic.log import StoreLog
+from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import Broken, Ended, Left, Loaded, Lost, NodeUp, Progress, Tick
 from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.status import Setting, status_of
@@ -44,7 +44,7 @@ class Made:
     def __init__(self, folder: Path) -> None:
         self.machine = StateMachine(JOB, ControllerSettings(), (), 0.0)
         self.chronicle = Chronicle()
-        log = StoreLog(open_store(str(folder)))
+        log = MembershipLog(open_store(str(folder)))
         self.controller = Controller(
             self.machine, Appender(log, 0, print), self.chronicle, self.status, self.reseat
         )

@@ -19,7 +19,7 @@ from tests.elastic.controlled import SECRET, controlled, pretended, until
 def test_the_lease_counts_from_sending_and_goes_on_while_nobody_follows(tmp_path: Path) -> None:
     leases: list[float] = []
     with controlled(tmp_path, "--nodes", "2", "--set", "lease_s=50") as c:
-        seat = open_places("j", c.log).seat
+        seat = open_places("j", c.log).leader
         link = NodeLink(
             c.seat,
             "j",

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptd.elastic.launchers.torchrun_workers import Workers
+from ckptd.elastic.leader import Leader, Outlook, stand_in_pause_s
 from ckptd.elastic.places import open_places
-from ckptd.elastic.seat import SeatRecord, stand_in_pause_s
-from ckptd.elastic.signs import Outlook
 from ckptd.errors import CkptdError
 from ckptd.net.address import is_loopback, parse_address
 
@@ -106,7 +105,7 @@ class Controller:
         self._lock = folder / f"controller-{digest}.lock"
         self.log = folder / f"controller-{digest}.log"
         self._url = place.conf.get("log")
-        self._seat = open_places(place.job, self._url).seat if self._sees_log else None
+        self._seat = open_places(place.job, self._url).leader if self._sees_log else None
         several = self._seat is not None and place.most > 1
         self._outlook = Outlook(self._seat, node) if several and self._seat is not None else None
         self._process: subprocess.Popen[bytes] | None = None
@@ -175,7 +174,7 @@ class Controller:
                 process.kill()
                 process.wait()
 
-    def _newest(self) -> SeatRecord | None:
+    def _newest(self) -> Leader | None:
         if self._seat is None:
             return None
         # Where it cannot be read, the endpoint is as good a guess.

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from ckptd.elastic.link import OperatorLink
-from ckptd.elastic.log import StoreLog
+from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
@@ -181,7 +181,7 @@ class LiveJob:
     def promised(self) -> dict[int, int]:
         """Return the last committed step before each generation, by the membership log."""
         with open_store(self.log_url) as store:
-            return {r.generation: r.step for r in StoreLog(store).read()}
+            return {r.generation: r.step for r in MembershipLog(store).read()}
 
     def status(self) -> Status | None:
         with contextlib.suppress(CkptdError):
