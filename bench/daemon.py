@@ -33,7 +33,7 @@ import numpy as np
 from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.simulated import Simulation, mesh_for
 from ckptd.monitor.gather import merge
-from ckptd.monitor.report import Sheet, pack, unpack
+from ckptd.monitor.report import NodeReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
 
@@ -102,7 +102,7 @@ def packed(ranks: int, forwarded: bool, turns: int) -> list[list[bytes]]:
     simulation = Simulation(JOB, mesh_for(ranks))
     out: list[list[bytes]] = []
     for second in range(turns):
-        each = [unpack(body) for _, body in simulation.sheets(float(second))]
+        each = [unpack_report(body) for _, body in simulation.sheets(float(second))]
         if forwarded:
             each = joined(each, second)
         else:
@@ -114,7 +114,7 @@ def packed(ranks: int, forwarded: bool, turns: int) -> list[list[bytes]]:
     return out
 
 
-def joined(each: list[Sheet], number: int) -> list[Sheet]:
+def joined(each: list[NodeReport], number: int) -> list[NodeReport]:
     parts = [each[i : i + PER_FORWARDER] for i in range(0, len(each), PER_FORWARDER)]
     return [
         merge(part, [0.0] * len(part), job=JOB, source=f"f{k}", number=number)

@@ -26,12 +26,12 @@ from typing import Any
 import common
 import numpy as np
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.links.matrix import again, effects
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.slow import SlowLimits, slow_ranks
 from ckptd.monitor.simulator import Fault, Mesh, Planted, delays, own_times, play
-from ckptd.monitor.verdict import Kind, Target, Verdict
+from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
 
 MESHES = {1024: Mesh(16, 8, 8), 10240: Mesh(160, 8, 8), 32768: Mesh(512, 8, 8)}
 SETS = {"chosen on": 0, "scored on": 2_000_000}
@@ -77,7 +77,7 @@ class Score:
 
 # --- what stands still --------------------------------------------------------------------------
 
-Case = tuple[Job, set[str]]
+Case = tuple[JobView, set[str]]
 
 
 def _length(mesh: Mesh, rank: int) -> int:
@@ -94,7 +94,7 @@ def _faults(mesh: Mesh, rng: np.random.Generator, kind: Planted, count: int) -> 
     return [Fault(kind, r, int(rng.integers(_length(mesh, r)))) for r in ranks]
 
 
-def _wanted(kind: Kind, faults: list[Fault]) -> set[str]:
+def _wanted(kind: VerdictKind, faults: list[Fault]) -> set[str]:
     return {f"{kind} {f.rank}" for f in faults}
 
 
@@ -104,24 +104,24 @@ def clean(mesh: Mesh, rng: np.random.Generator) -> Case:
 
 def hang(mesh: Mesh, rng: np.random.Generator) -> Case:
     faults = _faults(mesh, rng, Planted.HANG, 1)
-    return play(mesh, faults, rng), _wanted(Kind.HANG, faults)
+    return play(mesh, faults, rng), _wanted(VerdictKind.HANG, faults)
 
 
 def stop(mesh: Mesh, rng: np.random.Generator) -> Case:
     faults = _faults(mesh, rng, Planted.STOP, 1)
-    return play(mesh, faults, rng), _wanted(Kind.HANG, faults)
+    return play(mesh, faults, rng), _wanted(VerdictKind.HANG, faults)
 
 
 def two_hangs(mesh: Mesh, rng: np.random.Generator) -> Case:
     """Both at a step's first call: of two, one may never come to the place where it would hang."""
     faults = [Fault(Planted.HANG, r, 0) for r in _ranks(mesh, rng, 2)]
-    return play(mesh, faults, rng), _wanted(Kind.HANG, faults)
+    return play(mesh, faults, rng), _wanted(VerdictKind.HANG, faults)
 
 
 def node_hang(mesh: Mesh, rng: np.random.Generator) -> Case:
     node = int(rng.integers(mesh.nodes))
     faults = [Fault(Planted.HANG, node * mesh.per_node + k, 0) for k in range(mesh.per_node)]
-    return play(mesh, faults, rng), _wanted(Kind.HANG, faults)
+    return play(mesh, faults, rng), _wanted(VerdictKind.HANG, faults)
 
 
 def _silent(mesh: Mesh, rng: np.random.Generator, faults: list[Fault], share: float) -> list[int]:
@@ -133,7 +133,7 @@ def _silent(mesh: Mesh, rng: np.random.Generator, faults: list[Fault], share: fl
 def hang_unheard(mesh: Mesh, rng: np.random.Generator, share: float = 0.01) -> Case:
     faults = _faults(mesh, rng, Planted.HANG, 1)
     silent = _silent(mesh, rng, faults, share)
-    return play(mesh, faults, rng, silent=silent), _wanted(Kind.HANG, faults)
+    return play(mesh, faults, rng, silent=silent), _wanted(VerdictKind.HANG, faults)
 
 
 def hang_unheard_more(mesh: Mesh, rng: np.random.Generator) -> Case:
@@ -144,7 +144,7 @@ def culprit_unheard(mesh: Mesh, rng: np.random.Generator) -> Case:
     """That silent ranks are told is right, if the culprit is among them; who it was, is not."""
     faults = _faults(mesh, rng, Planted.HANG, 1)
     silent = [faults[0].rank // mesh.per_node]
-    return play(mesh, faults, rng, silent=silent), _wanted(Kind.CANNOT_SAY, faults)
+    return play(mesh, faults, rng, silent=silent), _wanted(VerdictKind.CANNOT_SAY, faults)
 
 
 def several(mesh: Mesh, rng: np.random.Generator) -> Case:
@@ -152,20 +152,20 @@ def several(mesh: Mesh, rng: np.random.Generator) -> Case:
     ranks = _ranks(mesh, rng, 3)
     kinds = (Planted.HANG, Planted.HANG, Planted.CRASH)
     faults = [Fault(kind, rank, 0) for kind, rank in zip(kinds, ranks, strict=True)]
-    wanted = _wanted(Kind.HANG, faults[:2]) | _wanted(Kind.CRASH, faults[2:])
+    wanted = _wanted(VerdictKind.HANG, faults[:2]) | _wanted(VerdictKind.CRASH, faults[2:])
     return play(mesh, faults, rng, silent=_silent(mesh, rng, faults, 0.01)), wanted
 
 
 def crash(mesh: Mesh, rng: np.random.Generator) -> Case:
     faults = _faults(mesh, rng, Planted.CRASH, 1)
-    return play(mesh, faults, rng, age=1.0), _wanted(Kind.CRASH, faults)
+    return play(mesh, faults, rng, age=1.0), _wanted(VerdictKind.CRASH, faults)
 
 
 def size(mesh: Mesh, rng: np.random.Generator) -> Case:
     """In the replicas' reduction."""
     rank = _ranks(mesh, rng, 1)[0]
     faults = [Fault(Planted.SIZE, rank, _length(mesh, rank) - 3)]
-    return play(mesh, faults, rng, age=1.0), _wanted(Kind.MISMATCH, faults)
+    return play(mesh, faults, rng, age=1.0), _wanted(VerdictKind.MISMATCH, faults)
 
 
 def skip(mesh: Mesh, rng: np.random.Generator) -> Case:
@@ -173,13 +173,13 @@ def skip(mesh: Mesh, rng: np.random.Generator) -> Case:
     rank = _ranks(mesh, rng, 1)[0]
     back = 4 if mesh.place[1][rank] == 0 else 5
     faults = [Fault(Planted.SKIP, rank, _length(mesh, rank) - back)]
-    return play(mesh, faults, rng, age=1.0), _wanted(Kind.MISMATCH, faults)
+    return play(mesh, faults, rng, age=1.0), _wanted(VerdictKind.MISMATCH, faults)
 
 
 def deadlock(mesh: Mesh, rng: np.random.Generator) -> Case:
     faults = [Fault(Planted.SWAP, _ranks(mesh, rng, 1)[0])]
     stage = mesh.tp * (faults[0].rank // mesh.tp)
-    return play(mesh, faults, rng), {f"{Kind.DEADLOCK} {stage + k}" for k in range(mesh.tp)}
+    return play(mesh, faults, rng), {f"{VerdictKind.DEADLOCK} {stage + k}" for k in range(mesh.tp)}
 
 
 def communication(mesh: Mesh, rng: np.random.Generator) -> Case:
@@ -187,7 +187,7 @@ def communication(mesh: Mesh, rng: np.random.Generator) -> Case:
     rank = _ranks(mesh, rng, 1)[0]
     job = play(mesh, [Fault(Planted.LINK, rank, _length(mesh, rank) - 2)], rng)
     stage = mesh.tp * (rank // mesh.tp)
-    return job, {f"{Kind.COMM_HANG} {stage + k}" for k in range(mesh.tp)}
+    return job, {f"{VerdictKind.COMM_HANG} {stage + k}" for k in range(mesh.tp)}
 
 
 CASES: dict[str, Callable[[Mesh, np.random.Generator], Case]] = {
@@ -222,7 +222,7 @@ def standing(ranks: int, case: str, base: int, reps: int) -> dict[str, Any]:
         named = _named(verdicts)
         if CASES[case] is culprit_unheard:
             # Others of its node are named with it, as nothing tells them apart.
-            named = {n for n in named if n in wanted or not n.startswith(Kind.CANNOT_SAY)}
+            named = {n for n in named if n in wanted or not n.startswith(VerdictKind.CANNOT_SAY)}
         score.add(wanted, named, cpu)
     return score.row(ranks=ranks, case=case)
 
@@ -254,7 +254,7 @@ def slowness(ranks: int, case: str, ratio: float, base: int, reps: int) -> dict[
         start = time.process_time()
         verdicts = tuple(slow_ranks(job, times, mesh.roles, limits))
         cpu = time.process_time() - start
-        score.add({f"{Kind.SLOW_RANK} {r}" for r in slow}, _named(verdicts), cpu)
+        score.add({f"{VerdictKind.SLOW_RANK} {r}" for r in slow}, _named(verdicts), cpu)
     return score.row(ranks=ranks, case=case, ratio=ratio)
 
 
@@ -287,7 +287,7 @@ def links(nodes: int, case: str, times: int, ratio: float, base: int, reps: int)
         slow += [(a, -1, ratio)] if kind[0] == 1 else []
         slow += [(-1, a, ratio)] if kind[1] == 1 else []
         target = {"sender": (a, -1), "receiver": (-1, a), "node": (a, a), "link": (a, b)}
-        wanted = {f"{Target(case)} {target[case]}"} if slow else set()
+        wanted = {f"{SuspectKind(case)} {target[case]}"} if slow else set()
         _links(score, probed(nodes, rng, slow, times), nodes, wanted)
     return score.row(nodes=nodes, case=case, probes=times, ratio=ratio)
 
@@ -299,8 +299,8 @@ def links_at_once(nodes: int, times: int, ratio: float, base: int, reps: int) ->
         rng = np.random.default_rng(base + k)
         a, b, c, d, e, f = (int(n) for n in rng.choice(nodes, 6, replace=False))
         slow = [(a, -1, ratio), (-1, b, ratio), (c, d, ratio), (e, f, ratio)]
-        wanted = {f"{Target.SENDER} {(a, -1)}", f"{Target.RECEIVER} {(-1, b)}"}
-        wanted |= {f"{Target.LINK} {(c, d)}", f"{Target.LINK} {(e, f)}"}
+        wanted = {f"{SuspectKind.SENDER} {(a, -1)}", f"{SuspectKind.RECEIVER} {(-1, b)}"}
+        wanted |= {f"{SuspectKind.LINK} {(c, d)}", f"{SuspectKind.LINK} {(e, f)}"}
         _links(score, probed(nodes, rng, slow, times), nodes, wanted)
     return score.row(nodes=nodes, case="four at once", probes=times, ratio=ratio)
 

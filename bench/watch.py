@@ -21,11 +21,11 @@ import numpy as np
 
 from ckptd.monitor import simulator
 from ckptd.monitor.gather import from_views, merge
-from ckptd.monitor.job import Job
-from ckptd.monitor.report import STEP, GroupInfo, Sheet, pack, unpack
+from ckptd.monitor.job import JobView
+from ckptd.monitor.report import STEP, GroupInfo, NodeReport, pack, unpack_report
 from ckptd.monitor.simulator import Fault, Mesh, Planted, own_times, play, views
 from ckptd.monitor.view import CALL, Phase, RankView
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 
 MESHES = {
     16: Mesh(2, 2, 4),
@@ -53,13 +53,13 @@ def infos(mesh: Mesh) -> dict[int, GroupInfo]:
     return out
 
 
-def seen(mesh: Mesh, job: Job) -> dict[str, list[RankView]]:
+def seen(mesh: Mesh, job: JobView) -> dict[str, list[RankView]]:
     """Views by node, each with `CALLS` calls; older ones are those that it has, steps earlier."""
     out: dict[str, list[RankView]] = {}
     for node in range(mesh.nodes):
         mine = job.ranks["node"] == node
         rows = np.flatnonzero(mine)
-        part = Job(
+        part = JobView(
             job.world,
             job.nodes,
             job.ranks[mine],
@@ -90,7 +90,7 @@ def _longer(view: RankView) -> RankView:
     return msgspec.structs.replace(view, calls=np.concatenate([older, calls])[-CALLS:])
 
 
-def sheets(mesh: Mesh, job: Job, number: int, told: dict[int, GroupInfo]) -> list[Sheet]:
+def sheets(mesh: Mesh, job: JobView, number: int, told: dict[int, GroupInfo]) -> list[NodeReport]:
     own = own_times(mesh, np.random.default_rng(number), 1)[0]
     out = []
     for k, (node, mine) in enumerate(seen(mesh, job).items()):
@@ -106,7 +106,7 @@ def sheets(mesh: Mesh, job: Job, number: int, told: dict[int, GroupInfo]) -> lis
     return out
 
 
-def joined(each: Sequence[Sheet], number: int) -> list[Sheet]:
+def joined(each: Sequence[NodeReport], number: int) -> list[NodeReport]:
     size = -(-len(each) // FORWARDERS)
     groups = [each[i : i + size] for i in range(0, len(each), size)]
     return [
@@ -121,7 +121,7 @@ def measure(ranks: int, forwarded: bool, reps: int) -> dict[str, Any]:
     well = play(mesh, [], rng, age=0.01, rounds=20, step=STEPS)
     hung = play(mesh, [Fault(Planted.HANG, ranks // 2, 1)], rng, step=STEPS)
     told = infos(mesh)
-    watch, now = Watch("j"), 100.0
+    watch, now = JobWatch("j"), 100.0
     taking, rounds, hangs, size = [], [], [], 0
     found = 0
     base = sheets(mesh, well, 0, told)
@@ -133,7 +133,7 @@ def measure(ranks: int, forwarded: bool, reps: int) -> dict[str, Any]:
         size = sum(map(len, packed))
         start = time.process_time()
         for data in packed:
-            sheet = unpack(data)
+            sheet = unpack_report(data)
             watch.take(sheet, now)
             watch.orders(sheet.source, now)
         middle = time.process_time()
@@ -157,7 +157,7 @@ def measure(ranks: int, forwarded: bool, reps: int) -> dict[str, Any]:
     }
 
 
-def _renewed(sheet: Sheet, number: int) -> Sheet:
+def _renewed(sheet: NodeReport, number: int) -> NodeReport:
     steps = sheet.table("steps").copy()
     steps["step"] += number
     members = sheet.members if number == 0 else {}

@@ -20,7 +20,7 @@ import common
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ckptd.monitor.report import Orders
+from ckptd.monitor.report import AgentOrders
 from tests.agent.daemons import SECRET, Daemon
 from tests.agent.writers import writers
 
@@ -34,7 +34,7 @@ class Steady(Daemon):
     period_s = 0.25
 
     def take(self, path: str, body: bytes) -> bytes:
-        self.orders = [Orders(period_s=self.period_s)]
+        self.orders = [AgentOrders(period_s=self.period_s)]
         self.sheets.clear()
         return super().take(path, body)
 

@@ -17,21 +17,21 @@ import numpy as np
 from ckptd.agent.pairs import NOTHING
 from ckptd.agent.preflight import (
     ORDER_S,
-    Hello,
-    Moment,
-    Outcome,
-    Probe,
+    ClockReading,
+    NodeHello,
+    PairOrder,
+    PreflightOutcome,
     Probed,
-    TellTime,
+    ReadClock,
     Test,
     Tested,
 )
 from ckptd.errors import CkptdError
-from ckptd.monitor.links.machines import Machine, machine_findings, slow_machines
+from ckptd.monitor.links.machines import MachineTest, machine_findings, slow_machines
 from ckptd.monitor.links.matrix import Effect
 from ckptd.monitor.links.preflight import (
-    Finding,
     PairProbe,
+    PreflightFinding,
     absent_findings,
     better,
     confirm,
@@ -47,11 +47,11 @@ from ckptd.net.address import is_loopback
 from ckptd.store.net.greeting import greet_client
 from ckptd.store.net.wire import Wire, decoder
 
-__all__ = ["Links", "Plan", "Preflight", "coordinate"]
+__all__ = ["LinkSummary", "Preflight", "PreflightPlan", "coordinate"]
 
-_HELLO = decoder(Hello)
+_HELLO = decoder(NodeHello)
 _TESTED = decoder(Tested)
-_MOMENT = decoder(Moment)
+_MOMENT = decoder(ClockReading)
 _PROBED = decoder(Probed)
 _GREETING_S = 5.0
 _ACCEPT_S = 0.2
@@ -74,7 +74,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PreflightPlan:
     """What is expected, and what it may cost.
 
     Attributes
@@ -101,7 +101,7 @@ class Plan:
     seed: int = 0
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What the probes of a healthy link show.
 
     Attributes
@@ -142,10 +142,10 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     nodes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    machines: dict[str, Machine]
+    findings: tuple[PreflightFinding, ...]
+    machines: dict[str, MachineTest]
     skews_s: dict[str, float]
-    links: Links
+    links: LinkSummary
     probes: tuple[PairProbe, ...]
     seconds: dict[str, float]
 
@@ -158,7 +158,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(slots=True)
 class _Node:
     wire: Wire
-    hello: Hello
+    hello: NodeHello
     here: str
     """The coordinator's address on this connection."""
     name: str = ""
@@ -171,7 +171,9 @@ class _Gathered:
     refused: int = 0
 
 
-def coordinate(listener: socket.socket, secret: bytes, plan: Plan, tell: Tell) -> Preflight:
+def coordinate(
+    listener: socket.socket, secret: bytes, plan: PreflightPlan, tell: Tell
+) -> Preflight:
     """Run a check over the nodes that come to `listener`, and tell them what came of it.
 
     Parameters
@@ -190,7 +192,7 @@ def coordinate(listener: socket.socket, secret: bytes, plan: Plan, tell: Tell) -
     try:
         check = _Check(gathered, plan, tell, time.monotonic() - started)
         found = check.run()
-        outcome = Outcome(found.healthy, found.findings[:_MOST_TOLD])
+        outcome = PreflightOutcome(found.healthy, found.findings[:_MOST_TOLD])
         for node in check.live():
             with contextlib.suppress(CkptdError):  # whoever is gone needs no answer
                 node.wire.send(outcome)
@@ -203,7 +205,7 @@ def coordinate(listener: socket.socket, secret: bytes, plan: Plan, tell: Tell) -
 # -- gathering -------------------------------------------------------------------------------------
 
 
-def _gather(listener: socket.socket, secret: bytes, plan: Plan) -> _Gathered:
+def _gather(listener: socket.socket, secret: bytes, plan: PreflightPlan) -> _Gathered:
     """Let nodes in until all are there or the time is over."""
     found = _Gathered()
     end = time.monotonic() + plan.wait_s
@@ -231,7 +233,7 @@ def _gather(listener: socket.socket, secret: bytes, plan: Plan) -> _Gathered:
     return found
 
 
-def _complete(nodes: Sequence[_Node], plan: Plan) -> bool:
+def _complete(nodes: Sequence[_Node], plan: PreflightPlan) -> bool:
     if plan.names:
         return set(plan.names) <= {n.hello.name for n in tuple(nodes)}
     return len(nodes) >= plan.nodes
@@ -257,7 +259,9 @@ def _greet(sock: socket.socket, peer: str, secret: bytes, found: _Gathered) -> N
 class _Check:
     """One check: orders go to all nodes at once, answers are taken one after another."""
 
-    def __init__(self, gathered: _Gathered, plan: Plan, tell: Tell, gather_s: float) -> None:
+    def __init__(
+        self, gathered: _Gathered, plan: PreflightPlan, tell: Tell, gather_s: float
+    ) -> None:
         self._nodes = gathered.nodes
         self._refused = gathered.refused
         self._plan = plan
@@ -336,7 +340,7 @@ class _Check:
 
     # -- machines ------------------------------------------------------------------------------
 
-    def _test(self) -> dict[int, Machine]:
+    def _test(self) -> dict[int, MachineTest]:
         orders = {k: Test(_TURN_S) for k in range(len(self._nodes))}
         answers = self._order(orders, _TESTED, ORDER_S + _TURN_S)
         return {k: answer.machine for k, answer in answers.items()}
@@ -348,13 +352,13 @@ class _Check:
             best = float("inf")
             for _ in range(_SKEWS):
                 before, started = time.time(), time.monotonic()
-                answer = self._order({number: TellTime()}, _MOMENT).get(number)
+                answer = self._order({number: ReadClock()}, _MOMENT).get(number)
                 taken = time.monotonic() - started
                 if answer is not None and taken < best:
                     best, skews[number] = taken, answer.unix_s - before - taken / 2
         return skews
 
-    def _slow(self, machines: dict[int, Machine]) -> list[Finding]:
+    def _slow(self, machines: dict[int, MachineTest]) -> list[PreflightFinding]:
         """Test nodes that seem slow again, one after another while the rest is quiet."""
         for _ in range(_RETESTS):
             for number in itertools.islice(slow_machines(self._names, machines), _AGAIN):
@@ -379,7 +383,7 @@ class _Check:
         for source, to in pairs:
             peer = self._nodes[to].hello
             if not self._nodes[to].lost:
-                orders[source] = Probe(source, to, peer.host, peer.port, self._plan.probe_bytes)
+                orders[source] = PairOrder(source, to, peer.host, peer.port, self._plan.probe_bytes)
         answers = self._order(orders, _PROBED)
         return {(a.probe.source, a.probe.to): a.probe for a in answers.values()}
 
@@ -398,7 +402,7 @@ class _Check:
         alive = [k for k, node in enumerate(self._nodes) if not node.lost]
         return islands(alive, self._probes)
 
-    def _reach(self) -> list[Finding]:
+    def _reach(self) -> list[PreflightFinding]:
         """Return what cannot be reached: nodes outside the largest island, then inside it."""
         main, *others = self._islands() or [[]]
         found = []
@@ -414,7 +418,7 @@ class _Check:
             found.append(_fail("link", name, "reach", f"cannot connect: {probe.error}"))
         return found
 
-    def _links(self) -> list[Finding]:
+    def _links(self) -> list[PreflightFinding]:
         """Judge the probes, and probe what stands out again while the rest is quiet."""
         effects = link_effects(len(self._nodes), self._probes)
         found, confirmed = self._confirmed(effects)
@@ -423,7 +427,7 @@ class _Check:
 
     def _confirmed(
         self, effects: Mapping[str, Sequence[Effect]]
-    ) -> tuple[list[Finding], dict[str, list[Effect]]]:
+    ) -> tuple[list[PreflightFinding], dict[str, list[Effect]]]:
         main = (self._islands() or [[]])[0]
         asked, controls = confirmations(effects, main, self._plan.seed)
         wanted = [*controls, *(p for c in asked for p in c.pairs)] if asked else []
@@ -433,7 +437,7 @@ class _Check:
                 for key, probe in self._probe([pair]).items():
                     again[key] = better(again.get(key), probe)
         again = {pair: probe for pair, probe in again.items() if not probe.cut}
-        found: list[Finding] = []
+        found: list[PreflightFinding] = []
         confirmed: dict[str, list[Effect]] = {}
         by_effect = {id(c.effect): c for c in asked}
         for what, list_ in effects.items():
@@ -445,11 +449,11 @@ class _Check:
                     confirmed.setdefault(what, []).append(effect)
         return found, confirmed
 
-    def _summary(self) -> Links:
+    def _summary(self) -> LinkSummary:
         good = [p for p in self._probes if not p.cut]
         bulk = [s for p in good for s in (p.out_s, p.in_s)]
         nodes = len(self._nodes)
-        return Links(
+        return LinkSummary(
             pairs=len({frozenset((p.source, p.to)) for p in self._probes}),
             of=nodes * (nodes - 1) // 2,
             latency_s=float(np.median([p.latency_s for p in good])) if good else None,
@@ -458,7 +462,7 @@ class _Check:
 
     # -- who is not there ----------------------------------------------------------------------
 
-    def _absent(self) -> list[Finding]:
+    def _absent(self) -> list[PreflightFinding]:
         plan = self._plan
         text = f"did not come within {plan.wait_s:.0f} s"
         if self._refused:
@@ -466,7 +470,7 @@ class _Check:
         came = [(node.hello.name, node.hello.rank) for node in self._nodes]
         return absent_findings(came, plan.nodes, plan.names, text)
 
-    def _lost(self) -> list[Finding]:
+    def _lost(self) -> list[PreflightFinding]:
         return [
             _fail("node", node.name, "lost", f"did not answer any more: {node.lost}")
             for node in self._nodes
@@ -474,11 +478,11 @@ class _Check:
         ]
 
 
-def _fail(target: str, name: str, what: str, message: str) -> Finding:
-    return Finding(status="fail", target=target, name=name, what=what, message=message)
+def _fail(target: str, name: str, what: str, message: str) -> PreflightFinding:
+    return PreflightFinding(status="fail", target=target, name=name, what=what, message=message)
 
 
-def _better(first: Machine, second: Machine) -> Machine:
+def _better(first: MachineTest, second: MachineTest) -> MachineTest:
     """Return the second test with the better figures of both."""
     return msgspec.structs.replace(
         second,

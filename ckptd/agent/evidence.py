@@ -19,9 +19,9 @@ import msgspec
 
 from ckptd.agent.probes import measure
 from ckptd.agent.stacks import take_stacks
-from ckptd.monitor.report import Probe, ProbeResult, Stack
+from ckptd.monitor.report import LinkProbe, ProbeResult, Stack
 
-__all__ = ["Evidence"]
+__all__ = ["EvidenceTaker"]
 
 _log = logging.getLogger("ckptd.agent")
 _MOST_WAITING = 256
@@ -34,7 +34,7 @@ _Pid = TypeVar("_Pid", int, int | None)
 _Report = Callable[[dict[int, Stack], tuple[ProbeResult, ...]], None]
 
 
-class Evidence:
+class EvidenceTaker:
     """Takes evidence in two threads, one for stacks and one for links. To be closed.
 
     Parameters
@@ -88,7 +88,7 @@ class Evidence:
         if due:
             self._do("ckptd-stacks", lambda: self._take(due))
 
-    def probe(self, probes: tuple[Probe, ...]) -> None:
+    def probe(self, probes: tuple[LinkProbe, ...]) -> None:
         """Measure links one after another, and report each round at its end."""
         if probes:
             self._do(

@@ -17,21 +17,21 @@ import msgspec
 from ckptd.agent.pairs import MOST_PROBE_BYTES, Answerer, probe_pair
 from ckptd.agent.selftest import self_test
 from ckptd.errors import DeadlineError, TransientStoreError
-from ckptd.monitor.links.machines import Machine
-from ckptd.monitor.links.preflight import Finding, PairProbe
+from ckptd.monitor.links.machines import MachineTest
+from ckptd.monitor.links.preflight import PairProbe, PreflightFinding
 from ckptd.net.address import is_loopback
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.wire import Wire, decoder
 
 __all__ = [
     "ORDER_S",
-    "Hello",
-    "Member",
-    "Moment",
-    "Outcome",
-    "Probe",
+    "ClockReading",
+    "NodeHello",
+    "PairOrder",
+    "PreflightNode",
+    "PreflightOutcome",
     "Probed",
-    "TellTime",
+    "ReadClock",
     "Test",
     "Tested",
     "take_part",
@@ -48,7 +48,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of what coordinator and nodes say to each other."""
 
 
-class Hello(_Message, frozen=True, tag="hello"):
+class NodeHello(_Message, frozen=True, tag="hello"):
     """Node, first of all: its name, its rank (-1: none was given), where it answers probes."""
 
     name: str
@@ -63,11 +63,11 @@ class Test(_Message, frozen=True, tag="test"):
     turn_s: float
 
 
-class TellTime(_Message, frozen=True, tag="time"):
-    """Coordinator: what time is it? Answer: `Moment`."""
+class ReadClock(_Message, frozen=True, tag="time"):
+    """Coordinator: what time is it? Answer: `ClockReading`."""
 
 
-class Probe(_Message, frozen=True, tag="probe"):
+class PairOrder(_Message, frozen=True, tag="probe"):
     """Coordinator: measure the links to the node `to`. Answer: `Probed`."""
 
     source: int
@@ -77,20 +77,20 @@ class Probe(_Message, frozen=True, tag="probe"):
     size: int
 
 
-class Outcome(_Message, frozen=True, tag="outcome"):
+class PreflightOutcome(_Message, frozen=True, tag="outcome"):
     """Coordinator, last of all: what came of it."""
 
     healthy: bool
-    findings: tuple[Finding, ...]
+    findings: tuple[PreflightFinding, ...]
 
 
 class Tested(_Message, frozen=True, tag="tested"):
     """Node: what it found about itself."""
 
-    machine: Machine
+    machine: MachineTest
 
 
-class Moment(_Message, frozen=True, tag="moment"):
+class ClockReading(_Message, frozen=True, tag="moment"):
     """Node: seconds since 1970."""
 
     unix_s: float
@@ -102,11 +102,11 @@ class Probed(_Message, frozen=True, tag="probed"):
     probe: PairProbe
 
 
-_ORDER = decoder(Test | TellTime | Probe | Outcome)
+_ORDER = decoder(Test | ReadClock | PairOrder | PreflightOutcome)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PreflightNode:
     """Who a node is.
 
     Attributes
@@ -125,8 +125,12 @@ class Member:
 
 
 def take_part(
-    coordinator: tuple[str, int], secret: bytes, member: Member, join_s: float, patience_s: float
-) -> Outcome:
+    coordinator: tuple[str, int],
+    secret: bytes,
+    member: PreflightNode,
+    join_s: float,
+    patience_s: float,
+) -> PreflightOutcome:
     """Do what the coordinator orders until it says what came of it.
 
     Parameters
@@ -157,23 +161,23 @@ def take_part(
         if is_loopback(host) and not is_loopback(coordinator[0]):
             host = "::" if ":" in host else "0.0.0.0"  # the coordinator tells others where
         with Answerer(host, secret) as answerer:
-            wire.send(Hello(member.name, member.rank, own_host, answerer.port))
+            wire.send(NodeHello(member.name, member.rank, own_host, answerer.port))
             while True:
                 order, _ = wire.receive(_ORDER, patience_s)
-                if isinstance(order, Outcome):
+                if isinstance(order, PreflightOutcome):
                     return order
                 wire.send(_done(order, member, secret))
     finally:
         wire.release()
 
 
-def _done(order: Test | TellTime | Probe, member: Member, secret: bytes) -> _Message:
+def _done(order: Test | ReadClock | PairOrder, member: PreflightNode, secret: bytes) -> _Message:
     match order:
         case Test():
             return Tested(self_test(member.folder, order.turn_s))
-        case TellTime():
-            return Moment(time.time())
-        case Probe():
+        case ReadClock():
+            return ClockReading(time.time())
+        case PairOrder():
             size = min(order.size, MOST_PROBE_BYTES)
             address = (order.host, order.port)
             return Probed(probe_pair(order.source, order.to, address, secret, size))

@@ -6,7 +6,7 @@ import socket
 
 from ckptd.agent.pairs import Answerer, probe_pair
 from ckptd.errors import CkptdError, StoreError
-from ckptd.monitor.report import Probe, ProbeResult
+from ckptd.monitor.report import LinkProbe, ProbeResult
 from ckptd.net.address import Address, parse_address
 from ckptd.runtime.host import BIND_VARIABLE, address_towards
 
@@ -47,7 +47,7 @@ def shown_address(answerer: Answerer, towards: str = "localhost") -> str:
     return str(Address(host, answerer.port))
 
 
-def measure(probe: Probe, secret: bytes) -> ProbeResult:
+def measure(probe: LinkProbe, secret: bytes) -> ProbeResult:
     """Send a probe, and return how long its bytes took to get there; never raises.
 
     The least of several repetitions, in seconds, of the way there alone, so that the directions of

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ckptd.monitor.links.machines import Gpu, Machine
+from ckptd.monitor.links.machines import Gpu, MachineTest
 
 __all__ = ["self_test"]
 
@@ -31,7 +31,7 @@ _QUERY_S = 20.0
 _POLL_S = 0.02
 
 
-def self_test(folder: Path, turn_s: float) -> Machine:
+def self_test(folder: Path, turn_s: float) -> MachineTest:
     """Test this node.
 
     Parameters
@@ -46,7 +46,7 @@ def self_test(folder: Path, turn_s: float) -> Machine:
         wrong, compute_s = _arithmetic()
         disk_s, disk_error = _disk(folder)
         gpus, gpu_error = _gpus()
-        return Machine(
+        return MachineTest(
             wrong=wrong,
             compute_s=compute_s,
             copy_bytes_per_s=_copying(),

@@ -16,11 +16,11 @@ from ckptd.agent.tally import Tally
 from ckptd.agent.unborn import Unborn
 from ckptd.errors import CkptdError
 from ckptd.monitor.gather import RankNote, from_views
-from ckptd.monitor.report import AgentState, GroupInfo, Sheet, SheetLimits
+from ckptd.monitor.report import AgentState, GroupInfo, NodeReport, ReportLimits
 from ckptd.monitor.ring.layout import Counter
 from ckptd.monitor.view import RankView
 
-__all__ = ["FEW_CALLS", "MANY_CALLS", "MORE_CALLS", "SheetMaker"]
+__all__ = ["FEW_CALLS", "MANY_CALLS", "MORE_CALLS", "ReportMaker"]
 
 FEW_CALLS = 16
 """Calls of a rank that moves."""
@@ -32,10 +32,10 @@ MANY_CALLS = 512
 _WIDE_S = 1.5
 """For so long many calls are told of all ranks when calls of some differ."""
 _TICKS = 100  # of the kernel's clock in /proc, the same on all Linux machines of today
-_LIMITS = SheetLimits()
+_LIMITS = ReportLimits()
 
 
-class SheetMaker:
+class ReportMaker:
     """Makes sheets of `rings`, numbered from 1.
 
     Parameters
@@ -76,7 +76,7 @@ class SheetMaker:
 
     def make(
         self, now: float, stuck: Collection[int], asked: Collection[int], taken: int = 0
-    ) -> Sheet:
+    ) -> NodeReport:
         """Return the next sheet.
 
         Parameters
@@ -127,7 +127,7 @@ class SheetMaker:
         taken: int,
         *,
         again: bool,
-    ) -> Sheet:
+    ) -> NodeReport:
         self._number += 1
         rows = {view.rank: row for row, view in enumerate(views)}
         gaps, steps = self._tally.take(rows, again=again)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
-from ckptd.monitor.report import Found, Orders, Sheet, pack, unpack_orders
+from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
 from ckptd.monitor.signing import (
     CHALLENGE_PATH,
     FOUND_PATH,
@@ -65,9 +65,9 @@ class Uplink:
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
         self._challenge = ""
-        self._sheet: Sheet | None = None
-        self._found: deque[Found] = deque(maxlen=_MOST_FOUND)
-        self._orders: deque[Orders] = deque(maxlen=_MOST_FOUND)
+        self._sheet: NodeReport | None = None
+        self._found: deque[EvidenceReport] = deque(maxlen=_MOST_FOUND)
+        self._orders: deque[AgentOrders] = deque(maxlen=_MOST_FOUND)
         self._changed = threading.Condition()
         self._closing = False
         self._failures = 0
@@ -97,19 +97,19 @@ class Uplink:
         """Whether the last message did not arrive."""
         return self._failures > 0
 
-    def offer(self, sheet: Sheet) -> None:
+    def offer(self, sheet: NodeReport) -> None:
         """Have a sheet sent; one that waits still is replaced."""
         with self._changed:
             self._sheet = sheet
             self._changed.notify_all()
 
-    def report(self, found: Found) -> None:
+    def report(self, found: EvidenceReport) -> None:
         """Have findings sent; they wait for the daemon if it is away."""
         with self._changed:
             self._found.append(found)
             self._changed.notify_all()
 
-    def orders(self) -> list[Orders]:
+    def orders(self) -> list[AgentOrders]:
         """Return what the daemon has ordered since this was last asked."""
         with self._changed:
             out = list(self._orders)
@@ -128,7 +128,7 @@ class Uplink:
                 self._failed(error, message)
         self._hang_up()
 
-    def _next(self) -> Sheet | Found | None:
+    def _next(self) -> NodeReport | EvidenceReport | None:
         """Return what is to be sent next; None at the end."""
         with self._changed:
             while True:
@@ -144,13 +144,13 @@ class Uplink:
                 else:
                     self._changed.wait()
 
-    def _deliver(self, message: Sheet | Found) -> None:
-        path = SHEETS_PATH if isinstance(message, Sheet) else FOUND_PATH
+    def _deliver(self, message: NodeReport | EvidenceReport) -> None:
+        path = SHEETS_PATH if isinstance(message, NodeReport) else FOUND_PATH
         answer = self._exchange(path, pack(message))
         # An answer to findings may be empty.
         orders = unpack_orders(answer) if answer else None
         with self._changed:
-            if isinstance(message, Sheet):
+            if isinstance(message, NodeReport):
                 self.taken = message.number
             self._forget(message)
             if orders is not None:
@@ -160,20 +160,20 @@ class Uplink:
             _log.warning("the daemon at %s is back", self._url)
         self._failures = 0
 
-    def _forget(self, message: Sheet | Found) -> None:
+    def _forget(self, message: NodeReport | EvidenceReport) -> None:
         if self._sheet is message:
             self._sheet = None
         elif self._found and self._found[0] is message:
             self._found.popleft()
 
-    def _failed(self, error: Exception, message: Sheet | Found) -> None:
+    def _failed(self, error: Exception, message: NodeReport | EvidenceReport) -> None:
         """Drop the sheet and pause, longer each time; say so once."""
         self._hang_up()
         self._failures += 1
         pause = min(_LEAST_PAUSE_S * 2 ** min(self._failures - 1, 10), _MOST_PAUSE_S)
         with self._changed:
             self._sheet = None
-            if isinstance(error, RefusedError) and isinstance(message, Found):
+            if isinstance(error, RefusedError) and isinstance(message, EvidenceReport):
                 self._forget(message)  # it would be refused again and again
             # Agents of many nodes must not all come back in the same moment.
             self._retry_at = time.monotonic() + pause * random.uniform(0.5, 1.0)

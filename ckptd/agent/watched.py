@@ -24,7 +24,7 @@ from ckptd.agent.uplink import Uplink
 from ckptd.agent.watcher import Watcher
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.signing import job_secret
 from ckptd.monitor.view import Phase
 from ckptd.runtime.agentlink import run_folder
@@ -40,7 +40,7 @@ _log = logging.getLogger("ckptd.agent")
 _MOST_JOB = 128
 
 
-def floors_of(words: Mapping[str, float] | None) -> Limits:
+def floors_of(words: Mapping[str, float] | None) -> HangLimits:
     """Return limits with the floors of some phases changed, seconds by the phase's name.
 
     Raises
@@ -48,7 +48,7 @@ def floors_of(words: Mapping[str, float] | None) -> Limits:
     UsageError
         kind ``bad-argument``: there is no such phase, or a time is not above 0.
     """
-    limits = Limits()
+    limits = HangLimits()
     for name, seconds in (words or {}).items():
         if name.upper() not in Phase.__members__ or not 0 < seconds < 1e9:
             raise UsageError(
@@ -70,7 +70,7 @@ def watching(
     node: str | None = None,
     rings: Path | None = None,
     ring_job: str | None = None,
-    limits: Limits | None = None,
+    limits: HangLimits | None = None,
     run_dir: str | None = None,
 ) -> Iterator[Watcher]:
     """Watch the ranks of this node, and tell the daemon at `url`, while the block runs.

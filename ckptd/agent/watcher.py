@@ -15,16 +15,16 @@ import time
 from collections.abc import Collection, Mapping
 from itertools import count
 
-from ckptd.agent.evidence import Evidence
+from ckptd.agent.evidence import EvidenceTaker
 from ckptd.agent.rings import Ring, Rings
-from ckptd.agent.sheets import SheetMaker
+from ckptd.agent.sheets import ReportMaker
 from ckptd.agent.sums import Sums
 from ckptd.agent.tally import Tally
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import CkptdError
-from ckptd.monitor.report import Found, Orders, ProbeResult, Stack
+from ckptd.monitor.report import AgentOrders, EvidenceReport, ProbeResult, Stack
 from ckptd.monitor.ring.layout import Counter
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.view import Phase
 
 __all__ = ["Watcher"]
@@ -71,19 +71,19 @@ class Watcher:
         uplink: Uplink,
         secret: bytes,
         *,
-        limits: Limits | None = None,
+        limits: HangLimits | None = None,
         address: str = "",
     ) -> None:
         self._rings = rings
         self._uplink = uplink
-        self._limits = limits or Limits()
+        self._limits = limits or HangLimits()
         self._tally = Tally()
         self._sums = Sums()
-        self._maker = SheetMaker(job, node, rings, self._tally, self._sums, address)
-        self._evidence = Evidence(secret, self._report)
+        self._maker = ReportMaker(job, node, rings, self._tally, self._sums, address)
+        self._evidence = EvidenceTaker(secret, self._report)
         self._reports = count(1)
         self._reporting = threading.Lock()
-        self._period_s = Orders().period_s
+        self._period_s = AgentOrders().period_s
         self._asked: set[int] = set()
         self._urgent = True
         self._sent_at = self._tallied_at = self._cleaned_at = -math.inf
@@ -239,7 +239,7 @@ class Watcher:
 
     # --- orders ---------------------------------------------------------------------------------
 
-    def _obey(self, orders: Orders) -> None:
+    def _obey(self, orders: AgentOrders) -> None:
         self._period_s = min(max(orders.period_s, _LEAST_PERIOD_S), _MOST_PERIOD_S)
         if orders.tell:
             self._maker.tell_again()
@@ -258,7 +258,7 @@ class Watcher:
         maker = self._maker
         with self._reporting:  # numbers go up in the order in which they are sent
             self._uplink.report(
-                Found(
+                EvidenceReport(
                     job=maker.job,
                     source=maker.source,
                     number=next(self._reports),

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptd.agent.coordinator import Links, Plan, Preflight, coordinate
+from ckptd.agent.coordinator import LinkSummary, Preflight, PreflightPlan, coordinate
 from ckptd.agent.pairs import MOST_PROBE_BYTES
-from ckptd.agent.preflight import Member, Outcome, take_part
+from ckptd.agent.preflight import PreflightNode, PreflightOutcome, take_part
 from ckptd.cli.output import Document, note, print_document, print_table, size_text
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.monitor.links.machines import Machine
-from ckptd.monitor.links.preflight import Finding, PairProbe
+from ckptd.monitor.links.machines import MachineTest
+from ckptd.monitor.links.preflight import PairProbe, PreflightFinding
 from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
 from ckptd.net.address import bound, is_loopback
 from ckptd.runtime.agentlink import run_folder
@@ -59,11 +59,11 @@ class ClusterDocument(Document, frozen=True, kw_only=True, tag="doctor --cluster
 
     role: str
     healthy: bool
-    findings: tuple[Finding, ...]
+    findings: tuple[PreflightFinding, ...]
     nodes: tuple[str, ...] | None = None
-    machines: dict[str, Machine] | None = None
+    machines: dict[str, MachineTest] | None = None
     skews_s: dict[str, float] | None = None
-    links: Links | None = None
+    links: LinkSummary | None = None
     probes: tuple[PairProbe, ...] | None = None
     seconds: dict[str, float] | None = None
 
@@ -98,14 +98,16 @@ def doctor_cluster(
         return 0  # another process of this node does it
     place = _place(os.environ, nodes, node_rank, rendezvous)
     secret = _secret()
-    member = Member(os.environ.get("CKPTD_NODE") or socket.gethostname(), place.rank, run_folder())
+    member = PreflightNode(
+        os.environ.get("CKPTD_NODE") or socket.gethostname(), place.rank, run_folder()
+    )
     patience_s = wait_s + limit_s + _PATIENCE_S
     listener = _listener(place)
     if listener is None:
         outcome = take_part((place.host, place.port), secret, member, _JOIN_S, patience_s)
         _show_outcome(outcome, json)
         return 0 if outcome.healthy else 1
-    plan = Plan(
+    plan = PreflightPlan(
         nodes=place.count,
         names=place.names,
         wait_s=wait_s,
@@ -122,9 +124,9 @@ def doctor_cluster(
 def _coordinate(
     listener: socket.socket,
     secret: bytes,
-    plan: Plan,
+    plan: PreflightPlan,
     place: _Place,
-    member: Member,
+    member: PreflightNode,
     patience_s: float,
 ) -> Preflight:
     """Coordinate, and be one of the nodes in a thread beside it."""
@@ -241,7 +243,7 @@ def _listener(place: _Place) -> socket.socket | None:
 # -- showing ---------------------------------------------------------------------------------------
 
 
-def _show_outcome(outcome: Outcome, json: bool) -> None:
+def _show_outcome(outcome: PreflightOutcome, json: bool) -> None:
     if json:
         print_document(
             ClusterDocument(role="node", healthy=outcome.healthy, findings=outcome.findings)
@@ -251,7 +253,7 @@ def _show_outcome(outcome: Outcome, json: bool) -> None:
         print("all is well" if outcome.healthy else f"{failed} suspects: see the coordinator")
 
 
-def _show(found: Preflight, plan: Plan, json: bool) -> None:
+def _show(found: Preflight, plan: PreflightPlan, json: bool) -> None:
     if json:
         print_document(
             ClusterDocument(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.daemon.access import Access
     from ckptd.daemon.place import Address
-    from ckptd.daemon.service import Service, Setup
+    from ckptd.daemon.service import DaemonSetup, Service
     from ckptd.monitor.settings import WatchSettings
 
 __all__ = ["ServeDocument", "serve"]
@@ -155,9 +155,9 @@ def serve(
         sock = stack.enter_context(listen_at(bind, port, "the daemon"))
         if forward_to is not None:
             return _forward(stack, sock, job, secret, forward_to, name, json)
-        from ckptd.daemon.service import Setup
+        from ckptd.daemon.service import DaemonSetup
 
-        setup = Setup(
+        setup = DaemonSetup(
             job=job,
             secret=secret,
             history=history or run_folder() / "none",
@@ -184,7 +184,7 @@ def _for_nodes(sock: socket.socket) -> str:
 def _serve(
     stack: ExitStack,
     sock: socket.socket,
-    setup: Setup,
+    setup: DaemonSetup,
     access: Access,
     usual: bool,
     linger: float | None,

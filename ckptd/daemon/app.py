@@ -39,7 +39,7 @@ from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
 
-__all__ = ["Api", "make_app"]
+__all__ = ["DaemonApi", "make_app"]
 
 _objects = json_decoder(dict[str, Any])
 
@@ -53,7 +53,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
-class Api:
+class DaemonApi:
     """Endpoints for people and scripts.
 
     Parameters
@@ -279,7 +279,7 @@ class _Page(StaticFiles):
 
 def make_app(service: Service, access: Access) -> ASGIApp:
     """Return the whole application behind its door."""
-    routes = Api(service, access).routes()
+    routes = DaemonApi(service, access).routes()
     app = Starlette(
         routes=[*routes, Mount("/", _Page(directory=page_folder()))],
         exception_handlers={HTTPException: _plain_error},

@@ -23,8 +23,8 @@ from ckptd.errors import (
 )
 
 __all__ = [
-    "Connection",
-    "Hold",
+    "BodyBudget",
+    "ClientConnection",
     "connection_of",
     "document",
     "json_bytes",
@@ -102,7 +102,7 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-class Connection:
+class ClientConnection:
     """What is known of a connection, over all its requests.
 
     Attributes
@@ -115,13 +115,13 @@ class Connection:
         self.proved = False
 
 
-def connection_of(request: Request) -> Connection:
+def connection_of(request: Request) -> ClientConnection:
     """Return the connection of a request; see `ckptd.daemon.server`."""
     known = request.scope.get("state", {}).get("connection")
-    return known if isinstance(known, Connection) else Connection()
+    return known if isinstance(known, ClientConnection) else ClientConnection()
 
 
-class Hold:
+class BodyBudget:
     """How many bytes of bodies are in memory at once: as many again of strangers.
 
     Whether a body is signed is known once it is there whole. So connections on which a signed
@@ -195,11 +195,11 @@ class Body:
 
 
 async def read_body(
-    request: Request, most: int, hold: Hold | None = None, *, proved: bool = False
+    request: Request, most: int, hold: BodyBudget | None = None, *, proved: bool = False
 ) -> bytes:
     """Return a request's body; refuses before it reads more than `most` bytes.
 
-    `proved`: a signed message came before on this connection; see `Hold`.
+    `proved`: a signed message came before on this connection; see `BodyBudget`.
 
     Raises
     ------
@@ -208,7 +208,7 @@ async def read_body(
     DeadlineError
         kind ``late``: it did not come within `READ_S`.
     TransientStoreError
-        kind ``busy``: see `Hold`.
+        kind ``busy``: see `BodyBudget`.
     """
     said = request.headers.get("content-length")
     if said is not None and (not said.isdecimal() or len(said) > 18 or int(said) > most):

@@ -23,7 +23,7 @@ from ckptd.monitor.job import NO_EXIT
 from ckptd.monitor.links.matrix import Effect
 from ckptd.monitor.report import GroupInfo, ProbeResult, Stack
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict
 from ckptd.monitor.view import CallFlag, phase_name
 
 __all__ = [
@@ -332,7 +332,7 @@ class LinkEffectDocument(Struct, frozen=True, kw_only=True):
         ends = [nodes[n] for n in (effect.source, effect.to) if n >= 0]
         return LinkEffectDocument(
             target=effect.target,
-            name=">".join(ends) if effect.target is Target.LINK else ends[0],
+            name=">".join(ends) if effect.target is SuspectKind.LINK else ends[0],
             ratio=effect.ratio,
             edges=effect.edges,
             echo=effect.echo,

@@ -26,11 +26,19 @@ from ckptd.agent.uplink import Uplink
 from ckptd.daemon.access import Access, Guard
 from ckptd.daemon.bodies import document
 from ckptd.daemon.ingest import Ingest
-from ckptd.daemon.tape import Tape
+from ckptd.daemon.tape import MessageBuffer
 from ckptd.errors import TransientStoreError
 from ckptd.monitor.collectives import Book, Outbox
 from ckptd.monitor.gather import merge
-from ckptd.monitor.report import GAP, Found, GroupInfo, Orders, Probe, Sheet, SheetLimits
+from ckptd.monitor.report import (
+    GAP,
+    AgentOrders,
+    EvidenceReport,
+    GroupInfo,
+    LinkProbe,
+    NodeReport,
+    ReportLimits,
+)
 from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
 
@@ -52,13 +60,13 @@ _ROW_TABLES = ("steps", "sums")
 class _Below:
     """One source below: its newest sheet, and what it is still to be told."""
 
-    sheet: Sheet
+    sheet: NodeReport
     arrived: float
     told: bool
     passed: bool = False
     stacks: set[int] = field(default_factory=set)
     calls: set[int] = field(default_factory=set)
-    probes: dict[int, Probe] = field(default_factory=dict)
+    probes: dict[int, LinkProbe] = field(default_factory=dict)
 
 
 class Forwarder:
@@ -75,12 +83,12 @@ class Forwarder:
     """
 
     def __init__(
-        self, job: str, secret: bytes, url: str, limits: SheetLimits | None = None
+        self, job: str, secret: bytes, url: str, limits: ReportLimits | None = None
     ) -> None:
         self._job = job
         self._source = secrets.token_hex(8)
         self._numbers = {"sheet": 0, "found": 0}
-        self._limits = limits or SheetLimits()
+        self._limits = limits or ReportLimits()
         self._below: dict[str, _Below] = {}
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}
@@ -94,7 +102,7 @@ class Forwarder:
         self.defects = 0
         """Sheets that could not be passed on, which is a defect of ours; the next is tried."""
         self.up = Uplink(url, secret)
-        self.ingest = Ingest(job, secret, self._call, self._take, Tape(0))
+        self.ingest = Ingest(job, secret, self._call, self._take, MessageBuffer(0))
         self._thread = threading.Thread(target=self._work, name="passing-on", daemon=True)
 
     def start(self) -> None:
@@ -134,7 +142,7 @@ class Forwarder:
 
     # -- from below; all in the worker's one thread -----------------------------------------------
 
-    def _call(self, work: Callable[[float], Orders]) -> Future[Orders]:
+    def _call(self, work: Callable[[float], AgentOrders]) -> Future[AgentOrders]:
         if not self._room.acquire(blocking=False):
             raise TransientStoreError(
                 "the forwarder cannot follow its agents", kind="busy", hint="try again"
@@ -143,14 +151,14 @@ class Forwarder:
         future.add_done_callback(lambda _: self._room.release())
         return future
 
-    def _take(self, message: Sheet | Found, now: float) -> Orders:
-        if isinstance(message, Found):
+    def _take(self, message: NodeReport | EvidenceReport, now: float) -> AgentOrders:
+        if isinstance(message, EvidenceReport):
             self._numbers["found"] += 1
             self.up.report(
                 msgspec.structs.replace(message, source=self._source, number=self._numbers["found"])
             )
             below = self._below.get(message.source)
-            return self._orders(below) if below else Orders(period_s=self._period_s)
+            return self._orders(below) if below else AgentOrders(period_s=self._period_s)
         before = self._below.get(message.source)
         if before is None and len(self._below) >= _MOST_SOURCES:
             raise TransientStoreError("too many agents send sheets here", kind="busy")
@@ -167,7 +175,7 @@ class Forwarder:
         self._below[message.source] = new
         return self._orders(new)
 
-    def _learn(self, sheet: Sheet) -> None:
+    def _learn(self, sheet: NodeReport) -> None:
         for key, info in sheet.members.items():
             if self._members.get(key) != info and len(self._members) < self._limits.members:
                 self._members[key] = info
@@ -177,9 +185,9 @@ class Forwarder:
                 self._texts[key] = text
                 self._untold[1].add(key)
 
-    def _orders(self, below: _Below) -> Orders:
+    def _orders(self, below: _Below) -> AgentOrders:
         """Return what a source is to do, once."""
-        orders = Orders(
+        orders = AgentOrders(
             period_s=self._period_s,
             tell=not below.told,
             stacks=tuple(sorted(below.stacks)),
@@ -240,7 +248,7 @@ class Forwarder:
             below.sheet = msgspec.structs.replace(below.sheet, gaps=b"", steps=b"", sums=b"")
             below.passed = True
 
-    def _obey(self, orders: Orders) -> None:
+    def _obey(self, orders: AgentOrders) -> None:
         """Keep what the daemon above orders until the source asks for it."""
         self._period_s = max(orders.period_s, _LEAST_S)
         if orders.tell:
@@ -253,13 +261,13 @@ class Forwarder:
                 below.probes[probe.nonce] = probe
 
 
-def _bare(sheet: Sheet) -> Sheet:
+def _bare(sheet: NodeReport) -> NodeReport:
     """Return a silent agent's sheet without its ranks, which then do not report."""
     nothing = dict.fromkeys(("ranks", "groups", "calls", "gaps", "steps", "sums"), b"")
     return msgspec.structs.replace(sheet, **nothing)
 
 
-def _with_rows_of(new: Sheet, old: Sheet) -> Sheet:
+def _with_rows_of(new: NodeReport, old: NodeReport) -> NodeReport:
     """Return `new` with what `old` told once and nobody has passed on."""
     ranks, before = new.table("ranks")["rank"], old.table("ranks")["rank"]
     order = np.argsort(ranks, kind="stable")

@@ -11,30 +11,30 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ckptd.daemon.bodies import Hold, connection_of, document, read_body, refusal
-from ckptd.daemon.tape import Tape
+from ckptd.daemon.bodies import BodyBudget, connection_of, document, read_body, refusal
+from ckptd.daemon.tape import MessageBuffer
 from ckptd.errors import CkptdError, RefusedError
-from ckptd.monitor.recording import Frame
+from ckptd.monitor.recording import RecordedFrame
 from ckptd.monitor.report import (
-    Found,
-    Orders,
-    Sheet,
-    SheetLimits,
+    AgentOrders,
+    EvidenceReport,
+    NodeReport,
+    ReportLimits,
     pack,
-    unpack,
-    unpack_found,
+    unpack_evidence,
+    unpack_report,
 )
 from ckptd.monitor.signing import MAC_HEADER, check_request, new_challenge, sign_answer
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 
-__all__ = ["Counts", "Ingest", "take_into"]
+__all__ = ["Ingest", "IngestCounts", "take_into"]
 
 MEDIA = "application/msgpack"
 _MOST_SOURCES = 1 << 16
 
 
 @dataclass
-class Counts:
+class IngestCounts:
     """What came in: by ``sheet`` and ``found``, and what was refused by kind of error."""
 
     taken: Counter[str] = field(default_factory=Counter)
@@ -65,20 +65,20 @@ class Ingest:
         self,
         job: str,
         secret: bytes,
-        call: Callable[[Callable[[float], Orders]], Future[Orders]],
-        take: Callable[[Sheet | Found, float], Orders],
-        tape: Tape,
-        limits: SheetLimits | None = None,
+        call: Callable[[Callable[[float], AgentOrders]], Future[AgentOrders]],
+        take: Callable[[NodeReport | EvidenceReport, float], AgentOrders],
+        tape: MessageBuffer,
+        limits: ReportLimits | None = None,
     ) -> None:
         self.challenge = new_challenge()
-        self.counts = Counts()
+        self.counts = IngestCounts()
         self._job = job
         self._secret = secret
         self._call = call
         self._take = take
         self._tape = tape
-        self._limits = limits or SheetLimits(packed=8 << 20, unpacked=64 << 20)
-        self._hold = Hold(8 * self._limits.packed)
+        self._limits = limits or ReportLimits(packed=8 << 20, unpacked=64 << 20)
+        self._hold = BodyBudget(8 * self._limits.packed)
         self._newest: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     async def tell_challenge(self, request: Request) -> Response:
@@ -112,7 +112,7 @@ class Ingest:
             answer, 200, {MAC_HEADER: sign_answer(self._secret, mac or "", answer)}, MEDIA
         )
 
-    def hand_in(self, kind: str, body: bytes) -> Future[Orders]:
+    def hand_in(self, kind: str, body: bytes) -> Future[AgentOrders]:
         """Have the bytes of a ``sheet`` or ``found`` checked and taken; they are trusted as signed.
 
         Raises
@@ -128,26 +128,26 @@ class Ingest:
         if len(words) != 3 or words[1] != self.challenge:
             check_request(mac, self._secret, "", "", self.challenge, b"")
 
-    def _taking(self, kind: str, body: bytes) -> Callable[[float], Orders]:
+    def _taking(self, kind: str, body: bytes) -> Callable[[float], AgentOrders]:
         """Return the work on one message, for the thread that owns the watch."""
 
-        def work(now: float) -> Orders:
-            message: Sheet | Found
+        def work(now: float) -> AgentOrders:
+            message: NodeReport | EvidenceReport
             if kind == "sheet":
-                message = unpack(body, self._limits)
+                message = unpack_report(body, self._limits)
             else:
-                message = unpack_found(body, self._limits)
+                message = unpack_evidence(body, self._limits)
             self._check_new(kind, message)
             orders = self._take(message, now)
             self._remember(kind, message)
-            self._tape.add(Frame(now, kind, body))
+            self._tape.add(RecordedFrame(now, kind, body))
             self.counts.taken[kind] += 1
             self.counts.bytes[kind] += len(body)
             return orders
 
         return work
 
-    def _check_new(self, kind: str, message: Sheet | Found) -> None:
+    def _check_new(self, kind: str, message: NodeReport | EvidenceReport) -> None:
         if message.job != self._job:
             raise RefusedError(
                 "this is of another job",
@@ -165,16 +165,16 @@ class Ingest:
                 found=message.number,
             )
 
-    def _remember(self, kind: str, message: Sheet | Found) -> None:
+    def _remember(self, kind: str, message: NodeReport | EvidenceReport) -> None:
         self._newest[kind, message.source] = message.number
         self._newest.move_to_end((kind, message.source))
         while len(self._newest) > _MOST_SOURCES:
             self._newest.popitem(last=False)
 
 
-def take_into(watch: Watch, message: Sheet | Found, now: float) -> Orders:
+def take_into(watch: JobWatch, message: NodeReport | EvidenceReport, now: float) -> AgentOrders:
     """Give a message to a watch, and return the orders for its sender."""
-    if isinstance(message, Sheet):
+    if isinstance(message, NodeReport):
         watch.take(message, now)
     else:
         watch.take_found(message, now)

@@ -19,8 +19,8 @@ from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles
-from ckptd.monitor.report import Sheet
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.report import NodeReport
+from ckptd.monitor.verdict import VerdictKind
 from ckptd.monitor.view import phase_name
 
 __all__ = [
@@ -38,7 +38,14 @@ _LONGEST_S = 5.0
 _FRESH_S = 10.0
 _LAST_SAVES = 50
 _STOPS = frozenset(
-    {Kind.CRASH, Kind.MISMATCH, Kind.DESYNC, Kind.HANG, Kind.DEADLOCK, Kind.COMM_HANG}
+    {
+        VerdictKind.CRASH,
+        VerdictKind.MISMATCH,
+        VerdictKind.DESYNC,
+        VerdictKind.HANG,
+        VerdictKind.DEADLOCK,
+        VerdictKind.COMM_HANG,
+    }
 )
 
 
@@ -66,7 +73,7 @@ class GenerationLog:
         self._seen: dict[int, int] = {}
         self.newest = max(self._known, default=0)
 
-    def see(self, sheet: Sheet) -> None:
+    def see(self, sheet: NodeReport) -> None:
         """Note the generation of the ranks in a report."""
         ranks = sheet.table("ranks")
         if len(ranks):

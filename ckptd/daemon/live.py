@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ckptd.daemon.bodies import refusal
 from ckptd.errors import TransientStoreError
 
-__all__ = ["Event", "Hub", "Streaming"]
+__all__ = ["Hub", "StreamEvent", "Streaming"]
 
 _MOST_CLIENTS = 256
 _MOST_EVENTS = 256
@@ -30,7 +30,7 @@ _KEPT = 512
 
 
 @dataclass(frozen=True)
-class Event:
+class StreamEvent:
     """One event.
 
     Attributes
@@ -71,13 +71,13 @@ class Hub:
         self.life = secrets.token_hex(4)
         self.dropped = 0
         self._clients: set[_Client] = set()
-        self._kept: deque[Event] = deque(maxlen=_KEPT)
+        self._kept: deque[StreamEvent] = deque(maxlen=_KEPT)
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    def publish(self, event: Event, kept: bool = False) -> None:
+    def publish(self, event: StreamEvent, kept: bool = False) -> None:
         """Give an event to every client; `kept` ones are given again to those who come back."""
         if kept:
             self._kept.append(event)
@@ -85,7 +85,7 @@ class Hub:
         for client in self._clients:
             _give(client, frame)
 
-    def frame(self, event: Event) -> bytes:
+    def frame(self, event: StreamEvent) -> bytes:
         """Return an event as it is sent."""
         head = f"id: {self.life}-{event.revision}\nevent: {event.name}\ndata: "
         return head.encode() + event.data + b"\n\n"
@@ -96,7 +96,7 @@ class Hub:
         good = life == self.life and number.isdecimal() and len(number) < 18
         return int(number) if good else None
 
-    def missed(self, since: int) -> list[Event]:
+    def missed(self, since: int) -> list[StreamEvent]:
         """Return the kept events after revision `since`."""
         return [event for event in self._kept if event.revision > since]
 
@@ -161,7 +161,7 @@ class Streaming(Response):
     """
 
     def __init__(
-        self, hub: Hub, request: Request, first: Callable[[int | None], list[Event]]
+        self, hub: Hub, request: Request, first: Callable[[int | None], list[StreamEvent]]
     ) -> None:
         super().__init__()
         self._hub = hub

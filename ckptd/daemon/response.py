@@ -20,40 +20,40 @@ from ckptd.daemon.controller import ControllerLink
 from ckptd.daemon.documents import ControllerDocument, ControllerLinkDocument, Proposal
 from ckptd.daemon.lifetime import RecoveryCounts
 from ckptd.daemon.rounds import Rounds
-from ckptd.daemon.tape import Tape
+from ckptd.daemon.tape import MessageBuffer
 from ckptd.elastic.messages import Suspected
 from ckptd.elastic.wire import Answer, NodeRow, Status
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError
 from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.recording import FENCING, Frame
+from ckptd.monitor.recording import FENCING, RecordedFrame
 from ckptd.monitor.report import Fencing, pack
 from ckptd.monitor.rules.limits import ENGINE_S
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.verdict import Kind, Target
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.verdict import SuspectKind, VerdictKind
+from ckptd.monitor.watch import JobWatch
 
 __all__ = ["RUN_POLICY", "Responder", "Response", "is_over", "response"]
 
 _MOST_REASON = 300
 _MOST_FENCE_REASON = 500
 
-RUN_POLICY: Mapping[Kind, str] = {
-    Kind.HANG: "act",
-    Kind.COMM_HANG: "act",
-    Kind.DEADLOCK: "act",
-    Kind.DESYNC: "ask",
-    Kind.MISMATCH: "ask",
-    Kind.SLOW_RANK: "ask",
-    Kind.SLOW_LINK: "ask",
-    Kind.CORRUPTION: "ask",
+RUN_POLICY: Mapping[VerdictKind, str] = {
+    VerdictKind.HANG: "act",
+    VerdictKind.COMM_HANG: "act",
+    VerdictKind.DEADLOCK: "act",
+    VerdictKind.DESYNC: "ask",
+    VerdictKind.MISMATCH: "ask",
+    VerdictKind.SLOW_RANK: "ask",
+    VerdictKind.SLOW_LINK: "ask",
+    VerdictKind.CORRUPTION: "ask",
 }
 """The default policy of a job that has a controller."""
 
 _AGAIN_S = 3600.0
 """A restart does not cure what a restart has not cured within this time."""
-_PROGRAM = frozenset({Kind.DEADLOCK, Kind.DESYNC, Kind.MISMATCH})
-_SLOW = frozenset({Kind.SLOW_RANK, Kind.SLOW_LINK})
-_ENDS = frozenset({Target.NODE, Target.SENDER, Target.RECEIVER})
+_PROGRAM = frozenset({VerdictKind.DEADLOCK, VerdictKind.DESYNC, VerdictKind.MISMATCH})
+_SLOW = frozenset({VerdictKind.SLOW_RANK, VerdictKind.SLOW_LINK})
+_ENDS = frozenset({SuspectKind.NODE, SuspectKind.SENDER, SuspectKind.RECEIVER})
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ def response(
         nodes = _running(_nodes(incident), status)
         spare = nodes and _spares(status) >= len(nodes)
         return _exclude(nodes, alone=True) if spare else None
-    if kind is Kind.CORRUPTION:
+    if kind is VerdictKind.CORRUPTION:
         return _exclude(_running(incident.nodes, status), alone=True)
-    if kind not in (Kind.HANG, Kind.COMM_HANG):
+    if kind not in (VerdictKind.HANG, VerdictKind.COMM_HANG):
         return None  # the launcher handles a crash; nothing follows from "cannot say"
     cannot_run = incident.verdict.numbers.get("cannot run", 0) > 0
     alone = cannot_run or not (_may_go_on(incident) or _in_vain(incident, before))
@@ -114,7 +114,7 @@ def response(
     if wanted == "act" and incident.action == "ask":
         return Response((), "restart")  # no more nodes may be excluded, and the job stands still
     at_fault = _nodes(incident)
-    cannot_run |= kind is Kind.COMM_HANG
+    cannot_run |= kind is VerdictKind.COMM_HANG
     if not cannot_run and not any(set(at_fault) & set(i.nodes) for i in earlier):
         return Response((), "restart")
     return _exclude(_running(at_fault, status), alone=True) or Response((), "restart")
@@ -145,7 +145,9 @@ def _may_go_on(incident: Incident) -> bool:
     stood = next((numbers[name] for name in _STANDING_S if name in numbers), 0.0)
     if _busy(incident):
         return stood < numbers.get("engine s", ENGINE_S)
-    return incident.verdict.kind is Kind.HANG and stood < _PATIENCE * numbers.get("limit s", 0.0)
+    return incident.verdict.kind is VerdictKind.HANG and stood < _PATIENCE * numbers.get(
+        "limit s", 0.0
+    )
 
 
 def _in_vain(incident: Incident, before: Iterable[Incident]) -> bool:
@@ -169,7 +171,7 @@ def _like(other: Incident, incident: Incident) -> bool:
 
 def _nodes(incident: Incident) -> tuple[str, ...]:
     """Return the nodes at fault; of communication, those that probes name and not all members."""
-    if incident.verdict.kind in (Kind.COMM_HANG, Kind.SLOW_LINK):
+    if incident.verdict.kind in (VerdictKind.COMM_HANG, VerdictKind.SLOW_LINK):
         named = [s.name for s in incident.verdict.suspects if s.target in _ENDS]
         return tuple(dict.fromkeys(named))
     return incident.nodes
@@ -237,9 +239,9 @@ class Responder:
         settings: WatchSettings,
         *,
         rounds: Rounds,
-        tape: Tape,
+        tape: MessageBuffer,
         changed: Callable[[], None],
-        answered: Callable[[Watch, Incident], None],
+        answered: Callable[[JobWatch, Incident], None],
         url: str = "",
     ) -> None:
         self._settings, self._rounds, self._tape = settings, rounds, tape
@@ -250,7 +252,7 @@ class Responder:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
         self.counts = RecoveryCounts()
-        self.last_fence: Frame | None = None
+        self.last_fence: RecordedFrame | None = None
         self.controller = ControllerLink(addresses, job, secret, self._on_status, url)
 
     def start(self) -> None:
@@ -278,9 +280,9 @@ class Responder:
         """Tell the watch that ranks of generations before the newest end on purpose."""
         fencing = Fencing(below=status.generation, reason=status.reason[:_MOST_FENCE_REASON])
 
-        def work(watch: Watch, now: float) -> None:
+        def work(watch: JobWatch, now: float) -> None:
             watch.fence(fencing, now)
-            self.last_fence = Frame(now, FENCING, pack(fencing))
+            self.last_fence = RecordedFrame(now, FENCING, pack(fencing))
             self._tape.add(self.last_fence)
 
         try:
@@ -379,7 +381,7 @@ class Responder:
         return answer
 
     def _mark(self, ident: str, done: bool, text: str) -> Future[Incident]:
-        def work(watch: Watch, now: float) -> Incident:
+        def work(watch: JobWatch, now: float) -> Incident:
             incident = watch.answered(ident, done, text)
             self._answered(watch, incident)
             return incident

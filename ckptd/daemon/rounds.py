@@ -20,12 +20,12 @@ import numpy as np
 
 from ckptd.errors import CkptdError, TransientStoreError
 from ckptd.monitor.incidents.incident import Changes, Incident
-from ckptd.monitor.job import Job, no_job
+from ckptd.monitor.job import JobView, no_job
 from ckptd.monitor.links.rounds import LinkMatrix
-from ckptd.monitor.sources import AgentStatus
+from ckptd.monitor.sources import AgentHealth
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Kind, Target
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.verdict import SuspectKind, VerdictKind
+from ckptd.monitor.watch import JobWatch
 
 __all__ = ["RANK_ROW", "STATUS", "RankTable", "RoundResult", "Rounds"]
 
@@ -62,9 +62,9 @@ class RoundResult:
     revision: int
     at: float
     now: float
-    job: Job
+    job: JobView
     incidents: tuple[Incident, ...] = ()
-    agents: tuple[AgentStatus, ...] = ()
+    agents: tuple[AgentHealth, ...] = ()
     links: LinkMatrix | None = None
     links_at: float | None = None
     mismatches: int = 0
@@ -175,7 +175,7 @@ class RankTable:
 
     def update(
         self,
-        job: Job,
+        job: JobView,
         incidents: Sequence[Incident],
         scores: Mapping[int, float],
         self_s: Mapping[int, float],
@@ -194,7 +194,9 @@ class RankTable:
             self.revisions = np.full(len(new), self.revision)
         self.rows = new
 
-    def _rows_of(self, job: Job, scores: Mapping[int, float], self_s: Mapping[int, float]) -> Array:
+    def _rows_of(
+        self, job: JobView, scores: Mapping[int, float], self_s: Mapping[int, float]
+    ) -> Array:
         ranks = job.ranks[np.argsort(job.ranks["rank"], kind="stable")]
         new = np.zeros(len(ranks), RANK_ROW)
         for name, column in _COLUMNS.items():
@@ -230,7 +232,7 @@ class RankTable:
         return out[np.argsort(out["rank"], kind="stable")]
 
 
-def _operations(job: Job, new: Array) -> Array:
+def _operations(job: JobView, new: Array) -> Array:
     """Return the operation that each rank waits in; 0 where it is not among its last calls."""
     out = np.zeros(len(new), np.uint32)
     order = np.argsort(job.ranks["rank"], kind="stable")
@@ -252,9 +254,9 @@ def _values_of(values: Mapping[int, float], rows: Array) -> Array:
 def _mark_suspects(rows: Array, incidents: Sequence[Incident], index: Mapping[str, int]) -> None:
     """Mark the suspects of open incidents; a dead or silent rank keeps its status."""
     for incident in incidents:
-        status = _SLOW if incident.kind == Kind.SLOW_RANK else _SUSPECT
+        status = _SLOW if incident.kind == VerdictKind.SLOW_RANK else _SUSPECT
         names = [int(n) for n in incident.verdict.names() if n.isdecimal()]
-        nodes = [index[n] for n in incident.verdict.names(Target.NODE) if n in index]
+        nodes = [index[n] for n in incident.verdict.names(SuspectKind.NODE) if n in index]
         # A verdict names a node besides its ranks where it suspects most of them.
         hit = np.isin(rows["rank"], names) if names else np.isin(rows["node"], nodes)
         hit &= ~np.isin(rows["status"], (_DEAD, _SILENT))
@@ -265,7 +267,7 @@ def _mark_suspects(rows: Array, incidents: Sequence[Incident], index: Mapping[st
 
 
 class Rounds:
-    """Owns a `Watch` in a thread of its own.
+    """Owns a `JobWatch` in a thread of its own.
 
     Parameters
     ----------
@@ -284,14 +286,14 @@ class Rounds:
         Rounds that raised an exception, which is a defect of ckptd; the next round goes on.
     """
 
-    def __init__(self, watch: Watch, on_round: Callable[[RoundResult, Changes], None]) -> None:
+    def __init__(self, watch: JobWatch, on_round: Callable[[RoundResult, Changes], None]) -> None:
         self.last = RoundResult(0, time.time(), time.monotonic(), no_job())
         self.ranks = RankTable()
         self.ranks_lock = threading.Lock()
         self.defects = 0
         self._watch = watch
         self._on_round = on_round
-        self._waiting: queue.Queue[tuple[Callable[[Watch, float], Any], Future[Any]] | None]
+        self._waiting: queue.Queue[tuple[Callable[[JobWatch, float], Any], Future[Any]] | None]
         self._waiting = queue.Queue(_MOST_WAITING)
         self._ended = False
         self._thread = threading.Thread(target=self._work, name="rounds", daemon=True)
@@ -313,7 +315,7 @@ class Rounds:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def call(self, function: Callable[[Watch, float], T]) -> Future[T]:
+    def call(self, function: Callable[[JobWatch, float], T]) -> Future[T]:
         """Call `function` with the watch and the time in the thread, after all earlier calls.
 
         Raises
@@ -393,7 +395,7 @@ class Rounds:
         )
 
 
-def _answer(item: tuple[Callable[[Watch, float], Any], Future[Any]], watch: Watch) -> None:
+def _answer(item: tuple[Callable[[JobWatch, float], Any], Future[Any]], watch: JobWatch) -> None:
     function, future = item
     if not future.set_running_or_notify_cancel():
         return

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from ckptd.daemon.bodies import Connection
+from ckptd.daemon.bodies import ClientConnection
 from ckptd.net.address import Address
 
 __all__ = ["Serving", "url_of"]
@@ -48,7 +48,7 @@ class _Patient(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._connection = Connection()
+        self._connection = ClientConnection()
         self.app_state = {**self.app_state, "connection": self._connection}
         self._make_room()
         self.strangers[self] = None

@@ -29,30 +29,30 @@ from ckptd.daemon.documents import (
 from ckptd.daemon.history import History, from_stored, to_stored
 from ckptd.daemon.ingest import Ingest, take_into
 from ckptd.daemon.lifetime import GenerationLog, RecordedSaves, TimeSpent
-from ckptd.daemon.live import Event, Hub
+from ckptd.daemon.live import Hub, StreamEvent
 from ckptd.daemon.response import Responder
 from ckptd.daemon.rounds import RankTable, RoundResult, Rounds
-from ckptd.daemon.tape import Tape
+from ckptd.daemon.tape import MessageBuffer
 from ckptd.daemon.webhook import Webhook
 from ckptd.elastic.messages import Order
 from ckptd.elastic.wire import Answer
 from ckptd.errors import NotFoundError
 from ckptd.monitor.collectives import Book
 from ckptd.monitor.incidents.incident import Changes, Incident
-from ckptd.monitor.recording import ROUND, SHEET, Frame, RecordingWriter, encode
-from ckptd.monitor.report import Found, Orders, Sheet, pack
+from ckptd.monitor.recording import ROUND, SHEET, RecordedFrame, RecordingWriter, encode
+from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 from ckptd.version import __version__
 
-__all__ = ["Service", "Setup"]
+__all__ = ["DaemonSetup", "Service"]
 
 _TELL_S = 1.0
 _KEEP_S = 10.0
 
 
 @dataclass(frozen=True)
-class Setup:
+class DaemonSetup:
     """What a daemon is told at its start.
 
     Attributes
@@ -103,21 +103,21 @@ class Service:
         What it is told.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: DaemonSetup) -> None:
         self.setup = setup
         self.up_since = time.time()
         self.history = History(setup.history, setup.history_bytes)
         if self.history.set_aside is not None:
             _say(f"the history was damaged; it is now {self.history.set_aside}")
         self._epoch = time.time() - time.monotonic()
-        self.tape = Tape(setup.tape_bytes, self._recorder())
+        self.tape = MessageBuffer(setup.tape_bytes, self._recorder())
         self.hub = Hub()
         self.goodput = TimeSpent()
         self.collectives = Book()
         self.checkpoints = RecordedSaves(setup.events)
         self.generations = GenerationLog(self.history)
         self.webhook = Webhook(setup.webhook, setup.webhook_key) if setup.webhook else None
-        watch = Watch(
+        watch = JobWatch(
             setup.job,
             setup.settings,
             epoch=self._epoch,
@@ -182,13 +182,13 @@ class Service:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def _call(self, work: Callable[[float], Orders]) -> Future[Orders]:
+    def _call(self, work: Callable[[float], AgentOrders]) -> Future[AgentOrders]:
         return self.rounds.call(lambda _watch, now: work(now))
 
-    def _take(self, watch: Watch) -> Callable[[Sheet | Found, float], Orders]:
-        def take(message: Sheet | Found, now: float) -> Orders:
+    def _take(self, watch: JobWatch) -> Callable[[NodeReport | EvidenceReport, float], AgentOrders]:
+        def take(message: NodeReport | EvidenceReport, now: float) -> AgentOrders:
             orders = take_into(watch, message, now)
-            if isinstance(message, Sheet):
+            if isinstance(message, NodeReport):
                 self.generations.see(message)
                 self.collectives.take(
                     message.source, message.number, message.after, message.table("collectives"), now
@@ -200,14 +200,14 @@ class Service:
     def acknowledge(self, ident: str, note: str) -> Future[Incident]:
         """Note that a person has seen an incident; NotFoundError, kind ``no-incident``."""
 
-        def work(watch: Watch, now: float) -> Incident:
+        def work(watch: JobWatch, now: float) -> Incident:
             incident = watch.acknowledge(ident, note, now)
             self._noted(watch, incident)
             return incident
 
         return self.rounds.call(work)
 
-    def _noted(self, watch: Watch, incident: Incident) -> None:
+    def _noted(self, watch: JobWatch, incident: Incident) -> None:
         self._keep(incident)
         # Whoever noted it looks at once whether it is there.
         self.rounds.last = replace(self.rounds.last, incidents=watch.incidents)
@@ -215,7 +215,7 @@ class Service:
 
     # -- the controller ---------------------------------------------------------------------------
 
-    def _answered(self, watch: Watch, incident: Incident) -> None:
+    def _answered(self, watch: JobWatch, incident: Incident) -> None:
         if incident.enforced:
             self.verdicts[str(incident.kind), incident.action, "true"] += 1
         self._noted(watch, incident)
@@ -261,7 +261,7 @@ class Service:
     # -- after a round ----------------------------------------------------------------------------
 
     def _on_round(self, result: RoundResult, changes: Changes) -> None:
-        self.tape.add(Frame(result.now, ROUND))
+        self.tape.add(RecordedFrame(result.now, ROUND))
         self.goodput.add(result)
         self.generations.judge(result)
         for incident in (*changes.opened, *changes.updated, *changes.closed):
@@ -394,20 +394,20 @@ class Service:
         """
         frames = self.tape.since(time.monotonic() - seconds)
         if frames:
-            told = Sheet(
+            told = NodeReport(
                 job=self.setup.job,
                 source="names",
                 number=0,
                 members=dict(self.names.groups.copy()),
                 texts=dict(self.names.texts.copy()),
             )
-            frames.insert(0, Frame(frames[0].at, SHEET, pack(told)))
+            frames.insert(0, RecordedFrame(frames[0].at, SHEET, pack(told)))
             fence = self.responder.last_fence if self.responder is not None else None
             if fence is not None and fence.at < frames[0].at:
-                frames.insert(1, Frame(frames[0].at, fence.kind, fence.body))
+                frames.insert(1, RecordedFrame(frames[0].at, fence.kind, fence.body))
         return encode(self.setup.job, self._epoch, frames)
 
-    def first_events(self, since: int | None) -> list[Event]:
+    def first_events(self, since: int | None) -> list[StreamEvent]:
         """Return what a client of the stream gets at once."""
         result = self.rounds.last
         events = [] if since is None else self.hub.missed(since)
@@ -419,10 +419,10 @@ class Service:
             ("links", LinksDocument.of(result)),
             ("elastic", self.controller_document()),
         )
-        return [*events, *(Event(result.revision, n, json_bytes(body)) for n, body in parts)]
+        return [*events, *(StreamEvent(result.revision, n, json_bytes(body)) for n, body in parts)]
 
-    def _incident_event(self, result: RoundResult, incident: Incident) -> Event:
-        return Event(result.revision, "incident", json_bytes(self.shown(incident)))
+    def _incident_event(self, result: RoundResult, incident: Incident) -> StreamEvent:
+        return StreamEvent(result.revision, "incident", json_bytes(self.shown(incident)))
 
     def _publish_incident(self, result: RoundResult, incident: Incident) -> None:
         self._emit(self._incident_event(result, incident), kept=True)
@@ -435,17 +435,17 @@ class Service:
         with self.rounds.ranks_lock:
             self._mesh_now(self.rounds.ranks)
         since = None if mesh != self._mesh_of else self._told_revision
-        self._emit(Event(result.revision, "job", json_bytes(self.job_document(result))))
-        self._emit(Event(result.revision, "ranks", json_bytes(self.ranks_document(since))))
+        self._emit(StreamEvent(result.revision, "job", json_bytes(self.job_document(result))))
+        self._emit(StreamEvent(result.revision, "ranks", json_bytes(self.ranks_document(since))))
         if result.links_at is not None and result.at - result.links_at < 3 * _TELL_S:
-            self._emit(Event(result.revision, "links", json_bytes(LinksDocument.of(result))))
+            self._emit(StreamEvent(result.revision, "links", json_bytes(LinksDocument.of(result))))
         self._told_revision = result.revision
 
     def _publish_elastic(self) -> None:
         revision = self.rounds.last.revision
-        self._emit(Event(revision, "elastic", json_bytes(self.controller_document())))
+        self._emit(StreamEvent(revision, "elastic", json_bytes(self.controller_document())))
 
-    def _emit(self, event: Event, kept: bool = False) -> None:
+    def _emit(self, event: StreamEvent, kept: bool = False) -> None:
         loop = self._loop
         if loop is not None:
             try:

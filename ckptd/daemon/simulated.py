@@ -20,17 +20,17 @@ import numpy as np
 from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
 from ckptd.errors import CkptdError, UsageError
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.report import (
     SHEET_RANK,
     STEP,
+    AgentOrders,
     AgentState,
-    Found,
+    EvidenceReport,
     GroupInfo,
-    Orders,
-    Probe,
+    LinkProbe,
+    NodeReport,
     ProbeResult,
-    Sheet,
     Stack,
     pack,
 )
@@ -187,7 +187,7 @@ class Simulation:
             self._left = None
             self._to_tell.update(self.sources)
 
-    def _with_ends(self, job: Job, elapsed_s: float) -> Job:
+    def _with_ends(self, job: JobView, elapsed_s: float) -> JobView:
         """Return `job` with the ends of calls that the second before had left open."""
         left, since = self._left, elapsed_s - self._told_s
         open_ = job.calls[np.isnan(job.calls["end"])]
@@ -201,7 +201,7 @@ class Simulation:
         left["end"] = np.minimum(left["start"] + TICK_S * (1 + len(_SLOTS)), 0.0)
         return replace(job, calls=np.concatenate([left, job.calls]))
 
-    def _play(self, stops: Sequence[PlantedAt], elapsed_s: float) -> Job:
+    def _play(self, stops: Sequence[PlantedAt], elapsed_s: float) -> JobView:
         if not stops:
             self.step += _STEPS
             rounds = int(self._rng.integers(20, 60))
@@ -229,19 +229,19 @@ class Simulation:
         self,
         part: int,
         source: str,
-        job: Job,
+        job: JobView,
         ranks: Array,
         steps: tuple[Array, Array] | None,
         first: int,
         last: int,
-    ) -> Sheet:
+    ) -> NodeReport:
         mine = ranks[first:last].copy()
         mine["node"] -= part * self._per_sheet
         told = source in self._to_tell
         self._to_tell.discard(source)
         after = self._told_last.get(source, 0)
         self._told_last[source] = self._number
-        return Sheet(
+        return NodeReport(
             job=self._job,
             source=source,
             number=self._number,
@@ -286,7 +286,7 @@ class Simulation:
         """Have a source tell its groups and texts again."""
         self._to_tell.add(source)
 
-    def found(self, source: str, orders: Orders, elapsed_s: float) -> bytes | None:
+    def found(self, source: str, orders: AgentOrders, elapsed_s: float) -> bytes | None:
         """Return the packed findings that answer `orders`; None if nothing was ordered."""
         if not orders.stacks and not orders.probes:
             return None
@@ -297,7 +297,7 @@ class Simulation:
         )
         self._number += 1
         return pack(
-            Found(
+            EvidenceReport(
                 job=self._job,
                 source=source,
                 number=self._number,
@@ -306,7 +306,7 @@ class Simulation:
             )
         )
 
-    def _probed(self, probe: Probe, slow: set[str], lost: set[str]) -> ProbeResult:
+    def _probed(self, probe: LinkProbe, slow: set[str], lost: set[str]) -> ProbeResult:
         ends = {probe.from_node, probe.to_node}
         seconds = _USUAL_S * float(np.exp(0.1 * self._rng.standard_normal()))
         if ends & lost:
@@ -372,7 +372,7 @@ def _stages(mesh: Mesh) -> dict[int, GroupInfo]:
     return out
 
 
-def _ranks(job: Job, elapsed_s: float, generation: int) -> Array:
+def _ranks(job: JobView, elapsed_s: float, generation: int) -> Array:
     out = np.zeros(len(job.ranks), SHEET_RANK)
     for name in job.ranks.dtype.names or ():
         out[name] = job.ranks[name]
@@ -409,7 +409,7 @@ class Feeder:
     def __init__(
         self,
         simulation: Simulation,
-        hand_in: Callable[[str, bytes], Future[Orders]],
+        hand_in: Callable[[str, bytes], Future[AgentOrders]],
         saves: SimulatedSaves | None = None,
     ) -> None:
         self._simulation = simulation

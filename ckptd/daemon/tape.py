@@ -6,15 +6,15 @@ import threading
 from collections import deque
 
 from ckptd.errors import StoreError
-from ckptd.monitor.recording import Frame, RecordingWriter
+from ckptd.monitor.recording import RecordedFrame, RecordingWriter
 
-__all__ = ["Tape"]
+__all__ = ["MessageBuffer"]
 
 _FRAME_BYTES = 100
 """What a frame takes besides its body."""
 
 
-class Tape:
+class MessageBuffer:
     """Keeps the newest frames, as many as `most_bytes` hold; may be used by several threads.
 
     Parameters
@@ -34,11 +34,11 @@ class Tape:
         self.failed: StoreError | None = None
         self._most = most_bytes
         self._bytes = 0
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[RecordedFrame] = deque()
         self._lock = threading.Lock()
         self._file = file
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: RecordedFrame) -> None:
         """Keep a frame; the oldest ones go where there is no room."""
         with self._lock:
             self._frames.append(frame)
@@ -51,10 +51,10 @@ class Tape:
                 except StoreError as error:
                     self.failed = error
 
-    def since(self, at: float) -> list[Frame]:
+    def since(self, at: float) -> list[RecordedFrame]:
         """Return the frames that came at `at` or later, oldest first."""
         with self._lock:
-            out: list[Frame] = []
+            out: list[RecordedFrame] = []
             for frame in reversed(self._frames):
                 if frame.at < at:
                     break

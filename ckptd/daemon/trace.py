@@ -11,8 +11,8 @@ import numpy as np
 from ckptd.daemon.documents import CallDocument, Names
 from ckptd.errors import CorruptError, UsageError
 from ckptd.monitor.job import JOINED_CALL
-from ckptd.monitor.recording import Frame
-from ckptd.monitor.report import Sheet, SheetLimits, unpack
+from ckptd.monitor.recording import RecordedFrame
+from ckptd.monitor.report import NodeReport, ReportLimits, unpack_report
 from ckptd.monitor.stats import Array
 
 __all__ = ["calls_of", "chrome_trace", "parse_ranks", "recent_calls"]
@@ -46,7 +46,7 @@ def parse_ranks(text: str) -> Array:
 
 
 def recent_calls(
-    frames: Sequence[Frame], ranks: Array, since: float, limits: SheetLimits | None = None
+    frames: Sequence[RecordedFrame], ranks: Array, since: float, limits: ReportLimits | None = None
 ) -> Array:
     """Return the calls that `ranks` made after `since`, as far as sheets told them.
 
@@ -73,7 +73,7 @@ def recent_calls(
         if frame.kind != "sheet":
             continue
         try:
-            sheet = unpack(frame.body, limits)
+            sheet = unpack_report(frame.body, limits)
         except CorruptError:  # another version's: it was taken by what no longer runs
             continue
         part = calls_of(sheet, ranks)
@@ -102,7 +102,7 @@ def _key_differs(calls: Array) -> Array:
     return out
 
 
-def calls_of(sheet: Sheet, ranks: Array) -> Array:
+def calls_of(sheet: NodeReport, ranks: Array) -> Array:
     """Return a sheet's calls of `ranks`, with the rank in place of the row."""
     rank = sheet.table("ranks")["rank"]
     wanted = np.isin(rank, ranks)

@@ -25,7 +25,7 @@ from ckptd.decoding import converter, json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
 from ckptd.monitor.plainpickle import loads
 from ckptd.monitor.ring.layout import text_hash
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.view import CALL, GROUP, CallFlag, Phase, RankView
 
 __all__ = ["STUCK", "FlightRecords", "read", "read_folder"]
@@ -37,7 +37,7 @@ FILES = 1 << 16
 RANKS = 1 << 20
 """Most ranks that a job may have: what a dump claims is not allocated beyond."""
 
-STUCK = Limits(floors=dict.fromkeys(Phase, 0.0), warm_steps=0, majority_wait=0.0)
+STUCK = HangLimits(floors=dict.fromkeys(Phase, 0.0), warm_steps=0, majority_wait=0.0)
 """Limits for dumps: who takes one says that the job stands still, and its ages are not known."""
 
 _ITEM_BYTES = {

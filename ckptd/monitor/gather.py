@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from ckptd.monitor.job import NO_EXIT, RANK, AgentView, Job
-from ckptd.monitor.report import SHEET_RANK, STATES, TABLES, AgentState, GroupInfo, Sheet
+from ckptd.monitor.job import NO_EXIT, RANK, AgentView, JobView
+from ckptd.monitor.report import SHEET_RANK, STATES, TABLES, AgentState, GroupInfo, NodeReport
 from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import RankView
@@ -42,7 +42,7 @@ def from_views(
     texts: Mapping[int, str] | None = None,
     after: int = 0,
     **tables: Array,
-) -> Sheet:
+) -> NodeReport:
     """Return the sheet of `views`, one view a rank.
 
     What a damaged ring makes a view say is brought within bounds, so that the sheet as a whole
@@ -61,7 +61,7 @@ def from_views(
     members, texts
         To be told this time; members default to those of the views.
     after
-        As of `Sheet`.
+        As of `NodeReport`.
     **tables
         Rows of ``gaps``, ``steps``, ``sums`` and ``collectives``.
     """
@@ -73,7 +73,7 @@ def from_views(
     if members is None:
         told = {g: r for v in views for g, r in v.members.items()}
         members = {g: GroupInfo.of(r) for g, r in told.items()}
-    sheet = Sheet(
+    sheet = NodeReport(
         job=job,
         source=source,
         number=number,
@@ -153,7 +153,7 @@ def _calls(views: Sequence[RankView]) -> Array:
 
 
 def merge(
-    sheets: Sequence[Sheet],
+    sheets: Sequence[NodeReport],
     ages: Sequence[float],
     *,
     job: str,
@@ -163,7 +163,7 @@ def merge(
     texts: Mapping[int, str] | None = None,
     collectives: Array | None = None,
     after: int = 0,
-) -> Sheet:
+) -> NodeReport:
     """Return one sheet with everything of `sheets`: what a forwarder passes on.
 
     Parameters
@@ -190,7 +190,7 @@ def merge(
         members = {g: info for sheet in sheets for g, info in sheet.members.items()}
     if texts is None:
         texts = {h: text for sheet in sheets for h, text in sheet.texts.items()}
-    sheet = Sheet(
+    sheet = NodeReport(
         job=job,
         source=source,
         number=number,
@@ -206,7 +206,7 @@ def merge(
     return msgspec.structs.replace(sheet, **tables)
 
 
-def _stacked(sheets: Sequence[Sheet], name: str, nodes: Sequence[str]) -> Array:
+def _stacked(sheets: Sequence[NodeReport], name: str, nodes: Sequence[str]) -> Array:
     """Return all rows of one table, with rows and nodes numbered anew.
 
     Bytes are put together, and not tables: numpy copies tables column by column.
@@ -226,22 +226,22 @@ def _stacked(sheets: Sequence[Sheet], name: str, nodes: Sequence[str]) -> Array:
 
 
 def job_of(
-    sheets: Sequence[Sheet],
+    sheets: Sequence[NodeReport],
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
     silent: Collection[str] = (),
-) -> Job:
+) -> JobView:
     """Return the columns of the job that `sheets` show; see `gathered`."""
     return gathered(sheets, members, agents, silent)[0]
 
 
 def gathered(
-    sheets: Sequence[Sheet],
+    sheets: Sequence[NodeReport],
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
     silent: Collection[str] = (),
     fenced: int = 0,
-) -> tuple[Job, Array]:
+) -> tuple[JobView, Array]:
     """Return the columns of the job that `sheets` show, one row a rank, and its `SHEET_RANK` rows.
 
     Of a rank that several sheets tell, the process that runs counts, then the newer generation,
@@ -275,7 +275,7 @@ def gathered(
     for name in RANK.names or ():
         columns[name] = ranks[name]
     world = int(ranks["world"].max()) if len(ranks) else 0
-    return Job(world, nodes, columns, groups, calls, members, tuple(agents)), ranks
+    return JobView(world, nodes, columns, groups, calls, members, tuple(agents)), ranks
 
 
 def ended_on_purpose(ranks: Array, fenced: int) -> Array:
@@ -285,7 +285,7 @@ def ended_on_purpose(ranks: Array, fenced: int) -> Array:
     return out
 
 
-def selected(job: Job, kept: Array) -> Job:
+def selected(job: JobView, kept: Array) -> JobView:
     """Return `job` with those rows of ranks only that `kept` says."""
     groups, calls = _of(job.groups, kept), _of(job.calls, kept)
     return replace(job, ranks=job.ranks[kept], groups=groups, calls=calls)

@@ -13,7 +13,16 @@ import numpy as np
 from ckptd.monitor.stats import Array
 from ckptd.monitor.view import CALL, GROUP, RankView
 
-__all__ = ["JOINED_CALL", "JOINED_GROUP", "NO_EXIT", "RANK", "AgentView", "Job", "join", "no_job"]
+__all__ = [
+    "JOINED_CALL",
+    "JOINED_GROUP",
+    "NO_EXIT",
+    "RANK",
+    "AgentView",
+    "JobView",
+    "join",
+    "no_job",
+]
 
 NO_EXIT = -(1 << 31)
 """Exit code of a process that runs, or whose end nobody saw."""
@@ -65,7 +74,7 @@ class AgentView(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Job:
+class JobView:
     """All reporting ranks at a moment.
 
     Attributes
@@ -145,13 +154,13 @@ class Job:
         return order, np.flatnonzero(new)
 
 
-def no_job() -> Job:
+def no_job() -> JobView:
     """Return a job of which nothing is known."""
     ranks, groups, calls = (np.zeros(0, dtype) for dtype in (RANK, JOINED_GROUP, JOINED_CALL))
-    return Job(0, (), ranks, groups, calls, {})
+    return JobView(0, (), ranks, groups, calls, {})
 
 
-def join(views: Iterable[RankView], agents: Iterable[AgentView] = ()) -> Job:
+def join(views: Iterable[RankView], agents: Iterable[AgentView] = ()) -> JobView:
     """Return the columns of `views`, one view a rank.
 
     Members told by any view are kept. A group of which no view tells its members is used, but
@@ -170,7 +179,7 @@ def join(views: Iterable[RankView], agents: Iterable[AgentView] = ()) -> Job:
     calls = _joined([v.calls for v in views], JOINED_CALL)
     calls["start"] -= at[calls["row"]]
     calls["end"] -= at[calls["row"]]
-    return Job(
+    return JobView(
         world=max((v.world for v in views), default=0),
         nodes=tuple(nodes),
         ranks=np.array(rows, RANK),

@@ -15,7 +15,7 @@ import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
 __all__ = ["RasCommunicator", "RasMissing", "RasRank", "RasReport", "parse", "stuck"]
 
@@ -130,13 +130,15 @@ def _counts(one: RasCommunicator) -> dict[int, dict[str, int]]:
 def _suspect(one: RasRank | RasMissing, confidence: float, detail: str) -> Suspect:
     # Its number is the communicator's own: only host and process say who it is in the job.
     where = f"rank {one.rank} of the communicator, process {one.pid} on {one.host}"
-    return Suspect(Target.RANK, f"{one.host}/{one.pid}", round(confidence, 3), f"{where}: {detail}")
+    return Suspect(
+        SuspectKind.RANK, f"{one.host}/{one.pid}", round(confidence, 3), f"{where}: {detail}"
+    )
 
 
 def _behind(one: RasCommunicator, late: list[RasRank], most: int) -> Verdict:
     named = [_suspect(r, 0.6, f"{most - r.launched} behind") for r in late[:MOST_NAMED]]
     return Verdict(
-        kind=Kind.HANG,
+        kind=VerdictKind.HANG,
         suspects=tuple(named),
         evidence=(
             f"communicator {one.hash}: {len(late)} of {one.size} ranks launched less than {most}",
@@ -152,7 +154,7 @@ def _behind(one: RasCommunicator, late: list[RasRank], most: int) -> Verdict:
 def _silent(one: RasCommunicator) -> Verdict:
     named = one.missing_ranks[:MOST_NAMED]
     return Verdict(
-        kind=Kind.CANNOT_SAY,
+        kind=VerdictKind.CANNOT_SAY,
         suspects=tuple(
             _suspect(m, 0.5 / len(named), "dead to RAS" if m.status.considered_dead else "silent")
             for m in named

@@ -20,17 +20,17 @@ import msgspec
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
 from ckptd.monitor.incidents.incident import Changes, Incident
-from ckptd.monitor.report import SheetLimits, unpack, unpack_fencing, unpack_found
+from ckptd.monitor.report import ReportLimits, unpack_evidence, unpack_fencing, unpack_report
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 
 __all__ = [
     "FENCING",
     "FOUND",
     "ROUND",
     "SHEET",
-    "Frame",
-    "Recording",
+    "JobRecording",
+    "RecordedFrame",
     "RecordingWriter",
     "Replay",
     "encode",
@@ -46,7 +46,7 @@ MOST_ROUNDS = 1 << 20
 """Rounds of one replay: what bounds a recording whose clock jumps."""
 
 
-class Frame(msgspec.Struct, frozen=True):
+class RecordedFrame(msgspec.Struct, frozen=True):
     """One frame.
 
     Attributes
@@ -77,14 +77,14 @@ def _head(job: str, epoch: float) -> bytes:
     return _MAGIC + struct.pack("<II", len(raw), zlib.crc32(raw)) + raw
 
 
-def _bytes_of(frame: Frame) -> bytes:
+def _bytes_of(frame: RecordedFrame) -> bytes:
     kind = _KINDS.index(frame.kind)
     start = _FRAME.pack(kind, frame.at, len(frame.body), 0)
     check = zlib.crc32(frame.body, zlib.crc32(start))
     return _FRAME.pack(kind, frame.at, len(frame.body), check) + frame.body
 
 
-def encode(job: str, epoch: float, frames: Iterable[Frame]) -> bytes:
+def encode(job: str, epoch: float, frames: Iterable[RecordedFrame]) -> bytes:
     """Return a whole recording.
 
     Parameters
@@ -132,7 +132,7 @@ class RecordingWriter:
         self._size = 0
         self._write(_head(job, epoch))
 
-    def add(self, frame: Frame) -> None:
+    def add(self, frame: RecordedFrame) -> None:
         """Append a frame; errors as of the class."""
         if self._size + _FRAME.size + len(frame.body) > self._most:
             self.left_out += 1
@@ -166,7 +166,7 @@ class RecordingWriter:
         self.close()
 
 
-class Recording:
+class JobRecording:
     """A recording that is read; frames come one at a time, whatever its size.
 
     Parameters
@@ -191,10 +191,10 @@ class Recording:
         kind ``store``: it cannot be read.
     """
 
-    def __init__(self, path: Path, limits: SheetLimits | None = None) -> None:
+    def __init__(self, path: Path, limits: ReportLimits | None = None) -> None:
         self.path = path
         self.unread = 0
-        self._most = (limits or SheetLimits()).packed
+        self._most = (limits or ReportLimits()).packed
         with self._open() as file:
             header = self._read_header(file)
             self._begin = file.tell()
@@ -231,7 +231,7 @@ class Recording:
             found=found,
         )
 
-    def frames(self) -> Iterator[Frame]:
+    def frames(self) -> Iterator[RecordedFrame]:
         """Yield all whole frames; errors as of the class."""
         with self._open() as file:
             file.seek(self._begin)
@@ -243,7 +243,7 @@ class Recording:
                     return
                 yield frame
 
-    def _next(self, file: _File) -> Frame | None:
+    def _next(self, file: _File) -> RecordedFrame | None:
         start = file.read(_FRAME.size)
         if len(start) < _FRAME.size:
             return None
@@ -255,7 +255,7 @@ class Recording:
             return None
         if zlib.crc32(body, zlib.crc32(_FRAME.pack(kind, at, size, 0))) != check:
             return None
-        return Frame(at, _KINDS[kind], body)
+        return RecordedFrame(at, _KINDS[kind], body)
 
 
 class _File:
@@ -343,11 +343,11 @@ def replay(path: Path, settings: WatchSettings | None = None) -> Replay:
     Raises
     ------
     NotFoundError, CorruptError, StoreError
-        As of `Recording`. What a single frame holds raises nothing: it is counted as refused.
+        As of `JobRecording`. What a single frame holds raises nothing: it is counted as refused.
     """
     settings = settings or WatchSettings()
-    recording = Recording(path, settings.sheets)
-    again = _Again(Watch(recording.job, settings, epoch=recording.epoch), settings)
+    recording = JobRecording(path, settings.sheets)
+    again = _Again(JobWatch(recording.job, settings, epoch=recording.epoch), settings)
     for frame in recording.frames():
         again.take(frame)
     again.end()
@@ -368,7 +368,7 @@ def replay(path: Path, settings: WatchSettings | None = None) -> Replay:
 class _Again:
     """A watch that is fed frames, with rounds in between."""
 
-    def __init__(self, watch: Watch, settings: WatchSettings) -> None:
+    def __init__(self, watch: JobWatch, settings: WatchSettings) -> None:
         self.watch = watch
         self.changes: list[tuple[float, Changes]] = []
         self.frames = self.sheets = self.refused = 0
@@ -378,7 +378,7 @@ class _Again:
         self._due = 0.0
         self._recorded = False
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: RecordedFrame) -> None:
         """Take a frame, after the rounds that were due before it."""
         if not self.frames:
             self.first = self.now = frame.at
@@ -400,10 +400,10 @@ class _Again:
             self._round(self._due)
             self._due += max(self._settings.period_s, 1e-3)
 
-    def _message(self, frame: Frame) -> None:
+    def _message(self, frame: RecordedFrame) -> None:
         try:
             if frame.kind == SHEET:
-                sheet = unpack(frame.body, self._settings.sheets)
+                sheet = unpack_report(frame.body, self._settings.sheets)
                 self.watch.take(sheet, self.now)
                 self.sheets += 1
                 # Asked for as the daemon does it: what was ordered is told apart from what was not.
@@ -411,7 +411,7 @@ class _Again:
             elif frame.kind == FENCING:
                 self.watch.fence(unpack_fencing(frame.body, self._settings.sheets), self.now)
             else:
-                found = unpack_found(frame.body, self._settings.sheets)
+                found = unpack_evidence(frame.body, self._settings.sheets)
                 self.watch.take_found(found, self.now)
         except CkptdError:
             self.refused += 1

@@ -2,7 +2,7 @@
 
 A sheet is what the ranks of one node show at a moment (of several nodes, from a forwarder). It
 holds ages in place of times, so that clocks never cross nodes. All of it is untrusted where it
-arrives: `unpack` checks everything before anybody uses it.
+arrives: `unpack_report` checks everything before anybody uses it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ __all__ = [
     "SUM",
     "TABLES",
     "VERSION",
+    "AgentOrders",
     "AgentState",
+    "EvidenceReport",
     "Fencing",
-    "Found",
     "GroupInfo",
-    "Orders",
-    "Probe",
+    "LinkProbe",
+    "NodeReport",
     "ProbeResult",
-    "Sheet",
-    "SheetLimits",
+    "ReportLimits",
     "Stack",
     "bad",
-    "check_found",
+    "check_evidence",
     "check_orders",
-    "check_sheet",
+    "check_report",
     "pack",
-    "unpack",
+    "unpack_evidence",
     "unpack_fencing",
-    "unpack_found",
     "unpack_orders",
+    "unpack_report",
 ]
 
 
@@ -187,7 +187,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(np.frombuffer(self.listed, "<u4").tolist())
 
 
-class Sheet(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """One node, or several by way of a forwarder, at a moment.
 
     Attributes
@@ -237,7 +237,7 @@ class Sheet(msgspec.Struct, frozen=True, kw_only=True):
         return np.frombuffer(raw, TABLES[name])
 
 
-class Probe(msgspec.Struct, frozen=True, kw_only=True):
+class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
     """One link to measure.
 
     Attributes
@@ -259,7 +259,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 1 << 17
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
+class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon answers to a sheet.
 
     Attributes
@@ -280,9 +280,9 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     tell: bool = False
     stacks: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()
-    probes: tuple[Probe, ...] = ()
+    probes: tuple[LinkProbe, ...] = ()
 
-    def of_part(self, nodes: Sequence[str], ranks: Sequence[int]) -> Orders:
+    def of_part(self, nodes: Sequence[str], ranks: Sequence[int]) -> AgentOrders:
         """Return what of these orders concerns the nodes and ranks named: for forwarders."""
         here, mine = set(nodes), set(ranks)
         return msgspec.structs.replace(
@@ -346,7 +346,7 @@ class Fencing(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class EvidenceReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was found on orders.
 
     Attributes
@@ -370,7 +370,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     logs: dict[int, str] = msgspec.field(default_factory=dict)
 
 
-class SheetLimits(msgspec.Struct, frozen=True, kw_only=True):
+class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a message may hold.
 
     Attributes
@@ -420,7 +420,7 @@ def bad(wanted: str, found: object) -> CorruptError:
     )
 
 
-def check_sheet(sheet: Sheet, limits: SheetLimits) -> None:
+def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
     """Raise `CorruptError`, kind ``bad-sheet``, unless all of `sheet` is usable."""
     _check_head(sheet, limits)
     _check_nodes(sheet, limits)
@@ -441,14 +441,14 @@ def check_sheet(sheet: Sheet, limits: SheetLimits) -> None:
     _check_members(sheet, limits)
 
 
-def _check_head(message: Sheet | Found, limits: SheetLimits) -> None:
+def _check_head(message: NodeReport | EvidenceReport, limits: ReportLimits) -> None:
     _need(message.version == VERSION, f"version {VERSION}", message.version)
     for name, text in (("job", message.job), ("source", message.source)):
         _need(0 < len(text) <= limits.name, f"a {name} of 1 to {limits.name} characters", len(text))
     _need(0 <= message.number < _COUNT, "a number", message.number)
 
 
-def _check_nodes(sheet: Sheet, limits: SheetLimits) -> None:
+def _check_nodes(sheet: NodeReport, limits: ReportLimits) -> None:
     nodes, agents = sheet.nodes, sheet.agents
     _need(len(nodes) <= limits.nodes, f"at most {limits.nodes} nodes", len(nodes))
     _need(len(agents) == len(nodes), "an agent for each node", len(agents))
@@ -465,7 +465,7 @@ def _check_nodes(sheet: Sheet, limits: SheetLimits) -> None:
         _need(most < _COUNT, "counts", most)
 
 
-def _check_ranks(ranks: Array, nodes: int, limits: SheetLimits) -> None:
+def _check_ranks(ranks: Array, nodes: int, limits: ReportLimits) -> None:
     _within(ranks["world"], 1, limits.world, "world")
     _need(bool((ranks["rank"] >= 0).all()), "ranks from 0", "less")
     _need(bool((ranks["rank"] < ranks["world"]).all()), "ranks below the world", "more")
@@ -494,7 +494,7 @@ def _check_ranks(ranks: Array, nodes: int, limits: SheetLimits) -> None:
     _need(not np.isnan(ranks["pending_age"][inside]).any(), "an age of each pending call", "NaN")
 
 
-def _check_calls(sheet: Sheet) -> None:
+def _check_calls(sheet: NodeReport) -> None:
     groups, calls = sheet.table("groups"), sheet.table("calls")
     for name in ("entered", "completed"):
         _within(groups[name], 0, _COUNT, name)
@@ -512,7 +512,7 @@ def _check_calls(sheet: Sheet) -> None:
     _need(not (calls["end"] < calls["start"]).any(), "calls that end after they start", "before")
 
 
-def _check_told(sheet: Sheet) -> None:
+def _check_told(sheet: NodeReport) -> None:
     gaps, steps, sums = (sheet.table(name) for name in ("gaps", "steps", "sums"))
     _within(gaps["phase"], 0, max(Phase), "phase")
     _ages(gaps["seconds"], "gap", known=True)
@@ -524,7 +524,7 @@ def _check_told(sheet: Sheet) -> None:
     _within(sums["what"], 0, 1, "what")
 
 
-def _check_collectives(sheet: Sheet) -> None:
+def _check_collectives(sheet: NodeReport) -> None:
     rows = sheet.table("collectives")
     _need(0 <= sheet.after < max(sheet.number, 1), "the number of an earlier sheet", sheet.after)
     _need(bool((rows["op"] != b"").all()), "an operation", "none")
@@ -535,7 +535,7 @@ def _check_collectives(sheet: Sheet) -> None:
     _need(bool(((values >= 0) & (values < _COUNT)).all()), "increments", "negative or endless")
 
 
-def _check_members(sheet: Sheet, limits: SheetLimits) -> None:
+def _check_members(sheet: NodeReport, limits: ReportLimits) -> None:
     _need(len(sheet.members) <= limits.members, f"at most {limits.members} groups", "more")
     listed = 0
     for ident, info in sheet.members.items():
@@ -554,7 +554,7 @@ def _check_members(sheet: Sheet, limits: SheetLimits) -> None:
     _names(sheet.texts.values(), limits.text, "text", least=0)
 
 
-def check_found(found: Found, limits: SheetLimits) -> None:
+def check_evidence(found: EvidenceReport, limits: ReportLimits) -> None:
     """Raise `CorruptError`, kind ``bad-sheet``, unless all of `found` is usable."""
     _check_head(found, limits)
     for ranks in (found.stacks, found.logs):
@@ -574,7 +574,7 @@ def check_found(found: Found, limits: SheetLimits) -> None:
         _need(len(probe.error) <= limits.text, "a short error", len(probe.error))
 
 
-def check_orders(orders: Orders, limits: SheetLimits) -> None:
+def check_orders(orders: AgentOrders, limits: ReportLimits) -> None:
     """Raise `CorruptError`, kind ``bad-sheet``, unless all of `orders` is usable."""
     _need(0 < orders.period_s < 3600, "a period below an hour", orders.period_s)
     for ranks in (orders.stacks, orders.calls):
@@ -622,27 +622,27 @@ def _hashes(keys: Iterable[int]) -> None:
             raise bad("a hash", key)
 
 
-def _ranks(ranks: Iterable[int], limits: SheetLimits) -> None:
+def _ranks(ranks: Iterable[int], limits: ReportLimits) -> None:
     for rank in ranks:
         if not 0 <= rank < limits.world:
             raise bad("a rank", rank)
 
 
-Message = TypeVar("Message", Sheet, Orders, Found, Fencing)
+Message = TypeVar("Message", NodeReport, AgentOrders, EvidenceReport, Fencing)
 
 _PLAIN, _PACKED = b"\x00", b"\x01"
 _PACK_ABOVE = 4096
 _RATIO = 512
 _encoder = msgspec.msgpack.Encoder()
-_sheets = msgpack_decoder(Sheet)
-_orders = msgpack_decoder(Orders)
-_found = msgpack_decoder(Found)
+_sheets = msgpack_decoder(NodeReport)
+_orders = msgpack_decoder(AgentOrders)
+_found = msgpack_decoder(EvidenceReport)
 _fencing = msgpack_decoder(Fencing)
 _MOST_GENERATION = 1 << 62
 _MOST_REASON = 2000
 
 
-def pack(message: Sheet | Orders | Found | Fencing) -> bytes:
+def pack(message: NodeReport | AgentOrders | EvidenceReport | Fencing) -> bytes:
     """Return the bytes of a message: msgpack, with zstd where that is worth it."""
     raw = _encoder.encode(message)
     if len(raw) <= _PACK_ABOVE:
@@ -650,7 +650,7 @@ def pack(message: Sheet | Orders | Found | Fencing) -> bytes:
     return _PACKED + zstandard.ZstdCompressor(level=1).compress(raw)
 
 
-def unpack(data: bytes, limits: SheetLimits | None = None) -> Sheet:
+def unpack_report(data: bytes, limits: ReportLimits | None = None) -> NodeReport:
     """Return the sheet that `data` holds, with everything checked.
 
     Raises
@@ -658,38 +658,38 @@ def unpack(data: bytes, limits: SheetLimits | None = None) -> Sheet:
     CorruptError
         kind ``bad-sheet``: these bytes are not a sheet, or it claims more than `limits`.
     """
-    limits = limits or SheetLimits()
+    limits = limits or ReportLimits()
     sheet = _decoded(data, _sheets, limits)
-    check_sheet(sheet, limits)
+    check_report(sheet, limits)
     return sheet
 
 
-def unpack_found(data: bytes, limits: SheetLimits | None = None) -> Found:
-    """Return the findings that `data` holds; errors as of `unpack`."""
-    limits = limits or SheetLimits()
+def unpack_evidence(data: bytes, limits: ReportLimits | None = None) -> EvidenceReport:
+    """Return the findings that `data` holds; errors as of `unpack_report`."""
+    limits = limits or ReportLimits()
     found = _decoded(data, _found, limits)
-    check_found(found, limits)
+    check_evidence(found, limits)
     return found
 
 
-def unpack_orders(data: bytes, limits: SheetLimits | None = None) -> Orders:
-    """Return the orders that `data` holds; errors as of `unpack`."""
-    limits = limits or SheetLimits()
+def unpack_orders(data: bytes, limits: ReportLimits | None = None) -> AgentOrders:
+    """Return the orders that `data` holds; errors as of `unpack_report`."""
+    limits = limits or ReportLimits()
     orders = _decoded(data, _orders, limits)
     check_orders(orders, limits)
     return orders
 
 
-def unpack_fencing(data: bytes, limits: SheetLimits | None = None) -> Fencing:
-    """Return the fencing that `data` holds; errors as of `unpack`."""
-    fencing = _decoded(data, _fencing, limits or SheetLimits())
+def unpack_fencing(data: bytes, limits: ReportLimits | None = None) -> Fencing:
+    """Return the fencing that `data` holds; errors as of `unpack_report`."""
+    fencing = _decoded(data, _fencing, limits or ReportLimits())
     if not 0 <= fencing.below < _MOST_GENERATION or len(fencing.reason) > _MOST_REASON:
         raise bad("a generation, and a reason in a few words", f"generation {fencing.below}")
     return fencing
 
 
 def _decoded(
-    data: bytes, decoder: msgspec.msgpack.Decoder[Message], limits: SheetLimits
+    data: bytes, decoder: msgspec.msgpack.Decoder[Message], limits: ReportLimits
 ) -> Message:
     if not 0 < len(data) <= limits.packed:
         raise bad(f"1 to {limits.packed} bytes", f"{len(data)} bytes")
@@ -699,7 +699,7 @@ def _decoded(
         raise bad("a message of this version", str(error)) from error
 
 
-def _plain(data: bytes, limits: SheetLimits) -> bytes | memoryview:
+def _plain(data: bytes, limits: ReportLimits) -> bytes | memoryview:
     head, body = data[:1], memoryview(data)[1:]
     if head == _PLAIN:
         return body

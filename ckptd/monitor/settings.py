@@ -7,20 +7,20 @@ from typing import Any
 
 from ckptd.errors import UsageError
 from ckptd.monitor.links.matrix import LinkLimits
-from ckptd.monitor.report import SheetLimits
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.report import ReportLimits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.slow import SlowLimits
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 from ckptd.monitor.view import Phase
 
-__all__ = ["ACTIONS", "Budget", "WatchSettings", "changed", "setting_names"]
+__all__ = ["ACTIONS", "IsolationBudget", "WatchSettings", "changed", "setting_names"]
 
 ACTIONS = ("log", "ask", "act")
 """What a policy may ask for."""
 
 
 @dataclass(frozen=True)
-class Budget:
+class IsolationBudget:
     """How much may be acted on without a person.
 
     Attributes
@@ -78,10 +78,10 @@ class WatchSettings:
     period_s: float = 0.25
     per_source_s: float = 0.004
     per_rank_s: float = 4e-5
-    limits: Limits = field(default_factory=Limits)
+    limits: HangLimits = field(default_factory=HangLimits)
     slow: SlowLimits = field(default_factory=SlowLimits)
     links: LinkLimits = field(default_factory=lambda: LinkLimits(noise_s=5e-4))
-    sheets: SheetLimits = field(default_factory=SheetLimits)
+    sheets: ReportLimits = field(default_factory=ReportLimits)
     confirm: int = 2
     close_s: float = 15.0
     settle_s: float = 5.0
@@ -91,8 +91,8 @@ class WatchSettings:
     consequences_s: float = 60.0
     probe_s: float = 60.0
     probe_peers: int = 8
-    policy: dict[Kind, str] = field(default_factory=dict)
-    budget: Budget = field(default_factory=Budget)
+    policy: dict[VerdictKind, str] = field(default_factory=dict)
+    budget: IsolationBudget = field(default_factory=IsolationBudget)
     kept: int = 1000
 
 
@@ -100,7 +100,7 @@ def setting_names() -> tuple[str, ...]:
     """Return the names of all settings that `changed` knows."""
     plain = [name for name, value in _numbers(WatchSettings())]
     floors = [f"floor.{phase.name.lower()}" for phase in Phase]
-    return tuple(sorted([*plain, *floors, *(f"policy.{_word(kind)}" for kind in Kind)]))
+    return tuple(sorted([*plain, *floors, *(f"policy.{_word(kind)}" for kind in VerdictKind)]))
 
 
 def changed(settings: WatchSettings, assignment: str) -> WatchSettings:
@@ -126,7 +126,7 @@ def changed(settings: WatchSettings, assignment: str) -> WatchSettings:
     if group == "policy":
         if text not in ACTIONS:
             raise _bad(assignment, " or ".join(ACTIONS))
-        kind = next(kind for kind in Kind if _word(kind) == rest)
+        kind = next(kind for kind in VerdictKind if _word(kind) == rest)
         return replace(settings, policy={**settings.policy, kind: text})
     if group == "floor":
         floors = {**settings.limits.floors, Phase[rest.upper()]: _number(assignment, text, 0.0)}
@@ -149,7 +149,7 @@ def _numbers(settings: Any) -> list[tuple[str, Any]]:
     return out
 
 
-def _word(kind: Kind) -> str:
+def _word(kind: VerdictKind) -> str:
     return kind.value.replace(" ", "-")
 
 

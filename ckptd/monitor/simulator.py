@@ -16,8 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, NO_EXIT, RANK, Job
-from ckptd.monitor.rules.slow import Roles
+from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, NO_EXIT, RANK, JobView
+from ckptd.monitor.rules.slow import RankRoles
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import CALL, GROUP, Phase, RankView
 
@@ -69,10 +69,10 @@ class Mesh:
         return rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
 
     @cached_property
-    def roles(self) -> Roles:
+    def roles(self) -> RankRoles:
         """Whom each rank is compared with."""
         d, p, _ = self.place
-        return Roles(stage=p, replica=d)
+        return RankRoles(stage=p, replica=d)
 
     @cached_property
     def slots(self) -> Array:
@@ -168,7 +168,7 @@ def play(
     rounds: int | None = None,
     step: int = 100,
     silent: Sequence[int] = (),
-) -> Job:
+) -> JobView:
     """Return what the ranks of `mesh` show, `age` seconds after the step stood still.
 
     Parameters
@@ -275,7 +275,7 @@ def _advance(
     return _Played(slot, seq, at, inside, entered, began, ended, now)
 
 
-def _job(mesh: Mesh, faults: Sequence[Fault], played: _Played, step: int, heard: Array) -> Job:
+def _job(mesh: Mesh, faults: Sequence[Fault], played: _Played, step: int, heard: Array) -> JobView:
     ids = _hash(mesh)
     ranks = _ranks(mesh, faults, played, step, ids)
     known = mesh.slots >= 0
@@ -296,7 +296,7 @@ def _job(mesh: Mesh, faults: Sequence[Fault], played: _Played, step: int, heard:
     silent = np.argwhere(known & ~heard[:, None])
     wanted = np.unique(ids[silent[:, 0], silent[:, 1]]) if len(silent) else ()
     members = {int(g): tuple(np.nonzero(ids == g)[0].tolist()) for g in wanted[:256]}
-    return Job(mesh.ranks, nodes, ranks[heard], groups, calls, members)
+    return JobView(mesh.ranks, nodes, ranks[heard], groups, calls, members)
 
 
 def _place(played: _Played) -> Array:
@@ -361,7 +361,7 @@ def _calls(mesh: Mesh, faults: Sequence[Fault], played: _Played, step: int, ids:
     return out
 
 
-def views(job: Job) -> list[RankView]:
+def views(job: JobView) -> list[RankView]:
     """Return the views of which `job` is made: for what reads views, in jobs of small size."""
     out = []
     members = {group: tuple(ranks) for group, ranks in job.members.items()}

@@ -9,16 +9,16 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.report import SHEET_RANK, AgentState, GroupInfo, Sheet
+from ckptd.monitor.report import SHEET_RANK, AgentState, GroupInfo, NodeReport
 from ckptd.monitor.settings import WatchSettings
 
-__all__ = ["AgentStatus", "Source", "Sources"]
+__all__ = ["AgentHealth", "ReportSource", "ReportSources"]
 
 MOST_SOURCES = 1 << 15
 """Sources that are remembered, those that are silent included."""
 
 
-class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
+class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the agent of a node.
 
     Attributes
@@ -46,7 +46,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Source:
+class ReportSource:
     """One life of a sender.
 
     Attributes
@@ -61,14 +61,14 @@ class Source:
         Whether members and texts came since they were last asked for.
     """
 
-    sheet: Sheet
+    sheet: NodeReport
     arrived: float
     found: int = -1
     told: bool = False
 
 
 @dataclass
-class Sources:
+class ReportSources:
     """The newest sheet of each source, and what sources told once.
 
     Attributes
@@ -82,7 +82,7 @@ class Sources:
     """
 
     settings: WatchSettings
-    by_name: dict[str, Source] = field(default_factory=dict)
+    by_name: dict[str, ReportSource] = field(default_factory=dict)
     members: dict[int, Sequence[int]] = field(default_factory=dict)
     names: dict[int, GroupInfo] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -96,12 +96,12 @@ class Sources:
         s = self.settings
         return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * self._ranks)
 
-    def take(self, sheet: Sheet, now: float) -> None:
+    def take(self, sheet: NodeReport, now: float) -> None:
         """Take a sheet; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
         before = self.by_name.get(sheet.source)
         if before is None:
             self._make_room(sheet, now)
-            self.by_name[sheet.source] = Source(sheet, now, told=bool(sheet.members))
+            self.by_name[sheet.source] = ReportSource(sheet, now, told=bool(sheet.members))
         elif sheet.number <= before.sheet.number:
             raise old(sheet.source, before.sheet.number, sheet.number)
         else:
@@ -111,7 +111,7 @@ class Sources:
         self._ranks += _count(sheet)
         self._tell(sheet)
 
-    def _make_room(self, sheet: Sheet, now: float) -> None:
+    def _make_room(self, sheet: NodeReport, now: float) -> None:
         """Forget earlier lives of the same agents, and who was silent for long."""
         nodes = set(sheet.nodes)
         for name, source in list(self.by_name.items()):
@@ -129,10 +129,10 @@ class Sources:
             self._addresses.pop(node, None)
             self._outside.pop(node, None)
 
-    def _quiet(self, source: Source, now: float) -> bool:
+    def _quiet(self, source: ReportSource, now: float) -> bool:
         return now - source.arrived > 2 * self.period_s
 
-    def _tell(self, sheet: Sheet) -> None:
+    def _tell(self, sheet: NodeReport) -> None:
         for node, state in zip(sheet.nodes, sheet.agents, strict=True):
             if state.address:
                 self._addresses[node] = state.address
@@ -156,14 +156,14 @@ class Sources:
         """Return after how many seconds without a sheet a source is silent."""
         return max(self.settings.silent_s, 3 * self.period_s)
 
-    def heard(self, now: float) -> list[Sheet]:
+    def heard(self, now: float) -> list[NodeReport]:
         """Return the newest sheets of sources that are not silent."""
         limit = self.silent_after()
         return [s.sheet for s in self.by_name.values() if now - s.arrived <= limit]
 
-    def agents(self, now: float) -> list[AgentStatus]:
+    def agents(self, now: float) -> list[AgentHealth]:
         """Return all agents; of a node that several sources tell, the one last heard of."""
-        found: dict[str, AgentStatus] = {}
+        found: dict[str, AgentHealth] = {}
         limit = self.silent_after()
         for name, source in self.by_name.items():
             waited = now - source.arrived
@@ -171,7 +171,7 @@ class Sources:
                 age = waited + state.age_s
                 if node in found and found[node].age_s <= age:
                     continue
-                found[node] = AgentStatus(
+                found[node] = AgentHealth(
                     node=node,
                     source=name,
                     age_s=age,
@@ -210,7 +210,7 @@ def _loopback(address: str) -> bool:
     return address.startswith(("127.", "localhost:", "[::1]:"))
 
 
-def _count(sheet: Sheet) -> int:
+def _count(sheet: NodeReport) -> int:
     return len(sheet.ranks) // SHEET_RANK.itemsize
 
 

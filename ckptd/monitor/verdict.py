@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-__all__ = ["Kind", "Suspect", "Target", "Verdict"]
+__all__ = ["Suspect", "SuspectKind", "Verdict", "VerdictKind"]
 
 
-class Kind(enum.StrEnum):
+class VerdictKind(enum.StrEnum):
     """Class of a verdict."""
 
     CRASH = "crash"
@@ -25,7 +25,7 @@ class Kind(enum.StrEnum):
     CANNOT_SAY = "cannot say"
 
 
-class Target(enum.StrEnum):
+class SuspectKind(enum.StrEnum):
     """What a suspect is."""
 
     RANK = "rank"
@@ -51,7 +51,7 @@ class Suspect(msgspec.Struct, frozen=True):
         What this suspect shows, in a few words.
     """
 
-    target: Target
+    target: SuspectKind
     name: str
     confidence: float
     detail: str = ""
@@ -83,7 +83,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         unknown.
     """
 
-    kind: Kind
+    kind: VerdictKind
     suspects: tuple[Suspect, ...]
     evidence: tuple[str, ...]
     rules_out: tuple[str, ...]
@@ -93,6 +93,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[int, ...] = ()
     place: str = ""
 
-    def names(self, target: Target = Target.RANK) -> tuple[str, ...]:
+    def names(self, target: SuspectKind = SuspectKind.RANK) -> tuple[str, ...]:
         """Return the names of the suspects of one target, likeliest first."""
         return tuple(s.name for s in self.suspects if s.target is target)

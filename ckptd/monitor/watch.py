@@ -11,25 +11,25 @@ import numpy as np
 
 from ckptd.errors import RefusedError
 from ckptd.monitor.gather import gathered, job_of, selected
-from ckptd.monitor.incidents.evidence import Evidence, calls_text, suspected_ranks
+from ckptd.monitor.incidents.evidence import WantedEvidence, calls_text, suspected_ranks
 from ckptd.monitor.incidents.incident import Changes, Incident
-from ckptd.monitor.incidents.tracker import Casebook, Moment
-from ckptd.monitor.job import AgentView, Job
-from ckptd.monitor.links.rounds import Linking, LinkMatrix
-from ckptd.monitor.report import GAP, Fencing, Found, Orders, Sheet
+from ckptd.monitor.incidents.tracker import IncidentTracker, RoundFacts
+from ckptd.monitor.job import AgentView, JobView
+from ckptd.monitor.links.rounds import LinkMatrix, LinkProber
+from ckptd.monitor.report import GAP, AgentOrders, EvidenceReport, Fencing, NodeReport
 from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.rules.corruption import SumBook
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.endings import Endings, Stopped
 from ckptd.monitor.rules.limits import Learned, learn, learn_cut_short
-from ckptd.monitor.rules.pace import Pace
-from ckptd.monitor.rules.slow import Roles
+from ckptd.monitor.rules.pace import StepPace
+from ckptd.monitor.rules.slow import RankRoles
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.sources import AgentStatus, Sources, old
+from ckptd.monitor.sources import AgentHealth, ReportSources, old
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Kind, Suspect, Verdict
+from ckptd.monitor.verdict import Suspect, Verdict, VerdictKind
 
-__all__ = ["Watch"]
+__all__ = ["JobWatch"]
 
 STUCK = "communication stands still"
 SLOWER = "steps take longer, and no rank's own time does"
@@ -38,7 +38,7 @@ HELD_S = 1.0
 """Where a controller acts, an end is not told for so long: it says whether it meant it."""
 
 
-class Watch:
+class JobWatch:
     """The watch over one job. No method reads a clock: each takes the moment, monotonic seconds.
 
     Parameters
@@ -65,7 +65,7 @@ class Watch:
         self.name = job
         self.settings = settings or WatchSettings()
         self.epoch = epoch
-        self.sources = Sources(self.settings)
+        self.sources = ReportSources(self.settings)
         self.learned = Learned()
         """What was usual so far."""
         self.rounds = 0
@@ -75,26 +75,28 @@ class Watch:
         self.generation = 0
         """The newest generation that was told."""
         links = self.settings.links
-        self._links = Linking(links, every_s=self.settings.probe_s, peers=self.settings.probe_peers)
-        self._cases = Casebook(job, self.settings, incidents)
+        self._links = LinkProber(
+            links, every_s=self.settings.probe_s, peers=self.settings.probe_peers
+        )
+        self._cases = IncidentTracker(job, self.settings, incidents)
         self._endings = Endings(self.settings.wait_s)
         self._stopped = Stopped()
         self._fenced = 0
         self._over: tuple[Incident, ...] = ()
-        self._evidence = Evidence()
-        self._pace = Pace(self.settings.slow)
+        self._evidence = WantedEvidence()
+        self._pace = StepPace(self.settings.slow)
         self._sums = SumBook()
         self._gaps: list[Array] = []
         self._job = job_of((), {})
         self._names: dict[int, str] = {}
         self._timeouts: dict[int, float] = {}
-        self._agents: tuple[AgentStatus, ...] = ()
+        self._agents: tuple[AgentHealth, ...] = ()
         self._began: float | None = None
         self._fresh = False
 
     # --- what comes in --------------------------------------------------------------------------
 
-    def take(self, sheet: Sheet, now: float) -> None:
+    def take(self, sheet: NodeReport, now: float) -> None:
         """Take a checked sheet.
 
         Raises
@@ -115,7 +117,7 @@ class Watch:
         if len(sheet.gaps):
             self._gaps.append(sheet.table("gaps"))
 
-    def take_found(self, found: Found, now: float) -> None:
+    def take_found(self, found: EvidenceReport, now: float) -> None:
         """Take checked findings; errors as of `take`."""
         self._check_job(found.job)
         source = self.sources.by_name.get(found.source)
@@ -140,7 +142,7 @@ class Watch:
             busy = self._job.ranks["state"] == b"R"
             self.learned = learn_cut_short(self.learned, self._job, busy)
             self._over += self._cases.fence(
-                fencing.below, fencing.reason, Moment(now, now + self.epoch)
+                fencing.below, fencing.reason, RoundFacts(now, now + self.epoch)
             )
             self._pace.forget()
             self._sums.forget()
@@ -191,7 +193,7 @@ class Watch:
         self._evidence.want(self._cases.suspected, settled, now)
         return self._with_evidence(changes, settled, moment)
 
-    def _gather(self, now: float) -> tuple[Job, Array]:
+    def _gather(self, now: float) -> tuple[JobView, Array]:
         agents = self._agents
         silent = {a.node: a for a in agents if a.silent}
         missing = self.sources.running(silent, self._fenced)
@@ -219,7 +221,7 @@ class Watch:
         )
         return self._job, rows
 
-    def _learn(self, job: Job, rows: Array) -> None:
+    def _learn(self, job: JobView, rows: Array) -> None:
         generation = int(rows["generation"].max()) if len(rows) else self.generation
         if generation > self.generation:
             self._pace.forget()
@@ -230,9 +232,9 @@ class Watch:
         if len(rows):
             self.learned = learn(self.learned, job, told)
 
-    def _moment(self, job: Job, rows: Array, now: float) -> Moment:
+    def _moment(self, job: JobView, rows: Array, now: float) -> RoundFacts:
         began = now if self._began is None else self._began
-        return Moment(
+        return RoundFacts(
             now=now,
             unix=now + self.epoch,
             generation=self.generation,
@@ -242,7 +244,7 @@ class Watch:
             early=now - began < self.settings.settle_s,
         )
 
-    def _node_of(self, job: Job) -> dict[int, str]:
+    def _node_of(self, job: JobView) -> dict[int, str]:
         names = [job.nodes[n] for n in job.ranks["node"].tolist()]
         return dict(zip(job.ranks["rank"].tolist(), names, strict=True))
 
@@ -251,7 +253,7 @@ class Watch:
     def _probe(self, standing: Sequence[Verdict], now: float) -> None:
         silent = {a.node for a in self._agents if a.silent}
         addresses = {n: a for n, a in self.sources.addresses().items() if n not in silent}
-        stuck = [v for v in standing if v.kind is Kind.COMM_HANG]
+        stuck = [v for v in standing if v.kind is VerdictKind.COMM_HANG]
         if stuck:
             self._links.ask(STUCK, addresses, now, self._nodes_of(stuck))
         elif self._pace.longer:
@@ -274,7 +276,7 @@ class Watch:
 
     def _with_links(self, verdict: Verdict, now: float) -> Verdict:
         matrix = self._links.matrix
-        if verdict.kind is not Kind.COMM_HANG or matrix is None or matrix.why != STUCK:
+        if verdict.kind is not VerdictKind.COMM_HANG or matrix is None or matrix.why != STUCK:
             return verdict
         if now - matrix.at > verdict.numbers["since last arrival s"]:
             return verdict  # links were probed for another hang, before this one began
@@ -288,7 +290,7 @@ class Watch:
 
     # --- evidence -------------------------------------------------------------------------------
 
-    def _with_evidence(self, changes: Changes, job: Job, moment: Moment) -> Changes:
+    def _with_evidence(self, changes: Changes, job: JobView, moment: RoundFacts) -> Changes:
         self._evidence.forget(moment.now)
         for incident in changes.opened:
             suspects = suspected_ranks(incident.verdict, job)[:8]
@@ -309,14 +311,14 @@ class Watch:
 
     # --- what goes out --------------------------------------------------------------------------
 
-    def orders(self, source: str, now: float) -> Orders:
+    def orders(self, source: str, now: float) -> AgentOrders:
         """Return what a source is to do next; what is asked for is asked once."""
         known = self.sources.by_name.get(source)
         if known is None:
-            return Orders(period_s=self.sources.period_s)
+            return AgentOrders(period_s=self.sources.period_s)
         stacks = self._evidence.orders(known.sheet.table("ranks")["rank"].tolist())
         probes = self._links.probes(known.sheet.nodes, self.sources.addresses(), now)
-        return Orders(
+        return AgentOrders(
             period_s=self.sources.period_s,
             tell=not known.told,
             stacks=stacks,
@@ -335,12 +337,12 @@ class Watch:
 
     # --- what is known --------------------------------------------------------------------------
 
-    def job(self, now: float) -> Job:
+    def job(self, now: float) -> JobView:
         """Return all ranks that reported in the last round, as of their newest sheets."""
         return self._job
 
     @property
-    def agents(self) -> tuple[AgentStatus, ...]:
+    def agents(self) -> tuple[AgentHealth, ...]:
         """Agents that were heard of, as of the last round."""
         return self._agents
 
@@ -360,7 +362,7 @@ class Watch:
         return self._links.matrix
 
     @property
-    def roles(self) -> Roles:
+    def roles(self) -> RankRoles:
         """Whom each rank of the last round is compared with."""
         return self._pace.roles
 

@@ -11,7 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.report import Found, Orders, Sheet, pack, unpack, unpack_found
+from ckptd.monitor.report import (
+    AgentOrders,
+    EvidenceReport,
+    NodeReport,
+    pack,
+    unpack_evidence,
+    unpack_report,
+)
 from ckptd.monitor.signing import (
     CHALLENGE_PATH,
     MAC_HEADER,
@@ -31,9 +38,9 @@ class Daemon:
     def __init__(self, secret: bytes, port: int = 0) -> None:
         self.secret = secret
         self.challenge = new_challenge()
-        self.sheets: list[Sheet] = []
-        self.found: list[Found] = []
-        self.orders: list[Orders] = []
+        self.sheets: list[NodeReport] = []
+        self.found: list[EvidenceReport] = []
+        self.orders: list[AgentOrders] = []
         self.refused = 0
         self.garbage: Callable[[Any], bool] | None = None
         """Takes the request's handler; whether it has answered it itself."""
@@ -51,10 +58,10 @@ class Daemon:
 
     def take(self, path: str, body: bytes) -> bytes:
         if path != SHEETS_PATH:
-            self.found.append(unpack_found(body))
+            self.found.append(unpack_evidence(body))
             return b""
-        self.sheets.append(unpack(body))
-        return pack(self.orders.pop(0) if self.orders else Orders(period_s=0.1))
+        self.sheets.append(unpack_report(body))
+        return pack(self.orders.pop(0) if self.orders else AgentOrders(period_s=0.1))
 
     def until(self, true: Callable[[], Any], what: str) -> Any:
         """Return what `true` returns once that is something."""

@@ -11,7 +11,7 @@ import pytest
 from ckptd.agent.rings import Rings
 from ckptd.agent.tally import Tally
 from ckptd.monitor.collectives import BUS_BYTES, BYTES, CALLS, SECONDS, TIMES, TIMES_S
-from ckptd.monitor.ring.layout import RecorderState, Shape
+from ckptd.monitor.ring.layout import RecorderState, RingShape
 from ckptd.monitor.ring.ring import RingGroup, RingIdentity, RingWriter
 from ckptd.monitor.stats import Array
 
@@ -23,7 +23,7 @@ class Rank:
 
     def __init__(self, folder: Path, rank: int, slots: int = 64) -> None:
         identity = RingIdentity(rank=rank, world=4)
-        self.ring = RingWriter(folder / f"x-{rank}-1.ring", identity, Shape(slots=slots))
+        self.ring = RingWriter(folder / f"x-{rank}-1.ring", identity, RingShape(slots=slots))
         self.ring.state(RecorderState.CALLS)
 
     def group(self, ident: int, size: int, me: int, kind: str) -> RingGroup:

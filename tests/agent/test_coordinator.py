@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.agent.coordinator import Plan, Preflight, coordinate
-from ckptd.agent.preflight import ORDER_S, Hello, Member, Outcome, take_part
+from ckptd.agent.coordinator import Preflight, PreflightPlan, coordinate
+from ckptd.agent.preflight import ORDER_S, NodeHello, PreflightNode, PreflightOutcome, take_part
 from ckptd.errors import DeadlineError, StoreError
 from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.wire import Wire
@@ -28,7 +28,9 @@ def listener() -> Iterator[socket.socket]:
 
 
 def node(folder: Path, name: str, rank: int = -1, secret: bytes = SECRET) -> Part:
-    return lambda address: take_part(address, secret, Member(name, rank, folder), END_S, END_S)
+    return lambda address: take_part(
+        address, secret, PreflightNode(name, rank, folder), END_S, END_S
+    )
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def beside(listener: socket.socket, parts: Sequence[Part]) -> Iterator[list[obje
 
 
 def check(
-    listener: socket.socket, parts: Sequence[Part], plan: Plan
+    listener: socket.socket, parts: Sequence[Part], plan: PreflightPlan
 ) -> tuple[Preflight, list[object]]:
     said: list[str] = []
     with beside(listener, parts) as results:
@@ -69,17 +71,17 @@ def failures(found: Preflight) -> list[tuple[str, str]]:
 
 def test_all_come_and_learn_what_came_of_it(listener: socket.socket, tmp_path: Path) -> None:
     parts = [node(tmp_path, f"n{k}", k) for k in range(3)]
-    found, results = check(listener, parts, Plan(nodes=3, wait_s=END_S, probe_bytes=1000))
+    found, results = check(listener, parts, PreflightPlan(nodes=3, wait_s=END_S, probe_bytes=1000))
     assert found.nodes == ("n0", "n1", "n2")
     assert failures(found) == []
     assert set(found.machines) == set(found.skews_s) == {"n0", "n1", "n2"}
     assert (found.links.pairs, found.links.of) == (3, 3)
     assert set(found.seconds) == {"gather", "test", "probe", "confirm"}
-    assert results == [Outcome(found.healthy, found.findings)] * 3
+    assert results == [PreflightOutcome(found.healthy, found.findings)] * 3
 
 
 def test_nobody_comes(listener: socket.socket) -> None:
-    found, _ = check(listener, [], Plan(nodes=2, wait_s=0.1))
+    found, _ = check(listener, [], PreflightPlan(nodes=2, wait_s=0.1))
     assert failures(found) == [("rank 0", "absent"), ("rank 1", "absent")]
     assert found.links.latency_s is None
 
@@ -95,10 +97,10 @@ def test_strangers_and_other_secrets_are_not_let_in_and_who_is_missing_is_named(
         return None
 
     parts = [node(tmp_path, "n0", 0), node(tmp_path, "n1", 1, b"another secret.."), stranger]
-    found, results = check(listener, parts, Plan(nodes=2, wait_s=3.0, probe_bytes=1000))
+    found, results = check(listener, parts, PreflightPlan(nodes=2, wait_s=3.0, probe_bytes=1000))
     assert ("rank 1", "absent") in failures(found)
     assert any("connections were refused" in f.message for f in found.findings)
-    assert isinstance(results[0], Outcome)
+    assert isinstance(results[0], PreflightOutcome)
     assert not results[0].healthy
     assert isinstance(results[1], StoreError)
     assert results[1].kind == "permission"
@@ -108,20 +110,20 @@ def test_one_that_comes_and_ends_is_told_as_lost(listener: socket.socket, tmp_pa
     def leaving(address: tuple[str, int]) -> object:
         wire = Wire(socket.create_connection(address), "coordinator", ORDER_S)
         greet_server(wire, SECRET, END_S)
-        wire.send(Hello("gone", 1, "127.0.0.1", 1))
+        wire.send(NodeHello("gone", 1, "127.0.0.1", 1))
         wire.release()
         return None
 
     parts = [node(tmp_path, "n0", 0), leaving, node(tmp_path, "n2", 2)]
-    found, results = check(listener, parts, Plan(nodes=3, wait_s=END_S, probe_bytes=1000))
+    found, results = check(listener, parts, PreflightPlan(nodes=3, wait_s=END_S, probe_bytes=1000))
     assert failures(found) == [("gone", "lost")]
     assert set(found.machines) == {"n0", "n2"}
-    assert isinstance(results[2], Outcome)
+    assert isinstance(results[2], PreflightOutcome)
 
 
 def test_names_that_two_nodes_share_are_told_apart(listener: socket.socket, tmp_path: Path) -> None:
     parts = [node(tmp_path, "same", 0), node(tmp_path, "same", 1)]
-    found, _ = check(listener, parts, Plan(nodes=2, wait_s=END_S, probe_bytes=1000))
+    found, _ = check(listener, parts, PreflightPlan(nodes=2, wait_s=END_S, probe_bytes=1000))
     assert found.nodes == ("same", "same#2")
 
 
@@ -129,5 +131,5 @@ def test_no_coordinator(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()
     with pytest.raises(DeadlineError) as caught:
-        take_part(address, SECRET, Member("n", 0, tmp_path), 0.1, END_S)
+        take_part(address, SECRET, PreflightNode("n", 0, tmp_path), 0.1, END_S)
     assert caught.value.kind == "no-rendezvous"

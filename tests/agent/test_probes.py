@@ -10,13 +10,13 @@ import pytest
 
 from ckptd.agent.probes import listen_for_probes, measure, shown_address
 from ckptd.errors import StoreError
-from ckptd.monitor.report import Probe
+from ckptd.monitor.report import LinkProbe
 
 SECRET = b"a secret of tests, long enough"
 
 
-def probe(address: str, size: int = 1 << 17) -> Probe:
-    return Probe(nonce=9, from_node="a", to_node="b", address=address, size=size)
+def probe(address: str, size: int = 1 << 17) -> LinkProbe:
+    return LinkProbe(nonce=9, from_node="a", to_node="b", address=address, size=size)
 
 
 def test_a_link_is_measured() -> None:

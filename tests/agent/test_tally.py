@@ -11,7 +11,7 @@ import pytest
 from ckptd.agent.rings import Ring, Rings
 from ckptd.agent.tally import Tally
 from ckptd.monitor.ring import ring as ring_module
-from ckptd.monitor.ring.layout import Shape
+from ckptd.monitor.ring.layout import RingShape
 from ckptd.monitor.ring.ring import RingGroup, RingIdentity, RingWriter
 from ckptd.monitor.view import Phase
 
@@ -20,7 +20,7 @@ class Rank:
     """A ring whose clock is ours: times are what they are said to be."""
 
     def __init__(self, folder: Path, rank: int = 0, slots: int = 256) -> None:
-        shape = Shape(slots=slots)
+        shape = RingShape(slots=slots)
         self.ring = RingWriter(folder / f"x-{rank}-1.ring", RingIdentity(rank=rank, world=2), shape)
         group = self.ring.add_group(7, 2, rank, range(2), "world")
         assert group is not None

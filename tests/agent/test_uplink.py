@@ -15,19 +15,19 @@ import pytest
 
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import UsageError
-from ckptd.monitor.report import Found, Orders, Sheet, Stack, pack
+from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, Stack, pack
 from ckptd.monitor.signing import new_challenge
 from tests.agent.daemons import SECRET, Daemon, daemon
 
 _numbers = count(1)
 
 
-def sheet() -> Sheet:
-    return Sheet(job="j", source="a", number=next(_numbers))
+def sheet() -> NodeReport:
+    return NodeReport(job="j", source="a", number=next(_numbers))
 
 
-def found() -> Found:
-    return Found(job="j", source="a", number=next(_numbers), stacks={1: Stack(text="x")})
+def found() -> EvidenceReport:
+    return EvidenceReport(job="j", source="a", number=next(_numbers), stacks={1: Stack(text="x")})
 
 
 @contextmanager
@@ -51,10 +51,10 @@ def keep_offering(up: Uplink, true: Callable[[], Any], what: str) -> None:
 
 def test_sheets_arrive_and_orders_come_back() -> None:
     with daemon() as there, uplink(there.url) as up:
-        there.orders = [Orders(period_s=3.0, stacks=(1, 2))]
+        there.orders = [AgentOrders(period_s=3.0, stacks=(1, 2))]
         up.offer(sheet())
         there.until(lambda: up.sent, "sent")
-        assert up.orders() == [Orders(period_s=3.0, stacks=(1, 2))]
+        assert up.orders() == [AgentOrders(period_s=3.0, stacks=(1, 2))]
         assert up.orders() == []
         assert len(there.sheets) == 1
         assert there.refused == 0
@@ -131,7 +131,7 @@ def test_an_impostor_is_not_obeyed() -> None:
 
         def forged(handler: Any) -> bool:
             if handler.command == "POST":
-                handler.say(200, pack(Orders(period_s=9.0)), "v1 " + "0" * 64)
+                handler.say(200, pack(AgentOrders(period_s=9.0)), "v1 " + "0" * 64)
             return bool(handler.command == "POST")
 
         there.garbage = forged

@@ -21,20 +21,20 @@ from ckptd.agent.watched import floors_of
 from ckptd.agent.watcher import Watcher
 from ckptd.errors import UsageError
 from ckptd.monitor.gather import job_of
-from ckptd.monitor.report import Orders, Probe
+from ckptd.monitor.report import AgentOrders, LinkProbe
 from ckptd.monitor.rules.hang import hangs
-from ckptd.monitor.rules.limits import Learned, Limits
+from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.monitor.view import Phase
 from ckptd.runtime.host import node_name
 from tests.agent.daemons import SECRET, Daemon, daemon
 from tests.agent.writers import writers
 from tests.processes import stop
 
-SHORT = Limits(floors=dict.fromkeys(Phase, 1.0), warm_steps=0)
+SHORT = HangLimits(floors=dict.fromkeys(Phase, 1.0), warm_steps=0)
 
 
 @contextmanager
-def watcher(folder: Path, there: Daemon, limits: Limits | None = None) -> Iterator[Watcher]:
+def watcher(folder: Path, there: Daemon, limits: HangLimits | None = None) -> Iterator[Watcher]:
     uplink = Uplink(there.url, SECRET, timeout_s=60.0)
     watching = Watcher("j", "n", Rings(folder), uplink, SECRET, limits=limits)
     watching.start()
@@ -51,7 +51,7 @@ def subtypes(there: Daemon) -> dict[int, str]:
         return {}
     job = job_of([there.sheets[-1]], [0.0])
     gone = np.zeros(len(job.ranks), bool)
-    limits = Limits(floors=dict.fromkeys(Phase, 3.0), warm_steps=0)
+    limits = HangLimits(floors=dict.fromkeys(Phase, 3.0), warm_steps=0)
     return {
         int(suspect.name): suspect.detail
         for verdict in hangs(job, limits, Learned(), gone)
@@ -79,7 +79,7 @@ def test_ranks_are_told(tmp_path: Path) -> None:
         assert {"all_reduce", "train.py:1"} <= texts
         told = [len(sheet.members) for sheet in there.sheets]
         assert sum(told) == 1
-        there.orders.append(Orders(tell=True))
+        there.orders.append(AgentOrders(tell=True))
         there.until(lambda: sum(len(s.members) for s in there.sheets) == 2, "told again")
         numbers = [sheet.number for sheet in there.sheets]
         assert numbers == sorted(set(numbers))
@@ -101,7 +101,7 @@ def test_an_end_is_told_with_its_code(tmp_path: Path) -> None:
 def test_a_death_is_told_out_of_turn(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there):
         there.until(lambda: len(there.rows()) == 2, "two ranks")
-        there.orders = [Orders(period_s=50.0) for _ in range(1000)]
+        there.orders = [AgentOrders(period_s=50.0) for _ in range(1000)]
         there.until(lambda: len(there.orders) < 1000, "a long period")
         os.kill(ranks[1].pid, signal.SIGKILL)
         there.until(lambda: not there.rows()[1]["alive"], "a death")
@@ -140,7 +140,7 @@ def test_stacks_are_taken_when_asked(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there):
         there.until(lambda: len(there.rows()) == 2, "two ranks")
         stop(ranks[0].pid)
-        there.orders.append(Orders(stacks=(0, 1, 77)))
+        there.orders.append(AgentOrders(stacks=(0, 1, 77)))
         there.until(lambda: set(stacks(there)) == {0, 1}, "stacks")
         assert "<module>" in stacks(there)[0]
 
@@ -152,7 +152,7 @@ def test_stacks_of_a_stuck_rank_outlive_it(tmp_path: Path) -> None:
         there.until(lambda: 0 in on._evidence._kept, "stacks kept early")
         os.kill(ranks[0].pid, signal.SIGKILL)
         there.until(lambda: not there.rows()[0]["alive"], "its death")
-        there.orders.append(Orders(stacks=(0,)))
+        there.orders.append(AgentOrders(stacks=(0,)))
         there.until(lambda: stacks(there), "stacks")
         assert "as it had not moved for" in stacks(there)[0]
         assert "<module>" in stacks(there)[0]
@@ -166,7 +166,7 @@ def test_stacks_of_the_others_are_taken_at_the_first_death(tmp_path: Path) -> No
         for rank in (0, 2):
             os.kill(ranks[rank].pid, signal.SIGTERM)
         there.until(lambda: not any(r["alive"] for r in there.rows().values()), "all ended")
-        there.orders.append(Orders(stacks=(0, 1, 2)))
+        there.orders.append(AgentOrders(stacks=(0, 1, 2)))
         there.until(lambda: set(stacks(there)) == {0, 1, 2}, "stacks")
         assert "rank 1 had just ended" in stacks(there)[2]
         assert "nothing was kept of it" in stacks(there)[1]
@@ -176,17 +176,17 @@ def test_many_calls_when_asked(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 1, rate=0.0) as ranks, watcher(tmp_path, there):
         ranks[0].more(600)
         there.until(lambda: there.sheets and len(there.sheets[-1].table("calls")) == 64, "stuck")
-        there.orders.append(Orders(calls=(0,)))
+        there.orders.append(AgentOrders(calls=(0,)))
         there.until(lambda: any(len(s.table("calls")) == 512 for s in there.sheets), "many")
 
 
 def test_links_are_probed_when_asked(tmp_path: Path) -> None:
     with daemon() as there, watcher(tmp_path, there):
         probes = [
-            Probe(nonce=n, from_node=node, to_node="b", address="127.0.0.1:1")
+            LinkProbe(nonce=n, from_node=node, to_node="b", address="127.0.0.1:1")
             for n, node in ((4, "n"), (5, "another"))
         ]
-        there.orders.append(Orders(probes=tuple(probes)))
+        there.orders.append(AgentOrders(probes=tuple(probes)))
         there.until(lambda: there.found, "a result")
         results = [result for found in there.found for result in found.probes]
         assert [(r.nonce, r.src, r.dst) for r in results] == [(4, "n", "b")]
@@ -270,7 +270,7 @@ def test_the_last_sheet_is_told_though_another_is_under_way(
 
 def test_floors() -> None:
     assert floors_of({"train": 5.0}).floors[Phase.TRAIN] == 5.0
-    assert floors_of(None).floors == Limits().floors
+    assert floors_of(None).floors == HangLimits().floors
     for words in ({"lunch": 5.0}, {"train": 0.0}, {"train": float("nan")}):
         with pytest.raises(UsageError) as info:
             floors_of(words)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ckptd.monitor.links.matrix import LinkLimits, slow_links
-from ckptd.monitor.report import Probe, ProbeResult
+from ckptd.monitor.report import LinkProbe, ProbeResult
 from tests.cluster.namespaces import Network
 
 __all__ = ["LIMITS", "PLANTS", "SIZE", "Mesh", "plant"]
@@ -53,7 +53,7 @@ class Mesh:
 
     def probe(self, source: int, to: int) -> float:
         """Return the seconds of one probe; infinite if it did not come."""
-        probe = Probe(
+        probe = LinkProbe(
             nonce=next(self._nonces),
             from_node=self.names[source],
             to_node=self.names[to],

@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from ckptd.agent.probes import listen_for_probes, measure, shown_address
-from ckptd.monitor.report import Probe
+from ckptd.monitor.report import LinkProbe
 
 SECRET = b"a secret of the tests"
 
@@ -20,7 +20,7 @@ def main(host: str) -> None:
     with listen_for_probes(SECRET, host) as answerer:
         print(shown_address(answerer, host), flush=True)
         for line in sys.stdin:
-            result = measure(msgspec.msgpack.decode(bytes.fromhex(line), type=Probe), SECRET)
+            result = measure(msgspec.msgpack.decode(bytes.fromhex(line), type=LinkProbe), SECRET)
             print(msgspec.msgpack.encode(result).hex(), flush=True)
 
 

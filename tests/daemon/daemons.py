@@ -17,9 +17,9 @@ from ckptd.daemon.access import Access
 from ckptd.daemon.app import make_app
 from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.server import Serving, url_of
-from ckptd.daemon.service import Service, Setup
+from ckptd.daemon.service import DaemonSetup, Service
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.signing import access_token, sign_request
 from ckptd.monitor.view import Phase
@@ -43,7 +43,7 @@ def until(ask: Callable[[], T], what: str = "it does not come about", wait_s: fl
 def quick_settings() -> WatchSettings:
     """Return settings with which what stands still is told after a second."""
     floors = dict.fromkeys(Phase, 1.0)
-    limits = replace(Limits(), floors=floors, warm_steps=0)
+    limits = replace(HangLimits(), floors=floors, warm_steps=0)
     return WatchSettings(period_s=0.1, settle_s=0.0, limits=limits)
 
 
@@ -116,7 +116,7 @@ def running(
     **setup: Any,
 ) -> Iterator[Running]:
     """Run a daemon while the block runs."""
-    given = Setup(
+    given = DaemonSetup(
         job=JOB, secret=SECRET, history=history, settings=settings or quick_settings(), **setup
     )
     token = access_token(SECRET)

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from ckptd.daemon.metrics import NAMES
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARDS = ROOT / "docs" / "dashboards"
@@ -126,7 +126,7 @@ def test_every_alert_says_what_to_do_and_is_tested() -> None:
 def test_classes_of_alerts_are_those_of_verdicts() -> None:
     named = re.findall(r'class=~?"([^"]+)"', ALERTS.read_text())
     classes = {name for text in named for name in text.split("|")}
-    assert classes == {str(kind) for kind in Kind} - {str(Kind.CANNOT_SAY)}
+    assert classes == {str(kind) for kind in VerdictKind} - {str(VerdictKind.CANNOT_SAY)}
 
 
 # -- what Prometheus says --------------------------------------------------------------------------

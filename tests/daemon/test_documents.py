@@ -6,22 +6,22 @@ import pytest
 from ckptd.daemon.documents import MeshDocument, Names, RanksDocument
 from ckptd.daemon.rounds import STATUS, RankTable
 from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.report import GroupInfo
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
 MESH = Mesh(2, 2, 4)
 NAMES = Names({}, {})
 
 
-def job(*faults: Fault, age: float = 0.0, silent: tuple[int, ...] = ()) -> Job:
+def job(*faults: Fault, age: float = 0.0, silent: tuple[int, ...] = ()) -> JobView:
     return play(
         MESH, faults, np.random.default_rng(1), rounds=None if faults else 3, age=age, silent=silent
     )
 
 
-def blamed(kind: Kind, *suspects: tuple[Target, str]) -> Incident:
+def blamed(kind: VerdictKind, *suspects: tuple[SuspectKind, str]) -> Incident:
     verdict = Verdict(
         kind=kind,
         suspects=tuple(Suspect(t, n, 0.9) for t, n in suspects),
@@ -85,14 +85,14 @@ def test_status() -> None:
     ranks.update(hang, (), {}, {})
     assert status(ranks, 5) == "ok"
     assert status(ranks, 6) == "waiting"
-    ranks.update(hang, [blamed(Kind.HANG, (Target.RANK, "5"))], {}, {})
+    ranks.update(hang, [blamed(VerdictKind.HANG, (SuspectKind.RANK, "5"))], {}, {})
     assert status(ranks, 5) == "suspect"
-    ranks.update(hang, [blamed(Kind.SLOW_RANK, (Target.RANK, "7"))], {}, {})
+    ranks.update(hang, [blamed(VerdictKind.SLOW_RANK, (SuspectKind.RANK, "7"))], {}, {})
     assert status(ranks, 7) == "slow"
-    ranks.update(hang, [blamed(Kind.SLOW_LINK, (Target.NODE, "n1"))], {}, {})
+    ranks.update(hang, [blamed(VerdictKind.SLOW_LINK, (SuspectKind.NODE, "n1"))], {}, {})
     assert [status(ranks, r) for r in range(8, 16)] == ["suspect"] * 8
     dead = job(Fault(Planted.CRASH, 2, 1), age=1.0)
-    ranks.update(dead, [blamed(Kind.CRASH, (Target.RANK, "2"))], {}, {})
+    ranks.update(dead, [blamed(VerdictKind.CRASH, (SuspectKind.RANK, "2"))], {}, {})
     assert status(ranks, 2) == "dead"
 
 

@@ -17,7 +17,7 @@ from ckptd.daemon.forward import Forwarder, _with_rows_of
 from ckptd.daemon.server import Serving, url_of
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
 from ckptd.monitor.gather import merge
-from ckptd.monitor.report import SHEET_RANK, STEP, AgentState, Sheet
+from ckptd.monitor.report import SHEET_RANK, STEP, AgentState, NodeReport
 from ckptd.net.address import listen_at
 from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
 
@@ -72,7 +72,7 @@ def test_sheets_go_up_as_one_and_orders_and_findings_pass(tmp_path: Path) -> Non
             until(lambda: len(made.keys) and root.service.collectives.totals.keys == made.keys)
             # Stacks are ordered of one node, by way of the forwarder, and come back by it.
             incident = until(
-                lambda: next((i for i in root.service.rounds.last.open if i.stacks), None)
+                lambda: next((i for i in root.service.rounds.last.open if 5 in i.stacks), None)
             )
             assert incident.verdict.names()[0] == "5"
             assert 5 in incident.stacks
@@ -104,13 +104,13 @@ def test_agent_that_fell_silent_is_silent_above(
             until(lambda: silent(root) == ["n2"] and reporting(root) == 12)
 
 
-def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> Sheet:
+def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> NodeReport:
     rows = np.zeros(len(ranks), SHEET_RANK)
     rows["rank"] = ranks
     told = np.zeros(len(steps), STEP)
     told["row"] = [ranks.index(rank) for rank, _ in steps]
     told["step"] = [step for _, step in steps]
-    return Sheet(
+    return NodeReport(
         job=JOB,
         source="s",
         number=number,
@@ -121,7 +121,7 @@ def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> Sheet:
     )
 
 
-def steps_of(sheet: Sheet) -> list[tuple[int, int]]:
+def steps_of(sheet: NodeReport) -> list[tuple[int, int]]:
     ranks, steps = sheet.table("ranks")["rank"], sheet.table("steps")
     return [(int(ranks[s["row"]]), int(s["step"])) for s in steps]
 
@@ -139,7 +139,7 @@ def test_a_sheet_that_cannot_be_passed_on_ends_nothing(
 ) -> None:
     left = [ValueError("a defect"), MemoryError()]
 
-    def merged(*args: Any, **other: Any) -> Sheet:
+    def merged(*args: Any, **other: Any) -> NodeReport:
         if left:
             raise left.pop()
         return merge(*args, **other)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.report import Found, Orders, Sheet, pack, unpack_orders
+from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
 from ckptd.monitor.signing import check_answer, sign_request
 from tests.daemon.daemons import JOB, SECRET, Running, running, sheets, until
 
@@ -34,7 +34,7 @@ def test_sheet_is_taken_and_its_answer_is_signed(fresh: Running) -> None:
     answer = fresh.ask("POST", PATH, body, {"Ckptd-Mac": mac}, token=False)
     assert answer.status == 200
     check_answer(answer.headers["ckptd-mac"], SECRET, mac, answer.body)
-    assert isinstance(unpack_orders(answer.body), Orders)
+    assert isinstance(unpack_orders(answer.body), AgentOrders)
     until(lambda: len(fresh.service.rounds.last.job.ranks) == 4)
     assert fresh.service.ingest.counts.bytes["sheet"] == len(body)
 
@@ -44,7 +44,7 @@ def test_a_message_counts_once(fresh: Running) -> None:
     assert fresh.post("sheet", body).status == 200
     again = fresh.post("sheet", body)
     assert (again.status, again.kind) == (409, "old-sheet")
-    found = pack(Found(job=JOB, source="a", number=3))
+    found = pack(EvidenceReport(job=JOB, source="a", number=3))
     assert [fresh.post("found", found).status for _ in range(2)] == [200, 409]
     assert refused(fresh, "old-sheet") == 2
 
@@ -95,7 +95,7 @@ def test_unsigned_bodies_that_stop_keep_nobody_out(fresh: Running) -> None:
             crowd.enter_context(held_back(fresh, size))
         until(lambda: refused(fresh, "busy") >= 3)  # the oldest ones make room
         for number in range(3):
-            answer = fresh.post("found", pack(Found(job=JOB, source="a", number=number)))
+            answer = fresh.post("found", pack(EvidenceReport(job=JOB, source="a", number=number)))
             assert answer.status == 200
         assert fresh.service.ingest._hold.bytes <= 8 * size
     until(lambda: fresh.service.ingest._hold.bytes == 0)
@@ -105,7 +105,7 @@ def test_silent_connections_make_room_oldest_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptd.daemon.server._MOST_STRANGERS", 8)
-    body = pack(Found(job=JOB, source="a", number=1))
+    body = pack(EvidenceReport(job=JOB, source="a", number=1))
     with running(tmp_path / "history") as daemon, ExitStack() as crowd:
         silent = [
             crowd.enter_context(socket.create_connection(("127.0.0.1", daemon.port), timeout=60))
@@ -157,7 +157,7 @@ def test_garbage_that_is_signed_is_refused(daemon: Running, body: bytes) -> None
 )
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_damaged_sheets_never_make_an_incident(daemon: Running, place: int, byte: int) -> None:
-    body = bytearray(b"\x00" + msgspec.msgpack.encode(Sheet(job=JOB, source="x", number=1)))
+    body = bytearray(b"\x00" + msgspec.msgpack.encode(NodeReport(job=JOB, source="x", number=1)))
     body[place % len(body)] = byte
     answer = daemon.post("sheet", bytes(body))
     assert answer.status in (200, 400, 403, 409)
@@ -187,7 +187,11 @@ def test_sources_that_are_remembered_are_bounded(
 ) -> None:
     monkeypatch.setattr("ckptd.daemon.ingest._MOST_SOURCES", 10)
     for k in range(40):
-        fresh.service.ingest.hand_in("found", pack(Found(job=JOB, source=f"s{k}", number=1)))
-    last = fresh.service.ingest.hand_in("found", pack(Found(job=JOB, source="last", number=1)))
+        fresh.service.ingest.hand_in(
+            "found", pack(EvidenceReport(job=JOB, source=f"s{k}", number=1))
+        )
+    last = fresh.service.ingest.hand_in(
+        "found", pack(EvidenceReport(job=JOB, source="last", number=1))
+    )
     last.result(60)
     assert len(fresh.service.ingest._newest) <= 10

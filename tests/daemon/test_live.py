@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.live import Event, Hub
+from ckptd.daemon.live import Hub, StreamEvent
 from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import TransientStoreError
 from tests.daemon.daemons import Running, fed, running, until
@@ -75,7 +75,7 @@ def test_client_that_does_not_read_is_dropped(followed: Running) -> None:
             b"Authorization: Bearer " + followed.token.encode() + b"\r\n\r\n"
         )
         until(lambda: len(service.hub))
-        event = Event(1, "ranks", b"x" * (1 << 20))
+        event = StreamEvent(1, "ranks", b"x" * (1 << 20))
 
         def flood() -> bool:
             loop.call_soon_threadsafe(service.hub.publish, event)
@@ -113,7 +113,7 @@ def test_kept_events_are_bounded() -> None:
     async def publish() -> int:
         hub = Hub()
         for k in range(5000):
-            hub.publish(Event(k, "incident", b"{}"), kept=True)
+            hub.publish(StreamEvent(k, "incident", b"{}"), kept=True)
         return len(hub.missed(0))
 
     assert asyncio.run(publish()) == 512

@@ -11,12 +11,12 @@ from ckptd.daemon.response import RUN_POLICY, Response, is_over, response
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.wire import NodeRow, Status
 from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
 NOW = 1000.0
 
 
-def incident(kind: Kind, *suspects: Suspect, **fields: Any) -> Incident:
+def incident(kind: VerdictKind, *suspects: Suspect, **fields: Any) -> Incident:
     numbers = fields.pop("numbers", {})
     verdict = Verdict(
         kind=kind,
@@ -58,10 +58,14 @@ def done(one: Incident, **fields: Any) -> Incident:
 
 RESTART = Response((), "restart")
 OUT = Response(("n2",), "exclude n2 and restart")
-STOPPED = incident(Kind.HANG, numbers={"cannot run": 1})
-BUSY = incident(Kind.HANG, numbers={"cannot run": 0})
-LINK = incident(Kind.COMM_HANG, Suspect(Target.GROUP, "f00", 0.9), nodes=("n0", "n1", "n2"))
-NAMED = incident(Kind.COMM_HANG, Suspect(Target.SENDER, "n2", 0.9), nodes=("n0", "n1", "n2"))
+STOPPED = incident(VerdictKind.HANG, numbers={"cannot run": 1})
+BUSY = incident(VerdictKind.HANG, numbers={"cannot run": 0})
+LINK = incident(
+    VerdictKind.COMM_HANG, Suspect(SuspectKind.GROUP, "f00", 0.9), nodes=("n0", "n1", "n2")
+)
+NAMED = incident(
+    VerdictKind.COMM_HANG, Suspect(SuspectKind.SENDER, "n2", 0.9), nodes=("n0", "n1", "n2")
+)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +79,11 @@ NAMED = incident(Kind.COMM_HANG, Suspect(Target.SENDER, "n2", 0.9), nodes=("n0",
         (BUSY, (done(BUSY, opened_at=NOW - 3660),), RESTART),
         (LINK, (), RESTART),
         (NAMED, (), OUT),
-        (incident(Kind.DESYNC), (), RESTART),
-        (incident(Kind.CORRUPTION), (), OUT),
-        (incident(Kind.SLOW_RANK), (), None),
-        (incident(Kind.CRASH), (), None),
-        (incident(Kind.CANNOT_SAY), (), None),
+        (incident(VerdictKind.DESYNC), (), RESTART),
+        (incident(VerdictKind.CORRUPTION), (), OUT),
+        (incident(VerdictKind.SLOW_RANK), (), None),
+        (incident(VerdictKind.CRASH), (), None),
+        (incident(VerdictKind.CANNOT_SAY), (), None),
     ],
 )
 def test_each_class_has_its_response(
@@ -88,8 +92,8 @@ def test_each_class_has_its_response(
     assert response(one, status(), (*before, one), "act") == expected
 
 
-@pytest.mark.parametrize("kind", [Kind.DEADLOCK, Kind.DESYNC, Kind.MISMATCH])
-def test_a_defect_of_the_program_is_answered_once_without_a_person(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [VerdictKind.DEADLOCK, VerdictKind.DESYNC, VerdictKind.MISMATCH])
+def test_a_defect_of_the_program_is_answered_once_without_a_person(kind: VerdictKind) -> None:
     one = incident(kind)
     first, second = (response(one, status(), b, "act") for b in ((), (done(one),)))
     assert first is not None
@@ -101,7 +105,7 @@ def test_a_defect_of_the_program_is_answered_once_without_a_person(kind: Kind) -
 def _working(**more: Any) -> Incident:
     """Rank 0 evaluates while the others wait."""
     numbers = {"cannot run": 0, "runs": 1, "idle s": 40.0, "limit s": 30.0, "engine s": 1800.0}
-    one = incident(Kind.HANG, numbers=numbers, step=70)
+    one = incident(VerdictKind.HANG, numbers=numbers, step=70)
     verdict = msgspec.structs.replace(one.verdict, place="t.py:9", numbers=numbers | more)
     return msgspec.structs.replace(one, verdict=verdict)
 
@@ -113,7 +117,10 @@ def test_a_rank_that_runs_is_not_acted_on_before_its_backend_gives_up() -> None:
     # Its node is sound, however often it takes long.
     late = response(_working(**{"idle s": 1801.0}), status(), (done(BUSY),), "act")
     assert late == RESTART
-    for kind, age in ((Kind.DEADLOCK, "age s"), (Kind.COMM_HANG, "since last arrival s")):
+    for kind, age in (
+        (VerdictKind.DEADLOCK, "age s"),
+        (VerdictKind.COMM_HANG, "since last arrival s"),
+    ):
         numbers = {"runs": 1, age: 40.0, "engine s": 100.0}
         early = response(incident(kind, numbers=numbers), status(), (), "act")
         assert early is not None
@@ -141,12 +148,12 @@ def test_the_same_place_is_not_acted_on_twice_without_a_step_between() -> None:
 
 
 def test_verdicts_on_the_calls_of_a_program_that_may_run_on_are_a_persons() -> None:
-    assert RUN_POLICY[Kind.DESYNC] == RUN_POLICY[Kind.MISMATCH] == "ask"
+    assert RUN_POLICY[VerdictKind.DESYNC] == RUN_POLICY[VerdictKind.MISMATCH] == "ask"
 
 
 def test_a_slow_rank_is_swapped_where_there_is_a_spare() -> None:
-    assert response(incident(Kind.SLOW_RANK), status("n9"), (), "ask") == OUT
-    link = incident(Kind.SLOW_LINK, Suspect(Target.LINK, "n1>n2", 0.9))
+    assert response(incident(VerdictKind.SLOW_RANK), status("n9"), (), "ask") == OUT
+    link = incident(VerdictKind.SLOW_LINK, Suspect(SuspectKind.LINK, "n1>n2", 0.9))
     assert response(link, status("n9"), (), "ask") is None  # neither end is named
 
 
@@ -170,4 +177,4 @@ def test_an_incident_of_a_fenced_generation_is_over() -> None:
 
 
 def test_a_crash_is_the_launchers() -> None:
-    assert Kind.CRASH not in RUN_POLICY
+    assert VerdictKind.CRASH not in RUN_POLICY

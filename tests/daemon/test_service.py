@@ -11,8 +11,8 @@ import pytest
 
 from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import StoreError
-from ckptd.monitor.recording import Recording, replay
-from ckptd.monitor.report import pack, unpack
+from ckptd.monitor.recording import JobRecording, replay
+from ckptd.monitor.report import pack, unpack_report
 from tests.daemon.daemons import Running, fed, quick_settings, running, sheets, until
 
 
@@ -59,7 +59,7 @@ def test_everything_is_recorded_to_a_file(tmp_path: Path) -> None:
         with fed(daemon, 8, PlantedAt("crash", 3, 1.0)):
             until(lambda: incidents(daemon))
     assert file.stat().st_mode & 0o777 == 0o600
-    assert Recording(file).job == "job"
+    assert JobRecording(file).job == "job"
     assert [i.kind for i in replay(file, quick_settings()).incidents] == ["crash"]
     with pytest.raises(StoreError), running(tmp_path / "history", recording=file):
         pass
@@ -67,7 +67,7 @@ def test_everything_is_recorded_to_a_file(tmp_path: Path) -> None:
 
 def test_generations_follow_each_other(tmp_path: Path) -> None:
     def of(generation: int) -> bytes:
-        sheet = unpack(sheets()[0])
+        sheet = unpack_report(sheets()[0])
         ranks = np.array(sheet.table("ranks"))
         ranks["generation"] = generation
         return pack(msgspec.structs.replace(sheet, number=generation, ranks=ranks.tobytes()))

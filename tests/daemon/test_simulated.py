@@ -11,25 +11,25 @@ from ckptd.daemon.simulated import PlantedAt, Simulation, mesh_for
 from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
 from ckptd.daemon.trace import calls_of
 from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.report import Found, Sheet, unpack, unpack_found
+from ckptd.monitor.report import EvidenceReport, NodeReport, unpack_evidence, unpack_report
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 
 JOB = "j"
 
 
-def watched(simulation: Simulation, seconds: int) -> tuple[Watch, list[Incident]]:
+def watched(simulation: Simulation, seconds: int) -> tuple[JobWatch, list[Incident]]:
     """Feed a watch as a daemon does, without waiting; return what opened too."""
-    watch = Watch(JOB, replace(WatchSettings(), settle_s=0.0))
+    watch = JobWatch(JOB, replace(WatchSettings(), settle_s=0.0))
     opened: list[Incident] = []
     for second in range(seconds):
         now = float(second)
         for source, body in simulation.sheets(now):
-            watch.take(unpack(body), now)
+            watch.take(unpack_report(body), now)
             orders = watch.orders(source, now)
             found = simulation.found(source, orders, now)
             if found is not None:
-                answer: Found = unpack_found(found)
+                answer: EvidenceReport = unpack_evidence(found)
                 watch.take_found(answer, now)
         opened += watch.round(now).opened
     return watch, opened
@@ -54,8 +54,8 @@ def test_a_job_without_faults_has_no_incident() -> None:
 
 def test_calls_that_were_open_end_in_the_next_sheet() -> None:
     simulation = Simulation(JOB, mesh_for(128))
-    sheets: list[list[Sheet]] = [
-        [unpack(body) for _, body in simulation.sheets(float(second))] for second in range(3)
+    sheets: list[list[NodeReport]] = [
+        [unpack_report(body) for _, body in simulation.sheets(float(second))] for second in range(3)
     ]
     ranks = np.arange(128)
     first, second = (

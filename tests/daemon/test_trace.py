@@ -5,21 +5,21 @@ import pytest
 
 from ckptd.daemon.documents import CallsDocument, Names
 from ckptd.daemon.simulated import Simulation, mesh_for, parse_fault
-from ckptd.daemon.tape import Tape
+from ckptd.daemon.tape import MessageBuffer
 from ckptd.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.errors import UsageError
-from ckptd.monitor.recording import ROUND, SHEET, Frame
+from ckptd.monitor.recording import ROUND, SHEET, RecordedFrame
 
 NAMES = Names({}, {1: "all_reduce"})
 
 
-def frames(seconds: int = 5, ranks: int = 8) -> list[Frame]:
+def frames(seconds: int = 5, ranks: int = 8) -> list[RecordedFrame]:
     simulation = Simulation("j", mesh_for(ranks), [parse_fault("hang:5@3")])
     out = []
     for second in range(seconds):
         for _, body in simulation.sheets(float(second)):
-            out.append(Frame(100.0 + second, SHEET, body))
-        out.append(Frame(100.0 + second, ROUND))
+            out.append(RecordedFrame(100.0 + second, SHEET, body))
+        out.append(RecordedFrame(100.0 + second, ROUND))
     return out
 
 
@@ -42,7 +42,7 @@ def test_calls_of_other_ranks_and_times_are_left_out() -> None:
     assert not (late["end"] < 103.0).any()
     assert np.isnan(late["end"]).any()  # what goes on is shown whenever it began
     assert not len(recent_calls([], np.arange(8), 0.0))
-    assert not len(recent_calls([Frame(1.0, SHEET, b"garbage")], np.arange(8), 0.0))
+    assert not len(recent_calls([RecordedFrame(1.0, SHEET, b"garbage")], np.arange(8), 0.0))
 
 
 def test_timeline_keeps_the_newest() -> None:
@@ -67,8 +67,8 @@ def test_ranks() -> None:
 
 
 def test_tape_forgets_the_oldest() -> None:
-    tape = Tape(most_bytes=1000)
+    tape = MessageBuffer(most_bytes=1000)
     for k in range(100):
-        tape.add(Frame(float(k), SHEET, bytes(100)))
+        tape.add(RecordedFrame(float(k), SHEET, bytes(100)))
     assert [f.at for f in tape.since(0.0)] == [95.0, 96.0, 97.0, 98.0, 99.0]
     assert [f.at for f in tape.since(98.5)] == [99.0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.monitor.verdict import Kind, Target
+from ckptd.monitor.verdict import SuspectKind, VerdictKind
 from tests.faults.case import Case
 from tests.faults.kinds import KINDS
 
@@ -100,13 +100,13 @@ def judge(case: Case, heard: Sequence[Heard], nodes: Sequence[str]) -> Outcome:
     early = [h for h in told if h.after_s is None or h.after_s < 0]
     later = [h for h in told if h not in early]
     # That nobody can be named yet accuses nobody.
-    later = [h for h in later if h.kind != Kind.CANNOT_SAY] or later
+    later = [h for h in later if h.kind != VerdictKind.CANNOT_SAY] or later
     if not later:
         return Outcome(case=case, false_alarms=len(early), heard=told)
     first = later[0]
-    right_class = Kind(first.kind) in kind.wanted
+    right_class = VerdictKind(first.kind) in kind.wanted
     culprit = _names_culprit(case, kind.culprit, first, nodes)
-    floor = case.floor if kind.hang and first.kind != Kind.CRASH else 0.0
+    floor = case.floor if kind.hang and first.kind != VerdictKind.CRASH else 0.0
     return Outcome(
         case=case,
         verdict=first.kind,
@@ -121,19 +121,19 @@ def judge(case: Case, heard: Sequence[Heard], nodes: Sequence[str]) -> Outcome:
 
 
 def _first(heard: Heard) -> str:
-    ranks = [n.split(" ", 1)[1] for n in heard.names if n.startswith(f"{Target.RANK} ")]
+    ranks = [n.split(" ", 1)[1] for n in heard.names if n.startswith(f"{SuspectKind.RANK} ")]
     return ranks[0] if ranks else ""
 
 
 def _names_culprit(case: Case, what: str, heard: Heard, nodes: Sequence[str]) -> bool:
     """Whether exactly the culprit is named, or a group that it is in."""
     names = set(heard.names)
-    ranks = {n for n in names if n.startswith(f"{Target.RANK} ")}
-    victim = f"{Target.RANK} {case.victim}"
+    ranks = {n for n in names if n.startswith(f"{SuspectKind.RANK} ")}
+    victim = f"{SuspectKind.RANK} {case.victim}"
     if what == "node":
         node = case.node(case.victim)
-        its = {f"{Target.RANK} {r}" for r in range(case.world) if case.node(r) == node}
-        return f"{Target.NODE} {nodes[node]}" in names or ranks == its
+        its = {f"{SuspectKind.RANK} {r}" for r in range(case.world) if case.node(r) == node}
+        return f"{SuspectKind.NODE} {nodes[node]}" in names or ranks == its
     if what == "group":
         return case.victim in heard.members or victim in names
     return ranks == {victim}

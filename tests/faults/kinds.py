@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 
 __all__ = ["CLEAN", "FAULTS", "KINDS", "FaultKind"]
 
@@ -31,36 +31,36 @@ class FaultKind:
     """
 
     name: str
-    wanted: tuple[Kind, ...] = ()
+    wanted: tuple[VerdictKind, ...] = ()
     culprit: str = ""
     hang: bool = False
     nodes: int = 1
     pause: float = 0.0
 
 
-_HANG = (Kind.HANG,)
-_CALLS_DIFFER = (Kind.MISMATCH, Kind.DESYNC)
+_HANG = (VerdictKind.HANG,)
+_CALLS_DIFFER = (VerdictKind.MISMATCH, VerdictKind.DESYNC)
 
 FAULTS = (
     FaultKind("stop", _HANG, "rank", hang=True),
     FaultKind("sleep", _HANG, "rank", hang=True),
     FaultKind("gil", _HANG, "rank", hang=True),
     FaultKind("spin", _HANG, "rank", hang=True),
-    FaultKind("kill", (Kind.CRASH,), "rank"),
-    FaultKind("segv", (Kind.CRASH,), "rank"),
-    FaultKind("exit", (Kind.CRASH,), "rank"),
-    FaultKind("raise", (Kind.CRASH,), "rank"),
+    FaultKind("kill", (VerdictKind.CRASH,), "rank"),
+    FaultKind("segv", (VerdictKind.CRASH,), "rank"),
+    FaultKind("exit", (VerdictKind.CRASH,), "rank"),
+    FaultKind("raise", (VerdictKind.CRASH,), "rank"),
     FaultKind("skip", _CALLS_DIFFER, "rank"),
     FaultKind("wrong-op", _CALLS_DIFFER, "rank"),
     FaultKind("wrong-size", _CALLS_DIFFER, "rank"),
     FaultKind("wrong-root", _CALLS_DIFFER, "rank"),
     FaultKind("wrong-reduce", _CALLS_DIFFER, "rank"),
-    FaultKind("opposite", (Kind.DEADLOCK,), "group", hang=True),
-    FaultKind("partition", (Kind.COMM_HANG,), "group", hang=True),
-    FaultKind("frozen-comm", (Kind.COMM_HANG,), "group", hang=True),
-    FaultKind("slow", (Kind.SLOW_RANK,), "rank"),
-    FaultKind("node", (Kind.CRASH, Kind.HANG), "node", hang=True, nodes=2),
-    FaultKind("corrupt", (Kind.CORRUPTION,), "rank"),
+    FaultKind("opposite", (VerdictKind.DEADLOCK,), "group", hang=True),
+    FaultKind("partition", (VerdictKind.COMM_HANG,), "group", hang=True),
+    FaultKind("frozen-comm", (VerdictKind.COMM_HANG,), "group", hang=True),
+    FaultKind("slow", (VerdictKind.SLOW_RANK,), "rank"),
+    FaultKind("node", (VerdictKind.CRASH, VerdictKind.HANG), "node", hang=True, nodes=2),
+    FaultKind("corrupt", (VerdictKind.CORRUPTION,), "rank"),
 )
 """Each is to be found and its culprit named."""
 

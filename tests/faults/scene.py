@@ -15,7 +15,7 @@ import msgspec
 
 from ckptd.errors import CkptdError
 from ckptd.monitor.ring.reader import read
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 from tests.faults.case import Case
 from tests.faults.chain import Chain, nodes_of, until
 from tests.faults.judge import Heard, Outcome, judge
@@ -90,7 +90,7 @@ class Scene:
 
     def chain_heard(self) -> bool:
         told = self.chain.json("/incidents?limit=100")["incidents"]
-        return any(incident["kind"] != Kind.CANNOT_SAY for incident in told)
+        return any(incident["kind"] != VerdictKind.CANNOT_SAY for incident in told)
 
     def heard(self) -> list[Heard]:
         """Return all incidents, with the members of the groups that they name."""

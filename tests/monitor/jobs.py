@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.monitor.job import Job, join
-from ckptd.monitor.verdict import Target, Verdict
+from ckptd.monitor.job import JobView, join
+from ckptd.monitor.verdict import SuspectKind, Verdict
 from ckptd.monitor.view import CALL, GROUP, Phase, RankView
 
 NOW = 1000.0
@@ -71,11 +71,11 @@ def changed(one: RankView, **other: Any) -> RankView:
     return msgspec.structs.replace(one, **other)
 
 
-def job(*views: RankView, **other: Any) -> Job:
+def job(*views: RankView, **other: Any) -> JobView:
     return join(views, **other)
 
 
-def told(verdicts: Any, target: Target = Target.RANK) -> list[tuple[str, list[str]]]:
+def told(verdicts: Any, target: SuspectKind = SuspectKind.RANK) -> list[tuple[str, list[str]]]:
     """Class and names of each verdict."""
     out: list[tuple[str, list[str]]] = []
     for v in verdicts:

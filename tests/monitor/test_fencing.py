@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.errors import CorruptError
 from ckptd.monitor.gather import RankNote
-from ckptd.monitor.recording import FENCING, ROUND, SHEET, Frame, encode, replay
+from ckptd.monitor.recording import FENCING, ROUND, SHEET, RecordedFrame, encode, replay
 from ckptd.monitor.report import Fencing, pack, unpack_fencing
 from ckptd.monitor.view import RankView
 from tests.monitor.jobs import changed
@@ -114,12 +114,17 @@ def test_an_incident_of_an_earlier_life_of_the_daemon_is_closed_as_well() -> Non
 
 
 def test_a_recording_holds_the_fence(tmp_path: Path) -> None:
-    frames: list[Frame] = []
+    frames: list[RecordedFrame] = []
     fed = Fed()
     take, judge, fence = fed.watch.take, fed.watch.round, fed.watch.fence
-    fed.watch.take = lambda s, at: (frames.append(Frame(at, SHEET, pack(s))), take(s, at))[1]  # type: ignore[method-assign,func-returns-value]
-    fed.watch.round = lambda at: (frames.append(Frame(at, ROUND)), judge(at))[1]  # type: ignore[method-assign]
-    fed.watch.fence = lambda f, at: (frames.append(Frame(at, FENCING, pack(f))), fence(f, at))[1]  # type: ignore[method-assign,func-returns-value]
+    fed.watch.take = lambda s, at: (frames.append(RecordedFrame(at, SHEET, pack(s))), take(s, at))[
+        1
+    ]  # type: ignore[method-assign,func-returns-value]
+    fed.watch.round = lambda at: (frames.append(RecordedFrame(at, ROUND)), judge(at))[1]  # type: ignore[method-assign]
+    fed.watch.fence = lambda f, at: (
+        frames.append(RecordedFrame(at, FENCING, pack(f))),
+        fence(f, at),
+    )[1]  # type: ignore[method-assign,func-returns-value]
     fed.notes = notes(1)
     _fence(fed, 1)
     fed.settle(training(40))

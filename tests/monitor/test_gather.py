@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.gather import RankNote, from_views, gathered, job_of, merge
-from ckptd.monitor.job import Job
-from ckptd.monitor.report import AgentState, Sheet, pack, unpack
+from ckptd.monitor.job import JobView
+from ckptd.monitor.report import AgentState, NodeReport, pack, unpack_report
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.view import RankView
 from tests.monitor.jobs import changed, view
@@ -14,18 +14,18 @@ MESH = Mesh(4, 2, 4)
 JOB = play(MESH, [Fault(Planted.HANG, 9, 2)], np.random.default_rng(1))
 
 
-def parts(job: Job = JOB) -> list[Sheet]:
+def parts(job: JobView = JOB) -> list[NodeReport]:
     """A sheet of each node."""
     by_node: dict[str, list[RankView]] = {}
     for v in views(job):
         by_node.setdefault(v.node, []).append(v)
     return [
-        unpack(pack(from_views(mine, job="j", source=node, number=1)))
+        unpack_report(pack(from_views(mine, job="j", source=node, number=1)))
         for node, mine in by_node.items()
     ]
 
 
-def assert_same(one: Job, other: Job) -> None:
+def assert_same(one: JobView, other: JobView) -> None:
     assert (one.world, one.nodes) == (other.world, other.nodes)
     for name in ("ranks", "groups", "calls"):
         mine, theirs = getattr(one, name), getattr(other, name)
@@ -45,10 +45,10 @@ def test_a_forwarder_changes_nothing(split: int) -> None:
         merge(some, [0.0] * len(some), job="j", source=f"f{i}", number=1)
         for i, some in enumerate((each[:split], each[split:]))
     ]
-    whole = job_of([unpack(pack(s)) for s in merged], {})
+    whole = job_of([unpack_report(pack(s)) for s in merged], {})
     assert_same(whole, job_of(each, {}))
     again = merge(merged, [0.0, 0.0], job="j", source="root", number=1)
-    assert_same(job_of([unpack(pack(again))], {}), job_of(each, {}))
+    assert_same(job_of([unpack_report(pack(again))], {}), job_of(each, {}))
 
 
 def test_ages_of_agents_add_up_on_the_way() -> None:
@@ -61,10 +61,10 @@ def test_ages_of_agents_add_up_on_the_way() -> None:
 def test_nothing_is_a_job_too() -> None:
     assert len(job_of([], {}).ranks) == 0
     empty = merge([], [], job="j", source="f", number=1)
-    assert job_of([unpack(pack(empty))], {}).world == 0
+    assert job_of([unpack_report(pack(empty))], {}).world == 0
 
 
-def both(*views_and_notes: tuple[RankView, RankNote]) -> list[Sheet]:
+def both(*views_and_notes: tuple[RankView, RankNote]) -> list[NodeReport]:
     return [
         from_views([v], job="j", source=f"s{i}", number=1, notes={v.rank: note})
         for i, (v, note) in enumerate(views_and_notes)

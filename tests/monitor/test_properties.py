@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.monitor.job import Job, join
+from ckptd.monitor.job import JobView, join
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
-from ckptd.monitor.verdict import Kind, Target, Verdict
+from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
 from ckptd.monitor.view import RankView
 from tests.monitor import jobs
 
@@ -66,7 +66,7 @@ def test_of_several_hung_ranks_only_hung_ones_are_named_and_one_at_least(
         Fault(Planted.HANG, r, data.draw(st.integers(0, _length(mesh, r) - 1))) for r in ranks
     ]
     (verdict,) = diagnose(play(mesh, faults, np.random.default_rng(seed)))
-    assert verdict.kind is Kind.HANG
+    assert verdict.kind is VerdictKind.HANG
     assert set(verdict.names()) <= {str(r) for r in ranks}
     assert verdict.names()
 
@@ -81,7 +81,7 @@ def test_whoever_is_silent_no_other_rank_is_said_to_hang(
     silent = data.draw(st.sets(st.integers(0, mesh.nodes - 1), max_size=mesh.nodes - 1))
     job = play(mesh, [fault], np.random.default_rng(seed), silent=sorted(silent))
     for verdict in diagnose(job):
-        if verdict.kind is Kind.CANNOT_SAY:
+        if verdict.kind is VerdictKind.CANNOT_SAY:
             heard = {int(r) for r in job.ranks["rank"]}
             assert not {int(n) for n in verdict.names()} & heard
         else:
@@ -122,7 +122,7 @@ def test_clocks_of_nodes_do_not_matter(
     assert [_same(v) for v in diagnose(moved)] == [_same(v) for v in diagnose(job)]
 
 
-def _renumbered(job: Job, number: list[int]) -> Job:
+def _renumbered(job: JobView, number: list[int]) -> JobView:
     """The same job, whose rank r is called number[r]; in the order of the new numbers."""
     members = {g: tuple(number[r] for r in ranks) for g, ranks in job.members.items()}
     shown = [jobs.changed(view, rank=number[view.rank], members=members) for view in views(job)]
@@ -139,11 +139,11 @@ def test_numbers_of_ranks_do_not_matter(
     number = list(range(mesh.ranks))
     dice.shuffle(number)
     wanted = sorted(
-        (str(v.kind), sorted(str(number[int(n)]) for n in v.names()), v.names(Target.NODE))
+        (str(v.kind), sorted(str(number[int(n)]) for n in v.names()), v.names(SuspectKind.NODE))
         for v in diagnose(job)
     )
     got = sorted(
-        (str(v.kind), sorted(v.names()), tuple(v.names(Target.NODE)))
+        (str(v.kind), sorted(v.names()), tuple(v.names(SuspectKind.NODE)))
         for v in diagnose(_renumbered(job, number))
     )
     assert [(k, r, sorted(n)) for k, r, n in got] == [(k, r, sorted(n)) for k, r, n in wanted]

@@ -14,23 +14,23 @@ from ckptd.monitor.recording import (
     FOUND,
     ROUND,
     SHEET,
-    Frame,
-    Recording,
+    JobRecording,
+    RecordedFrame,
     RecordingWriter,
     encode,
     replay,
 )
-from ckptd.monitor.report import Found, pack, unpack
+from ckptd.monitor.report import EvidenceReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 from tests.monitor.watched import JOB, clean, told
 
 MESH = Mesh(2, 2, 4)
 HUNG = play(MESH, [Fault(Planted.HANG, 5, 1)], np.random.default_rng(3))
 
 
-def frames(rounds: bool = False) -> list[Frame]:
+def frames(rounds: bool = False) -> list[RecordedFrame]:
     """A job that is well for 10 s, and then stands still."""
     out = []
     for number, at in enumerate(np.arange(500.0, 512.0, 0.25).tolist()):
@@ -38,20 +38,24 @@ def frames(rounds: bool = False) -> list[Frame]:
         for node in ("n0", "n1"):
             mine = [v for v in views(job) if v.node == node]
             sheet = from_views(mine, job=JOB, source=node, number=number)
-            out.append(Frame(at, SHEET, pack(sheet)))
+            out.append(RecordedFrame(at, SHEET, pack(sheet)))
         if rounds:
-            out.append(Frame(at + 0.01, ROUND))
+            out.append(RecordedFrame(at + 0.01, ROUND))
     return out
 
 
-def recorded(path: Path, some: list[Frame]) -> Path:
+def recorded(path: Path, some: list[RecordedFrame]) -> Path:
     path.write_bytes(encode(JOB, 1e9, some))
     return path
 
 
 def test_frames_come_back_as_they_were(tmp_path: Path) -> None:
-    some = [Frame(1.5, SHEET, b"abc"), Frame(1.5, ROUND), Frame(2.0, FOUND, bytes(5000))]
-    recording = Recording(recorded(tmp_path / "r", some))
+    some = [
+        RecordedFrame(1.5, SHEET, b"abc"),
+        RecordedFrame(1.5, ROUND),
+        RecordedFrame(2.0, FOUND, bytes(5000)),
+    ]
+    recording = JobRecording(recorded(tmp_path / "r", some))
     assert (recording.job, recording.epoch) == (JOB, 1e9)
     assert list(recording.frames()) == some
     assert recording.unread == 0
@@ -71,32 +75,32 @@ def test_a_file_written_bit_by_bit_is_the_same(tmp_path: Path) -> None:
 def test_a_full_file_takes_no_more(tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "w", JOB, 1e9, most_bytes=3000) as writer:
         for _ in range(4):
-            writer.add(Frame(1.0, SHEET, bytes(1000)))
-        writer.add(Frame(2.0, ROUND))
+            writer.add(RecordedFrame(1.0, SHEET, bytes(1000)))
+        writer.add(RecordedFrame(2.0, ROUND))
     assert writer.left_out == 2
     assert (tmp_path / "w").stat().st_size <= 3000
-    assert [f.kind for f in Recording(tmp_path / "w").frames()] == [SHEET, SHEET, ROUND]
+    assert [f.kind for f in JobRecording(tmp_path / "w").frames()] == [SHEET, SHEET, ROUND]
 
 
 def test_a_torn_end_is_left_out(tmp_path: Path) -> None:
-    some = [Frame(1.0, SHEET, b"abc"), Frame(2.0, SHEET, b"def")]
+    some = [RecordedFrame(1.0, SHEET, b"abc"), RecordedFrame(2.0, SHEET, b"def")]
     whole = encode(JOB, 0.0, some)
     for cut in range(1, len(encode(JOB, 0.0, some[1:])) - len(encode(JOB, 0.0, []))):
         (tmp_path / "r").write_bytes(whole[:-cut])
-        recording = Recording(tmp_path / "r")
+        recording = JobRecording(tmp_path / "r")
         assert list(recording.frames()) == some[:1]
         assert recording.unread > 0
 
 
 def test_reading_ends_at_a_damaged_frame(tmp_path: Path) -> None:
-    some = [Frame(float(k), SHEET, b"abc") for k in range(3)]
+    some = [RecordedFrame(float(k), SHEET, b"abc") for k in range(3)]
     data = bytearray(encode(JOB, 0.0, some))
     begin = len(encode(JOB, 0.0, some[:1]))
     for place in range(begin, len(encode(JOB, 0.0, some[:2]))):
         bad = bytearray(data)
         bad[place] ^= 0x41
         (tmp_path / "r").write_bytes(bad)
-        recording = Recording(tmp_path / "r")
+        recording = JobRecording(tmp_path / "r")
         assert list(recording.frames()) == some[:1]
         assert recording.unread == len(data) - begin
 
@@ -109,7 +113,7 @@ def test_any_bytes_are_frames_or_refused(data: bytes, behind: bool) -> None:
         os.write(fd, (encode(JOB, 0.0, []) if behind else b"") + data)
         path = Path(f"/proc/self/fd/{fd}")
         try:
-            list(Recording(path).frames())
+            list(JobRecording(path).frames())
         except CorruptError as error:
             if error.kind != "bad-recording" or behind:
                 raise
@@ -119,14 +123,14 @@ def test_any_bytes_are_frames_or_refused(data: bytes, behind: bool) -> None:
 
 def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as missing:
-        Recording(tmp_path / "none")
+        JobRecording(tmp_path / "none")
     assert missing.value.kind == "no-recording"
     (tmp_path / "text").write_text("hello")
     with pytest.raises(CorruptError) as bad:
-        Recording(tmp_path / "text")
+        JobRecording(tmp_path / "text")
     assert bad.value.kind == "bad-recording"
     with pytest.raises(StoreError):
-        Recording(tmp_path)
+        JobRecording(tmp_path)
 
 
 # --- replay -------------------------------------------------------------------------------------
@@ -153,11 +157,11 @@ def test_a_replay_says_the_same_twice(tmp_path: Path) -> None:
 
 def test_a_replay_is_what_happened(tmp_path: Path) -> None:
     """A live watch, its rounds recorded, and the replay of it."""
-    watch = Watch(JOB, epoch=1e9)
+    watch = JobWatch(JOB, epoch=1e9)
     changes = []
     for frame in frames(rounds=True):
         if frame.kind == SHEET:
-            watch.take(unpack(frame.body), frame.at)
+            watch.take(unpack_report(frame.body), frame.at)
         else:
             told_now = watch.round(frame.at)
             if told_now.opened or told_now.updated or told_now.closed:
@@ -174,11 +178,11 @@ def test_other_settings_say_other_things(tmp_path: Path) -> None:
 
 def test_messages_that_are_none_are_counted(tmp_path: Path) -> None:
     bad = [
-        Frame(500.0, SHEET, b"garbage"),
-        Frame(500.0, FOUND, b""),
-        Frame(500.0, SHEET, frames()[0].body),
-        Frame(500.0, SHEET, frames()[0].body),  # sent again
-        Frame(500.0, FOUND, pack(Found(job="other", source="n0", number=0))),
+        RecordedFrame(500.0, SHEET, b"garbage"),
+        RecordedFrame(500.0, FOUND, b""),
+        RecordedFrame(500.0, SHEET, frames()[0].body),
+        RecordedFrame(500.0, SHEET, frames()[0].body),  # sent again
+        RecordedFrame(500.0, FOUND, pack(EvidenceReport(job="other", source="n0", number=0))),
     ]
     result = replay(recorded(tmp_path / "r", bad))
     assert (result.frames, result.sheets, result.refused) == (5, 1, 4)
@@ -186,7 +190,10 @@ def test_messages_that_are_none_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_jumps_does_not_cost_a_lifetime(tmp_path: Path) -> None:
-    some = [Frame(at, SHEET, pack(Found(job=JOB, source="n", number=0))) for at in (0.0, 1e11)]
+    some = [
+        RecordedFrame(at, SHEET, pack(EvidenceReport(job=JOB, source="n", number=0)))
+        for at in (0.0, 1e11)
+    ]
     assert replay(recorded(tmp_path / "r", some)).rounds < 10
 
 

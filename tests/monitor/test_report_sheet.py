@@ -16,19 +16,19 @@ from ckptd.monitor.gather import RankNote, from_views, job_of
 from ckptd.monitor.report import (
     SUM,
     TABLES,
+    AgentOrders,
     AgentState,
-    Found,
+    EvidenceReport,
     GroupInfo,
-    Orders,
-    Probe,
+    LinkProbe,
+    NodeReport,
     ProbeResult,
-    Sheet,
-    SheetLimits,
+    ReportLimits,
     Stack,
     pack,
-    unpack,
-    unpack_found,
+    unpack_evidence,
     unpack_orders,
+    unpack_report,
 )
 from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
@@ -38,21 +38,21 @@ from tests.monitor.watched import infos
 MESH = Mesh(2, 2, 4)
 
 
-def sheet_of(**other: Any) -> Sheet:
+def sheet_of(**other: Any) -> NodeReport:
     job = play(MESH, [Fault(Planted.HANG, 3, 1)], np.random.default_rng(0))
     usual: dict[str, Any] = {"job": "job", "source": "ab", "number": 5, "members": infos(MESH)}
     return from_views(views(job), **(usual | other))
 
 
-def refused(sheet: Sheet, limits: SheetLimits | None = None) -> CorruptError:
+def refused(sheet: NodeReport, limits: ReportLimits | None = None) -> CorruptError:
     with pytest.raises(CorruptError) as caught:
-        unpack(pack(sheet), limits)
+        unpack_report(pack(sheet), limits)
     assert caught.value.kind == "bad-sheet"
     assert caught.value.wanted
     return caught.value
 
 
-def changed_row(sheet: Sheet, table: str, column: str, value: Any) -> Sheet:
+def changed_row(sheet: NodeReport, table: str, column: str, value: Any) -> NodeReport:
     rows = sheet.table(table).copy()
     rows[column][-1] = value
     return msgspec.structs.replace(sheet, **{table: rows.tobytes()})
@@ -67,7 +67,7 @@ def test_a_sheet_arrives_as_it_was_sent() -> None:
         agents={"n0": AgentState(address="h:1", cpu_s=1.5), "n9": AgentState(rings=2)},
         notes={3: RankNote(generation=2, recorder=RecorderState.ASIDE, lost=4)},
     )
-    came = unpack(pack(sent))
+    came = unpack_report(pack(sent))
     assert came == sent
     assert came.nodes == ("n0", "n1", "n9")
     assert came.agents[2].rings == 2
@@ -86,22 +86,22 @@ def collectives(**changes: Any) -> bytes:
 
 
 def test_what_collectives_add_up_to_is_taken() -> None:
-    sent = Sheet(job="j", source="s", number=9, after=8, collectives=collectives(values=1.0))
-    assert unpack(pack(sent)) == sent
+    sent = NodeReport(job="j", source="s", number=9, after=8, collectives=collectives(values=1.0))
+    assert unpack_report(pack(sent)) == sent
 
 
 def test_large_ones_are_packed_and_small_ones_not() -> None:
-    small, large = Sheet(job="j", source="s", number=0), sheet_of()
+    small, large = NodeReport(job="j", source="s", number=0), sheet_of()
     assert pack(small)[:1] == b"\x00"
     assert len(pack(large)) < len(msgspec.msgpack.encode(large)) / 2
-    assert unpack(pack(small)) == small
+    assert unpack_report(pack(small)) == small
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 5, 9), (7,), (3, 2, 1), (0, 1, 5), (4, 4)])
 def test_members_of_a_group_are_told_whole(ranks: tuple[int, ...]) -> None:
     info = GroupInfo.of(ranks, "dp", "data")
-    sent = Sheet(job="j", source="s", number=0, members={9: info})
-    assert tuple(unpack(pack(sent)).members[9].ranks()) == ranks
+    sent = NodeReport(job="j", source="s", number=0, members={9: info})
+    assert tuple(unpack_report(pack(sent)).members[9].ranks()) == ranks
 
 
 def test_ages_and_not_times_are_sent() -> None:
@@ -198,16 +198,16 @@ def test_a_head_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        SheetLimits(packed=100),
-        SheetLimits(unpacked=1000),
-        SheetLimits(ranks=15),
-        SheetLimits(rows=3),
-        SheetLimits(nodes=1),
-        SheetLimits(world=8),
-        SheetLimits(members=2),
+        ReportLimits(packed=100),
+        ReportLimits(unpacked=1000),
+        ReportLimits(ranks=15),
+        ReportLimits(rows=3),
+        ReportLimits(nodes=1),
+        ReportLimits(world=8),
+        ReportLimits(members=2),
     ],
 )
-def test_more_than_the_limits_is_refused(limits: SheetLimits) -> None:
+def test_more_than_the_limits_is_refused(limits: ReportLimits) -> None:
     refused(sheet_of(), limits)
 
 
@@ -218,7 +218,7 @@ def test_a_bomb_costs_nothing() -> None:
     try:
         for data in (bomb, unstated, b"\x00\xdf\xff\xff\xff\xff", b"\x00\xdd\xff\xff\xff\xff"):
             with pytest.raises(CorruptError):
-                unpack(data)
+                unpack_report(data)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -232,7 +232,7 @@ def test_a_bomb_costs_nothing() -> None:
 @example(b"\x02abc")
 @example(b"\x00" + b"\x91" * 100_000)
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
-    for read in (unpack, unpack_found, unpack_orders):
+    for read in (unpack_report, unpack_evidence, unpack_orders):
         for prefix in (b"", b"\x00", b"\x01"):
             try:
                 read(prefix + data)
@@ -257,7 +257,7 @@ def test_a_sheet_with_other_bytes_is_usable_or_refused(
         data[place] = byte
     for message in (bytes(data), bytes(data[:length])):
         try:
-            sheet = unpack(message)
+            sheet = unpack_report(message)
         except CorruptError as error:
             if error.kind != "bad-sheet":
                 raise
@@ -269,12 +269,12 @@ def test_a_damaged_ring_does_not_spoil_the_sheet() -> None:
     wild = call(5, -3, 2000.0, 1.0, bytes=-99, root=-7, step=-12)
     seen = view(0, heartbeat=5000.0, moved=9e99, calls=calls(wild), process_state="\xff")
     well = view(1)
-    came = unpack(pack(from_views([seen, well], job="j", source="s", number=0)))
+    came = unpack_report(pack(from_views([seen, well], job="j", source="s", number=0)))
     assert came.table("ranks")["idle"].tolist() == [0.0, pytest.approx(0.1)]
 
 
 def test_findings_and_orders_arrive() -> None:
-    found = Found(
+    found = EvidenceReport(
         job="j",
         source="s",
         number=1,
@@ -282,9 +282,9 @@ def test_findings_and_orders_arrive() -> None:
         probes=(ProbeResult(nonce=1, src="a", dst="b", seconds=float("inf"), error="no"),),
         logs={3: "Traceback"},
     )
-    assert unpack_found(pack(found)) == found
-    probe = Probe(nonce=1, from_node="a", to_node="b", address="h:1")
-    orders = Orders(stacks=(1, 9), calls=(9,), probes=(probe,), tell=True)
+    assert unpack_evidence(pack(found)) == found
+    probe = LinkProbe(nonce=1, from_node="a", to_node="b", address="h:1")
+    orders = AgentOrders(stacks=(1, 9), calls=(9,), probes=(probe,), tell=True)
     assert unpack_orders(pack(orders)) == orders
     part = orders.of_part(["b"], [9])
     assert (part.stacks, part.calls, part.probes, part.tell) == ((9,), (9,), (), True)
@@ -293,10 +293,10 @@ def test_findings_and_orders_arrive() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        Found(job="", source="s", number=0),
-        Found(job="j", source="s", number=0, stacks={-1: Stack(text="")}),
-        Found(job="j", source="s", number=0, stacks={1: Stack(text="x" * (1 << 19))}),
-        Found(
+        EvidenceReport(job="", source="s", number=0),
+        EvidenceReport(job="j", source="s", number=0, stacks={-1: Stack(text="")}),
+        EvidenceReport(job="j", source="s", number=0, stacks={1: Stack(text="x" * (1 << 19))}),
+        EvidenceReport(
             job="j",
             source="s",
             number=0,
@@ -304,20 +304,22 @@ def test_findings_and_orders_arrive() -> None:
         ),
     ],
 )
-def test_findings_that_cannot_be_are_refused(found: Found) -> None:
+def test_findings_that_cannot_be_are_refused(found: EvidenceReport) -> None:
     with pytest.raises(CorruptError):
-        unpack_found(pack(found))
+        unpack_evidence(pack(found))
 
 
 @pytest.mark.parametrize(
     "orders",
     [
-        Orders(period_s=0.0),
-        Orders(period_s=float("nan")),
-        Orders(stacks=(-1,)),
-        Orders(probes=(Probe(nonce=1, from_node="a", to_node="b", address="h:1", size=1 << 40),)),
+        AgentOrders(period_s=0.0),
+        AgentOrders(period_s=float("nan")),
+        AgentOrders(stacks=(-1,)),
+        AgentOrders(
+            probes=(LinkProbe(nonce=1, from_node="a", to_node="b", address="h:1", size=1 << 40),)
+        ),
     ],
 )
-def test_orders_that_cannot_be_are_refused(orders: Orders) -> None:
+def test_orders_that_cannot_be_are_refused(orders: AgentOrders) -> None:
     with pytest.raises(CorruptError):
         unpack_orders(pack(orders))

@@ -4,7 +4,7 @@ import pytest
 
 from ckptd.errors import UsageError
 from ckptd.monitor.settings import WatchSettings, changed, setting_names
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 from ckptd.monitor.view import Phase
 
 
@@ -20,7 +20,7 @@ def test_floors_policies_and_parts() -> None:
     settings = changed(WatchSettings(), "floor.train=5")
     assert settings.limits.floors[Phase.TRAIN] == 5.0
     assert settings.limits.floors[Phase.CKPT] == 600.0
-    assert changed(settings, "policy.slow-link=act").policy == {Kind.SLOW_LINK: "act"}
+    assert changed(settings, "policy.slow-link=act").policy == {VerdictKind.SLOW_LINK: "act"}
     assert changed(settings, "slow.ratio=1.5").slow.ratio == 1.5
     assert changed(settings, "confirm=3").confirm == 3
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.job import join
-from ckptd.monitor.rules.limits import Learned, Limits, learn
+from ckptd.monitor.rules.limits import HangLimits, Learned, learn
 from ckptd.monitor.simulator import SLOTS, Fault, Mesh, Planted, delays, own_times, play, views
 
 MESH = Mesh(2, 3, 2, per_node=4)
@@ -79,7 +79,7 @@ def test_what_is_usual_can_be_learned_of_a_played_step() -> None:
     learned = learn(Learned(), job)
     assert len(learned.keys)
     assert (learned.longest < 1.0).all()
-    assert (learned.limit(job, Limits(), in_call=True) == 30.0).all()
+    assert (learned.limit(job, HangLimits(), in_call=True) == 30.0).all()
 
 
 def test_own_times_have_the_planted_ratio() -> None:

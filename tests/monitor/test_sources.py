@@ -6,9 +6,9 @@ import pytest
 
 from ckptd.monitor import sources
 from ckptd.monitor.gather import from_views
-from ckptd.monitor.report import AgentState, GroupInfo, Sheet
+from ckptd.monitor.report import AgentState, GroupInfo, NodeReport
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.sources import Sources
+from ckptd.monitor.sources import ReportSources
 from tests.monitor.jobs import view
 
 
@@ -19,14 +19,14 @@ def sheet(
     ranks: int = 1,
     address: str = "",
     **other: Any,
-) -> Sheet:
+) -> NodeReport:
     views = [view(r, node=node) for r in range(ranks)]
     state = AgentState(address=address or f"{node}:1")
     return from_views(views, job="j", source=source, number=number, agents={node: state}, **other)
 
 
 def test_a_source_is_silent_after_a_while_and_heard_again_at_once() -> None:
-    s = Sources(WatchSettings(silent_s=5.0))
+    s = ReportSources(WatchSettings(silent_s=5.0))
     s.take(sheet("a"), 0.0)
     assert len(s.heard(5.0)) == 1
     assert s.heard(5.1) == []
@@ -39,7 +39,7 @@ def test_a_source_is_silent_after_a_while_and_heard_again_at_once() -> None:
 
 
 def test_another_life_of_an_agent_takes_the_place_of_one_that_is_quiet() -> None:
-    s = Sources(WatchSettings())
+    s = ReportSources(WatchSettings())
     s.take(sheet("a"), 0.0)
     s.take(sheet("b"), 0.1)
     assert set(s.by_name) == {"a", "b"}  # two agents of one node: both are heard
@@ -49,7 +49,7 @@ def test_another_life_of_an_agent_takes_the_place_of_one_that_is_quiet() -> None
 
 @pytest.mark.parametrize("loopback", ["127.0.0.1:5", "127.0.1.1:5", "localhost:5", "[::1]:5"])
 def test_where_others_find_only_themselves_nobody_is_probed(loopback: str) -> None:
-    s = Sources(WatchSettings())
+    s = ReportSources(WatchSettings())
     s.take(sheet("a", address=loopback), 0.0)
     assert s.addresses() == {"n0": loopback}  # all nodes are on one machine, perhaps
     s.take(sheet("b", node="n1", address="[fe80::1]:5"), 0.0)
@@ -57,7 +57,7 @@ def test_where_others_find_only_themselves_nobody_is_probed(loopback: str) -> No
 
 
 def test_of_a_node_that_two_tell_the_newer_word_counts() -> None:
-    s = Sources(WatchSettings())
+    s = ReportSources(WatchSettings())
     s.take(sheet("a"), 0.0)
     s.take(sheet("b"), 0.2)
     (agent,) = s.agents(0.3)
@@ -65,7 +65,7 @@ def test_of_a_node_that_two_tell_the_newer_word_counts() -> None:
 
 
 def test_who_was_silent_for_long_is_forgotten() -> None:
-    s = Sources(WatchSettings(forget_s=100.0))
+    s = ReportSources(WatchSettings(forget_s=100.0))
     s.take(sheet("a"), 0.0)
     s.take(sheet("b", node="n1"), 50.0)
     assert set(s.by_name) == {"a", "b"}
@@ -76,14 +76,14 @@ def test_who_was_silent_for_long_is_forgotten() -> None:
 
 def test_there_is_room_for_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MOST_SOURCES", 3)
-    s = Sources(WatchSettings())
+    s = ReportSources(WatchSettings())
     for k in range(6):
         s.take(sheet(f"s{k}", node=f"n{k}"), float(k) / 100)
     assert set(s.by_name) == {"s3", "s4", "s5"}
 
 
 def test_the_period_follows_what_is_sent() -> None:
-    s = Sources(WatchSettings(period_s=0.25, per_source_s=0.1, per_rank_s=0.1))
+    s = ReportSources(WatchSettings(period_s=0.25, per_source_s=0.1, per_rank_s=0.1))
     s.take(sheet("a", ranks=2), 0.0)
     assert s.period_s == 0.25
     s.take(sheet("a", 1, ranks=4), 1.0)
@@ -95,7 +95,7 @@ def test_the_period_follows_what_is_sent() -> None:
 
 
 def test_what_groups_are_is_kept_when_sheets_do_not_say() -> None:
-    s = Sources(WatchSettings())
+    s = ReportSources(WatchSettings())
     s.take(sheet("a", members={5: GroupInfo.of((0, 2), "x", "dp")}, texts={1: "op"}), 0.0)
     s.take(sheet("a", 1), 1.0)
     assert tuple(s.members[5]) == (0, 2)
@@ -104,7 +104,7 @@ def test_what_groups_are_is_kept_when_sheets_do_not_say() -> None:
 
 
 def test_on_which_silent_nodes_ranks_ran() -> None:
-    s = Sources(WatchSettings())
+    s = ReportSources(WatchSettings())
     s.take(sheet("a"), 0.0)
     s.take(sheet("b", node="n1", ranks=0), 0.0)
     assert s.running(["n0", "n1", "n7"]) == {"n0"}

@@ -10,21 +10,21 @@ from ckptd.errors import NotFoundError, RefusedError
 from ckptd.monitor.gather import RankNote, from_views, merge
 from ckptd.monitor.report import (
     AgentState,
-    Found,
+    EvidenceReport,
     GroupInfo,
+    NodeReport,
     ProbeResult,
-    Sheet,
     Stack,
     pack,
-    unpack,
+    unpack_report,
 )
 from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
-from ckptd.monitor.verdict import Kind, Target
+from ckptd.monitor.verdict import SuspectKind, VerdictKind
 from ckptd.monitor.view import Phase, RankView
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 from tests.monitor.jobs import changed, inside, outside
 from tests.monitor.watched import JOB, START, Fed, clean, infos, told
 
@@ -35,13 +35,13 @@ MESHES = [
     pytest.param(LARGE, id="10240", marks=pytest.mark.long),
 ]
 KINDS = {
-    Planted.HANG: Kind.HANG,
-    Planted.STOP: Kind.HANG,
-    Planted.CRASH: Kind.CRASH,
-    Planted.SKIP: Kind.MISMATCH,
-    Planted.SIZE: Kind.MISMATCH,
-    Planted.SWAP: Kind.DEADLOCK,
-    Planted.LINK: Kind.COMM_HANG,
+    Planted.HANG: VerdictKind.HANG,
+    Planted.STOP: VerdictKind.HANG,
+    Planted.CRASH: VerdictKind.CRASH,
+    Planted.SKIP: VerdictKind.MISMATCH,
+    Planted.SIZE: VerdictKind.MISMATCH,
+    Planted.SWAP: VerdictKind.DEADLOCK,
+    Planted.LINK: VerdictKind.COMM_HANG,
 }
 
 
@@ -105,7 +105,7 @@ def test_through_a_forwarder_it_is_the_same() -> None:
                 for n in range(half, MIDDLE.nodes, 2)
             ]
             one = merge(parts, [0.1] * len(parts), job=JOB, source=f"f{half}", number=number)
-            fed.watch.take(unpack(pack(one)), fed.now)
+            fed.watch.take(unpack_report(pack(one)), fed.now)
         fed.round()
         fed.now += 2 * fed.watch.settings.settle_s * (number == 0)
     assert told(fed.opened) == [("non-communication hang", (str(planted.rank),))]
@@ -146,21 +146,21 @@ def test_clocks_of_nodes_change_nothing() -> None:
 # --- who may say what ---------------------------------------------------------------------------
 
 
-def plain(**other: Any) -> Sheet:
-    return Sheet(**({"job": JOB, "source": "a", "number": 5} | other))
+def plain(**other: Any) -> NodeReport:
+    return NodeReport(**({"job": JOB, "source": "a", "number": 5} | other))
 
 
 def test_sheets_of_another_job_are_refused() -> None:
     with pytest.raises(RefusedError) as caught:
-        Watch(JOB).take(plain(job="other"), 0.0)
+        JobWatch(JOB).take(plain(job="other"), 0.0)
     assert caught.value.kind == "other-job"
     with pytest.raises(RefusedError):
-        Watch(JOB).take_found(Found(job="other", source="a", number=0), 0.0)
+        JobWatch(JOB).take_found(EvidenceReport(job="other", source="a", number=0), 0.0)
 
 
 @pytest.mark.parametrize("number", [5, 4, 0])
 def test_sheets_that_came_before_are_refused(number: int) -> None:
-    watch = Watch(JOB)
+    watch = JobWatch(JOB)
     watch.take(plain(), 0.0)
     with pytest.raises(RefusedError) as caught:
         watch.take(plain(number=number), 1.0)
@@ -170,15 +170,15 @@ def test_sheets_that_came_before_are_refused(number: int) -> None:
 
 
 def test_findings_that_came_before_are_refused() -> None:
-    watch = Watch(JOB)
+    watch = JobWatch(JOB)
     watch.take(plain(), 0.0)
-    watch.take_found(Found(job=JOB, source="a", number=0), 0.0)
+    watch.take_found(EvidenceReport(job=JOB, source="a", number=0), 0.0)
     with pytest.raises(RefusedError):
-        watch.take_found(Found(job=JOB, source="a", number=0), 0.0)
+        watch.take_found(EvidenceReport(job=JOB, source="a", number=0), 0.0)
 
 
 def test_without_sheets_nothing_happens() -> None:
-    watch = Watch(JOB)
+    watch = JobWatch(JOB)
     for k in range(3):
         assert watch.round(float(k)).opened == ()
     assert len(watch.job(3.0).ranks) == 0
@@ -199,7 +199,7 @@ def test_agents_that_fall_silent_make_no_incident() -> None:
 
 def test_ranks_do_not_age_while_their_agent_is_away() -> None:
     """An agent that is not scheduled for a while must not make its ranks stand still."""
-    fed = Fed(WatchSettings(limits=Limits(floors=dict.fromkeys(Phase, 1.0))))
+    fed = Fed(WatchSettings(limits=HangLimits(floors=dict.fromkeys(Phase, 1.0))))
     waiting = [inside(r, 5, 9, age=0.1, size=4, node="n0") for r in range(3)]
     late = outside(3, 5, 8, idle=0.2, size=4, node="n1")
     fed.settle([*waiting, late])
@@ -223,11 +223,13 @@ def test_a_silent_node_that_nobody_reaches_is_a_crash() -> None:
                 answer = ProbeResult(
                     nonce=probe.nonce, src=node, dst=probe.to_node, seconds=np.inf, error="no route"
                 )
-                found = Found(job=JOB, source=f"{node}-a", number=len(asked), probes=(answer,))
+                found = EvidenceReport(
+                    job=JOB, source=f"{node}-a", number=len(asked), probes=(answer,)
+                )
                 fed.watch.take_found(found, fed.now)
     assert {p.to_node for p in asked} == {"n2"}
     assert [i.kind for i in fed.opened] == ["crash"]
-    assert fed.opened[0].verdict.names(Target.NODE) == ("n2",)
+    assert fed.opened[0].verdict.names(SuspectKind.NODE) == ("n2",)
 
 
 def test_a_node_that_refuses_is_there() -> None:
@@ -247,7 +249,7 @@ def test_a_node_that_refuses_is_there() -> None:
                     error="Connection refused",
                 )
                 number = probe.nonce
-                found = Found(job=JOB, source=f"{node}-a", number=number, probes=(answer,))
+                found = EvidenceReport(job=JOB, source=f"{node}-a", number=number, probes=(answer,))
                 fed.watch.take_found(found, fed.now)
     assert fed.opened == []
 
@@ -429,7 +431,7 @@ def test_ends_after_a_mismatch_are_told_with_it() -> None:
 @pytest.mark.parametrize("state", [RecorderState.ASIDE, RecorderState.OFF])
 def test_a_recorder_that_has_stepped_aside_makes_nobody_hang(state: RecorderState) -> None:
     """Its counters stand still for ever, and the others' go on."""
-    settings = WatchSettings(limits=Limits(floors=dict.fromkeys(Phase, 1.0)))
+    settings = WatchSettings(limits=HangLimits(floors=dict.fromkeys(Phase, 1.0)))
     fed = Fed(settings)
     fed.settle([inside(r, 5, 9, age=0.1, size=4) for r in range(4)])
     fed.notes = {3: RankNote(recorder=state)}
@@ -508,7 +510,9 @@ def test_stacks_of_suspects_are_asked_for_once_and_kept() -> None:
     assert fed.watch.orders("n0-a", fed.now).stacks == ()
     assert fed.watch.orders("n1-a", fed.now).stacks == ()
     stack = Stack(text="main.py:7", how="py-spy")
-    found = Found(job=JOB, source="n0-a", number=1, stacks={5: stack}, logs={5: "last words"})
+    found = EvidenceReport(
+        job=JOB, source="n0-a", number=1, stacks={5: stack}, logs={5: "last words"}
+    )
     fed.watch.take_found(found, fed.now)
     fed.show(play(SMALL, [Fault(Planted.HANG, 5, 1)], rng), rounds=3)
     incident = fed.watch.incidents[0]
@@ -540,7 +544,7 @@ def test_pauses_that_agents_tell_are_learned() -> None:
         fed.settle([inside(r, 5, 9, age=0.1, size=4) for r in range(4)])
         if known:
             sheet = from_views((), job=JOB, source="x", number=0, gaps=gaps)
-            fed.watch.take(unpack(pack(sheet)), fed.now)
+            fed.watch.take(unpack_report(pack(sheet)), fed.now)
         fed.show(seen, rounds=3)
         assert [i.kind for i in fed.opened] == kinds
 
@@ -552,14 +556,14 @@ def test_the_period_grows_with_the_job() -> None:
     fed = Fed()
     fed.show(clean(SMALL))
     assert fed.watch.orders("n0-a", fed.now).period_s == pytest.approx(0.25)
-    many = Watch(JOB)
+    many = JobWatch(JOB)
     for k in range(500):
         many.take(plain(source=f"s{k}"), START)
     assert many.orders("s0", START).period_s == pytest.approx(2.0)
 
 
 def test_what_a_policy_asks_for_is_said_within_the_budget() -> None:
-    settings = WatchSettings(policy={Kind.CRASH: "act", Kind.MISMATCH: "ask"})
+    settings = WatchSettings(policy={VerdictKind.CRASH: "act", VerdictKind.MISMATCH: "ask"})
     fed = Fed(settings)
     fed.settle(idle(MIDDLE))
     actions = []

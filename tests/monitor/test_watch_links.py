@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.report import AgentState, Found, ProbeResult
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.report import AgentState, EvidenceReport, ProbeResult
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 from ckptd.monitor.view import Phase, RankView
 from tests.monitor.jobs import inside
 from tests.monitor.watched import JOB, Fed
@@ -21,7 +21,9 @@ def answer_probes(fed: Fed, nodes: list[str], seconds: float) -> None:
             answer = ProbeResult(
                 nonce=probe.nonce, src=node, dst=probe.to_node, seconds=seconds, error=error
             )
-            found = Found(job=JOB, source=f"{node}-a", number=probe.nonce, probes=(answer,))
+            found = EvidenceReport(
+                job=JOB, source=f"{node}-a", number=probe.nonce, probes=(answer,)
+            )
             fed.watch.take_found(found, fed.now)
 
 
@@ -32,7 +34,7 @@ def answer_probes(fed: Fed, nodes: list[str], seconds: float) -> None:
 def test_probes_are_evidence_of_the_hang_for_which_they_were_made(
     seconds: float, words: str
 ) -> None:
-    fed = Fed(WatchSettings(limits=Limits(floors=dict.fromkeys(Phase, 1.0))))
+    fed = Fed(WatchSettings(limits=HangLimits(floors=dict.fromkeys(Phase, 1.0))))
     nodes = [f"n{r}" for r in range(4)]
     fed.agents = {node: AgentState(address=f"{node}:1") for node in nodes}
 
@@ -44,7 +46,7 @@ def test_probes_are_evidence_of_the_hang_for_which_they_were_made(
         fed.show(at(9, 2.0 + 0.25 * k))
         answer_probes(fed, nodes, seconds)
     (first,) = fed.watch.incidents
-    assert first.kind == Kind.COMM_HANG
+    assert first.kind == VerdictKind.COMM_HANG
     assert any(line.startswith(words) for line in first.verdict.evidence)
     for k in range(300):  # 75 s in which all is well
         fed.show(at(10 + k, 0.1))

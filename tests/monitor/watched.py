@@ -12,12 +12,12 @@ import numpy as np
 
 from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.job import Job
-from ckptd.monitor.report import STEP, AgentState, GroupInfo, Sheet, pack, unpack
+from ckptd.monitor.job import JobView
+from ckptd.monitor.report import STEP, AgentState, GroupInfo, NodeReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.simulator import Mesh, _hash, play, views
 from ckptd.monitor.view import Phase, RankView
-from ckptd.monitor.watch import Watch
+from ckptd.monitor.watch import JobWatch
 
 JOB = "job"
 START = 1000.0
@@ -42,7 +42,7 @@ class Fed:
     """A watch, and agents that feed it."""
 
     def __init__(self, settings: WatchSettings | None = None, **other: Any) -> None:
-        self.watch = Watch(JOB, settings, **{"epoch": 1e9, **other})
+        self.watch = JobWatch(JOB, settings, **{"epoch": 1e9, **other})
         self.now = START
         self.opened: list[Incident] = []
         self.updated: list[Incident] = []
@@ -77,7 +77,7 @@ class Fed:
                 members=members,
                 **({"steps": steps[node]} if steps and node in steps else {}),
             )
-            self.watch.take(unpack(pack(sheet)), self.now)
+            self.watch.take(unpack_report(pack(sheet)), self.now)
 
     def round(self) -> None:
         """One round, a period later."""
@@ -87,14 +87,14 @@ class Fed:
         self.updated += changes.updated
         self.closed += changes.closed
 
-    def show(self, job: Job | Sequence[RankView], rounds: int = 1, **how: Any) -> None:
+    def show(self, job: JobView | Sequence[RankView], rounds: int = 1, **how: Any) -> None:
         """Send and judge the same moment so many times."""
-        seen = views(job) if isinstance(job, Job) else job
+        seen = views(job) if isinstance(job, JobView) else job
         for _ in range(rounds):
             self.send(seen, **how)
             self.round()
 
-    def settle(self, job: Job | Sequence[RankView], **how: Any) -> None:
+    def settle(self, job: JobView | Sequence[RankView], **how: Any) -> None:
         """Show a job that is well until the watch takes things for known."""
         self.show(job, **how)
         self.now += self.watch.settings.settle_s
@@ -133,7 +133,7 @@ class Fed:
         self.round()
 
 
-def clean(mesh: Mesh, rounds: int = 20) -> Job:
+def clean(mesh: Mesh, rounds: int = 20) -> JobView:
     """A job in the middle of a step."""
     return play(mesh, [], np.random.default_rng(7), age=0.01, rounds=rounds)
 
@@ -143,5 +143,5 @@ def told(incidents: Iterable[Incident]) -> list[tuple[str, tuple[str, ...]]]:
     return [(i.kind, i.verdict.names()) for i in incidents]
 
 
-def resent(sheet: Sheet, **fields: Any) -> Sheet:
+def resent(sheet: NodeReport, **fields: Any) -> NodeReport:
     return msgspec.structs.replace(sheet, **fields)

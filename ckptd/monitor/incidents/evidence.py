@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckptd.monitor.job import Job
-from ckptd.monitor.report import Found, GroupInfo, Stack
-from ckptd.monitor.verdict import Kind, Verdict
+from ckptd.monitor.job import JobView
+from ckptd.monitor.report import EvidenceReport, GroupInfo, Stack
+from ckptd.monitor.verdict import Verdict, VerdictKind
 
-__all__ = ["Evidence", "calls_text", "suspected_ranks"]
+__all__ = ["WantedEvidence", "calls_text", "suspected_ranks"]
 
 MOST = 8
 """Ranks of one verdict of which stacks are taken."""
@@ -23,12 +23,19 @@ KEPT_S = 120.0
 SHOWN = 32
 """Calls of a rank that are told as text."""
 _STACKS = frozenset(
-    {Kind.HANG, Kind.DEADLOCK, Kind.COMM_HANG, Kind.MISMATCH, Kind.DESYNC, Kind.CANNOT_SAY}
+    {
+        VerdictKind.HANG,
+        VerdictKind.DEADLOCK,
+        VerdictKind.COMM_HANG,
+        VerdictKind.MISMATCH,
+        VerdictKind.DESYNC,
+        VerdictKind.CANNOT_SAY,
+    }
 )
 
 
 @dataclass
-class Evidence:
+class WantedEvidence:
     """Ranks to ask about, and what was found lately; no clock."""
 
     stacks: dict[int, Stack] = field(default_factory=dict)
@@ -37,7 +44,7 @@ class Evidence:
     _wanted: set[int] = field(default_factory=set)
     _came: dict[int, float] = field(default_factory=dict)
 
-    def want(self, verdicts: Iterable[Verdict], job: Job, now: float) -> None:
+    def want(self, verdicts: Iterable[Verdict], job: JobView, now: float) -> None:
         """Ask for the stacks of suspects that stand still, and of some that wait for them."""
         for verdict in verdicts:
             if verdict.kind not in _STACKS:
@@ -58,7 +65,7 @@ class Evidence:
         self._wanted.difference_update(out)
         return out
 
-    def take(self, found: Found, now: float) -> None:
+    def take(self, found: EvidenceReport, now: float) -> None:
         """Keep what was found, for as long as it may concern an incident."""
         for rank in (*found.stacks, *found.logs):
             self._came[rank] = now
@@ -75,7 +82,7 @@ class Evidence:
         self._wanted &= self._asked.keys()
 
 
-def suspected_ranks(verdict: Verdict, job: Job) -> list[int]:
+def suspected_ranks(verdict: Verdict, job: JobView) -> list[int]:
     """Return the ranks that a verdict names; if none, some that are inside its groups."""
     named = [int(n) for n in verdict.names() if n.isdecimal()]
     if named:
@@ -86,7 +93,7 @@ def suspected_ranks(verdict: Verdict, job: Job) -> list[int]:
 
 
 def calls_text(
-    job: Job, ranks: Iterable[int], texts: Mapping[int, str], names: Mapping[int, GroupInfo]
+    job: JobView, ranks: Iterable[int], texts: Mapping[int, str], names: Mapping[int, GroupInfo]
 ) -> dict[int, str]:
     """Return the last calls of ranks as lines of text, the oldest first."""
     out = {}

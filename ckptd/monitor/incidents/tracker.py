@@ -13,19 +13,30 @@ from ckptd.errors import NotFoundError
 from ckptd.monitor.incidents.incident import Changes, Incident
 from ckptd.monitor.report import ProbeResult, Stack
 from ckptd.monitor.rules.slow import FIRST_SLOW
-from ckptd.monitor.settings import Budget, WatchSettings
-from ckptd.monitor.verdict import Kind, Target, Verdict
+from ckptd.monitor.settings import IsolationBudget, WatchSettings
+from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
 
-__all__ = ["CALLS", "STANDING", "Casebook", "Ledger", "Moment", "follows", "same_cause", "touching"]
+__all__ = [
+    "CALLS",
+    "STANDING",
+    "IncidentTracker",
+    "IsolationLedger",
+    "RoundFacts",
+    "follows",
+    "same_cause",
+    "touching",
+]
 
 
-STANDING = frozenset({Kind.HANG, Kind.DEADLOCK, Kind.COMM_HANG, Kind.CANNOT_SAY})
+STANDING = frozenset(
+    {VerdictKind.HANG, VerdictKind.DEADLOCK, VerdictKind.COMM_HANG, VerdictKind.CANNOT_SAY}
+)
 """Something stands still; which of these it is may show only with more reports."""
 
-CALLS = frozenset({Kind.MISMATCH, Kind.DESYNC})
+CALLS = frozenset({VerdictKind.MISMATCH, VerdictKind.DESYNC})
 """Members of a group make different calls: both show of one that was left out."""
 
-_LEADS_ON = frozenset({Kind.CRASH, *CALLS, *STANDING})
+_LEADS_ON = frozenset({VerdictKind.CRASH, *CALLS, *STANDING})
 
 
 def touching(one: Verdict, other: Verdict) -> bool:
@@ -36,17 +47,17 @@ def touching(one: Verdict, other: Verdict) -> bool:
 
 def _named(verdict: Verdict) -> set[tuple[str, str]]:
     names = {(str(s.target), s.name) for s in verdict.suspects}
-    return names | {(str(Target.GROUP), f"{g:016x}") for g in verdict.groups}
+    return names | {(str(SuspectKind.GROUP), f"{g:016x}") for g in verdict.groups}
 
 
 def same_cause(known: Verdict, new: Verdict) -> bool:
     """Whether `new` tells of what `known` tells."""
-    if known.kind is new.kind is Kind.CRASH:
+    if known.kind is new.kind is VerdictKind.CRASH:
         # Processes end one after the other; silent nodes are told each by itself.
         return bool(known.names() and new.names()) or touching(known, new)
     for family in (STANDING, CALLS):
         if known.kind in family and new.kind in family:
-            return known.kind is new.kind is Kind.CANNOT_SAY or touching(known, new)
+            return known.kind is new.kind is VerdictKind.CANNOT_SAY or touching(known, new)
     return known.kind is new.kind and touching(known, new)
 
 
@@ -54,15 +65,15 @@ def follows(known: Verdict, new: Verdict) -> bool:
     """Whether `new` may be what `known` led to: ends and waits after what stopped the job."""
     if known.kind not in _LEADS_ON:
         return False
-    if new.kind is Kind.CRASH:
-        return known.kind is not Kind.CANNOT_SAY
-    return new.kind in STANDING and known.kind in (Kind.CRASH, *CALLS)
+    if new.kind is VerdictKind.CRASH:
+        return known.kind is not VerdictKind.CANNOT_SAY
+    return new.kind in STANDING and known.kind in (VerdictKind.CRASH, *CALLS)
 
 
 HOUR_S = 3600.0
 
 
-class Ledger:
+class IsolationLedger:
     """What was isolated, and when; no clock.
 
     Parameters
@@ -71,7 +82,7 @@ class Ledger:
         What is allowed.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: IsolationBudget) -> None:
         self._budget = budget
         self._times: list[float] = []
         self._nodes: set[str] = set()
@@ -105,11 +116,21 @@ class Ledger:
         return True
 
 
-_SPEEDY = frozenset({Kind.CRASH, Kind.SLOW_RANK, Kind.SLOW_LINK, Kind.CORRUPTION})
+_SPEEDY = frozenset(
+    {VerdictKind.CRASH, VerdictKind.SLOW_RANK, VerdictKind.SLOW_LINK, VerdictKind.CORRUPTION}
+)
 """One round is enough: these were seen several times before they were told, or are plain."""
-_ISOLATES = frozenset({Kind.CRASH, Kind.HANG, Kind.COMM_HANG, Kind.SLOW_LINK, Kind.CORRUPTION})
+_ISOLATES = frozenset(
+    {
+        VerdictKind.CRASH,
+        VerdictKind.HANG,
+        VerdictKind.COMM_HANG,
+        VerdictKind.SLOW_LINK,
+        VerdictKind.CORRUPTION,
+    }
+)
 """What is acted on by leaving nodes out; of the others it is the program that must change."""
-_STOPPED = frozenset({Kind.CRASH, *CALLS, *STANDING})
+_STOPPED = frozenset({VerdictKind.CRASH, *CALLS, *STANDING})
 """What stacks and last words of ranks are evidence of."""
 _AGES = ("since last arrival s", "idle s", "age s", FIRST_SLOW)
 MOST_WORDS = 64
@@ -119,7 +140,7 @@ PROBES = 4096
 
 
 @dataclass(frozen=True)
-class Moment:
+class RoundFacts:
     """What a round knows beside its verdicts.
 
     Attributes
@@ -157,7 +178,7 @@ class _Case:
     ident: str = ""
 
 
-class Casebook:
+class IncidentTracker:
     """All incidents of a job; no clock.
 
     Parameters
@@ -175,7 +196,7 @@ class Casebook:
     ) -> None:
         self._slug = re.sub(r"[^A-Za-z0-9_.-]+", "-", job)
         self._settings = settings
-        self._ledger = Ledger(settings.budget)
+        self._ledger = IsolationLedger(settings.budget)
         self._incidents = {i.id: i for i in incidents}
         self._open: list[_Case] = []
         self._maybe: list[_Case] = []
@@ -207,7 +228,7 @@ class Casebook:
 
     # --- a round --------------------------------------------------------------------------------
 
-    def judge(self, verdicts: Sequence[Verdict], moment: Moment) -> Changes:
+    def judge(self, verdicts: Sequence[Verdict], moment: RoundFacts) -> Changes:
         """Take the verdicts of a round, and return what they change."""
         opened: list[Incident] = []
         updated: dict[str, Incident] = {}
@@ -236,7 +257,7 @@ class Casebook:
             closed=closed,
         )
 
-    def _take_up(self, moment: Moment) -> None:
+    def _take_up(self, moment: RoundFacts) -> None:
         """Go on with incidents that an earlier life left open."""
         for incident in self._left:
             self._open.append(
@@ -251,15 +272,15 @@ class Casebook:
             )
         self._left = []
 
-    def _known(self, verdict: Verdict, moment: Moment) -> _Case | None:
+    def _known(self, verdict: Verdict, moment: RoundFacts) -> _Case | None:
         for case in self._open:
             # Whoever crashes after a restart crashes anew.
-            other = verdict.kind is Kind.CRASH and case.generation != moment.generation
+            other = verdict.kind is VerdictKind.CRASH and case.generation != moment.generation
             if same_cause(case.verdict, verdict) and not other:
                 return case
         return None
 
-    def _cause(self, verdict: Verdict, moment: Moment) -> _Case | None:
+    def _cause(self, verdict: Verdict, moment: RoundFacts) -> _Case | None:
         limit = self._settings.consequences_s
         for case in self._open:
             recent = moment.now - case.seen <= limit and moment.now - case.begun <= 10 * limit
@@ -267,7 +288,7 @@ class Casebook:
                 return case
         return None
 
-    def _candidate(self, verdict: Verdict, moment: Moment) -> _Case:
+    def _candidate(self, verdict: Verdict, moment: RoundFacts) -> _Case:
         for case in self._maybe:
             if same_cause(case.verdict, verdict):
                 # Of two verdicts of one round that tell of one cause, the second confirms nothing.
@@ -277,15 +298,18 @@ class Casebook:
         return _Case(verdict, 1, moment.now, moment.now, moment.generation)
 
     def _needed(self, verdict: Verdict) -> int:
-        sure = verdict.kind in (Kind.MISMATCH, Kind.DESYNC) and verdict.suspects
+        sure = verdict.kind in (VerdictKind.MISMATCH, VerdictKind.DESYNC) and verdict.suspects
         agreed = sure and max(s.confidence for s in verdict.suspects) > 0.9
         return 1 if verdict.kind in _SPEEDY or agreed else self._settings.confirm
 
-    def _too_early(self, verdict: Verdict, moment: Moment) -> bool:
-        plain = verdict.kind in _SPEEDY or verdict.kind in (Kind.MISMATCH, Kind.DESYNC)
+    def _too_early(self, verdict: Verdict, moment: RoundFacts) -> bool:
+        plain = verdict.kind in _SPEEDY or verdict.kind in (
+            VerdictKind.MISMATCH,
+            VerdictKind.DESYNC,
+        )
         return moment.early and not plain
 
-    def _begin(self, case: _Case, moment: Moment) -> Incident:
+    def _begin(self, case: _Case, moment: RoundFacts) -> Incident:
         verdict = case.verdict
         case.ident = f"{self._slug}-{self._next}"
         self._next += 1
@@ -307,7 +331,7 @@ class Casebook:
         self._incidents[case.ident] = incident
         return incident
 
-    def _action(self, verdict: Verdict, nodes: Sequence[str], moment: Moment) -> str:
+    def _action(self, verdict: Verdict, nodes: Sequence[str], moment: RoundFacts) -> str:
         wanted = self._settings.policy.get(verdict.kind, "log")
         # Of one that does something the node is sound.
         isolates = verdict.kind in _ISOLATES and not verdict.numbers.get("runs", 0)
@@ -317,17 +341,17 @@ class Casebook:
         return wanted
 
     def _seen(
-        self, case: _Case, verdict: Verdict, moment: Moment, updated: dict[str, Incident]
+        self, case: _Case, verdict: Verdict, moment: RoundFacts, updated: dict[str, Incident]
     ) -> None:
         case.seen = moment.now
         case.rounds += 1
         known = self._incidents[case.ident]
         fields: dict[str, Any] = {"updated_at": moment.unix, "rounds": known.rounds + 1}
-        if verdict.kind is Kind.CRASH and not _better(case, verdict, moment):
+        if verdict.kind is VerdictKind.CRASH and not _better(case, verdict, moment):
             words = _ends(known, verdict)
             verdict = known.verdict
             fields["consequences"] = _more(known.consequences, words)
-        if verdict.kind is Kind.CANNOT_SAY:
+        if verdict.kind is VerdictKind.CANNOT_SAY:
             verdict = known.verdict  # what was known is not less so
         if _other(known.verdict, verdict):
             nodes = _nodes(verdict, moment)
@@ -340,16 +364,20 @@ class Casebook:
             updated[case.ident] = changed
 
     def _follow(
-        self, case: _Case, verdict: Verdict, moment: Moment, updated: dict[str, Incident]
+        self, case: _Case, verdict: Verdict, moment: RoundFacts, updated: dict[str, Incident]
     ) -> None:
         """Tell `verdict` as what an open incident led to; it does not keep that one open."""
         known = self._incidents[case.ident]
-        words = _ends(known, verdict) if verdict.kind is Kind.CRASH else [f"then: {verdict.kind}"]
+        words = (
+            _ends(known, verdict)
+            if verdict.kind is VerdictKind.CRASH
+            else [f"then: {verdict.kind}"]
+        )
         more = _more(known.consequences, words)
         if more != known.consequences:
             updated[case.ident] = self.change(case.ident, consequences=more, updated_at=moment.unix)
 
-    def _end(self, moment: Moment) -> tuple[Incident, ...]:
+    def _end(self, moment: RoundFacts) -> tuple[Incident, ...]:
         closed = []
         for case in list(self._open):
             if moment.now - case.seen > self._settings.close_s:
@@ -359,7 +387,7 @@ class Casebook:
             self._forget()
         return tuple(closed)
 
-    def fence(self, below: int, reason: str, moment: Moment) -> tuple[Incident, ...]:
+    def fence(self, below: int, reason: str, moment: RoundFacts) -> tuple[Incident, ...]:
         """Close what is open of generations before `below`, which are ended on purpose.
 
         What a link or a node's arithmetic shows does not end with the ranks.
@@ -367,7 +395,7 @@ class Casebook:
         self._take_up(moment)
         closed = []
         for case in [c for c in self._open if c.generation < below]:
-            if case.verdict.kind not in (Kind.SLOW_LINK, Kind.CORRUPTION):
+            if case.verdict.kind not in (VerdictKind.SLOW_LINK, VerdictKind.CORRUPTION):
                 self._open.remove(case)
                 known = self._incidents[case.ident].consequences
                 words = _more(known, [f"the generation was fenced: {reason}".rstrip(": ")])
@@ -416,7 +444,7 @@ class Casebook:
         """Put the results of a round of probes to open incidents of communication."""
         changed = []
         for case in self._open:
-            if case.verdict.kind in (Kind.COMM_HANG, Kind.SLOW_LINK):
+            if case.verdict.kind in (VerdictKind.COMM_HANG, VerdictKind.SLOW_LINK):
                 kept = tuple(results[:PROBES])
                 changed.append(self.change(case.ident, updated_at=unix, probes=kept))
         return tuple(changed)
@@ -428,7 +456,7 @@ def latency(verdict: Verdict) -> float:
     return float(ages[0]) if ages else 0.0
 
 
-def _nodes(verdict: Verdict, moment: Moment) -> tuple[str, ...]:
+def _nodes(verdict: Verdict, moment: RoundFacts) -> tuple[str, ...]:
     named = [n for n in verdict.names() if n.isdecimal()]
     nodes = [moment.node_of[int(n)] for n in named if int(n) in moment.node_of]
     return tuple(dict.fromkeys([*_named_nodes(verdict), *nodes]))
@@ -447,7 +475,7 @@ def _who(verdict: Verdict) -> set[tuple[str, str]]:
     return {(str(s.target), s.name) for s in verdict.suspects}
 
 
-def _better(case: _Case, verdict: Verdict, moment: Moment) -> bool:
+def _better(case: _Case, verdict: Verdict, moment: RoundFacts) -> bool:
     """Whether a verdict on a crash that is just known names its cause better: by a signal."""
     young = moment.now - case.begun < 2.0
     signalled = verdict.numbers.get("by signal", 0) and not case.verdict.numbers.get("by signal", 0)
@@ -456,7 +484,7 @@ def _better(case: _Case, verdict: Verdict, moment: Moment) -> bool:
 
 def _ends(known: Incident, verdict: Verdict) -> list[str]:
     # Of a crash those who ended first are no news; of a hang it is one that they ended.
-    first = set(known.verdict.names()) if known.kind == Kind.CRASH else set()
+    first = set(known.verdict.names()) if known.kind == VerdictKind.CRASH else set()
     told = [
         line
         for line in verdict.evidence

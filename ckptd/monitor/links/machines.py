@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from ckptd.monitor.links.preflight import Finding
+from ckptd.monitor.links.preflight import PreflightFinding
 from ckptd.monitor.stats import MAD_TO_SIGMA
 
-__all__ = ["Gpu", "Machine", "machine_findings", "slow_machines"]
+__all__ = ["Gpu", "MachineTest", "machine_findings", "slow_machines"]
 
 LEAST_SHM_BYTES = 64 << 20
 GOOD_SHM_BYTES = 1 << 30
@@ -45,7 +45,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     celsius: float = 0.0
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
+class MachineTest(msgspec.Struct, frozen=True, kw_only=True):
     """What a node found about itself.
 
     Attributes
@@ -85,8 +85,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_findings(
-    names: Sequence[str], machines: Mapping[int, Machine], skews: Mapping[int, float]
-) -> Iterator[Finding]:
+    names: Sequence[str], machines: Mapping[int, MachineTest], skews: Mapping[int, float]
+) -> Iterator[PreflightFinding]:
     """Yield what is wrong with nodes by themselves, in the order of nodes.
 
     Parameters
@@ -113,7 +113,7 @@ def machine_findings(
             yield _finding("fail", name, "gpu", text, len(machine.gpus), len(usual_gpus))
 
 
-def _alone(name: str, machine: Machine) -> Iterator[Finding]:
+def _alone(name: str, machine: MachineTest) -> Iterator[PreflightFinding]:
     if machine.wrong:
         yield _finding("fail", name, "arithmetic", f"computes wrongly: {machine.wrong}")
     if machine.disk_error:
@@ -135,11 +135,11 @@ def _alone(name: str, machine: Machine) -> Iterator[Finding]:
             yield _finding("fail", name, "gpu", text, gpu.uncorrected, 0)
 
 
-def _models(machine: Machine) -> tuple[str, ...]:
+def _models(machine: MachineTest) -> tuple[str, ...]:
     return tuple(sorted(gpu.name for gpu in machine.gpus))
 
 
-def _usual_gpus(machines: Mapping[int, Machine]) -> tuple[str, ...]:
+def _usual_gpus(machines: Mapping[int, MachineTest]) -> tuple[str, ...]:
     """Return the GPUs of most nodes, by model; of two that are as many, the more."""
     counts = Counter(_models(m) for m in machines.values() if not m.gpu_error)
     if not counts:
@@ -152,7 +152,7 @@ def _told(models: Sequence[str]) -> str:
     return ", ".join(f"{n} x {model}" for model, n in sorted(counts.items())) or "no GPU"
 
 
-_FIGURES: dict[str, tuple[Callable[[Machine], float], float, str]] = {
+_FIGURES: dict[str, tuple[Callable[[MachineTest], float], float, str]] = {
     "compute": (lambda m: m.compute_s, 1e3, "ms a matrix product"),
     "memory": (lambda m: 1e9 / m.copy_bytes_per_s, 1.0, "s to copy a GB"),
     "disk": (lambda m: m.disk_s, 1e3, "ms to write and sync 4 MiB"),
@@ -160,15 +160,15 @@ _FIGURES: dict[str, tuple[Callable[[Machine], float], float, str]] = {
 
 
 def slow_machines(
-    names: Sequence[str], machines: Mapping[int, Machine]
-) -> dict[int, list[Finding]]:
+    names: Sequence[str], machines: Mapping[int, MachineTest]
+) -> dict[int, list[PreflightFinding]]:
     """Return the nodes that are slower than the others, with what shows it.
 
     A figure stands out at 1.5 times the median and 5 robust standard deviations of its logarithm.
     Slow disks are told and do not fail: the root may lie elsewhere. Fewer than 4 nodes are not
     compared.
     """
-    found: dict[int, list[Finding]] = {}
+    found: dict[int, list[PreflightFinding]] = {}
     if len(machines) < LEAST_COHORT:
         return found
     for what, (figure, scale, unit) in _FIGURES.items():
@@ -197,8 +197,8 @@ def _finding(
     message: str,
     value: float | None = None,
     usual: float | None = None,
-) -> Finding:
-    return Finding(
+) -> PreflightFinding:
+    return PreflightFinding(
         status="fail" if status == "fail" else "warn",
         target="node",
         name=name,

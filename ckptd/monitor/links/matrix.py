@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array, grouped_median
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
 __all__ = ["Effect", "LinkLimits", "again", "effects", "slow_links"]
 
@@ -90,7 +90,7 @@ class Effect:
         Whether it may be the echo of a larger one.
     """
 
-    target: Target
+    target: SuspectKind
     source: int
     to: int
     ratio: float
@@ -195,10 +195,12 @@ def _pooled(source: Array, to: Array, logs: Array, nodes: int) -> _Links:
 def _hit(links: _Links, effect: Effect) -> Array:
     """Return the links that an effect explains."""
     source, to = links.source == effect.source, links.to == effect.to
-    if effect.target is Target.LINK:
+    if effect.target is SuspectKind.LINK:
         both: Array = source & to
         return both
-    out: Array = {Target.SENDER: source, Target.RECEIVER: to}.get(effect.target, source | to)
+    out: Array = {SuspectKind.SENDER: source, SuspectKind.RECEIVER: to}.get(
+        effect.target, source | to
+    )
     return out
 
 
@@ -251,10 +253,12 @@ def _largest(
     node = int(np.argmax(size)) if nodes else 0
     if nodes and size[node] > 0:
         target = (
-            Target.NODE if both[node] else (Target.SENDER if row_slow[node] else Target.RECEIVER)
+            SuspectKind.NODE
+            if both[node]
+            else (SuspectKind.SENDER if row_slow[node] else SuspectKind.RECEIVER)
         )
-        source = -1 if target is Target.RECEIVER else node
-        to = -1 if target is Target.SENDER else node
+        source = -1 if target is SuspectKind.RECEIVER else node
+        to = -1 if target is SuspectKind.SENDER else node
         effect = Effect(target, source, to, float(np.exp(size[node])), 0)
         return replace(effect, edges=int((_hit(links, effect) & ~np.isnan(rest)).sum()))
     error = spread / np.sqrt(links.probes)
@@ -263,7 +267,7 @@ def _largest(
         return None
     point = int(np.argmax(np.where(over, rest, -np.inf)))
     ends = int(links.source[point]), int(links.to[point])
-    return Effect(Target.LINK, *ends, float(np.exp(rest[point])), 1)
+    return Effect(SuspectKind.LINK, *ends, float(np.exp(rest[point])), 1)
 
 
 def _lines(rest: Array, end: Array, probes: Array, nodes: int) -> tuple[Array, Array]:
@@ -307,7 +311,7 @@ def slow_links(
         return
     echoes = [_name(names, e) for e in found if e.echo]
     yield Verdict(
-        kind=Kind.SLOW_LINK,
+        kind=VerdictKind.SLOW_LINK,
         suspects=tuple(
             Suspect(e.target, _name(names, e), 0.9, f"{e.ratio:.1f} times the usual delay")
             for e in sure
@@ -329,6 +333,6 @@ def slow_links(
 
 
 def _name(names: Sequence[str], effect: Effect) -> str:
-    if effect.target is Target.LINK:
+    if effect.target is SuspectKind.LINK:
         return f"{names[effect.source]}>{names[effect.to]}"
     return names[max(effect.source, effect.to)]

@@ -12,14 +12,14 @@ import numpy as np
 
 from ckptd.monitor.links.matrix import Effect, LinkLimits, effects
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.verdict import SuspectKind
 
 __all__ = [
     "ALL_PAIRS_UP_TO",
     "ECHO_FREE",
     "Confirmation",
-    "Finding",
     "PairProbe",
+    "PreflightFinding",
     "absent_findings",
     "better",
     "confirm",
@@ -77,7 +77,7 @@ class PairProbe(msgspec.Struct, frozen=True, kw_only=True):
         return not np.isfinite(self.latency_s)
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong, or worth knowing.
 
     Attributes
@@ -264,7 +264,9 @@ def stray_links(
         seconds = seconds + NOISE_S[what]
         ratio = seconds / np.quantile(seconds, 0.3)
         slow = [k for k in np.argsort(-ratio, kind="stable")[:MOST_STRAYS] if ratio[k] > STRAY]
-        links = [Effect(Target.LINK, int(source[k]), int(to[k]), float(ratio[k]), 1) for k in slow]
+        links = [
+            Effect(SuspectKind.LINK, int(source[k]), int(to[k]), float(ratio[k]), 1) for k in slow
+        ]
         found[what] = [e for e in links if what == "bandwidth" or _once(e)]
     return found
 
@@ -281,13 +283,13 @@ def _edges(what: str, probes: Sequence[PairProbe]) -> tuple[Array, Array, Array]
 
 def _touched(effect: Effect, source: Array, to: Array) -> Array:
     sends, receives = source == effect.source, to == effect.to
-    both: Array = sends & receives if effect.target is Target.LINK else sends | receives
+    both: Array = sends & receives if effect.target is SuspectKind.LINK else sends | receives
     return both
 
 
 def _once(effect: Effect) -> bool:
     """Tell whether this is the one of both ways of a link that counts for a round trip."""
-    return effect.target is not Target.LINK or effect.source < effect.to
+    return effect.target is not SuspectKind.LINK or effect.source < effect.to
 
 
 def confirmations(
@@ -306,12 +308,12 @@ def confirmations(
     """
     draw = random.Random(seed)
     named = [e for list_ in found.values() for e in list_]
-    sick = {n for e in named if e.target is not Target.LINK for n in (e.source, e.to)}
-    links = {frozenset((e.source, e.to)) for e in named if e.target is Target.LINK}
+    sick = {n for e in named if e.target is not SuspectKind.LINK for n in (e.source, e.to)}
+    links = {frozenset((e.source, e.to)) for e in named if e.target is SuspectKind.LINK}
     good = [n for n in nodes if n not in sick]
     asked = []
     for effect in named:
-        if effect.target is Target.LINK:
+        if effect.target is SuspectKind.LINK:
             pairs: tuple[Pair, ...] = ((effect.source, effect.to),)
         else:
             node = max(effect.source, effect.to)
@@ -340,30 +342,30 @@ def confirm(
     """
     target = asked.effect.target
     mine = _seconds(what, target, [again[p] for p in asked.pairs if p in again])
-    usual = _seconds(what, Target.NODE, [again[p] for p in controls if p in again])
+    usual = _seconds(what, SuspectKind.NODE, [again[p] for p in controls if p in again])
     if not len(mine) or not len(usual):
         return True, float("nan"), float("nan")
     # Least, not median: a busy moment only ever lengthens a probe.
     noise, least, base = NOISE_S[what], float(mine.min()), float(np.median(usual))
     spread = float(np.median(np.abs(usual - base))) * MAD_TO_SIGMA
-    ratio = STRAY if target is Target.LINK else NODE_RATIO
+    ratio = STRAY if target is SuspectKind.LINK else NODE_RATIO
     there = least + noise > max(ratio * (base + noise), base + noise + 5.0 * spread)
     return there, float(np.median(mine)), base
 
 
-def _seconds(what: str, target: Target, probes: Sequence[PairProbe]) -> Array:
+def _seconds(what: str, target: SuspectKind, probes: Sequence[PairProbe]) -> Array:
     if what == "latency":
         return np.array([p.latency_s for p in probes])
     out, back = [p.out_s for p in probes], [p.in_s for p in probes]
     # The pairs of a confirmation are asked by the suspect, or by the sender of a link.
-    if target in (Target.SENDER, Target.LINK):
+    if target in (SuspectKind.SENDER, SuspectKind.LINK):
         return np.array(out)
-    return np.array(back if target is Target.RECEIVER else out + back)
+    return np.array(back if target is SuspectKind.RECEIVER else out + back)
 
 
 def absent_findings(
     came: Sequence[tuple[str, int]], nodes: int, names: Sequence[str], text: str
-) -> list[Finding]:
+) -> list[PreflightFinding]:
     """Return who did not come, and who was not expected.
 
     Parameters
@@ -378,8 +380,10 @@ def absent_findings(
         What to say of each that is missing.
     """
 
-    def absent(target: str, name: str, message: str = text, what: str = "absent") -> Finding:
-        return Finding(status="fail", target=target, name=name, what=what, message=message)
+    def absent(
+        target: str, name: str, message: str = text, what: str = "absent"
+    ) -> PreflightFinding:
+        return PreflightFinding(status="fail", target=target, name=name, what=what, message=message)
 
     if names:
         here = {name for name, _ in came}
@@ -414,7 +418,7 @@ def link_findings(
     effect: Effect,
     figures: tuple[float, float],
     probe_bytes: int,
-) -> Finding:
+) -> PreflightFinding:
     """Return the finding of a confirmed effect.
 
     Parameters
@@ -431,19 +435,21 @@ def link_findings(
         Bytes of a probe.
     """
     value, usual = figures
-    if effect.target is Target.LINK:
+    if effect.target is SuspectKind.LINK:
         name = f"{names[effect.source]}>{names[effect.to]}"
     else:
         name = names[max(effect.source, effect.to)]
     if np.isnan(value):
         text = f"{what} {effect.ratio:.1f} times worse than usual, by {effect.edges} probes"
-        return Finding(status="fail", target=effect.target, name=name, what=what, message=text)
+        return PreflightFinding(
+            status="fail", target=effect.target, name=name, what=what, message=text
+        )
     if what == "latency":
         value, usual, unit = value * 1e6, usual * 1e6, "us"
     else:
         value, usual, unit = probe_bytes / value / 1e6, probe_bytes / usual / 1e6, "MB/s"
     text = f"{value:.4g} {unit}, usual here: {usual:.4g}"
-    return Finding(
+    return PreflightFinding(
         status="fail",
         target=effect.target,
         name=name,

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 
 from ckptd.monitor.links.matrix import Effect, LinkLimits, again, effects, slow_links
-from ckptd.monitor.report import Probe, ProbeResult
+from ckptd.monitor.report import LinkProbe, ProbeResult
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Verdict
 
-__all__ = ["LinkMatrix", "Linking"]
+__all__ = ["LinkMatrix", "LinkProber"]
 
 ALL_PAIRS = 12
 """Nodes up to which every pair is probed."""
@@ -81,7 +81,7 @@ class _Round:
     results: list[ProbeResult] = field(default_factory=list)
 
 
-class Linking:
+class LinkProber:
     """Rounds of probes, at most one at a time; no clock and no I/O.
 
     Attributes
@@ -157,7 +157,9 @@ class Linking:
             near = random.Random(f"{node} {self._nonce}").sample(others, min(2, len(others)))
             self._asked_reach += [(source, node) for source in near]
 
-    def probes(self, nodes: Iterable[str], addresses: Mapping[str, str], now: float) -> list[Probe]:
+    def probes(
+        self, nodes: Iterable[str], addresses: Mapping[str, str], now: float
+    ) -> list[LinkProbe]:
         """Return what these nodes are to probe now."""
         if self._round is None and not self._asked_reach:
             return []
@@ -172,7 +174,7 @@ class Linking:
 
     def _of_round(
         self, current: _Round, mine: set[str], addresses: Mapping[str, str], now: float
-    ) -> list[Probe]:
+    ) -> list[LinkProbe]:
         busy = {source for source, _, _ in current.out.values()}
         free = max(len(current.names) // PARALLEL, 1) - len(busy)
         chosen: dict[str, int] = {}
@@ -196,10 +198,10 @@ class Linking:
         out: dict[int, tuple[str, str, float]],
         now: float,
         size: int,
-    ) -> Probe:
+    ) -> LinkProbe:
         self._nonce += 1
         out[self._nonce] = (*pair, now)
-        return Probe(
+        return LinkProbe(
             nonce=self._nonce,
             from_node=pair[0],
             to_node=pair[1],

@@ -36,7 +36,7 @@ __all__ = [
     "VERSION",
     "Counter",
     "RecorderState",
-    "Shape",
+    "RingShape",
     "text_hash",
 ]
 
@@ -155,7 +155,7 @@ Its calls have no slots.
 TEXT: np.dtype[Any] = np.dtype([("hash", "<u4"), ("text", "S124")])
 
 
-class Limits(NamedTuple):
+class RingLimits(NamedTuple):
     """The most that a file may claim; also what the reader is ready to allocate."""
 
     slots: int = 1 << 17
@@ -165,10 +165,10 @@ class Limits(NamedTuple):
     world: int = 1 << 24
 
 
-LIMITS = Limits()
+LIMITS = RingLimits()
 
 
-class Shape(NamedTuple):
+class RingShape(NamedTuple):
     """How many of each a ring has. The defaults make a file of 0.5 MiB."""
 
     slots: int = 4096

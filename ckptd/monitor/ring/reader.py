@@ -28,7 +28,7 @@ from ckptd.monitor.ring.layout import (
     VERSION,
     Counter,
     RecorderState,
-    Shape,
+    RingShape,
 )
 from ckptd.monitor.ring.rankfile import RankFile
 from ckptd.monitor.view import CALL, GROUP, CallFlag, Phase, RankView
@@ -79,7 +79,7 @@ class RingHeader(msgspec.Struct, frozen=True, kw_only=True):
     interpreted: float
     lost: int
     written: int
-    shape: Shape
+    shape: RingShape
 
 
 class RingReader(RankFile):
@@ -210,15 +210,15 @@ class RingReader(RankFile):
             raise self._corrupt(f"a ring of version {VERSION}", repr(raw[:12]))
         if row["checksum"] != zlib.crc32(raw[: -IDENTITY["checksum"].itemsize]):
             raise self._corrupt("the checksum of the header", f"{int(row['checksum']):#x}")
-        shape = Shape(*(int(row[name]) for name in Shape._fields))
+        shape = RingShape(*(int(row[name]) for name in RingShape._fields))
         if not shape.fits() or length != shape.total:
             raise self._corrupt("the size that its header says", f"{length} bytes, {shape}")
         if not 0 <= int(row["rank"]) < int(row["world"]) <= LIMITS.world:
             raise self._corrupt("a rank of a world", f"{int(row['rank'])} of {int(row['world'])}")
         self._identity = row
 
-    def _shape(self) -> Shape:
-        return Shape(*(int(self._identity[name]) for name in Shape._fields))
+    def _shape(self) -> RingShape:
+        return RingShape(*(int(self._identity[name]) for name in RingShape._fields))
 
     def _header(self, counters: list[int]) -> RingHeader:
         row = self._identity

@@ -32,7 +32,7 @@ from ckptd.monitor.ring.layout import (
     VERSION,
     Counter,
     RecorderState,
-    Shape,
+    RingShape,
     text_hash,
 )
 from ckptd.monitor.view import CallFlag, Phase
@@ -148,10 +148,10 @@ class RingWriter:
         kind ``bad-ring``: the shape is out of bounds, or this machine is big-endian.
     """
 
-    def __init__(self, path: Path, identity: RingIdentity, shape: Shape | None = None) -> None:
+    def __init__(self, path: Path, identity: RingIdentity, shape: RingShape | None = None) -> None:
         self.path = path
         self.identity = identity
-        self.shape = shape or Shape()
+        self.shape = shape or RingShape()
         if sys.byteorder != "little" or not self.shape.fits():
             raise UsageError(
                 "a ring cannot be made like this",
@@ -390,7 +390,7 @@ def reserve(path: Path, head: bytes, total: int) -> mmap.mmap:
     return mapped
 
 
-def _identity_bytes(identity: RingIdentity, shape: Shape) -> bytes:
+def _identity_bytes(identity: RingIdentity, shape: RingShape) -> bytes:
     row = np.zeros((), IDENTITY)
     row["magic"], row["version"] = MAGIC, VERSION
     for name, value in shape._asdict().items():

@@ -12,7 +12,7 @@ import xxhash
 from ckptd.monitor.report import SUM
 from ckptd.monitor.rules.mismatch import MOST, minority
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 
 __all__ = ["CHUNK", "SumBook", "checksum", "norm_outliers", "replica_differences"]
 
@@ -85,8 +85,8 @@ def _differing(ranks: Array, values: Array, replica_set: int, step: int) -> Verd
     named = ranks if odd is None else ranks[odd]
     share = 0.95 if odd is not None else 1 / len(ranks)
     return Verdict(
-        kind=Kind.CORRUPTION,
-        suspects=tuple(Suspect(Target.RANK, str(r), share, "checksum differs") for r in named),
+        kind=VerdictKind.CORRUPTION,
+        suspects=tuple(Suspect(SuspectKind.RANK, str(r), share, "checksum differs") for r in named),
         evidence=(
             f"{len(np.unique(values))} checksums among {len(ranks)} replicas after step {step}",
             "a strict majority agrees" if odd is not None else "no majority: compute it again",
@@ -133,9 +133,9 @@ def norm_outliers(
         return
     worst = float(np.exp(np.nan_to_num(away[:, rows], nan=0.0).max()))
     yield Verdict(
-        kind=Kind.CORRUPTION,
+        kind=VerdictKind.CORRUPTION,
         suspects=tuple(
-            Suspect(Target.RANK, str(who[r]), 0.6, "gradient norm out of line") for r in rows
+            Suspect(SuspectKind.RANK, str(who[r]), 0.6, "gradient norm out of line") for r in rows
         ),
         evidence=(f"norms of {len(rows)} of {len(who)} ranks out of line in {len(table)} steps",),
         rules_out=("a fault of the model: the other ranks' gradients are in line",),

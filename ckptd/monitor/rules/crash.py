@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptd.monitor.job import NO_EXIT, Job
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.job import NO_EXIT, JobView
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 from ckptd.monitor.view import CallFlag, Phase
 
 __all__ = ["crashes", "ended"]
 
 
-def ended(job: Job) -> Array:
+def ended(job: JobView) -> Array:
     """Return which ranks ended otherwise than a job that is done does."""
     ranks = job.ranks
     well = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
@@ -25,7 +25,7 @@ def ended(job: Job) -> Array:
     return gone
 
 
-def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
+def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     """Yield a verdict for all crashed ranks, and one for each silent node.
 
     A rank that a signal ended is a cause, and so is one that left with exit code 0 while its groups
@@ -41,7 +41,7 @@ def crashes(job: Job, limits: Limits) -> Iterator[Verdict]:
             yield _node(agent.node, agent.missed)
 
 
-def _ranks(job: Job, gone: Array) -> Verdict:
+def _ranks(job: JobView, gone: Array) -> Verdict:
     codes = job.ranks["exit_code"][gone]
     killed = (codes < 0) & (codes != NO_EXIT)
     first = _causes(job, gone, codes)
@@ -49,7 +49,7 @@ def _ranks(job: Job, gone: Array) -> Verdict:
     first = first[np.argsort(-job.ranks["idle"][first], kind="stable")]
     unknown = codes == NO_EXIT
     return Verdict(
-        kind=Kind.CRASH,
+        kind=VerdictKind.CRASH,
         suspects=rank_suspects(job, first, 1.0, [_how(job, i) for i in first]),
         evidence=(
             f"{len(gone)} of {job.world} processes ended, {int(killed.sum())} by a signal",
@@ -66,7 +66,7 @@ def _ranks(job: Job, gone: Array) -> Verdict:
     )
 
 
-def _causes(job: Job, gone: Array, codes: Array) -> Array:
+def _causes(job: JobView, gone: Array, codes: Array) -> Array:
     """Return those of `gone` that did not only follow another."""
     swept = codes == -signal.SIGTERM
     killed = (codes < 0) & (codes != NO_EXIT) & ~swept
@@ -82,7 +82,7 @@ def _causes(job: Job, gone: Array, codes: Array) -> Array:
     return gone
 
 
-def _how(job: Job, row: int) -> str:
+def _how(job: JobView, row: int) -> str:
     code = int(job.ranks["exit_code"][row])
     if code == NO_EXIT:
         return "ended, nobody saw how"
@@ -93,8 +93,8 @@ def _how(job: Job, row: int) -> str:
 
 def _node(node: str, missed: int) -> Verdict:
     return Verdict(
-        kind=Kind.CRASH,
-        suspects=(Suspect(Target.NODE, node, 0.9, "silent and not reachable"),),
+        kind=VerdictKind.CRASH,
+        suspects=(Suspect(SuspectKind.NODE, node, 0.9, "silent and not reachable"),),
         evidence=(f"its agent missed {missed} beats", "a peer could not reach the node"),
         rules_out=("a crash of the agent alone: the node does not answer a peer either",),
         refuted_by="the node answers a peer, or its agent beats again",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.crash import crashes, ended
 from ckptd.monitor.rules.hang import hangs
-from ckptd.monitor.rules.limits import Learned, Limits
+from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.monitor.rules.mismatch import mismatches, with_newcomers
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Verdict
@@ -16,8 +16,8 @@ __all__ = ["diagnose"]
 
 
 def diagnose(
-    job: Job,
-    limits: Limits | None = None,
+    job: JobView,
+    limits: HangLimits | None = None,
     learned: Learned | None = None,
     stopped: Array | None = None,
 ) -> tuple[Verdict, ...]:
@@ -38,7 +38,7 @@ def diagnose(
     stopped
         Ranks that are known to be stopped for long, by `ckptd.monitor.rules.endings`.
     """
-    limits = limits or Limits()
+    limits = limits or HangLimits()
     job = with_newcomers(job)
     gone = ended(job)
     differing = tuple(mismatches(job, limits))
@@ -48,7 +48,7 @@ def diagnose(
     return (*differing, *crashed, *stuck)
 
 
-def _in_groups(job: Job, verdicts: tuple[Verdict, ...]) -> Array:
+def _in_groups(job: JobView, verdicts: tuple[Verdict, ...]) -> Array:
     groups = np.array([g for v in verdicts for g in v.groups], np.uint64)
     out: Array = np.isin(job.ranks["pending_group"], groups) & (job.ranks["pending_group"] != 0)
     named = [int(name) for verdict in verdicts for name in verdict.names()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptd.monitor.job import NO_EXIT, Job
+from ckptd.monitor.job import NO_EXIT, JobView
 from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.rules.hang import absent
 from ckptd.monitor.rules.mismatch import P2P, with_newcomers
@@ -69,7 +69,7 @@ class Endings:
     held_s: float = 0.0
     _seen: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def settle(self, job: Job, rows: Array, now: float) -> Job:
+    def settle(self, job: JobView, rows: Array, now: float) -> JobView:
         """Return `job` with ends in good order marked so, and young ends that may follow hidden.
 
         Parameters
@@ -118,7 +118,7 @@ class Endings:
         self._seen = seen
         return out
 
-    def _well(self, job: Job, rows: Array) -> Array:
+    def _well(self, job: JobView, rows: Array) -> Array:
         """Return whose end is in good order: as they said, or nobody waits for them."""
         ranks = job.ranks
         unknown = ranks["exit_code"] == NO_EXIT
@@ -127,7 +127,7 @@ class Endings:
         out: Array = np.where(self._awaited(job), said, done)
         return out
 
-    def _left_early(self, job: Job) -> Array:
+    def _left_early(self, job: JobView) -> Array:
         """Return who ended with exit code 0 while its groups still called, and was missed for it.
 
         Its peers wait for it, or have ended with an error in a call that it has not entered.
@@ -158,7 +158,7 @@ class Endings:
         out &= done
         return out
 
-    def _awaited(self, job: Job) -> Array:
+    def _awaited(self, job: JobView) -> Array:
         """Return for whom others have waited for long: members who have not completed the call."""
         ranks = job.ranks
         long = ranks["alive"] & (ranks["pending_group"] != 0)
@@ -175,7 +175,7 @@ class Endings:
         out[job.groups["row"][job.groups["completed"] < wanted[job.group_codes]]] = True
         return out
 
-    def _missed(self, job: Job, ended: Array) -> Array:
+    def _missed(self, job: JobView, ended: Array) -> Array:
         """Return of which rows others on the same node go on, or anybody waits."""
         if self._awaited(job)[ended].any():
             return ended

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptd.monitor.job import Job
-from ckptd.monitor.rules.limits import ENGINE_S, Learned, Limits
+from ckptd.monitor.job import JobView
+from ckptd.monitor.rules.limits import ENGINE_S, HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Kind, Suspect, Target, Verdict
+from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 from ckptd.monitor.view import CallFlag
 
 __all__ = ["Waits", "absent", "hangs", "held_up", "waits"]
@@ -23,7 +23,7 @@ _NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True)
 class Waits:
-    """What stands still and why; one element a row of ``Job.ranks``.
+    """What stands still and why; one element a row of ``JobView.ranks``.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Waits:
     circle
         The rank waits in a circle, or between two.
     code
-        Place of the rank's group in ``Job.group_ids``; -1 if it is in no call.
+        Place of the rank's group in ``JobView.group_ids``; -1 if it is in no call.
     missing
         Members that do not report, one element a group.
     """
@@ -55,7 +55,7 @@ class Waits:
     missing: Array
 
 
-def waits(job: Job, gone: Array) -> Waits:
+def waits(job: JobView, gone: Array) -> Waits:
     """Return who waits for whom in `job`.
 
     Parameters
@@ -87,7 +87,7 @@ def waits(job: Job, gone: Array) -> Waits:
     return Waits(inside, complete, awaited, awaited & ~inside, lost, circle, code, missing)
 
 
-def held_up(job: Job, wait: Waits, seconds: float) -> Array:
+def held_up(job: JobView, wait: Waits, seconds: float) -> Array:
     """Return for whom a rank that runs has waited for longer than `seconds`."""
     ranks, rows = job.ranks, job.groups
     runs = ~np.isin(ranks["state"], np.array([b"T", b"t", b"Z"]))
@@ -99,7 +99,7 @@ def held_up(job: Job, wait: Waits, seconds: float) -> Array:
     return out
 
 
-def _least(job: Job, some: Array) -> Array:
+def _least(job: JobView, some: Array) -> Array:
     """Return the least sequence number that `some` ranks have entered, of each group."""
     out = np.full(max(len(job.group_ids), 1), _NEVER)
     kept = some[job.groups["row"]]
@@ -107,7 +107,7 @@ def _least(job: Job, some: Array) -> Array:
     return out
 
 
-def absent(job: Job) -> Array:
+def absent(job: JobView) -> Array:
     """Return how many members of each group do not report."""
     groups = len(job.group_ids)
     sizes = np.zeros(max(groups, 1), np.int64)
@@ -117,7 +117,7 @@ def absent(job: Job) -> Array:
     return out
 
 
-def _reach(job: Job, start: Array, waiting: Array, code: Array) -> Array:
+def _reach(job: JobView, start: Array, waiting: Array, code: Array) -> Array:
     """Return `start` and all of `waiting` that wait, directly or not, for one of it."""
     reached: Array = start.copy()
     seq = job.ranks["pending_seq"]
@@ -128,7 +128,7 @@ def _reach(job: Job, start: Array, waiting: Array, code: Array) -> Array:
         reached |= more
 
 
-def _core(job: Job, waiting: Array, code: Array) -> Array:
+def _core(job: JobView, waiting: Array, code: Array) -> Array:
     """Return those of `waiting` for whom one of them waits, and who wait for one of them."""
     rows, seq = job.groups, job.ranks["pending_seq"]
     core: Array = waiting.copy()
@@ -152,7 +152,7 @@ MOST_NAMED = 64
 
 
 def hangs(
-    job: Job, limits: Limits, learned: Learned, gone: Array, stopped: Array | None = None
+    job: JobView, limits: HangLimits, learned: Learned, gone: Array, stopped: Array | None = None
 ) -> Iterator[Verdict]:
     """Yield what is to be said of ranks that stand still.
 
@@ -196,7 +196,7 @@ def hangs(
 # --- outside communication ----------------------------------------------------------------------
 
 
-def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict]:
+def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict]:
     idle = job.ranks["idle"]
     late = wait.root & ~gone & (idle > limit)
     rows = np.flatnonzero(late & _held(job, wait, late, limit))
@@ -206,7 +206,7 @@ def _roots(job: Job, wait: Waits, gone: Array, limit: Array) -> Iterator[Verdict
     details = [_subtype(job, int(row)) for row in rows[:MOST_NAMED]]
     waiting = int((wait.inside & ~wait.complete).sum())
     yield Verdict(
-        kind=Kind.HANG,
+        kind=VerdictKind.HANG,
         suspects=rank_suspects(job, rows[:MOST_NAMED], 0.95, details),
         evidence=(
             f"{waiting} ranks wait, and {len(rows)} that they wait for are in no call",
@@ -237,7 +237,7 @@ _BUSY = b"R"
 """State of a process that does something; see `ckptd.agent.doing`."""
 
 
-def _held(job: Job, wait: Waits, late: Array, limit: Array) -> Array:
+def _held(job: JobView, wait: Waits, late: Array, limit: Array) -> Array:
     """Return for which ranks somebody waits who does nothing else.
 
     A call that does not hold its caller up may be open while the rank makes others, and a receive
@@ -254,13 +254,13 @@ def _held(job: Job, wait: Waits, late: Array, limit: Array) -> Array:
     return out
 
 
-def _elsewhere(job: Job) -> Array:
+def _elsewhere(job: JobView) -> Array:
     """Return ranks whose open call need not hold them up, and that do something meanwhile."""
     out: Array = _in_message(job) & (job.ranks["state"] == _BUSY)
     return out
 
 
-def _in_message(job: Job) -> Array:
+def _in_message(job: JobView) -> Array:
     """Return ranks whose oldest open call is a message: nothing tells whether they wait for it."""
     calls = job.calls
     out = np.zeros(len(job.ranks), bool)
@@ -268,18 +268,18 @@ def _in_message(job: Job) -> Array:
     return out
 
 
-def _running(job: Job, rows: Array) -> int:
+def _running(job: JobView, rows: Array) -> int:
     """Return how many of `rows` do something: those are slow, perhaps, and not dead."""
     return int((job.ranks["state"][rows] == _BUSY).sum())
 
 
-def _engine_s(job: Job, codes: Array) -> float:
+def _engine_s(job: JobView, codes: Array) -> float:
     """Return after how long the backend gives up what is waited for in groups, in seconds."""
     told = [job.timeouts.get(int(job.group_ids[code]), 0.0) for code in np.unique(codes)]
     return min((seconds for seconds in told if seconds > 0), default=ENGINE_S)
 
 
-def _place(job: Job, row: int) -> str:
+def _place(job: JobView, row: int) -> str:
     """Return where in the program a rank made its last call; empty if it has made none.
 
     A thread that only runs PyTorch, as those of a backward pass, has no line: it is a call then.
@@ -293,7 +293,7 @@ def _place(job: Job, row: int) -> str:
     return f"{job.text(int(call['op']))} in {job.group_name(int(call['group']))}"
 
 
-def _subtype(job: Job, row: int) -> str:
+def _subtype(job: JobView, row: int) -> str:
     """Say what kind of standing still a rank shows: kernel state, heartbeat and ping together."""
     rank = job.ranks[row]
     state = rank["state"].decode()
@@ -314,13 +314,13 @@ def _subtype(job: Job, row: int) -> str:
     return "frozen: neither Python nor its server answers" if rank["answers"] == 0 else "frozen"
 
 
-def _frozen(job: Job) -> Array:
+def _frozen(job: JobView) -> Array:
     """Return ranks whose process cannot take part in a call that it has entered."""
     out: Array = np.isin(job.ranks["state"], np.array([b"T", b"t", b"Z"]))
     return out
 
 
-def _beside(job: Job, wait: Waits, stopped: Array) -> Array:
+def _beside(job: JobView, wait: Waits, stopped: Array) -> Array:
     """Return ranks in a call that all have entered, one of `stopped` and one that runs as well."""
     runs = wait.complete & ~_frozen(job)
     codes = np.intersect1d(wait.code[wait.complete & stopped], wait.code[runs])
@@ -331,7 +331,7 @@ def _beside(job: Job, wait: Waits, stopped: Array) -> Array:
 # --- circles ------------------------------------------------------------------------------------
 
 
-def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+def _circles(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
     rows = np.flatnonzero(wait.circle)
     age = job.ranks["pending_age"]
     if not len(rows):
@@ -346,7 +346,7 @@ def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
     details = [_where(job, int(r), free) for r in rows[:MOST_NAMED]]
     unsure = int(free[rows].sum())
     yield Verdict(
-        kind=Kind.DEADLOCK,
+        kind=VerdictKind.DEADLOCK,
         suspects=(
             *_groups(job, codes, 0.5 if unsure else 0.9),
             *rank_suspects(job, rows[:MOST_NAMED], 0.5, details)[:MOST_NAMED],
@@ -378,14 +378,14 @@ def _circles(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
 _ELSEWHERE = "the call does not hold its caller up"
 
 
-def _where(job: Job, row: int, free: Array) -> str:
+def _where(job: JobView, row: int, free: Array) -> str:
     rank = job.ranks[row]
     group = job.group_name(int(rank["pending_group"]))
     text = f"in call {rank['pending_seq']} of group {group}"
     return f"{text}; {_ELSEWHERE}" if free[row] else text
 
 
-def _not_waiting(job: Job) -> Array:
+def _not_waiting(job: JobView) -> Array:
     """Return ranks whose oldest open call is asynchronous: they may wait for it, or do other work.
 
     A receive that was begun early, in a rank that then hangs, closes a circle as well.
@@ -396,7 +396,7 @@ def _not_waiting(job: Job) -> Array:
     return out
 
 
-def _pending(job: Job) -> Array:
+def _pending(job: JobView) -> Array:
     """Return which calls are the oldest open one of their rank."""
     calls, ranks = job.calls, job.ranks
     out: Array = (calls["group"] == ranks["pending_group"][calls["row"]]) & (
@@ -405,11 +405,11 @@ def _pending(job: Job) -> Array:
     return out
 
 
-def _groups(job: Job, codes: Array, confidence: float) -> tuple[Suspect, ...]:
+def _groups(job: JobView, codes: Array, confidence: float) -> tuple[Suspect, ...]:
     named = codes[:MOST_NAMED]
     share = confidence / max(len(named), 1)
     return tuple(
-        Suspect(Target.GROUP, f"{int(g):016x}", round(share, 3), job.group_name(int(g)))
+        Suspect(SuspectKind.GROUP, f"{int(g):016x}", round(share, 3), job.group_name(int(g)))
         for g in job.group_ids[named]
     )
 
@@ -417,7 +417,7 @@ def _groups(job: Job, codes: Array, confidence: float) -> tuple[Suspect, ...]:
 # --- communication ------------------------------------------------------------------------------
 
 
-def _complete(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+def _complete(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
     """Yield calls that all members entered and that do not end.
 
     The clock starts when the last member came: ageing from a rank's own call made every pause of
@@ -435,7 +435,7 @@ def _complete(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
             )
 
 
-def _overdue(job: Job, wait: Waits, limit: Array) -> Mapping[int, float]:
+def _overdue(job: JobView, wait: Waits, limit: Array) -> Mapping[int, float]:
     """Return groups in a complete call, with seconds since its last arrival, if too many."""
     rows = np.flatnonzero(wait.complete)
     groups = len(job.group_ids)
@@ -451,7 +451,7 @@ def _overdue(job: Job, wait: Waits, limit: Array) -> Mapping[int, float]:
     return out
 
 
-def _last_start(job: Job, wait: Waits, code: int) -> float:
+def _last_start(job: JobView, wait: Waits, code: int) -> float:
     """Return the age of the latest arrival among members whom the call has let go already."""
     inside = wait.complete & (wait.code == code)
     seq = int(job.ranks["pending_seq"][inside].max())
@@ -460,9 +460,9 @@ def _last_start(job: Job, wait: Waits, code: int) -> float:
     return float(-calls["start"][here].max()) if here.any() else np.inf
 
 
-def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
+def _frozen_inside(job: JobView, rows: Array, last: float) -> Verdict:
     return Verdict(
-        kind=Kind.HANG,
+        kind=VerdictKind.HANG,
         suspects=rank_suspects(job, rows, 0.9, [_subtype(job, int(r)) for r in rows]),
         evidence=(
             f"all members entered the call {last:.1f} s ago; {len(rows)} of them cannot run",
@@ -474,14 +474,16 @@ def _frozen_inside(job: Job, rows: Array, last: float) -> Verdict:
     )
 
 
-def _stuck(job: Job, rows: Array, group: int, last: float, limit: float, engine: float) -> Verdict:
+def _stuck(
+    job: JobView, rows: Array, group: int, last: float, limit: float, engine: float
+) -> Verdict:
     suspects: tuple[Suspect, ...] = (
-        Suspect(Target.GROUP, f"{group:016x}", 0.9, job.group_name(group)),
+        Suspect(SuspectKind.GROUP, f"{group:016x}", 0.9, job.group_name(group)),
     )
     if len(rows) <= MOST_NAMED:
         suspects += rank_suspects(job, rows, round(0.9 / len(rows), 3))
     return Verdict(
-        kind=Kind.COMM_HANG,
+        kind=VerdictKind.COMM_HANG,
         suspects=suspects,
         evidence=(
             f"all members entered call {job.ranks['pending_seq'][rows[0]]}",
@@ -509,7 +511,7 @@ def _stuck(job: Job, rows: Array, group: int, last: float, limit: float, engine:
 
 
 def _held_up_unseen(
-    job: Job, limits: Limits, gone: Array, stopped: Array | None
+    job: JobView, limits: HangLimits, gone: Array, stopped: Array | None
 ) -> Iterator[Verdict]:
     """Yield ranks that are stopped while no other moves or does anything, and none is in a call.
 
@@ -527,7 +529,7 @@ def _held_up_unseen(
     if not len(rows):
         return
     yield Verdict(
-        kind=Kind.HANG,
+        kind=VerdictKind.HANG,
         suspects=rank_suspects(
             job, rows[:MOST_NAMED], 0.7, [_subtype(job, int(r)) for r in rows[:MOST_NAMED]]
         ),
@@ -551,7 +553,7 @@ def _held_up_unseen(
 # --- nobody to ask ------------------------------------------------------------------------------
 
 
-def _unheard(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
+def _unheard(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
     age = job.ranks["pending_age"]
     rows = np.flatnonzero(wait.unheard & (age > limit))
     if not len(rows):
@@ -568,9 +570,9 @@ def _unheard(job: Job, wait: Waits, limit: Array) -> Iterator[Verdict]:
         }
     )
     yield Verdict(
-        kind=Kind.CANNOT_SAY,
+        kind=VerdictKind.CANNOT_SAY,
         suspects=tuple(
-            Suspect(Target.RANK, str(r), round(0.5 / len(silent), 3), "does not report")
+            Suspect(SuspectKind.RANK, str(r), round(0.5 / len(silent), 3), "does not report")
             for r in silent[:MOST_NAMED]
         ),
         evidence=(

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import Phase
 
-__all__ = ["ENGINE_S", "MOST_KEYS", "Learned", "Limits", "learn", "learn_cut_short"]
+__all__ = ["ENGINE_S", "MOST_KEYS", "HangLimits", "Learned", "learn", "learn_cut_short"]
 
 ENGINE_S = 600.0
 """After which a backend gives a call up, where it is not known."""
@@ -37,7 +37,7 @@ def _floors() -> dict[Phase, float]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Settings of the diagnosis of what stands still; times in seconds.
 
     Attributes
@@ -93,7 +93,7 @@ class Learned:
         usual: Array = np.where(self.keys[at] == keys, self.longest[at], 0.0)
         return usual
 
-    def limit(self, job: Job, limits: Limits, *, in_call: bool) -> Array:
+    def limit(self, job: JobView, limits: HangLimits, *, in_call: bool) -> Array:
         """Return for each rank how long it may stand still, in seconds.
 
         Parameters
@@ -127,7 +127,7 @@ def _keys(calls: Array, what: np.uint64) -> Array:
     return mix(calls["site"], calls["phase"], calls["op"], np.full(len(calls), what))
 
 
-def learn(learned: Learned, job: Job, told: Array | None = None) -> Learned:
+def learn(learned: Learned, job: JobView, told: Array | None = None) -> Learned:
     """Return `learned` with what `job` shows of calls that ended.
 
     Two things are learned of a call site in a phase: the longest from the end of its call to the
@@ -155,7 +155,7 @@ def learn(learned: Learned, job: Job, told: Array | None = None) -> Learned:
     return _kept(np.concatenate(keys), np.concatenate(spans))
 
 
-def learn_cut_short(learned: Learned, job: Job, some: Array) -> Learned:
+def learn_cut_short(learned: Learned, job: JobView, some: Array) -> Learned:
     """Return `learned` with how long `some` ranks were by themselves when they were ended.
 
     A pause that was not let come to its end would else never be known, and be cut short again.
@@ -183,14 +183,14 @@ def _kept(keys: Array, spans: Array) -> Learned:
     return Learned(unique, out)
 
 
-def _gaps(job: Job) -> tuple[Array, Array]:
+def _gaps(job: JobView) -> tuple[Array, Array]:
     before, after = job.calls[:-1], job.calls[1:]
     gap = after["start"] - before["end"]
     kept = (before["row"] == after["row"]) & (gap > 0)  # NaN is not above 0
     return _keys(before[kept], _GAP), gap[kept]
 
 
-def _durations(job: Job) -> tuple[Array, Array]:
+def _durations(job: JobView) -> tuple[Array, Array]:
     order, starts = job.cohorts
     calls = job.calls
     spans = (calls["end"] - calls["start"])[order]

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptd.monitor.job import JOINED_GROUP, Job
-from ckptd.monitor.ring.layout import Shape, text_hash
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.job import JOINED_GROUP, JobView
+from ckptd.monitor.ring.layout import RingShape, text_hash
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array, mix
-from ckptd.monitor.verdict import Kind, Verdict
+from ckptd.monitor.verdict import Verdict, VerdictKind
 from ckptd.monitor.view import CallFlag
 
 __all__ = ["MOST", "P2P", "minority", "mismatches", "with_newcomers"]
 
 
-def with_newcomers(job: Job) -> Job:
+def with_newcomers(job: JobView) -> JobView:
     """Return `job` with a row, nothing entered, for each such member that reports.
 
     A rank whose ring has no room for more groups may have come unseen, and gets no row.
@@ -30,7 +30,7 @@ def with_newcomers(job: Job) -> Job:
     sizes = np.zeros(len(job.group_ids), np.int64)
     np.maximum.at(sizes, job.group_codes, job.groups["size"].astype(np.int64))
     ends = np.cumsum(seen)
-    room = np.bincount(job.groups["row"], minlength=len(job.ranks)) < Shape().groups
+    room = np.bincount(job.groups["row"], minlength=len(job.ranks)) < RingShape().groups
     found = [job.groups]
     by_rank = np.argsort(job.ranks["rank"], kind="stable")
     for code in np.flatnonzero(seen < sizes):
@@ -41,7 +41,7 @@ def with_newcomers(job: Job) -> Job:
     return replace(job, groups=np.concatenate(found)) if len(found) > 1 else job
 
 
-def _reporting(job: Job, by_rank: Array, members: Array, have: Array, room: Array) -> Array:
+def _reporting(job: JobView, by_rank: Array, members: Array, have: Array, room: Array) -> Array:
     """Return the rows of `members` that report, have room for groups, and are not in `have`."""
     ranks = job.ranks["rank"]
     at = np.minimum(np.searchsorted(ranks, members, sorter=by_rank), len(ranks) - 1)
@@ -85,7 +85,7 @@ def minority(values: Array, size: int) -> Array | None:
     return out
 
 
-def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
+def mismatches(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     """Yield a verdict for each group whose members' calls differ, at the first such call.
 
     Different signatures are a mismatch; the same signature in different steps is a desync, if the
@@ -107,10 +107,10 @@ def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
     where = mix(rows["site"], rows["step"].astype(np.uint64))
     told: set[int] = set()
     for kind, values, low, high in (
-        (Kind.MISMATCH, signature, signature, signature),
+        (VerdictKind.MISMATCH, signature, signature, signature),
         # Who does not say in which step it is agrees with everybody.
-        (Kind.DESYNC, rows["step"], *_among(rows["step"], said)),
-        (Kind.DESYNC, where, where, where),
+        (VerdictKind.DESYNC, rows["step"], *_among(rows["step"], said)),
+        (VerdictKind.DESYNC, where, where, where),
     ):
         apart = np.minimum.reduceat(low, starts) < np.maximum.reduceat(high, starts)
         if values is where:
@@ -124,7 +124,7 @@ def mismatches(job: Job, limits: Limits) -> Iterator[Verdict]:
             some, kinds = rows[here], values[here]
             if values is where and not _is_shifted(job, some, kinds):
                 continue
-            mine = said[here] if values is not where and kind is Kind.DESYNC else slice(None)
+            mine = said[here] if values is not where and kind is VerdictKind.DESYNC else slice(None)
             verdict = _verdict(job, limits, kind, some[mine], kinds[mine])
             if verdict is not None:
                 told.add(group)
@@ -148,7 +148,7 @@ def _among(values: Array, some: Array) -> tuple[Array, Array]:
     return np.where(some, values, ends.max), np.where(some, values, ends.min)
 
 
-def _standing(job: Job, limits: Limits) -> Array:
+def _standing(job: JobView, limits: HangLimits) -> Array:
     """Return the groups in which somebody has waited for longer than a pause of the machine."""
     ranks = job.ranks
     long = (ranks["pending_group"] != 0) & (ranks["pending_age"] > limits.still_s)
@@ -156,7 +156,7 @@ def _standing(job: Job, limits: Limits) -> Array:
     return out
 
 
-def _is_shifted(job: Job, cohort: Array, where: Array) -> bool:
+def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
     """Whether one member has made its calls since as another has made its later, or earlier, ones.
 
     So it is after a call that was left out, or was one too many. Members that rightly call from
@@ -178,7 +178,7 @@ def _is_shifted(job: Job, cohort: Array, where: Array) -> bool:
     return False
 
 
-def _told_calls(job: Job, row: int, first: np.void) -> dict[int, int]:
+def _told_calls(job: JobView, row: int, first: np.void) -> dict[int, int]:
     """Return what a rank's calls of a group are, from `first` on, by their numbers."""
     calls = job.calls
     mine = calls[(calls["row"] == row) & (calls["group"] == first["group"])]
@@ -194,7 +194,9 @@ def _signatures(rows: Array, starts: Array, sizes: Array) -> Array:
     return out
 
 
-def _verdict(job: Job, limits: Limits, kind: Kind, calls: Array, values: Array) -> Verdict | None:
+def _verdict(
+    job: JobView, limits: HangLimits, kind: VerdictKind, calls: Array, values: Array
+) -> Verdict | None:
     size = _size(job, int(calls["group"][0]), len(calls))
     voting = size - _passed(job, calls)
     odd = minority(values, voting)
@@ -224,19 +226,19 @@ def _verdict(job: Job, limits: Limits, kind: Kind, calls: Array, values: Array) 
     )
 
 
-def _passed(job: Job, calls: Array) -> int:
+def _passed(job: JobView, calls: Array) -> int:
     """Return members who made the call so long ago that it is not told any more: no vote comes."""
     group, seq = calls["group"][0], int(calls["seq"][0])
     rows = job.groups[(job.groups["group"] == group) & (job.groups["entered"] >= seq)]
     return int((~np.isin(rows["row"], calls["row"])).sum())
 
 
-def _size(job: Job, group: int, seen: int) -> int:
+def _size(job: JobView, group: int, seen: int) -> int:
     known = job.groups["size"][job.groups["group"] == group]
     return max(int(known.max()) if len(known) else 0, seen)
 
 
-def _call(job: Job, call: Array) -> str:
+def _call(job: JobView, call: Array) -> str:
     parts = [job.text(int(call["op"])), f"{int(call['bytes'])} bytes"]
     if call["dtype"]:
         parts[-1] += f" of {job.text(int(call['dtype']))}"

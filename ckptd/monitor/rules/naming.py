@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Suspect, Target
+from ckptd.monitor.verdict import Suspect, SuspectKind
 
 __all__ = ["nodes_behind", "rank_suspects"]
 
 
-def nodes_behind(job: Job, rows: Array) -> list[int]:
+def nodes_behind(job: JobView, rows: Array) -> list[int]:
     """Return nodes of which at least half of the reporting ranks, and at least two, are `rows`."""
     every = np.bincount(job.ranks["node"], minlength=len(job.nodes))
     some = np.bincount(job.ranks["node"][rows], minlength=len(job.nodes))
@@ -21,7 +21,7 @@ def nodes_behind(job: Job, rows: Array) -> list[int]:
 
 
 def rank_suspects(
-    job: Job, rows: Array, confidence: float, details: Sequence[str] = ()
+    job: JobView, rows: Array, confidence: float, details: Sequence[str] = ()
 ) -> tuple[Suspect, ...]:
     """Return `rows` as suspects, preceded by the nodes that hold most of their ranks.
 
@@ -29,11 +29,12 @@ def rank_suspects(
     """
     behind = nodes_behind(job, rows) if len(job.nodes) > 1 else []
     nodes = [
-        Suspect(Target.NODE, job.nodes[n], confidence, "at least half of its ranks") for n in behind
+        Suspect(SuspectKind.NODE, job.nodes[n], confidence, "at least half of its ranks")
+        for n in behind
     ]
     texts = list(details) or [""] * len(rows)
     ranks = [
-        Suspect(Target.RANK, str(job.ranks["rank"][row]), confidence, text)
+        Suspect(SuspectKind.RANK, str(job.ranks["rank"][row]), confidence, text)
         for row, text in zip(rows, texts, strict=True)
     ]
     return (*nodes, *ranks)

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.report import GroupInfo
-from ckptd.monitor.rules.slow import Roles, SlowLimits, Slowness, StepBook
+from ckptd.monitor.rules.slow import RankRoles, SlowLimits, Slowness, StepBook
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.verdict import Verdict
 
-__all__ = ["Pace", "roles_of"]
+__all__ = ["StepPace", "roles_of"]
 
 
 _DATA = re.compile(r"(^|[\W_])(dp|ddp|fsdp|hsdp|data|replicate|replica|shard)($|[\W_\d])")
 _TENSOR = re.compile(r"(^|[\W_])(tp|tensor|sp|cp|context)($|[\W_\d])")
 
 
-def roles_of(job: Job, names: Mapping[int, GroupInfo]) -> Roles:
+def roles_of(job: JobView, names: Mapping[int, GroupInfo]) -> RankRoles:
     """Return whom each rank of `job` may be compared with.
 
     Ranks of one data-parallel group, by its kind or name, do the same work, as those do that share
@@ -32,7 +32,7 @@ def roles_of(job: Job, names: Mapping[int, GroupInfo]) -> Roles:
     count = len(job.ranks)
     alone = np.arange(count)
     if not len(job.groups):
-        return Roles(alone, alone)
+        return RankRoles(alone, alone)
     infos = [names.get(int(g)) for g in job.group_ids]
     data = np.array([_is(info, _DATA) for info in infos], bool)[job.group_codes]
     data &= job.groups["size"] > 1
@@ -40,16 +40,16 @@ def roles_of(job: Job, names: Mapping[int, GroupInfo]) -> Roles:
         tensor = np.array([_is(info, _TENSOR) for info in infos], bool)[job.group_codes]
         return _by_data_groups(job, data, tensor & ~data, alone)
     if any(info is not None and info.kind == "p2p" for info in infos):
-        return Roles(alone, alone)
+        return RankRoles(alone, alone)
     kinds = {kind: i for i, kind in enumerate(sorted({_kind(info) for info in infos}))}
     codes = np.array([kinds[_kind(info)] for info in infos], np.int64)[job.group_codes]
     each = mix(job.groups["size"], codes)
     total = np.zeros(count, np.uint64)
     np.add.at(total, job.groups["row"], each)  # a sum that does not depend on the order
-    return Roles(np.unique(total, return_inverse=True)[1], alone)
+    return RankRoles(np.unique(total, return_inverse=True)[1], alone)
 
 
-def _by_data_groups(job: Job, data: Array, tensor: Array, alone: Array) -> Roles:
+def _by_data_groups(job: JobView, data: Array, tensor: Array, alone: Array) -> RankRoles:
     work = _largest(job, data, alone)
     # Place of each rank among those of its group, by global rank.
     order = np.lexsort((job.ranks["rank"], work))
@@ -57,10 +57,10 @@ def _by_data_groups(job: Job, data: Array, tensor: Array, alone: Array) -> Roles
     place = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
     replica = np.empty(len(order), np.int64)
     replica[order] = place
-    return Roles(_united(work, _largest(job, tensor, alone)), replica)
+    return RankRoles(_united(work, _largest(job, tensor, alone)), replica)
 
 
-def _largest(job: Job, chosen: Array, alone: Array) -> Array:
+def _largest(job: JobView, chosen: Array, alone: Array) -> Array:
     """Return a dense number of the largest chosen group of each rank; its own where it has none."""
     order = np.argsort(job.groups["size"][chosen], kind="stable")
     out = len(job.group_ids) + alone
@@ -96,7 +96,7 @@ LONGER = 1.3
 NOW_STEPS, BEFORE_STEPS = 10, 40
 
 
-class Pace:
+class StepPace:
     """What ranks told of their steps, and what follows from it; no clock.
 
     Attributes
@@ -109,7 +109,7 @@ class Pace:
 
     def __init__(self, limits: SlowLimits) -> None:
         self.longer = False
-        self.roles = Roles(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self.roles = RankRoles(np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._book = StepBook()
         self._slowness = Slowness(limits)
         self._of: tuple[int, ...] = ()
@@ -126,7 +126,7 @@ class Pace:
         self._slowness.forget()
         self.longer = False
 
-    def judge(self, job: Job, names: Mapping[int, GroupInfo]) -> None:
+    def judge(self, job: JobView, names: Mapping[int, GroupInfo]) -> None:
         """Judge what is new since the last time."""
         if not len(job.ranks):
             return
@@ -135,14 +135,14 @@ class Pace:
         if self._slowness.judge(job, self._book, self.roles):
             self.longer = self._takes_longer(job)
 
-    def _find_roles(self, job: Job, names: Mapping[int, GroupInfo]) -> None:
+    def _find_roles(self, job: JobView, names: Mapping[int, GroupInfo]) -> None:
         """Read roles from groups when anything about them is new: they do not change in between."""
         ranks = job.ranks["rank"]
         of = (job.world, len(ranks), int(ranks.sum()), len(job.groups), len(names))
         if of != self._of:
             self.roles, self._of = roles_of(job, names), of
 
-    def _takes_longer(self, job: Job) -> bool:
+    def _takes_longer(self, job: JobView) -> bool:
         _, own, wall = self._book.last(NOW_STEPS + BEFORE_STEPS, job.ranks["rank"])
         if len(wall) < NOW_STEPS + BEFORE_STEPS or self.verdicts:
             return False

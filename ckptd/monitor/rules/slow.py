@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import MAD_TO_SIGMA, Array, grouped_median, sigma
-from ckptd.monitor.verdict import Kind, Verdict
+from ckptd.monitor.verdict import Verdict, VerdictKind
 from ckptd.monitor.view import Phase
 
 __all__ = [
     "FIRST_SLOW",
     "FewLimits",
-    "Roles",
+    "RankRoles",
     "SlowLimits",
     "Slowness",
     "StepBook",
@@ -170,8 +170,8 @@ class SlowLimits:
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Whom a rank may be compared with; one element a row of ``Job.ranks``, counted from 0.
+class RankRoles:
+    """Whom a rank may be compared with; one element a row of ``JobView.ranks``, counted from 0.
 
     Attributes
     ----------
@@ -185,7 +185,7 @@ class Roles:
     replica: Array
 
 
-def scores(seconds: Array, roles: Roles, limits: SlowLimits, past: Array | None) -> Array:
+def scores(seconds: Array, roles: RankRoles, limits: SlowLimits, past: Array | None) -> Array:
     """Return how each rank stands out in one window.
 
     Parameters
@@ -227,7 +227,7 @@ def scores(seconds: Array, roles: Roles, limits: SlowLimits, past: Array | None)
     return out
 
 
-def _enough(roles: Roles, limits: SlowLimits) -> Array:
+def _enough(roles: RankRoles, limits: SlowLimits) -> Array:
     """Return which ranks have enough others of their role to be compared with them."""
     out: Array = np.bincount(roles.stage)[roles.stage] >= limits.cohort
     return out
@@ -254,7 +254,7 @@ def _among(rest: Array, replica: Array) -> Array:
     return out
 
 
-def _by_role(shared: Array, roles: Roles) -> tuple[Array, Array]:
+def _by_role(shared: Array, roles: RankRoles) -> tuple[Array, Array]:
     """Take away the medians of stages and replicas; return what is left, and the replicas'."""
     moved = np.zeros(len(shared))
     # Stage first, replica second, and stage again for what the replicas had moved.
@@ -322,9 +322,9 @@ def _own_sigma(past: Array | None, usual: Array, limits: SlowLimits) -> Array:
 
 
 def slow_ranks(
-    job: Job,
+    job: JobView,
     seconds: Array,
-    roles: Roles,
+    roles: RankRoles,
     limits: SlowLimits | None = None,
     past: Array | None = None,
 ) -> Iterator[Verdict]:
@@ -358,13 +358,13 @@ def slow_ranks(
             return
 
 
-def _slow(found: Array, roles: Roles, limits: SlowLimits) -> Array:
+def _slow(found: Array, roles: RankRoles, limits: SlowLimits) -> Array:
     z = np.where(_enough(roles, limits), limits.z, limits.own_z)
     out: Array = (found[:, 0] > z).all(0) & (_ratios(found) > limits.ratio)
     return out
 
 
-def _much_slower(found: Array, roles: Roles, limits: SlowLimits) -> Array:
+def _much_slower(found: Array, roles: RankRoles, limits: SlowLimits) -> Array:
     z, ratio = found.min(0)
     out: Array = _enough(roles, limits) & (z > limits.soon_z) & (ratio > limits.soon_ratio)
     return out
@@ -375,11 +375,11 @@ def _ratios(found: Array) -> Array:
     return out
 
 
-def _verdict(job: Job, rows: Array, found: Array, steps: int) -> Verdict:
+def _verdict(job: JobView, rows: Array, found: Array, steps: int) -> Verdict:
     z, ratio = found[:, 0].min(0), _ratios(found)
     rows = rows[np.argsort(-ratio[rows], kind="stable")]
     return Verdict(
-        kind=Kind.SLOW_RANK,
+        kind=VerdictKind.SLOW_RANK,
         suspects=rank_suspects(job, rows, 0.9, [f"{ratio[r]:.2f} times its like" for r in rows]),
         evidence=(
             f"slower than its like by itself in {len(found)} windows of {steps} steps",
@@ -460,7 +460,7 @@ class Slowness:
     self_s: dict[int, float] = field(default_factory=dict)
     _judged: int = -1
 
-    def judge(self, job: Job, book: StepBook, roles: Roles) -> bool:
+    def judge(self, job: JobView, book: StepBook, roles: RankRoles) -> bool:
         """Judge if there is enough that is new; return whether it was judged."""
         if book.newest < self._judged:
             self.forget()
@@ -484,7 +484,7 @@ class Slowness:
         self.verdicts, self._judged = (), -1
         self.ratio, self.self_s = {}, {}
 
-    def _note(self, job: Job, own: Array, roles: Roles) -> None:
+    def _note(self, job: JobView, own: Array, roles: RankRoles) -> None:
         ranks = job.ranks["rank"].tolist()
         usual = _median(own)
         self.self_s = {r: s for r, s in zip(ranks, usual.tolist(), strict=True) if s == s}
@@ -501,14 +501,14 @@ def _aged(verdict: Verdict, wall: Array) -> Verdict:
     return msgspec.structs.replace(verdict, numbers={**verdict.numbers, FIRST_SLOW: age})
 
 
-def _masked(own: Array, roles: Roles, limits: SlowLimits) -> Array:
+def _masked(own: Array, roles: RankRoles, limits: SlowLimits) -> Array:
     few = np.bincount(roles.stage)[roles.stage] < limits.cohort
     out: Array = np.where(few, np.nan, own)
     return out
 
 
 def few_slow(
-    job: Job, own: Array, wall: Array, roles: Roles, limits: SlowLimits, few: FewLimits
+    job: JobView, own: Array, wall: Array, roles: RankRoles, limits: SlowLimits, few: FewLimits
 ) -> tuple[Verdict, ...]:
     """Return the verdict on ranks with few like them; empty if none is slow.
 
@@ -545,7 +545,7 @@ def few_slow(
 
 
 def _against_peers(
-    recent: Array, roles: Roles, limits: SlowLimits, few: FewLimits, least: Array
+    recent: Array, roles: RankRoles, limits: SlowLimits, few: FewLimits, least: Array
 ) -> tuple[Array, Array]:
     stage = roles.stage
     size = np.bincount(stage)[stage]
@@ -629,9 +629,9 @@ def _quantile(values: Array, share: float) -> Array:
     return out
 
 
-def _slower_verdict(job: Job, rows: Array, ratio: Array, steps: int, against: str) -> Verdict:
+def _slower_verdict(job: JobView, rows: Array, ratio: Array, steps: int, against: str) -> Verdict:
     return Verdict(
-        kind=Kind.SLOW_RANK,
+        kind=VerdictKind.SLOW_RANK,
         suspects=rank_suspects(job, rows, 0.8, [f"{ratio[r]:.2f} times {against}" for r in rows]),
         evidence=(
             f"slower than {against} by itself in each of the windows of the last {steps} steps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from ckptd.monitor.ring.layout import RecorderState, Shape
+from ckptd.monitor.ring.layout import RecorderState, RingShape
 from ckptd.monitor.ring.ring import RingWriter
 from ckptd.train.recorder.hook import idle_group
 from ckptd.train.recorder.sources import MakeSource
@@ -13,7 +13,7 @@ from ckptd.train.recorder.sources import MakeSource
 __all__ = ["call_cost"]
 
 _CALLS = 200
-_SMALL = Shape(slots=64, groups=8, members=8, texts=64)
+_SMALL = RingShape(slots=64, groups=8, members=8, texts=64)
 
 
 def call_cost(make: MakeSource, ring: RingWriter) -> int:

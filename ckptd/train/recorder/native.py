@@ -22,7 +22,14 @@ import torch.distributed as dist
 
 from ckptd.crashes import report_crashes
 from ckptd.errors import UsageError
-from ckptd.monitor.ring.layout import COUNTER, GROUP_ROW, HEADER_BYTES, SLOT, RecorderState, Shape
+from ckptd.monitor.ring.layout import (
+    COUNTER,
+    GROUP_ROW,
+    HEADER_BYTES,
+    SLOT,
+    RecorderState,
+    RingShape,
+)
 from ckptd.monitor.ring.reader import read
 from ckptd.monitor.ring.ring import RingWriter
 from ckptd.train.recorder.calls import CallKind, Groups, Sites, call_kinds
@@ -176,7 +183,7 @@ _LAYOUT = {
     "slot_end": _FIELDS["end"][1],
     "group": GROUP_ROW.itemsize,
 }
-_SMALL = Shape(slots=4, groups=2, members=2, texts=8)
+_SMALL = RingShape(slots=4, groups=2, members=2, texts=8)
 
 
 class NativeSource:

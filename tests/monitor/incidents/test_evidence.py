@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptd.monitor.incidents.evidence import Evidence, calls_text, suspected_ranks
-from ckptd.monitor.report import Found, GroupInfo, Stack
+from ckptd.monitor.incidents.evidence import WantedEvidence, calls_text, suspected_ranks
+from ckptd.monitor.report import EvidenceReport, GroupInfo, Stack
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play
-from ckptd.monitor.verdict import Kind
+from ckptd.monitor.verdict import VerdictKind
 from tests.monitor.incidents.test_tracker_casebook import verdict
 
 MESH = Mesh(2, 2, 4)
@@ -13,40 +13,40 @@ JOB = play(MESH, [Fault(Planted.HANG, 5, 1)], np.random.default_rng(0))
 
 
 def test_suspects_and_some_that_wait_are_asked_for_once_a_minute() -> None:
-    evidence = Evidence()
-    evidence.want([verdict(Kind.HANG, 5)], JOB, 0.0)
+    evidence = WantedEvidence()
+    evidence.want([verdict(VerdictKind.HANG, 5)], JOB, 0.0)
     ranks = evidence.orders(range(16))
     assert 5 in ranks
     assert len(ranks) == 3
-    evidence.want([verdict(Kind.HANG, 5)], JOB, 30.0)
+    evidence.want([verdict(VerdictKind.HANG, 5)], JOB, 30.0)
     assert evidence.orders(range(16)) == ()
-    evidence.want([verdict(Kind.HANG, 5)], JOB, 61.0)
+    evidence.want([verdict(VerdictKind.HANG, 5)], JOB, 61.0)
     assert evidence.orders(range(16)) == ranks
 
 
 def test_each_agent_is_told_of_its_own_ranks() -> None:
-    evidence = Evidence()
-    evidence.want([verdict(Kind.HANG, 5, 12)], JOB, 0.0)
+    evidence = WantedEvidence()
+    evidence.want([verdict(VerdictKind.HANG, 5, 12)], JOB, 0.0)
     assert evidence.orders(range(8, 16)) == (12,) or 12 in evidence.orders(range(8, 16))
     assert 5 in evidence.orders(range(8))
 
 
 def test_what_does_not_stand_still_needs_no_stacks() -> None:
-    evidence = Evidence()
-    evidence.want([verdict(Kind.SLOW_RANK, 5), verdict(Kind.CRASH, 5)], JOB, 0.0)
+    evidence = WantedEvidence()
+    evidence.want([verdict(VerdictKind.SLOW_RANK, 5), verdict(VerdictKind.CRASH, 5)], JOB, 0.0)
     assert evidence.orders(range(16)) == ()
 
 
 def test_of_many_suspects_some_are_asked() -> None:
-    evidence = Evidence()
-    evidence.want([verdict(Kind.HANG, *range(16))], JOB, 0.0)
+    evidence = WantedEvidence()
+    evidence.want([verdict(VerdictKind.HANG, *range(16))], JOB, 0.0)
     assert len(evidence.orders(range(16))) <= 10
 
 
 def test_what_was_found_is_kept_for_a_while() -> None:
-    evidence = Evidence()
+    evidence = WantedEvidence()
     stacks = {5: Stack(text="a", how="py-spy")}
-    evidence.take(Found(job="j", source="s", number=0, stacks=stacks, logs={6: "x"}), 0.0)
+    evidence.take(EvidenceReport(job="j", source="s", number=0, stacks=stacks, logs={6: "x"}), 0.0)
     evidence.forget(60.0)
     assert (evidence.stacks, evidence.logs) == (stacks, {6: "x"})
     evidence.forget(500.0)
@@ -56,8 +56,8 @@ def test_what_was_found_is_kept_for_a_while() -> None:
 def test_a_verdict_without_ranks_suspects_those_inside_its_groups() -> None:
     group = int(JOB.ranks["pending_group"][JOB.ranks["pending_group"] != 0][0])
     inside = JOB.ranks["rank"][JOB.ranks["pending_group"] == group].tolist()
-    assert suspected_ranks(verdict(Kind.COMM_HANG, groups=(group,)), JOB) == inside
-    assert suspected_ranks(verdict(Kind.HANG, 3), JOB) == [3]
+    assert suspected_ranks(verdict(VerdictKind.COMM_HANG, groups=(group,)), JOB) == inside
+    assert suspected_ranks(verdict(VerdictKind.HANG, 3), JOB) == [3]
 
 
 def test_calls_are_told_as_text() -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from ckptd.monitor.incidents.tracker import HOUR_S, Ledger
-from ckptd.monitor.settings import Budget
+from ckptd.monitor.incidents.tracker import HOUR_S, IsolationLedger
+from ckptd.monitor.settings import IsolationBudget
 
 
 def test_two_an_hour() -> None:
-    ledger = Ledger(Budget(per_hour=2, share=1.0))
+    ledger = IsolationLedger(IsolationBudget(per_hour=2, share=1.0))
     assert ledger.take(["a"], 100, 0.0)
     assert ledger.take(["b"], 100, 10.0)
     assert not ledger.take(["c"], 100, 20.0)
@@ -16,27 +16,27 @@ def test_two_an_hour() -> None:
 
 
 def test_a_share_of_the_nodes_for_ever() -> None:
-    ledger = Ledger(Budget(per_hour=100, share=0.02))
+    ledger = IsolationLedger(IsolationBudget(per_hour=100, share=0.02))
     assert ledger.take(["a", "b"], 100, 0.0)
     assert not ledger.take(["c"], 100, 1e9)
     assert ledger.take(["c"], 150, 1e9)
 
 
 def test_one_node_is_always_allowed() -> None:
-    ledger = Ledger(Budget(per_hour=2, share=0.02))
+    ledger = IsolationLedger(IsolationBudget(per_hour=2, share=0.02))
     assert ledger.take(["a"], 4, 0.0)
     assert not ledger.take(["b"], 4, 1e9)
 
 
 def test_more_at_once_than_allowed_takes_nothing() -> None:
-    ledger = Ledger(Budget(per_hour=2, share=1.0))
+    ledger = IsolationLedger(IsolationBudget(per_hour=2, share=1.0))
     assert not ledger.take(["a", "b", "c"], 100, 0.0)
     assert ledger.nodes == frozenset()
     assert ledger.take(["a", "b"], 100, 0.0)
 
 
 def test_the_same_node_again_costs_nothing() -> None:
-    ledger = Ledger(Budget(per_hour=1, share=1.0))
+    ledger = IsolationLedger(IsolationBudget(per_hour=1, share=1.0))
     assert ledger.take(["a"], 100, 0.0)
     assert ledger.take(["a"], 100, 1.0)
     assert not ledger.take(["a", "b"], 100, 2.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ckptd.monitor.links.machines import Gpu, Machine, machine_findings, slow_machines
+from ckptd.monitor.links.machines import Gpu, MachineTest, machine_findings, slow_machines
 
-GOOD = Machine(
+GOOD = MachineTest(
     wrong="",
     compute_s=1e-3,
     copy_bytes_per_s=2e10,
@@ -20,7 +20,7 @@ H = Gpu(name="H", memory_bytes=80 << 30)
 NAMES = [f"n{k}" for k in range(8)]
 
 
-def with_(**changes: object) -> dict[int, Machine]:
+def with_(**changes: object) -> dict[int, MachineTest]:
     """Return eight machines of which the fourth differs, and no two are quite alike."""
     machines = {k: msgspec.structs.replace(GOOD, compute_s=1e-3 * (1 + k / 200)) for k in range(8)}
     machines[3] = msgspec.structs.replace(machines[3], **changes)

@@ -11,13 +11,13 @@ from ckptd.monitor.links.matrix import LinkLimits, again, effects, slow_links
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.simulator import delays
 from ckptd.monitor.stats import Array
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.verdict import SuspectKind
 
 SHAPES = {
-    Target.SENDER: ([(3, -1)], (3, -1)),
-    Target.RECEIVER: ([(-1, 3)], (-1, 3)),
-    Target.NODE: ([(3, -1), (-1, 3)], (3, 3)),
-    Target.LINK: ([(3, 1)], (3, 1)),
+    SuspectKind.SENDER: ([(3, -1)], (3, -1)),
+    SuspectKind.RECEIVER: ([(-1, 3)], (-1, 3)),
+    SuspectKind.NODE: ([(3, -1), (-1, 3)], (3, 3)),
+    SuspectKind.LINK: ([(3, 1)], (3, 1)),
 }
 
 
@@ -25,7 +25,7 @@ SHAPES = {
     ("nodes", "probes", "ratio"), [(4, 3, 100.0), (12, 11, 4.0), (300, 8, 3.0)]
 )
 @pytest.mark.parametrize("target", SHAPES)
-def test_each_shape_is_read(target: Target, nodes: int, probes: int, ratio: float) -> None:
+def test_each_shape_is_read(target: SuspectKind, nodes: int, probes: int, ratio: float) -> None:
     planted, wanted = SHAPES[target]
     slow = [(*p, ratio) for p in planted]
     found = effects(*delays(nodes, np.random.default_rng(5), slow, probes=probes), nodes)
@@ -55,7 +55,7 @@ def test_a_link_of_twice_the_delay_is_sure_when_it_is_probed_again(seed: int) ->
     slow = (3, 9, 2.0)
     rng = np.random.default_rng(seed)
     probes = _probed_again(200, delays(200, rng, [slow]), slow, seed + 1000)
-    assert [(e.target, e.source, e.to) for e in effects(*probes, 200)] == [(Target.LINK, 3, 9)]
+    assert [(e.target, e.source, e.to) for e in effects(*probes, 200)] == [(SuspectKind.LINK, 3, 9)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -91,16 +91,16 @@ def test_what_is_probed_again_are_links_in_doubt_and_whole_lines() -> None:
 def test_a_node_whose_one_direction_misses_the_bar_by_chance_is_still_a_node(seed: int) -> None:
     slow = [(7, -1, 1.5), (-1, 7, 1.3)]
     found = effects(*delays(200, np.random.default_rng(seed), slow), 200)
-    assert [(e.target, e.source, e.to) for e in found] == [(Target.NODE, 7, 7)]
+    assert [(e.target, e.source, e.to) for e in found] == [(SuspectKind.NODE, 7, 7)]
 
 
 def test_the_largest_is_peeled_first() -> None:
     slow = [(7, -1, 3.0), (-1, 40, 9.0), (11, 12, 30.0)]
     found = effects(*delays(200, np.random.default_rng(2), slow), 200)
     assert {(e.target, e.source, e.to) for e in found} == {
-        (Target.RECEIVER, -1, 40),
-        (Target.SENDER, 7, -1),
-        (Target.LINK, 11, 12),
+        (SuspectKind.RECEIVER, -1, 40),
+        (SuspectKind.SENDER, 7, -1),
+        (SuspectKind.LINK, 11, 12),
     }
 
 
@@ -108,7 +108,10 @@ def test_an_echo_of_a_larger_effect_is_to_be_probed_again() -> None:
     """Answers to a slow sender share its queue, and come later too."""
     slow = [(3, -1, 200.0), (5, 3, 2.5)]
     found = effects(*delays(40, np.random.default_rng(2), slow), 40)
-    assert [(e.target, e.echo) for e in found] == [(Target.SENDER, False), (Target.LINK, True)]
+    assert [(e.target, e.echo) for e in found] == [
+        (SuspectKind.SENDER, False),
+        (SuspectKind.LINK, True),
+    ]
     names = [f"n{k}" for k in range(40)]
     (verdict,) = slow_links(names, *delays(40, np.random.default_rng(2), slow))
     assert [s.name for s in verdict.suspects] == ["n3"]
@@ -119,7 +122,7 @@ def test_a_probe_that_never_comes() -> None:
     source, to, seconds = delays(40, np.random.default_rng(2), [(3, 9, 1.0)])
     seconds[(source == 3) & (to == 9)] = np.inf
     (verdict,) = slow_links([f"n{k}" for k in range(40)], source, to, seconds)
-    assert verdict.names(Target.LINK) == ("n3>n9",)
+    assert verdict.names(SuspectKind.LINK) == ("n3>n9",)
 
 
 def test_links_that_are_unequal_by_nature_need_their_past() -> None:
@@ -132,7 +135,7 @@ def test_links_that_are_unequal_by_nature_need_their_past() -> None:
     assert not effects(source, to, now, 8)
     now[(source == 1) & (to == 2)] *= 3
     found = effects(source, to, now, 8, usual=usual)
-    assert [(e.target, e.source, e.to) for e in found] == [(Target.LINK, 1, 2)]
+    assert [(e.target, e.source, e.to) for e in found] == [(SuspectKind.LINK, 1, 2)]
 
 
 def test_no_probe() -> None:

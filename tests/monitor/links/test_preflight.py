@@ -26,7 +26,7 @@ from ckptd.monitor.links.preflight import (
     stray_links,
     unreached,
 )
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.verdict import SuspectKind
 
 INF = float("inf")
 
@@ -143,16 +143,16 @@ def test_nothing_stands_out_where_all_is_well(nodes: int, seed: int) -> None:
 @pytest.mark.parametrize(
     ("slow", "wanted"),
     [
-        (lambda a, b: 4.0 if 3 in (a, b) else 1.0, (Target.NODE, 3, 3)),
-        (lambda a, b: 4.0 if a == 3 else 1.0, (Target.SENDER, 3, -1)),
-        (lambda a, b: 4.0 if b == 3 else 1.0, (Target.RECEIVER, -1, 3)),
-        (lambda a, b: 9.0 if (a, b) == (3, 5) else 1.0, (Target.LINK, 3, 5)),
+        (lambda a, b: 4.0 if 3 in (a, b) else 1.0, (SuspectKind.NODE, 3, 3)),
+        (lambda a, b: 4.0 if a == 3 else 1.0, (SuspectKind.SENDER, 3, -1)),
+        (lambda a, b: 4.0 if b == 3 else 1.0, (SuspectKind.RECEIVER, -1, 3)),
+        (lambda a, b: 9.0 if (a, b) == (3, 5) else 1.0, (SuspectKind.LINK, 3, 5)),
     ],
     ids=["node", "sender", "receiver", "link"],
 )
 @pytest.mark.parametrize("nodes", [6, 16, 64])
 def test_what_is_slow_is_found_and_confirmed(
-    nodes: int, slow: Callable[[int, int], float], wanted: tuple[Target, int, int]
+    nodes: int, slow: Callable[[int, int], float], wanted: tuple[SuspectKind, int, int]
 ) -> None:
     probes = played(nodes, slow)
     found = link_effects(nodes, probes)
@@ -172,7 +172,7 @@ def test_what_is_slow_is_found_and_confirmed(
 def test_a_slow_link_is_asked_about_when_its_row_is_found_well() -> None:
     probes = played(6, lambda a, b: 50.0 if (a, b) == (0, 2) else 1.0)
     assert [(e.source, e.to) for e in stray_links(probes, {})["bandwidth"]] == [(0, 2)]
-    row = Effect(Target.SENDER, 0, -1, 1.3, 5)
+    row = Effect(SuspectKind.SENDER, 0, -1, 1.3, 5)
     assert not stray_links(probes, {"bandwidth": [row]})["bandwidth"], "explained"
 
 
@@ -183,7 +183,7 @@ def test_a_single_pair_is_no_matrix() -> None:
 
 
 def test_what_cannot_be_compared_stands() -> None:
-    effect = Effect(Target.LINK, 0, 1, 7.0, 1)
+    effect = Effect(SuspectKind.LINK, 0, 1, 7.0, 1)
     asked = Confirmation(effect=effect, pairs=((0, 1),))
     there, value, _ = confirm("bandwidth", asked, {}, [])
     assert there
@@ -194,7 +194,7 @@ def test_what_cannot_be_compared_stands() -> None:
 
 
 def test_figures_of_a_finding() -> None:
-    node = Effect(Target.NODE, 1, 1, 4.0, 10)
+    node = Effect(SuspectKind.NODE, 1, 1, 4.0, 10)
     names = ["a", "b"]
     rate = link_findings(names, "bandwidth", node, (0.1, 0.001), 1_000_000)
     assert (rate.name, rate.value, rate.usual) == ("b", 10.0, 1000.0)

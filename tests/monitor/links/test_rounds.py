@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.links.matrix import LinkLimits
-from ckptd.monitor.links.rounds import ROUND_S, Linking
-from ckptd.monitor.report import Probe, ProbeResult
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.links.rounds import ROUND_S, LinkProber
+from ckptd.monitor.report import LinkProbe, ProbeResult
+from ckptd.monitor.verdict import SuspectKind
 
 Delay = Callable[[str, str], float]
 
@@ -21,18 +21,18 @@ class Net:
     """Agents that answer, over links that have delays."""
 
     def __init__(self, count: int, slow: Delay = lambda a, b: 1.0) -> None:
-        self.linking = Linking(LinkLimits(), every_s=60.0, peers=8)
+        self.linking = LinkProber(LinkLimits(), every_s=60.0, peers=8)
         self.addresses = names(count)
         self.slow = slow
         self.now = 100.0
         self.most = 0
-        self.probes: list[Probe] = []
+        self.probes: list[LinkProbe] = []
         self._rng = np.random.default_rng(0)
 
     def ask(self, first: Iterable[str] = (), why: str = "why") -> bool:
         return self.linking.ask(why, self.addresses, self.now, tuple(first))
 
-    def answer(self, probe: Probe) -> ProbeResult:
+    def answer(self, probe: LinkProbe) -> ProbeResult:
         times = self.slow(probe.from_node, probe.to_node)
         seconds = 1e-3 * times * float(np.exp(0.03 * self._rng.standard_normal()))
         error = "" if np.isfinite(seconds) else "timed out"
@@ -67,15 +67,15 @@ def slow_by(a: str, b: str, times: float) -> Delay:
 @pytest.mark.parametrize(
     ("slow", "target", "name"),
     [
-        (slow_by("n001", "n002", 5.0), Target.LINK, "n001>n002"),
-        (slow_by("n001", "", 5.0), Target.SENDER, "n001"),
-        (slow_by("", "n002", 5.0), Target.RECEIVER, "n002"),
-        (lambda a, b: 5.0 if "n003" in (a, b) else 1.0, Target.NODE, "n003"),
-        (slow_by("n001", "n002", np.inf), Target.LINK, "n001>n002"),
+        (slow_by("n001", "n002", 5.0), SuspectKind.LINK, "n001>n002"),
+        (slow_by("n001", "", 5.0), SuspectKind.SENDER, "n001"),
+        (slow_by("", "n002", 5.0), SuspectKind.RECEIVER, "n002"),
+        (lambda a, b: 5.0 if "n003" in (a, b) else 1.0, SuspectKind.NODE, "n003"),
+        (slow_by("n001", "n002", np.inf), SuspectKind.LINK, "n001>n002"),
     ],
 )
 @pytest.mark.parametrize("count", [6, 24])
-def test_what_is_slow_is_found(count: int, slow: Delay, target: Target, name: str) -> None:
+def test_what_is_slow_is_found(count: int, slow: Delay, target: SuspectKind, name: str) -> None:
     net = Net(count, slow)
     assert net.ask(["n001", "n002"])
     assert net.run()
@@ -177,7 +177,7 @@ def test_links_unequal_by_nature_are_compared_with_what_they_were() -> None:
     net.slow = lambda a, b: bridge(a, b) * (4.0 if a == "n005" else 1.0)
     net.ask()
     net.run()
-    assert [s for v in net.linking.verdicts for s in v.names(Target.SENDER)] == ["n005"]
+    assert [s for v in net.linking.verdicts for s in v.names(SuspectKind.SENDER)] == ["n005"]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_links_unequal_by_nature_are_compared_with_what_they_were() -> None:
     [("no route", np.inf, False), ("Connection refused", np.inf, True), ("", 0.001, True)],
 )
 def test_whether_a_silent_node_is_there(error: str, seconds: float, reached: bool) -> None:
-    linking, addresses = Linking(LinkLimits(), every_s=60.0, peers=8), names(4)
+    linking, addresses = LinkProber(LinkLimits(), every_s=60.0, peers=8), names(4)
     linking.ask_reach({"n002"}, addresses, 0.0)
     linking.ask_reach({"n002"}, addresses, 0.1)
     probes = linking.probes(addresses.keys() - {"n002"}, addresses, 0.1)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError, UsageError
-from ckptd.monitor.ring.layout import HEADER_BYTES, SLOT, RecorderState, Shape
+from ckptd.monitor.ring.layout import HEADER_BYTES, SLOT, RecorderState, RingShape
 from ckptd.monitor.ring.reader import RingReader, read
 from ckptd.monitor.ring.ring import RingGroup, RingIdentity, RingWriter
 from ckptd.monitor.view import CallFlag, Phase
 
-SMALL = Shape(slots=8, groups=3, members=6, texts=4)
+SMALL = RingShape(slots=8, groups=3, members=6, texts=4)
 ME = RingIdentity(rank=1, world=8, job="job", node="node-a", generation=3)
 
 
@@ -249,4 +249,4 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_impossible_shape(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        RingWriter(tmp_path / "ring", ME, Shape(slots=0))
+        RingWriter(tmp_path / "ring", ME, RingShape(slots=0))

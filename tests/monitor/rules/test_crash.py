@@ -6,12 +6,12 @@ import pytest
 
 from ckptd.monitor.job import AgentView
 from ckptd.monitor.rules.crash import crashes
-from ckptd.monitor.rules.limits import Limits
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.rules.limits import HangLimits
+from ckptd.monitor.verdict import SuspectKind
 from ckptd.monitor.view import CallFlag, Phase
 from tests.monitor import jobs
 
-LIMITS = Limits()
+LIMITS = HangLimits()
 
 
 @pytest.mark.parametrize(("code", "how"), [(-9, "signal 9"), (1, "exit code 1"), (None, "nobody")])
@@ -38,7 +38,7 @@ def test_who_ended_with_an_error_beside_a_signal_followed_it() -> None:
 def test_a_node_of_which_half_ended_is_named() -> None:
     views = [jobs.view(r, 8, alive=r >= 4, exit_code=-9 if r < 4 else None) for r in range(8)]
     (verdict,) = crashes(jobs.job(*views), LIMITS)
-    assert verdict.names(Target.NODE) == ("n0",)
+    assert verdict.names(SuspectKind.NODE) == ("n0",)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_node_is_silent_only_if_a_peer_says_so_too(
     agent: AgentView, named: tuple[str, ...] | None
 ) -> None:
     verdicts = list(crashes(jobs.job(jobs.view(0), agents=[agent]), LIMITS))
-    assert (verdicts[0].names(Target.NODE) if verdicts else None) == named
+    assert (verdicts[0].names(SuspectKind.NODE) if verdicts else None) == named
 
 
 def test_who_was_ended_by_the_launcher_followed_another() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptd.monitor.job import join
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.verdict import SuspectKind
 from ckptd.monitor.view import Phase
 from tests.monitor import jobs
 
@@ -148,4 +148,4 @@ def test_more_than_one_node_is_needed_to_name_one() -> None:
     one = Mesh(2, 1, 4, per_node=8)
     faults = [Fault(Planted.HANG, r) for r in range(4)]
     (verdict,) = diagnose(play(one, faults, np.random.default_rng(1)))
-    assert verdict.names(Target.NODE) == ()
+    assert verdict.names(SuspectKind.NODE) == ()

@@ -9,7 +9,7 @@ from ckptd.monitor.gather import RankNote, from_views, gathered
 from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.rules.crash import crashes, ended
 from ckptd.monitor.rules.endings import Endings
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.view import CallFlag, Phase, RankView
 from tests.monitor.jobs import NOW, call, calls, changed, groups, inside, view
 
@@ -90,7 +90,7 @@ def test_who_leaves_with_exit_0_while_its_groups_still_call_is_the_cause() -> No
     gone(endings, _left(failed=True), 0.0)
     assert gone(endings, _left(failed=True), 1.0) == [0, 1, 2]
     job, rows = gathered([from_views(_left(failed=True), job="j", source="s", number=1)], {})
-    (verdict,) = crashes(endings.settle(job, rows, 2.0), Limits())
+    (verdict,) = crashes(endings.settle(job, rows, 2.0), HangLimits())
     assert verdict.names() == ("0",)
     assert "left in good order" in verdict.suspects[0].detail
 

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.hang import hangs
-from ckptd.monitor.rules.limits import Learned, Limits
+from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
-from ckptd.monitor.verdict import Target, Verdict
+from ckptd.monitor.verdict import SuspectKind, Verdict
 from ckptd.monitor.view import CallFlag, Phase, RankView
 from tests.monitor import jobs
 
 
-def _told(job: Job, learned: Learned | None = None) -> list[Verdict]:
+def _told(job: JobView, learned: Learned | None = None) -> list[Verdict]:
     gone = np.zeros(len(job.ranks), bool)
-    return list(hangs(job, Limits(), learned or Learned(), gone))
+    return list(hangs(job, HangLimits(), learned or Learned(), gone))
 
 
 def _late(rank: int = 3, idle: float = 40.0, **other: object) -> list[RankView]:
@@ -70,11 +70,11 @@ def test_a_node_whose_ranks_hang_is_named() -> None:
         for r in range(8)
     ]
     (verdict,) = _told(jobs.job(*views))
-    assert verdict.names(Target.NODE) == ("n0",)
+    assert verdict.names(SuspectKind.NODE) == ("n0",)
     assert len(verdict.names()) == 4
 
 
-def _chain(last: RankView) -> Job:
+def _chain(last: RankView) -> JobView:
     """Rank 0 waits for 1 in group 1, 1 for 2 in group 2; what rank 2 does is given."""
     first = jobs.inside(0, 1, 5, 40.0, 2, world=3)
     between = jobs.inside(
@@ -112,7 +112,7 @@ def test_in_a_circle_a_rank_whose_call_does_not_hold_it_up_may_hang_elsewhere() 
     row = jobs.call(2, 5, jobs.NOW - 40.0, flags=CallFlag.ASYNC)
     (verdict,) = _told(jobs.job(views[0], jobs.changed(views[1], calls=row), views[2]))
     assert jobs.told([verdict]) == [("deadlock", ["0", "1"])]
-    assert ["hold" in s.detail for s in verdict.suspects if s.target is Target.RANK] == [
+    assert ["hold" in s.detail for s in verdict.suspects if s.target is SuspectKind.RANK] == [
         False,
         True,
     ]
@@ -123,7 +123,7 @@ def test_in_a_circle_a_rank_whose_call_does_not_hold_it_up_may_hang_elsewhere() 
 
 def test_a_call_that_all_entered_is_communication() -> None:
     (verdict,) = _told(jobs.job(*(jobs.inside(r, 7, 10, 40.0 + r, 4) for r in range(4))))
-    assert jobs.told([verdict], Target.GROUP) == [("communication hang", [f"{7:016x}"])]
+    assert jobs.told([verdict], SuspectKind.GROUP) == [("communication hang", [f"{7:016x}"])]
     assert verdict.numbers["since last arrival s"] == pytest.approx(40.0)
 
 
@@ -189,7 +189,7 @@ def test_a_collective_holds_its_caller_up_whatever_else_its_process_does() -> No
 def test_two_receives_that_were_begun_early_are_no_circle_while_their_ranks_compute() -> None:
     """Each has begun to receive from the other, and computes what it will send."""
 
-    def both(state: str, age: float) -> Job:
+    def both(state: str, age: float) -> JobView:
         views = []
         for rank, (mine, other) in enumerate(((1, 2), (2, 1))):
             receive = jobs.calls(jobs.call(mine, 1, jobs.NOW - age, op=MESSAGE))

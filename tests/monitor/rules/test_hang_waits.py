@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.hang import waits
 from tests.monitor import jobs
 
@@ -14,7 +14,7 @@ RANKS = 6
 
 
 @st.composite
-def frozen(draw: st.DrawFn) -> Job:
+def frozen(draw: st.DrawFn) -> JobView:
     """Ranks in some groups, most of them inside a call; some do not report."""
     members = {
         g: draw(st.sets(st.integers(0, RANKS - 1), min_size=2, max_size=4)) for g in (1, 2, 3)
@@ -39,7 +39,7 @@ def frozen(draw: st.DrawFn) -> Job:
     return jobs.job(*(v for v in views if v.rank not in silent))
 
 
-def _edges(job: Job) -> dict[int, set[int]]:
+def _edges(job: JobView) -> dict[int, set[int]]:
     """For each row inside a call, the rows that have not entered it; -1 stands for silent ones."""
     out: dict[int, set[int]] = {}
     for row, rank in enumerate(job.ranks):
@@ -62,7 +62,7 @@ def _reaches(edges: dict[int, set[int]], start: int) -> set[int]:
 
 
 @given(frozen())
-def test_it_is_the_graph_of_all_edges(job: Job) -> None:
+def test_it_is_the_graph_of_all_edges(job: JobView) -> None:
     count = len(job.ranks)
     got = waits(job, np.zeros(count, bool))
     edges = _edges(job)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.report import GAP
-from ckptd.monitor.rules.limits import MOST_KEYS, Learned, Limits, learn, learn_cut_short
+from ckptd.monitor.rules.limits import MOST_KEYS, HangLimits, Learned, learn, learn_cut_short
 from ckptd.monitor.view import Phase, RankView
 from tests.monitor import jobs
 
-LIMITS = Limits()
+LIMITS = HangLimits()
 
 
-def _job(pause: float, phase: Phase = Phase.TRAIN, world: int = 2, site: int = 5) -> Job:
+def _job(pause: float, phase: Phase = Phase.TRAIN, world: int = 2, site: int = 5) -> JobView:
     """Two ranks; rank 1 arrives `pause` seconds after its last call, and the calls last 0.5 s."""
 
     def rank(number: int, wait: float) -> object:
@@ -96,7 +96,7 @@ def test_gaps_that_agents_tell_are_taken_in_place_of_those_shown() -> None:
     assert learn(Learned(), seen).longest.max() == pytest.approx(6.0)
     known = learn(Learned(), seen, gaps)
     assert known.longest.tolist() == [40.0]
-    limit = known.limit(seen, Limits(), in_call=False)
+    limit = known.limit(seen, HangLimits(), in_call=False)
     assert limit.tolist() == [200.0]
 
 

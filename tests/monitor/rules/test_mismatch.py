@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import Job
-from ckptd.monitor.rules.limits import Limits
+from ckptd.monitor.job import JobView
+from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.mismatch import P2P, minority, mismatches
 from ckptd.monitor.view import CallFlag
 from tests.monitor import jobs
 
-LIMITS = Limits()
+LIMITS = HangLimits()
 
 
-def _job(*members: dict[str, Any] | None, age: float = 0.1, **all_: Any) -> Job:
+def _job(*members: dict[str, Any] | None, age: float = 0.1, **all_: Any) -> JobView:
     """Members of one group in call 4, each with what is special about its call; None is late."""
     size = len(members)
     views = []
@@ -81,7 +81,7 @@ def test_the_same_call_of_another_step_is_a_desync() -> None:
     assert jobs.told(mismatches(job, LIMITS)) == [("desync", ["2"])]
 
 
-def _from_lines(*lines: list[int], age: float, **other: Any) -> Job:
+def _from_lines(*lines: list[int], age: float, **other: Any) -> JobView:
     """Members whose calls 1, 2, ... come from these lines; the last one goes on for `age`."""
     views = []
     most = max(len(each) for each in lines)

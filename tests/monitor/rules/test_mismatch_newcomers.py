@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.monitor.job import Job
-from ckptd.monitor.ring.layout import Shape
+from ckptd.monitor.job import JobView
+from ckptd.monitor.ring.layout import RingShape
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.mismatch import with_newcomers
 from ckptd.monitor.view import RankView
@@ -21,7 +21,7 @@ def _first(rank: int, group: int, age: float = 700.0, **other: Any) -> RankView:
     return jobs.inside(rank, group, 1, age, 4, members=MEMBERS, **other)
 
 
-def _rows(job: Job, group: int) -> dict[int, int]:
+def _rows(job: JobView, group: int) -> dict[int, int]:
     rows = job.groups[job.groups["group"] == group]
     return {int(job.ranks["rank"][r["row"]]): int(r["entered"]) for r in rows}
 
@@ -43,7 +43,7 @@ def test_each_member_that_reports_has_a_row() -> None:
 
 
 def test_a_rank_without_room_for_groups_may_have_come_unseen() -> None:
-    full = jobs.groups({100 + g: (4, 1, 1) for g in range(Shape().groups)})
+    full = jobs.groups({100 + g: (4, 1, 1) for g in range(RingShape().groups)})
     job = with_newcomers(jobs.job(_first(0, A), jobs.view(1, groups=full), jobs.view(2)))
     assert _rows(job, A) == {0: 1, 2: 0}
 

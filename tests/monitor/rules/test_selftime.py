@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import Job
+from ckptd.monitor.job import JobView
 from ckptd.monitor.rules.selftime import self_times
-from ckptd.monitor.rules.slow import Roles, slow_ranks
+from ckptd.monitor.rules.slow import RankRoles, slow_ranks
 from ckptd.monitor.view import Phase
 from tests.monitor import jobs
 
 
-def _played(work: np.ndarray[Any, Any], phases: dict[int, Phase] | None = None) -> Job:
+def _played(work: np.ndarray[Any, Any], phases: dict[int, Phase] | None = None) -> JobView:
     """Ranks that reduce in pairs, then all together, in each step; `work` is (steps, ranks)."""
     steps, ranks = work.shape
     now = np.zeros(ranks)
@@ -55,7 +55,7 @@ def test_first_version_the_partner_of_a_straggler_is_not_blamed() -> None:
     late = sorted(arrival, key=lambda r: -arrival[r])[:2]
     assert set(late) == {6, 7}  # by arrival, its partner is the next to be blamed
     _, seconds = self_times(job.calls, 16)
-    roles = Roles(stage=np.zeros(16, np.int64), replica=np.arange(16))
+    roles = RankRoles(stage=np.zeros(16, np.int64), replica=np.arange(16))
     assert jobs.told(slow_ranks(job, seconds, roles)) == [("slow rank", ["6"])]
 
 

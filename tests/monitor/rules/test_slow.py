@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.rules.slow import Roles, SlowLimits, slow_ranks
+from ckptd.monitor.rules.slow import RankRoles, SlowLimits, slow_ranks
 from ckptd.monitor.simulator import Mesh, own_times, play
-from ckptd.monitor.verdict import Target
+from ckptd.monitor.verdict import SuspectKind
 from tests.monitor import jobs
 
 MESH = Mesh(8, 4, 4)
 JOB = play(MESH, [], np.random.default_rng(0), rounds=0)
 SMALL = jobs.job(*(jobs.view(r) for r in range(4)))
-ALONE = Roles(stage=np.zeros(4, np.int64), replica=np.arange(4))
+ALONE = RankRoles(stage=np.zeros(4, np.int64), replica=np.arange(4))
 SEEDS = range(5)
 
 
@@ -41,7 +41,7 @@ def test_several_at_once_the_slowest_first() -> None:
 def test_a_slow_node() -> None:
     slow = [(r, 1.4) for r in range(8, 16)]
     (verdict,) = slow_ranks(JOB, own_times(MESH, np.random.default_rng(1), 60, slow), MESH.roles)
-    assert verdict.names(Target.NODE) == ("n1",)
+    assert verdict.names(SuspectKind.NODE) == ("n1",)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -67,7 +67,7 @@ def test_a_node_that_holds_a_whole_replica_is_slow_and_its_batches_are_not() -> 
     slow = [(r, 1.2) for r in range(16, 24)]
     times = own_times(mesh, np.random.default_rng(1), 60, slow)
     (verdict,) = slow_ranks(job, times, mesh.roles)
-    assert verdict.names(Target.NODE) == ("n2",)
+    assert verdict.names(SuspectKind.NODE) == ("n2",)
     assert len(verdict.names()) == 8
     limits = SlowLimits(node=4)
     assert not list(slow_ranks(job, times, mesh.roles, limits))

@@ -7,7 +7,7 @@ import pytest
 
 from ckptd.monitor.rules.slow import (
     FewLimits,
-    Roles,
+    RankRoles,
     SlowLimits,
     _often_first,
     _others,
@@ -19,10 +19,10 @@ from ckptd.monitor.simulator import Mesh, play
 LIMITS, FEW = SlowLimits(), FewLimits()
 
 
-def found(own: Any, roles: Roles | None = None, wall: Any = None) -> list[str]:
+def found(own: Any, roles: RankRoles | None = None, wall: Any = None) -> list[str]:
     count = own.shape[1]
     job = play(Mesh(count), [], np.random.default_rng(0), rounds=0)
-    roles = roles or Roles(np.zeros(count, np.int64), np.arange(count))
+    roles = roles or RankRoles(np.zeros(count, np.int64), np.arange(count))
     wall = np.nanmax(own, 1, keepdims=True).repeat(count, 1) * 1.2 if wall is None else wall
     return [n for v in few_slow(job, own, wall, roles, LIMITS, FEW) for n in v.names()]
 
@@ -53,7 +53,7 @@ def test_of_two_neither_is_blamed_without_a_past() -> None:
 
 
 def test_ranks_that_do_other_work_are_compared_with_their_past_alone() -> None:
-    roles = Roles(np.arange(4), np.arange(4))
+    roles = RankRoles(np.arange(4), np.arange(4))
     own = noisy(160, 4) * np.array([1.0, 2.0, 4.0, 1.5])
     assert found(own, roles) == []
     own[100:, 3] *= 2
@@ -61,7 +61,7 @@ def test_ranks_that_do_other_work_are_compared_with_their_past_alone() -> None:
 
 
 def test_all_slower_together_is_nobody() -> None:
-    roles = Roles(np.arange(4), np.arange(4))
+    roles = RankRoles(np.arange(4), np.arange(4))
     own = noisy(160, 4)
     own[100:] *= 2
     assert found(own, roles) == []
