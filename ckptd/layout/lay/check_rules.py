@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from difflib import get_close_matches
 from itertools import permutations
 
@@ -35,13 +35,16 @@ _MAX_TAGS = 6
 def rule_findings(resolved: Resolved) -> Iterator[Finding]:
     """Yield what is wrong with each rule by itself."""
     mesh = resolved.mesh or MeshShape(1, {}, {})
+    # Once for all rules: a layout may have as many rules as its space has tensors.
+    axes = {a for f in resolved.families.values() for a in f.axes}
+    axes |= {*resolved.sizes, *resolved.refined}
     for equation in resolved.equations:
         found = paths(equation.dims)
         yield from _atoms(equation, found, mesh)
         yield from _mesh_axes(equation, found, mesh)
         yield from _local_axes(equation, found, mesh)
         yield from _modifiers(equation, mesh)
-        yield from _values(equation, resolved, mesh)
+        yield from _values(equation, axes, mesh)
 
 
 def signature(family: Family) -> str:
@@ -313,10 +316,8 @@ def _cutting(equation: Equation) -> set[str]:
     return out | {a for p in equation.name.parts if isinstance(p, Index) for a, _ in p.splits}
 
 
-def _values(equation: Equation, resolved: Resolved, mesh: MeshShape) -> Iterator[Finding]:
+def _values(equation: Equation, axes: Set[str], mesh: MeshShape) -> Iterator[Finding]:
     """Yield the names in grains and multiples that stand for nothing, or for two things."""
-    axes = {a for f in resolved.families.values() for a in f.axes} | set(resolved.sizes)
-    axes |= set(resolved.refined)
     for name in sorted({n for d in equation.dims for v in _values_in(d) for n in _names(v)}):
         if name not in axes and name not in mesh.extents:
             message = f"{name} is neither an axis of the space nor of the mesh"
