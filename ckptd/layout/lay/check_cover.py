@@ -17,7 +17,7 @@ from ckptd.layout.lay.finding import Finding
 from ckptd.layout.lay.modifiers import Alias, On, Replicas
 from ckptd.layout.lay.name import Index, Name, Text, join
 from ckptd.layout.lay.numbers import ALL, Numbers
-from ckptd.layout.lay.pattern import covers, encoded
+from ckptd.layout.lay.pattern import Lookup, covers
 
 __all__ = ["between_findings", "uncovered_findings"]
 
@@ -39,29 +39,29 @@ def between_findings(resolved: Resolved) -> Iterator[Finding]:
 
 def _shadows(resolved: Resolved) -> Iterator[tuple[int, Equation]]:
     """Yield the number of each rule that is never used, and a rule that is used instead."""
-    patterns: list[Equation] = []
-    texts: dict[str, list[Equation]] = {}
+    rules: list[Equation] = []
+    before = Lookup()
     drops = iter(zip(resolved.drop_places, resolved.drops, strict=True))
     drop = next(drops, None)
     compared = 0
-    before = None
+    last = None
     for k, later in enumerate(resolved.equations):
         while drop is not None and drop[0] <= k:
-            patterns.append(Equation(drop[1], {}, (), at=drop[1].at, text="a rule that says drop"))
+            before.add(len(rules), drop[1])
+            rules.append(Equation(drop[1], {}, (), at=drop[1].at, text="a rule that says drop"))
             drop = next(drops, None)
-        compared += len(patterns)
         # A rule that stands for several, by its globs or alternatives, does not shadow itself.
-        twin = before is not None and (later.at, later.text) == (before.at, before.text)
+        twin = last is not None and (later.at, later.text) == (last.at, last.text)
         if not twin and compared < _MAX_PAIRS:
-            for earlier in (*texts.get(encoded(later.name), ()), *patterns):
+            candidates = before.find(later.name)
+            compared += len(candidates)
+            for earlier in map(rules.__getitem__, candidates):
                 if _is_subset(later, earlier) and covers(earlier.name, later.name):
                     yield k, earlier
                     break
-        if all(isinstance(p, Text) for p in later.name.parts):
-            texts.setdefault(encoded(later.name), []).append(later)
-        else:
-            patterns.append(later)
-        before = later
+        before.add(len(rules), later.name)
+        rules.append(later)
+        last = later
 
 
 def _is_subset(later: Equation, earlier: Equation) -> bool:

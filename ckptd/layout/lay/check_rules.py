@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from difflib import get_close_matches
 from itertools import permutations
 
@@ -316,7 +317,7 @@ def _cutting(equation: Equation) -> set[str]:
     return out | {a for p in equation.name.parts if isinstance(p, Index) for a, _ in p.splits}
 
 
-def _values(equation: Equation, axes: Set[str], mesh: MeshShape) -> Iterator[Finding]:
+def _values(equation: Equation, axes: AbstractSet[str], mesh: MeshShape) -> Iterator[Finding]:
     """Yield the names in grains and multiples that stand for nothing, or for two things."""
     for name in sorted({n for d in equation.dims for v in _values_in(d) for n in _names(v)}):
         if name not in axes and name not in mesh.extents:

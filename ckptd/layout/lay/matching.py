@@ -1,8 +1,8 @@
 """Names that were found, and the rules that they belong to.
 
-Matching is by one expression a rule. Which rules can match at all is decided once for all names
-that differ in their numbers only, so that a model of many layers and experts costs one match a
-name.
+Matching is by one expression a rule. Rules without globs are looked up by the text between their
+numbers; which of the others can match at all is decided once for all names that differ in their
+numbers only. So a model of many layers and experts costs one match a name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.modifiers import On, Quantized
 from ckptd.layout.lay.name import Glob, Index, Name, NamePart, Text, join
 from ckptd.layout.lay.numbers import Numbers
-from ckptd.layout.lay.pattern import found_regex
+from ckptd.layout.lay.pattern import Lookup, found_regex
 
 __all__ = ["Match", "Matcher", "Templates", "Undressed", "alike", "holds", "stored_name"]
 
@@ -120,14 +120,14 @@ class Matcher:
         self._cuts = cuts or {}
         self._extents = resolved.mesh.extents if resolved.mesh else {}
         self._candidates: dict[str, list[int]] = {}
-        self._indexed: list[int] = []
+        self._globs: list[int] = []
         self._left = _MAX_COMPARED
-        self._plain: dict[str, list[int]] = {}
+        self._lookup = Lookup()
         for k, pattern in enumerate(self._patterns):
-            if pattern.text is None:
-                self._indexed.append(k)
+            if any(isinstance(p, Glob) for p in pattern.name.parts):
+                self._globs.append(k)
             else:
-                self._plain.setdefault(pattern.text, []).append(k)
+                self._lookup.add(k, pattern.name)
 
     def match(self, name: str, coordinates: Mapping[str, int] | None = None) -> Match | None:
         """Return what a name matches; None if no rule has it.
@@ -176,16 +176,14 @@ class Matcher:
         shape = _NUMBERS.sub("0", name)
         found = self._candidates.get(shape)
         if found is None:
-            self._left -= len(self._indexed)
+            self._left -= len(self._globs)
             if self._left < 0:
                 raise UsageError(
                     f"more than {_MAX_COMPARED} names and rules to compare", kind="lay-rule"
                 )
-            found = [k for k in self._indexed if self._patterns[k].alike.fullmatch(shape)]
+            found = [k for k in self._globs if self._patterns[k].alike.fullmatch(shape)]
             self._candidates[shape] = found
-        exact = self._plain.get(name)
-        places = sorted((*exact, *found)) if exact else found
-        return (self._patterns[k] for k in places)
+        return (self._patterns[k] for k in sorted((*self._lookup.find(name), *found)))
 
 
 def _alike(name: Name) -> re.Pattern[str]:

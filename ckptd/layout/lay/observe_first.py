@@ -17,7 +17,7 @@ from ckptd.layout.lay.matching import alike, stored_name
 from ckptd.layout.lay.modifiers import On
 from ckptd.layout.lay.name import Index, Name, Text, join
 from ckptd.layout.lay.numbers import ALL
-from ckptd.layout.lay.pattern import covers
+from ckptd.layout.lay.pattern import Lookup, covers
 
 __all__ = ["first_wins", "numbered"]
 
@@ -42,13 +42,18 @@ def first_wins(layout: Resolved, sizes: Mapping[str, int]) -> tuple[Resolved, li
     findings: list[Finding] = []
     equations: list[Equation] = []
     places = [0]
+    before = Lookup()
     for k, equation in enumerate(layout.equations):
         earlier: list[Name] = []
         # A name without an index is one name, and cannot be had in part.
         if any(isinstance(p, Index) for p in names[k].parts):
-            before = zip(layout.equations[:k], names, strict=False)
-            earlier += [n for e, n in before if _on(e) <= _on(equation) and _overlap(n, names[k])]
+            earlier += [
+                names[n]
+                for n in before.find(names[k])
+                if _on(layout.equations[n]) <= _on(equation) and _overlap(names[n], names[k])
+            ]
             earlier += [d for place, d in drops if place <= k and _overlap(d, names[k])]
+        before.add(k, names[k])
         found = [equation]
         if earlier:
             left = _left(equation, earlier, sizes)

@@ -15,7 +15,16 @@ from itertools import pairwise
 from ckptd.errors import UsageError
 from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, NamePart, Text, join
 
-__all__ = ["MAX_DEEP", "MAX_GLOBS", "covers", "encoded", "filled", "found_regex", "rule_regex"]
+__all__ = [
+    "MAX_DEEP",
+    "MAX_GLOBS",
+    "Lookup",
+    "covers",
+    "encoded",
+    "filled",
+    "found_regex",
+    "rule_regex",
+]
 
 MAX_GLOBS = 8
 MAX_DEEP = 2
@@ -24,6 +33,7 @@ MAX_DEEP = 2
 _OPEN, _CLOSE, _STAR, _STARS = "\ue000", "\ue001", "\ue002", "\ue003"
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _ANY_INDEX = f"(?:{_OPEN}[^{_CLOSE}]*{_CLOSE}|[0-9]+)"
+_NUMBERS = re.compile(f"[0-9{_OPEN}]+")
 _MARKED = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 
 
@@ -81,6 +91,70 @@ def encoded(name: Name) -> str:
             case Alternatives():
                 out.append("{" + ",".join(part.texts) + "}")
     return "".join(out)
+
+
+class Lookup:
+    """Finds, among many names, those that may have a name in common with another one.
+
+    Names are compared by what stands between their numbers, then by the numbers that both of them
+    state: rules that differ in a number only, such as those of a list of experts, never meet. It
+    may find too many, and never too few. Names with globs are always found.
+    """
+
+    def __init__(self) -> None:
+        self._globs: list[int] = []
+        # By the text between the numbers, then by which numbers are stated.
+        self._groups: dict[str, dict[tuple[int, ...], _Group]] = {}
+
+    def add(self, number: int, name: Name) -> None:
+        """Add a name, to be found by its number."""
+        if any(isinstance(p, Glob) for p in name.parts):
+            self._globs.append(number)
+            return
+        shape, stated = _apart(name)
+        group = self._groups.setdefault(shape, {}).setdefault(tuple(stated), _Group())
+        group.add(number, stated)
+
+    def find(self, name: Name | str) -> list[int]:
+        """Return the numbers of the names that may have a name in common with one, in order.
+
+        One with globs is compared with those that have globs, too, as no other can hold it whole.
+        """
+        shape, stated = _apart(name)
+        found = list(self._globs)
+        for places, group in self._groups.get(shape, {}).items():
+            common = tuple(k for k in places if k in stated)
+            found += group.at(common).get(tuple(stated[k] for k in common), ())
+        return sorted(found)
+
+
+class _Group:
+    """Names that state the same numbers; by those of some places, as far as it was asked."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[int, dict[int, str]]] = []
+        self._at: dict[tuple[int, ...], dict[tuple[str, ...], list[int]]] = {}
+
+    def add(self, number: int, stated: dict[int, str]) -> None:
+        self._names.append((number, stated))
+        for places, found in self._at.items():
+            found.setdefault(tuple(stated[k] for k in places), []).append(number)
+
+    def at(self, places: tuple[int, ...]) -> dict[tuple[str, ...], list[int]]:
+        if places not in self._at:
+            found: dict[tuple[str, ...], list[int]] = {}
+            for number, stated in self._names:
+                found.setdefault(tuple(stated[k] for k in places), []).append(number)
+            self._at[places] = found
+        return self._at[places]
+
+
+def _apart(name: Name | str) -> tuple[str, dict[int, str]]:
+    """Return a name's text with 0 for each number, and the numbers that it states, by place."""
+    parts = (Text(name),) if isinstance(name, str) else name.parts
+    text = "".join(p.text if isinstance(p, Text) else _OPEN for p in parts)
+    numbers = enumerate(_NUMBERS.findall(text))
+    return _NUMBERS.sub("0", text), {k: n for k, n in numbers if _OPEN not in n}
 
 
 def filled(name: Name, texts: Sequence[str], indexes: Collection[Index] = ()) -> Name:

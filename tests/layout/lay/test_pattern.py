@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
+from ckptd.layout.lay.dims import EVEN
 from ckptd.layout.lay.name import Glob, Index, Name, Text, join
 from ckptd.layout.lay.parser import parse_name
-from ckptd.layout.lay.pattern import covers, encoded, filled, found_regex, rule_regex
+from ckptd.layout.lay.pattern import Lookup, covers, encoded, filled, found_regex, rule_regex
 from ckptd.layout.lay.printer import show
 
 
@@ -104,3 +105,40 @@ def test_names_of_rules_are_matched_by_their_axes() -> None:
 )
 def test_which_pattern_covers_which(first: str, later: str, wanted: bool) -> None:
     assert covers(parse_name(first), parse_name(later)) == wanted
+
+
+# --- many names ---------------------------------------------------------------------------------
+
+PARTS = st.one_of(
+    st.sampled_from(["a", ".", "0", "1", "12", "w"]).map(Text),
+    st.sampled_from([Index("l"), Index("e", (("ep", EVEN),), local=True)]),
+    st.just(Glob(deep=False)),
+)
+NAMES = st.lists(PARTS, min_size=1, max_size=6).map(lambda parts: Name(join(parts)))
+
+
+@given(st.lists(NAMES, min_size=1, max_size=12), NAMES)
+def test_a_lookup_finds_all_that_can_have_a_name_in_common(names: list[Name], name: Name) -> None:
+    lookup = Lookup()
+    for k, one in enumerate(names[:-1]):
+        lookup.add(k, one)
+    found = lookup.find(name)
+    # What is added after the first question is found as well.
+    lookup.add(len(names) - 1, names[-1])
+    assert lookup.find(name)[: len(found)] == found
+    found = lookup.find(name)
+    assert found == sorted(set(found))
+    assert {k for k, one in enumerate(names) if covers(one, name)} <= set(found)
+    seen = "".join(p.text if isinstance(p, Text) else "7" for p in name.parts)
+    matching = {k for k, one in enumerate(names) if found_regex(one).fullmatch(seen)}
+    assert matching <= set(lookup.find(seen))
+
+
+def test_names_that_differ_in_a_number_are_not_compared() -> None:
+    lookup = Lookup()
+    for k in range(100):
+        lookup.add(k, parse_name(f"layers.{{#l@pp}}.experts.{k}.w"))
+    lookup.add(100, parse_name("layers.{l}.experts.{e}.w"))
+    assert lookup.find(parse_name("layers.{l}.experts.7.w")) == [7, 100]
+    assert lookup.find("layers.3.experts.7.w") == [7, 100]
+    assert lookup.find(parse_name("layers.1.experts.{e}.w")) == list(range(101))
