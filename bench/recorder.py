@@ -104,8 +104,8 @@ def straggler() -> tuple[Any, str]:
 
 def step_maker() -> Any:
     """Return a function that makes one training step of the demo's model."""
-    from ckptd.train.demo.model import VOCABULARY, build
-    from ckptd.train.demo.spec import GptShape
+    from ckptd_demo.model import VOCABULARY, build
+    from ckptd_demo.spec import GptShape
 
     shape = GptShape()
     model = torch.nn.parallel.DistributedDataParallel(build(shape, 1))

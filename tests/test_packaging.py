@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ def tree(tmp_path: Path) -> Path:
     """Return a copy of what is packaged, with one plugin more."""
     copy = tmp_path / "tree"
     copy.mkdir()
-    for name in ("ckptd", "plugins"):
+    for name in ("ckptd", "plugins", "examples"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -32,7 +33,7 @@ def tree(tmp_path: Path) -> Path:
     (plugin / "__init__.py").write_text("GREETING = 'from a plugin'\n")
     project = copy / "pyproject.toml"
     before = project.read_text()
-    after = before.replace('packages = ["ckptd"', 'packages = ["plugins/ckptd_example", "ckptd"')
+    after = re.sub(r"(?m)^packages = \[", 'packages = ["plugins/ckptd_example", ', before)
     assert after != before
     project.write_text(after)
     return copy
@@ -52,7 +53,7 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     wheel = zipfile.ZipFile(build("build_wheel", tree, tmp_path / "out"))
     names = wheel.namelist()
     info = f"ckptd-{ckptd.__version__}.dist-info"
-    plugins = {p.parent.name for p in (ROOT / "plugins").glob("*/__init__.py")}
+    plugins = {p.parent.name for p in ROOT.glob("[pe]*s/ckptd_*/__init__.py")}
     assert {n.split("/")[0] for n in names} == {"ckptd", "ckptd_example", info} | plugins
     assert {
         "ckptd/py.typed",
@@ -80,10 +81,10 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
     assert done.stdout.strip() == f"from a plugin {site / 'ckptd/__init__.py'}"
 
 
-def test_an_editable_install_points_at_both_folders(tree: Path, tmp_path: Path) -> None:
+def test_an_editable_install_points_at_all_folders(tree: Path, tmp_path: Path) -> None:
     wheel = zipfile.ZipFile(build("build_editable", tree, tmp_path / "out"))
     (pth,) = (n for n in wheel.namelist() if n.endswith(".pth"))
-    assert wheel.read(pth).decode().split() == [str(tree), str(tree / "plugins")]
+    assert wheel.read(pth).decode().split() == [str(tree / d) for d in ("", "examples", "plugins")]
 
 
 def test_what_is_installed_is_compared_with_the_pins(tmp_path: Path) -> None:

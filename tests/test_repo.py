@@ -26,6 +26,7 @@ MACHINE_PATHS = re.compile(
 )
 MARKS = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
 
+SHIPPED = ("ckptd", "plugins", "examples")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -33,7 +34,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 @cache
 def files() -> tuple[Path, ...]:
     """All text files that people write."""
-    tops = ["ckptd", "plugins", "tests", "bench", "docs", "scripts", ".ci"]
+    tops = ["ckptd", "plugins", "examples", "tests", "bench", "docs", "scripts", ".ci"]
     found = [p for top in tops for p in (ROOT / top).rglob("*")]
     found += [p for p in ROOT.iterdir() if p.suffix in {".md", ".toml", ".txt", ".yaml", ".cfg"}]
     text = {".py", ".md", ".toml", ".txt", ".yaml", ".sh", ".json", ".js", ".html", ".css", ""}
@@ -112,7 +113,7 @@ def is_public(name: str) -> bool:
 def test_public_functions_say_what_they_return() -> None:
     without = [
         f"{shown(p)}:{f.lineno} {f.name}"
-        for p in python_files("ckptd", "plugins")
+        for p in python_files(*SHIPPED)
         for f in functions(p)
         if f.returns is None
     ]
@@ -122,7 +123,7 @@ def test_public_functions_say_what_they_return() -> None:
 def test_public_names_are_documented() -> None:
     documented = documented_methods()
     without = []
-    for path in python_files("ckptd", "plugins"):
+    for path in python_files(*SHIPPED):
         for owner, node in public_definitions(tree(path)):
             if node.name.startswith("test_"):  # contract tests say it in their names
                 continue
@@ -161,7 +162,7 @@ def bases(node: ast.ClassDef) -> list[str]:
 def documented_methods() -> dict[str, tuple[list[str], frozenset[str]]]:
     """Class name -> its bases, and the methods that have a docstring there."""
     classes: dict[str, tuple[list[str], frozenset[str]]] = {}
-    for path in python_files("ckptd", "plugins"):
+    for path in python_files(*SHIPPED):
         for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 methods = (n for n in node.body if isinstance(n, Function))
@@ -217,7 +218,7 @@ def decoders_in_passing(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_decoders_are_made_at_import() -> None:
-    paths = [p for p in python_files("ckptd", "plugins") if p.name != "decoding.py"]
+    paths = [p for p in python_files(*SHIPPED) if p.name != "decoding.py"]
     found = {shown(p): list(decoders_in_passing(p)) for p in paths}
     assert not {path: calls for path, calls in found.items() if calls}
 
@@ -241,7 +242,7 @@ def test_decoders_in_passing_are_found(tmp_path: Path) -> None:
 
 def test_processes_of_ours_report_their_crashes() -> None:
     """A writing process that was ended by SIGSEGV had said nothing: its log was empty."""
-    mains = [p for p in python_files("ckptd") if '__name__ == "__main__"' in p.read_text()]
+    mains = [p for p in python_files(*SHIPPED) if '__name__ == "__main__"' in p.read_text()]
     mains += [ROOT / "ckptd/cli/main.py", ROOT / "ckptd/train/session/zygote.py"]
     assert len(mains) > 8
     silent = [
@@ -274,17 +275,22 @@ def test_every_package_has_its_place_in_the_import_rules() -> None:
     assert modules <= set(testing)
 
 
+def beside() -> list[Path]:
+    """Return the packages that ship with ckptd and that it does not import."""
+    return [p.parent for top in ("plugins", "examples") for p in ROOT.glob(f"{top}/*/__init__.py")]
+
+
 def test_every_plugin_is_packaged() -> None:
-    plugins = {f"plugins/{p.parent.name}" for p in (ROOT / "plugins").glob("*/__init__.py")}
+    found = {shown(p) for p in beside()}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    assert set(packages) == {"ckptd"} | plugins
-    assert all(re.fullmatch(r"plugins/ckptd_\w+", p) for p in plugins)
+    assert set(packages) == {"ckptd"} | found
+    assert all(re.fullmatch(r"(plugins|examples)/ckptd_\w+", p) for p in found)
 
 
 def test_the_import_rules_know_every_plugin() -> None:
     rules = configparser.ConfigParser()
     rules.read(ROOT / ".importlinter")
-    plugins = {p.parent.name for p in (ROOT / "plugins").glob("*/__init__.py")}
+    plugins = {p.name for p in beside()}
     for section, key in [
         ("importlinter", "root_packages"),
         ("importlinter:contract:plugins", "forbidden_modules"),

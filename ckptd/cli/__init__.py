@@ -1,4 +1,4 @@
-"""The command line: one file a verb; and what the verbs of plugins may use of it."""
+"""The command line: one file a verb; and what verbs of other packages may use of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.cli.main import app
-    from ckptd.cli.output import Document, Json, json_text, note, print_document
+    from ckptd.cli.output import Document, Json, flag, json_text, note, print_document, print_table
     from ckptd.cli.run_flags import separated, slots_of
     from ckptd.cli.run_parts import Steward, Watch
 
@@ -17,16 +17,18 @@ __all__ = [
     "Steward",
     "Watch",
     "app",
+    "flag",
     "json_text",
     "note",
     "print_document",
+    "print_table",
     "separated",
     "slots_of",
 ]
 
 _MODULES = {
     "main": ("app",),
-    "output": ("Document", "Json", "json_text", "note", "print_document"),
+    "output": ("Document", "Json", "flag", "json_text", "note", "print_document", "print_table"),
     "run_flags": ("separated", "slots_of"),
     "run_parts": ("Steward", "Watch"),
 }

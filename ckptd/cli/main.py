@@ -85,7 +85,6 @@ VERBS = {
     " cannot decide who creates an object first is refused, with exit code 5. With --cluster it is"
     " started once per node before a job, and names nodes and links that are not well.",
     "recorder": "Build the native recorder of collectives.",
-    "demo": "Train, kill a rank in the middle of a save, resume on other layouts.",
 }
 _MODULES = {"unpin": "pin", "pins": "pin"}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ckptd.train.demo.watched import watch_a_job
+from ckptd_demo.watched import watch_a_job
 from tests.ui.test_page import report, script
 
 PICTURE = Path(__file__).parents[2] / "docs/guide/images/page-demo.png"

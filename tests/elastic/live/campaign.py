@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.train.demo.elasticjob import ElasticSpec, TrainedRow
-from ckptd.train.demo.elasticjudge import largest_gap, violations
-from ckptd.train.demo.launch import read_rows
+from ckptd_demo.elasticjob import ElasticSpec, TrainedRow
+from ckptd_demo.judge import largest_difference, violations
+from ckptd_demo.processes import read_rows
 from tests.elastic.live.faults import play_fault
 from tests.elastic.live.job import MODES, STEPS, LiveJob, spec_in
 from tests.elastic.live.reference import reference
@@ -180,7 +180,7 @@ def _judge(
     if not rows or last.end == "not begun":
         return
     promised, last.excused = _promises(job)
-    last.gap = largest_gap(rows, right)
+    last.gap = largest_difference(rows, right)
     until = rows[-1].step if finished or last.wrong else max(row.step for row in rows)
     found = violations(
         rows,

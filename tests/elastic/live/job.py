@@ -19,10 +19,9 @@ from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
 from ckptd.store import open_store
-from ckptd.train.demo.elasticjob import FINISH, ElasticSpec, RankRow, TrainedRow
-from ckptd.train.demo.launch import read_rows
-from ckptd.train.demo.nodes import Nodes, free_port
-from ckptd.train.demo.spec import GptShape
+from ckptd_demo.elasticjob import FINISH, ElasticSpec, RankRow, TrainedRow
+from ckptd_demo.processes import Nodes, free_port, read_rows
+from ckptd_demo.spec import GptShape
 from tests.elastic.live.proxy import Line
 
 __all__ = ["MODES", "SETTINGS", "STEPS", "LiveJob", "spec_in"]
@@ -125,7 +124,7 @@ class LiveJob:
 
     def _command(self) -> list[str]:
         once = ["--once"] if self.mode == "once" else []
-        return ["-m", "ckptd.train.demo.elasticjob", str(self.folder), *once]
+        return ["-m", "ckptd_demo.elasticjob", str(self.folder), *once]
 
     def start(self) -> None:
         """Start all launchers, and the daemon where there is one."""

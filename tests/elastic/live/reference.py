@@ -13,10 +13,9 @@ import torch
 from torch import distributed
 
 from ckptd.elastic import World
-from ckptd.train.demo import elasticjob
-from ckptd.train.demo.elasticjob import ElasticSpec, TrainedRow
-from ckptd.train.demo.launch import read_rows
-from ckptd.train.demo.nodes import free_port
+from ckptd_demo import elasticjob
+from ckptd_demo.elasticjob import ElasticSpec, TrainedRow
+from ckptd_demo.processes import free_port, read_rows
 
 __all__ = ["reference"]
 
