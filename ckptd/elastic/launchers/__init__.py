@@ -10,40 +10,172 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
-    from ckptd.elastic.operator import OperatorLink
+    from ckptd.elastic.leader import Leader, Outlook, stand_in_pause_s
+    from ckptd.elastic.lease import LeaseFile
+    from ckptd.elastic.link import NodeLink, OperatorLink
+    from ckptd.elastic.messages import Ended, Fenced, Left, Loaded, NodeUp, Progress, Saved
     from ckptd.elastic.places import open_places
     from ckptd.elastic.supervisor import Outcome, Supervisor
-    from ckptd.elastic.wire import EXIT_CODES, exit_code
-    from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, secret_of
-    from ckptd.net.address import Address, parse_address
+    from ckptd.elastic.wire import (
+        EXIT_CODES,
+        Begin,
+        Bye,
+        FenceNow,
+        Hosting,
+        SaidEvent,
+        SaveNow,
+        StoreAt,
+        Timed,
+        ToNode,
+        exit_code,
+    )
+    from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
+    from ckptd.elastic.workerwire import (
+        LAUNCHER_VARIABLE,
+        LEASE_VARIABLE,
+        Attach,
+        Committed,
+        FromWorker,
+        Mark,
+        SavedNow,
+        SaveSoon,
+        StateLoaded,
+        Welcome,
+    )
+    from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
+    from ckptd.net.address import Address, is_here, is_loopback, parse_address
+    from ckptd.runtime.agentlink import run_folder
 
 __all__ = [
     "EXIT_CODES",
+    "LAUNCHER_VARIABLE",
+    "LEASE_VARIABLE",
     "SECRET_VARIABLE",
     "Address",
+    "Attach",
+    "Begin",
+    "Bye",
     "Command",
+    "Committed",
+    "Ended",
+    "FenceNow",
+    "Fenced",
+    "FromWorker",
     "Hint",
+    "Hosting",
     "Launcher",
+    "LauncherEnd",
+    "Leader",
+    "LeaseFile",
+    "Left",
+    "Loaded",
     "Machine",
     "MachineState",
+    "Mark",
+    "NodeLink",
+    "NodeUp",
     "OperatorLink",
     "Outcome",
+    "Outlook",
+    "Progress",
+    "SaidEvent",
+    "SaveNow",
+    "SaveSoon",
+    "Saved",
+    "SavedNow",
+    "StateLoaded",
+    "StoreAt",
     "Supervisor",
+    "Timed",
+    "ToNode",
+    "Welcome",
+    "WorkerEnd",
     "check_folder",
     "exit_code",
+    "is_here",
+    "is_loopback",
+    "job_secret",
     "open_places",
     "parse_address",
+    "run_folder",
     "secret_of",
+    "stand_in_pause_s",
 ]
 
 _MODULES = {
-    "elastic.launchers.base": ("Command", "Hint", "Launcher", "Machine", "MachineState"),
-    "elastic.operator": ("OperatorLink",),
+    "elastic.launchers.base": (
+        "Command",
+        "Hint",
+        "Launcher",
+        "Machine",
+        "MachineState",
+    ),
+    "elastic.leader": (
+        "Leader",
+        "Outlook",
+        "stand_in_pause_s",
+    ),
+    "elastic.lease": ("LeaseFile",),
+    "elastic.link": (
+        "NodeLink",
+        "OperatorLink",
+    ),
+    "elastic.messages": (
+        "Ended",
+        "Fenced",
+        "Left",
+        "Loaded",
+        "NodeUp",
+        "Progress",
+        "Saved",
+    ),
     "elastic.places": ("open_places",),
-    "elastic.supervisor": ("Outcome", "Supervisor"),
-    "elastic.wire": ("EXIT_CODES", "exit_code"),
-    "monitor.signing": ("SECRET_VARIABLE", "check_folder", "secret_of"),
-    "net.address": ("Address", "parse_address"),
+    "elastic.supervisor": (
+        "Outcome",
+        "Supervisor",
+    ),
+    "elastic.wire": (
+        "Begin",
+        "Bye",
+        "EXIT_CODES",
+        "FenceNow",
+        "Hosting",
+        "SaidEvent",
+        "SaveNow",
+        "StoreAt",
+        "Timed",
+        "ToNode",
+        "exit_code",
+    ),
+    "elastic.workerend": (
+        "LauncherEnd",
+        "WorkerEnd",
+    ),
+    "elastic.workerwire": (
+        "Attach",
+        "Committed",
+        "FromWorker",
+        "LAUNCHER_VARIABLE",
+        "LEASE_VARIABLE",
+        "Mark",
+        "SaveSoon",
+        "SavedNow",
+        "StateLoaded",
+        "Welcome",
+    ),
+    "monitor.signing": (
+        "SECRET_VARIABLE",
+        "check_folder",
+        "job_secret",
+        "secret_of",
+    ),
+    "net.address": (
+        "Address",
+        "is_here",
+        "is_loopback",
+        "parse_address",
+    ),
+    "runtime.agentlink": ("run_folder",),
 }
 
 

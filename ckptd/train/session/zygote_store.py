@@ -1,12 +1,56 @@
-"""A process that serves the job store of one generation, and does nothing else."""
+"""The job store of one generation: its server, and a process that does nothing else."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 
-from ckptd.elastic.launchers.torchrun_store import host_store
+from torch.distributed import TCPStore
 
-__all__ = ["main"]
+from ckptd.errors import StoreError
+
+__all__ = ["host_store", "main"]
+
+_BACKLOG = 2048
+
+
+def host_store(host: str) -> TCPStore:
+    """Start a fresh store in this process, on a free port of `host` and of no other address.
+
+    Left to itself, torch's store listens on all addresses, for everybody who reaches one of them.
+
+    Raises
+    ------
+    StoreError
+        `host` is no address of this machine.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = found
+        listener = socket.socket(family, kind)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(listener.close)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            on_error.pop_all()
+    except OSError as error:
+        raise StoreError(
+            "the job's store cannot listen here",
+            where=host,
+            wanted="an address of this machine that the other nodes reach",
+            found=error.strerror or error,
+            hint="name it: --local-addr ADDRESS",
+        ) from error
+    # With a descriptor, torch asks for the port too, and takes the descriptor over.
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def main(host: str, told: str) -> None:

@@ -7,18 +7,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptd.elastic.messages import Loaded, Progress, Saved
-from ckptd.elastic.wire import Begin, SaidEvent, Timed
-from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.elastic.workerwire import (
+from ckptd.elastic.launchers import (
     Attach,
+    Begin,
     Committed,
     FromWorker,
+    LauncherEnd,
+    Loaded,
     Mark,
+    Progress,
+    SaidEvent,
+    Saved,
     SavedNow,
     SaveSoon,
     StateLoaded,
+    Timed,
     Welcome,
+    WorkerEnd,
 )
 
 __all__ = ["Reports"]

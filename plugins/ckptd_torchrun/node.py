@@ -16,21 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.elastic.launchers.torchrun_reports import Reports
-from ckptd.elastic.launchers.torchrun_workers import UNKNOWN_CODE, Workers
-from ckptd.elastic.messages import Ended, Fenced, Left, NodeUp, Saved
-from ckptd.elastic.wire import (
+from ckptd.elastic.launchers import (
     Begin,
     Bye,
+    Ended,
+    Fenced,
     FenceNow,
     Hosting,
+    Left,
+    NodeUp,
     SaidEvent,
+    Saved,
     SaveNow,
     StoreAt,
     Timed,
     ToNode,
 )
 from ckptd.errors import CkptdError, NotFoundError
+from ckptd_torchrun.reports import Reports
+from ckptd_torchrun.workers import UNKNOWN_CODE, Workers
 
 __all__ = ["JobOver", "Joined", "Link", "TorchrunNode"]
 

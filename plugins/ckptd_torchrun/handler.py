@@ -23,10 +23,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from ckptd.elastic.launchers.torchrun_node import JobOver, Joined
-from ckptd.elastic.launchers.torchrun_side import Side, SideSettings
-from ckptd.elastic.launchers.torchrun_store import GenerationStore, connect_store, host_store
 from ckptd.errors import NotFoundError
+from ckptd.train.session import host_store
+from ckptd_torchrun.node import JobOver, Joined
+from ckptd_torchrun.side import Side, SideSettings
+from ckptd_torchrun.store import GenerationStore, connect_store
 
 __all__ = ["BACKEND", "CkptdRendezvous", "create", "register"]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.launchers.torchrun_node import JobOver, Joined, TorchrunNode
 from ckptd.elastic.messages import Ended, Event, Fenced, Left, Saved
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.wire import Begin, Bye, FenceNow, Hosting, SaveNow, StoreAt, Timed
 from ckptd.errors import NotFoundError, TransientStoreError
+from ckptd_torchrun.node import JobOver, Joined, TorchrunNode
 
 _SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 _DEADLINE_S = 60.0

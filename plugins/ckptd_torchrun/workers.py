@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckptd.elastic.launchers.torchrun_guard import children_of, kill_group
+from ckptd_torchrun.guard import children_of, kill_group
 
 __all__ = ["UNKNOWN_CODE", "Workers"]
 

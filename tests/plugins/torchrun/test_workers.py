@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ckptd.elastic.launchers.torchrun_workers import Workers
+from ckptd_torchrun.workers import Workers
 
 _SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 _FAIL = [sys.executable, "-S", "-c", "import os; os._exit(3)"]

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptd.elastic.launchers import torchrun_guard
-from ckptd.elastic.launchers.torchrun_guard import TOKEN_VARIABLE, children_of, marked
 from ckptd.elastic.lease import LeaseFile
+from ckptd_torchrun import guard
+from ckptd_torchrun.guard import TOKEN_VARIABLE, children_of, marked
 
 _DEADLINE_S = 60.0
 # An agent: its guard, then one worker in a session of its own, which has a child.
@@ -40,7 +40,7 @@ def lease(tmp_path: Path) -> LeaseFile:
 
 def _agent(lease: LeaseFile, token: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     agent = subprocess.Popen(
-        [sys.executable, "-S", "-c", _AGENT, str(torchrun_guard.__file__), token, str(lease.path)],
+        [sys.executable, "-S", "-c", _AGENT, str(guard.__file__), token, str(lease.path)],
         stdout=subprocess.PIPE,
         text=True,
     )

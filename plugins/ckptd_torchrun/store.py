@@ -6,21 +6,18 @@ takes for ever: a peer may have died meanwhile. So every wait ends when the gene
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import DistError, DistStoreError, Store, TCPStore
 
-from ckptd.errors import StoreError, TransientStoreError
+from ckptd.errors import TransientStoreError
 
-__all__ = ["GenerationStore", "connect_store", "host_store"]
+__all__ = ["GenerationStore", "connect_store"]
 
 _CONNECT = timedelta(seconds=10)
-_BACKLOG = 2048
 _FIRST_PAUSE_S = 0.001
 _MOST_PAUSE_S = 0.1
 _ROLES = "torchelastic/role_info/"
@@ -30,44 +27,6 @@ _END = "torchelastic/agent/terminal_state"
 # What an agent reads when the generation is over: it goes on, alone, to where it is stopped.
 _ALONE_ROLE = json.dumps({"role": "", "rank": 0, "local_world_size": 1}).encode()
 _ALONE_RANKS = json.dumps([0, 1, 0, 1]).encode()
-
-
-def host_store(host: str) -> TCPStore:
-    """Start a fresh store in this process, on a free port of `host` and of no other address.
-
-    Left to itself, torch's store listens on all addresses, for everybody who reaches one of them.
-
-    Raises
-    ------
-    StoreError
-        `host` is no address of this machine.
-    """
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        family, kind, _, _, address = found
-        listener = socket.socket(family, kind)
-        with contextlib.ExitStack() as on_error:
-            on_error.callback(listener.close)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-            on_error.pop_all()
-    except OSError as error:
-        raise StoreError(
-            "the job's store cannot listen here",
-            where=host,
-            wanted="an address of this machine that the other nodes reach",
-            found=error.strerror or error,
-            hint="name it: --local-addr ADDRESS",
-        ) from error
-    # With a descriptor, torch asks for the port too, and takes the descriptor over.
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        None,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def connect_store(host: str, port: int) -> TCPStore:

@@ -17,11 +17,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.elastic.launchers.torchrun_workers import Workers
-from ckptd.elastic.leader import Leader, Outlook, stand_in_pause_s
-from ckptd.elastic.places import open_places
+from ckptd.elastic.launchers import (
+    Leader,
+    Outlook,
+    is_loopback,
+    open_places,
+    parse_address,
+    stand_in_pause_s,
+)
 from ckptd.errors import CkptdError
-from ckptd.net.address import is_loopback, parse_address
+from ckptd_torchrun.workers import Workers
 
 __all__ = ["Controller", "ControllerPlace"]
 

@@ -17,17 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.elastic.launchers import torchrun_guard
-from ckptd.elastic.launchers.torchrun_controller import Controller
-from ckptd.elastic.launchers.torchrun_guard import TOKEN_VARIABLE
-from ckptd.elastic.launchers.torchrun_node import Joined, TorchrunNode
-from ckptd.elastic.lease import LeaseFile
-from ckptd.elastic.link import NodeLink
-from ckptd.elastic.workerwire import LAUNCHER_VARIABLE, LEASE_VARIABLE
+from ckptd.elastic.launchers import (
+    LAUNCHER_VARIABLE,
+    LEASE_VARIABLE,
+    Address,
+    LeaseFile,
+    NodeLink,
+    is_here,
+    job_secret,
+    parse_address,
+    run_folder,
+)
 from ckptd.errors import UsageError
-from ckptd.monitor.signing import job_secret
-from ckptd.net.address import Address, is_here, parse_address
-from ckptd.runtime.agentlink import run_folder
+from ckptd_torchrun import guard
+from ckptd_torchrun.controller import Controller
+from ckptd_torchrun.guard import TOKEN_VARIABLE
+from ckptd_torchrun.node import Joined, TorchrunNode
 
 __all__ = ["Side", "SideSettings"]
 
@@ -218,7 +223,7 @@ class Side:
 
     def _start_guard(self, token: str) -> subprocess.Popen[bytes]:
         # By its path and without site-packages: it must be there within milliseconds.
-        command = [sys.executable, "-I", "-S", str(torchrun_guard.__file__)]
+        command = [sys.executable, "-I", "-S", str(guard.__file__)]
         return self.node.workers.start_other(
             [*command, str(os.getpid()), token, str(self._lease.path)],
             env=self._environ,

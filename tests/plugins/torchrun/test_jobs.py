@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ckptd.elastic.messages import OrderKind
-from tests.elastic.launchers.torchrun_job import TorchrunJob
+from tests.plugins.torchrun.job import TorchrunJob
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -1,0 +1,5 @@
+"""Unmodified torchrun as a launcher: ``torchrun --rdzv-backend=ckptd ...``."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
