@@ -35,7 +35,7 @@ from ckptd.daemon.simulated import Simulation, mesh_for
 from ckptd.monitor.gather import merge
 from ckptd.monitor.report import NodeReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
+from ckptd.net.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
 
 RANKS = (16, 128, 1024, 4096, 10240)
 SECRET = b"secret of the bench, long enough"

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.agent.pairs import NOTHING
 from ckptd.agent.preflight import (
     ORDER_S,
+    PURPOSE,
     ClockReading,
     NodeHello,
     PairOrder,
@@ -26,6 +26,7 @@ from ckptd.agent.preflight import (
     Test,
     Tested,
 )
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError
 from ckptd.monitor.links.machines import MachineTest, machine_findings, slow_machines
 from ckptd.monitor.links.matrix import Effect
@@ -44,15 +45,14 @@ from ckptd.monitor.links.preflight import (
     unreached,
 )
 from ckptd.net.address import is_loopback
-from ckptd.store.net.greeting import greet_client
-from ckptd.store.net.wire import Wire, decoder
+from ckptd.net.connection import Connection, greet_client
 
 __all__ = ["LinkSummary", "Preflight", "PreflightPlan", "coordinate"]
 
-_HELLO = decoder(NodeHello)
-_TESTED = decoder(Tested)
-_MOMENT = decoder(ClockReading)
-_PROBED = decoder(Probed)
+_HELLO = msgpack_decoder(NodeHello)
+_TESTED = msgpack_decoder(Tested)
+_MOMENT = msgpack_decoder(ClockReading)
+_PROBED = msgpack_decoder(Probed)
 _GREETING_S = 5.0
 _ACCEPT_S = 0.2
 _GREETERS = 32
@@ -157,7 +157,7 @@ class Preflight(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Node:
-    wire: Wire
+    wire: Connection
     hello: NodeHello
     here: str
     """The coordinator's address on this connection."""
@@ -241,9 +241,9 @@ def _complete(nodes: Sequence[_Node], plan: PreflightPlan) -> bool:
 
 def _greet(sock: socket.socket, peer: str, secret: bytes, found: _Gathered) -> None:
     here = str(sock.getsockname()[0])
-    wire = Wire(sock, peer, ORDER_S)
+    wire = Connection(sock, peer, ORDER_S)
     try:
-        if greet_client(wire, secret, NOTHING, room=True, wait_s=_GREETING_S):
+        if greet_client(wire, secret, PURPOSE, wait_s=_GREETING_S) is not None:
             hello, _ = wire.receive(_HELLO, _GREETING_S)
             found.nodes.append(_Node(wire, hello, here))
             return

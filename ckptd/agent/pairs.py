@@ -1,7 +1,7 @@
 """Probes between two nodes before a job: small messages, and bytes both ways.
 
 The one that asks measures both directions, so no clocks are compared. Both prove first that they
-know the job's secret; the greeting is the one of stores on the network.
+know the job's secret.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from typing import Self
 
 import msgspec
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError
 from ckptd.monitor.links.preflight import PairProbe
 from ckptd.net.address import listen_at
-from ckptd.store.base import Capabilities
-from ckptd.store.net.greeting import greet_client, greet_server
-from ckptd.store.net.wire import Wire, decoder
+from ckptd.net.connection import Connection, greet_client, greet_server
 
-__all__ = ["MOST_PROBE_BYTES", "NOTHING", "Answerer", "probe_pair"]
+__all__ = ["MOST_PROBE_BYTES", "Answerer", "probe_pair"]
 
 MOST_PROBE_BYTES = 64 << 20
 """Largest probe that a node answers."""
-NOTHING = Capabilities(False, False, False, False, False, 1, 0)
-"""What the greeting promises where no store is meant."""
 
+_PURPOSE = "probe"
 _CONNECT_S = 1.0
 _GREETING_S = 2.0
 _PROBE_S = 5.0
@@ -63,8 +61,8 @@ class _Pong(_Message, frozen=True, tag="pong"):
     """The answer; bytes may follow."""
 
 
-_ASKED = decoder(_Ping | _Take | _Give)
-_ANSWER = decoder(_Pong)
+_ASKED = msgpack_decoder(_Ping | _Take | _Give)
+_ANSWER = msgpack_decoder(_Pong)
 
 
 class Answerer:
@@ -108,18 +106,18 @@ class Answerer:
             serve.start()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
-        wire = Wire(sock, peer, _PROBE_S)
+        wire = Connection(sock, peer, _PROBE_S)
         try:
             # Whatever a stranger or a lost peer does ends this connection and nothing else.
             with contextlib.suppress(CkptdError):
-                if greet_client(wire, self._secret, NOTHING, room=True, wait_s=_GREETING_S):
+                if greet_client(wire, self._secret, _PURPOSE, wait_s=_GREETING_S) is not None:
                     while True:
                         self._answer(wire)
         finally:
             wire.release()
             self._room.release()
 
-    def _answer(self, wire: Wire) -> None:
+    def _answer(self, wire: Connection) -> None:
         asked, bulk = wire.receive(_ASKED, _IDLE_S, most_bulk=MOST_PROBE_BYTES)
         if isinstance(asked, _Give) and 0 <= asked.size <= MOST_PROBE_BYTES:
             wire.send(_Pong(), memoryview(bytes(asked.size)))
@@ -148,7 +146,7 @@ class Answerer:
         self.close()
 
 
-def _drop(wire: Wire, count: int) -> None:
+def _drop(wire: Connection, count: int) -> None:
     buffer = memoryview(bytearray(min(count, 1 << 20)))
     while count > 0:
         part = buffer[: min(count, len(buffer))]
@@ -180,9 +178,9 @@ def probe_pair(
     except OSError as error:
         text = error.strerror or str(error)
         return PairProbe(source=source, to=to, latency_s=never, out_s=never, in_s=never, error=text)
-    wire = Wire(sock, f"{address[0]}:{address[1]}", _PROBE_S)
+    wire = Connection(sock, f"{address[0]}:{address[1]}", _PROBE_S)
     try:
-        greet_server(wire, secret, _GREETING_S)
+        greet_server(wire, secret, _PURPOSE, wait_s=_GREETING_S)
         small = _least(lambda: _round_trip(wire, _Ping()), _SMALL)
         data = memoryview(bytes(size))
         out = _least(lambda: _round_trip(wire, _Take(), data), _LARGE)
@@ -213,7 +211,7 @@ def _least(measure: Callable[[], float], most: int) -> float:
     return best
 
 
-def _round_trip(wire: Wire, message: _Message, data: memoryview | None = None) -> float:
+def _round_trip(wire: Connection, message: _Message, data: memoryview | None = None) -> float:
     started = time.perf_counter()
     wire.send(message, data)
     _, bulk = wire.receive(_ANSWER, _PROBE_S, most_bulk=MOST_PROBE_BYTES)

@@ -16,15 +16,16 @@ import msgspec
 
 from ckptd.agent.pairs import MOST_PROBE_BYTES, Answerer, probe_pair
 from ckptd.agent.selftest import self_test
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import DeadlineError, TransientStoreError
 from ckptd.monitor.links.machines import MachineTest
 from ckptd.monitor.links.preflight import PairProbe, PreflightFinding
 from ckptd.net.address import is_loopback
-from ckptd.store.net.greeting import greet_server
-from ckptd.store.net.wire import Wire, decoder
+from ckptd.net.connection import Connection, greet_server
 
 __all__ = [
     "ORDER_S",
+    "PURPOSE",
     "ClockReading",
     "NodeHello",
     "PairOrder",
@@ -37,6 +38,8 @@ __all__ = [
     "take_part",
 ]
 
+PURPOSE = "preflight"
+"""Of the connections to a coordinator, see `ckptd.net.connection.Greeting`."""
 ORDER_S = 30.0
 """For one order to be done, in seconds."""
 _RETRY_S = 0.2
@@ -102,7 +105,7 @@ class Probed(_Message, frozen=True, tag="probed"):
     probe: PairProbe
 
 
-_ORDER = decoder(Test | ReadClock | PairOrder | PreflightOutcome)
+_ORDER = msgpack_decoder(Test | ReadClock | PairOrder | PreflightOutcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ def _done(order: Test | ReadClock | PairOrder, member: PreflightNode, secret: by
             return Probed(probe_pair(order.source, order.to, address, secret, size))
 
 
-def _join(coordinator: tuple[str, int], secret: bytes, join_s: float) -> tuple[Wire, str]:
+def _join(coordinator: tuple[str, int], secret: bytes, join_s: float) -> tuple[Connection, str]:
     """Return the connection to the coordinator, and this node's address on it."""
     peer = f"{coordinator[0]}:{coordinator[1]}"
     end = time.monotonic() + join_s
@@ -191,9 +194,9 @@ def _join(coordinator: tuple[str, int], secret: bytes, join_s: float) -> tuple[W
         try:
             sock = socket.create_connection(coordinator, timeout=_CONNECT_S)
             host = str(sock.getsockname()[0])
-            wire = Wire(sock, peer, ORDER_S)
+            wire = Connection(sock, peer, ORDER_S)
             with _released_on_error(wire):
-                greet_server(wire, secret, _GREETING_S)
+                greet_server(wire, secret, PURPOSE, wait_s=_GREETING_S)
             return wire, host
         except (OSError, TransientStoreError) as error:
             if time.monotonic() > end:
@@ -209,7 +212,7 @@ def _join(coordinator: tuple[str, int], secret: bytes, join_s: float) -> tuple[W
 
 
 @contextlib.contextmanager
-def _released_on_error(wire: Wire) -> Iterator[None]:
+def _released_on_error(wire: Connection) -> Iterator[None]:
     try:
         yield
     except BaseException:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
-from ckptd.monitor.signing import (
+from ckptd.net.signing import (
     CHALLENGE_PATH,
     FOUND_PATH,
     MAC_HEADER,

@@ -16,8 +16,8 @@ from ckptd.cli.output import Document, note, print_document, print_table, size_t
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.monitor.links.machines import MachineTest
 from ckptd.monitor.links.preflight import PairProbe, PreflightFinding
-from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
 from ckptd.net.address import bound, is_loopback
+from ckptd.net.signing import SECRET_VARIABLE, job_secret
 from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["PORT", "ClusterDocument", "doctor_cluster"]

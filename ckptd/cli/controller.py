@@ -15,8 +15,8 @@ from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, note, print_document
 from ckptd.errors import RefusedError, UsageError
-from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
 from ckptd.net.address import Address
+from ckptd.net.signing import SECRET_VARIABLE, job_secret
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ckptd.elastic.places import open_places
 from ckptd.elastic.signpost import signposts
 from ckptd.elastic.wire import NodeRow, Status
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
-from ckptd.monitor.signing import job_secret
+from ckptd.net.signing import job_secret
 from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["CtlOrderDocument", "CtlStatusDocument", "ctl"]

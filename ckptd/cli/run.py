@@ -300,7 +300,7 @@ class _Run:
     ) -> Ending:
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
-        from ckptd.monitor.signing import SECRET_VARIABLE, job_secret
+        from ckptd.net.signing import SECRET_VARIABLE, job_secret
         from ckptd.runtime.agentlink import run_folder
 
         o = self._o
@@ -377,7 +377,7 @@ class _Run:
 
     def _own_address(self) -> str:
         """Return where a controller listens that other nodes find by the log alone."""
-        from ckptd.monitor.signing import SECRET_VARIABLE
+        from ckptd.net.signing import SECRET_VARIABLE
         from ckptd.runtime.host import address_towards
 
         if self._o.high == 1:
@@ -462,7 +462,7 @@ class _Run:
         """Remove what belongs to the name of a job that nobody will use again."""
         from ckptd.daemon.place import DaemonPlace
         from ckptd.elastic.places import own_log
-        from ckptd.monitor.signing import secret_path
+        from ckptd.net.signing import secret_path
         from ckptd.runtime.agentlink import run_folder
 
         secret_path(self._o.job, run_folder()).unlink(missing_ok=True)

@@ -19,8 +19,8 @@ from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.leader import Outlook, stand_in_pause_s
 from ckptd.elastic.places import Places
 from ckptd.errors import CkptdError, ConflictError, CorruptError, RefusedError, UsageError
-from ckptd.monitor.signing import SECRET_VARIABLE
 from ckptd.net.address import is_here, is_loopback, parse_address
+from ckptd.net.signing import SECRET_VARIABLE
 
 __all__ = ["Steward", "Watch", "need_secret", "need_torch"]
 

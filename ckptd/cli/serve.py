@@ -19,7 +19,7 @@ from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.errors import RefusedError, UsageError
-from ckptd.monitor.signing import SECRET_VARIABLE, access_token, job_secret
+from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:

@@ -180,7 +180,7 @@ class _Watched:
         )
         from ckptd.daemon.client import DaemonClient
         from ckptd.monitor.injection import environment
-        from ckptd.monitor.signing import SECRET_VARIABLE, access_token, job_secret
+        from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
         from ckptd.runtime.agentlink import run_folder
 
         base = run_folder()

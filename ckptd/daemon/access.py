@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ckptd.daemon.bodies import connection_of, refusal
 from ckptd.errors import CkptdError, RefusedError
-from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
+from ckptd.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 
 __all__ = ["LOGIN_PATH", "Access", "Guard"]
 

@@ -36,8 +36,8 @@ from ckptd.daemon.service import Service, page_folder
 from ckptd.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, NotFoundError, UsageError
-from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
+from ckptd.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 
 __all__ = ["DaemonApi", "make_app"]
 

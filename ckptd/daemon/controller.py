@@ -10,16 +10,18 @@ from typing import Any
 
 import msgspec
 
-from ckptd.decoding import converter
-from ckptd.elastic.dial import Connection, dial
+from ckptd.decoding import converter, msgpack_decoder
+from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import Order, OrderKind, Suspected
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.wire import Announce, Answer, Status, Subscribe, ToOperator
 from ckptd.errors import CkptdError, UsageError
+from ckptd.net.connection import Connection
 
 __all__ = ["ControllerLink", "OrderBody", "order_of"]
 
 _DIAL_S = 2.0
+_TO_OPERATOR = msgpack_decoder(ToOperator)
 _TURN_S = 0.25
 _SILENCE_S = 10.0
 _PAUSE_S = 0.3
@@ -115,27 +117,26 @@ class ControllerLink:
         address = self._addresses()
         if not address:
             return
-        connection = dial(
+        connection, _ = dial(
             address,
             job=self._job,
             role="operator",
             name="daemon",
             secret=self._secret,
-            kind=ToOperator,
             timeout_s=_DIAL_S,
         )
         try:
             self._read(connection)
         finally:
-            connection.close()
+            connection.release()
 
     def _read(self, connection: Connection) -> None:
         if self._url:
-            connection.send(Announce(number=2, url=self._url), _DIAL_S)
-        connection.send(Subscribe(number=1), _DIAL_S)
+            connection.send(Announce(number=2, url=self._url))
+        connection.send(Subscribe(number=1))
         last = time.monotonic()
         while not self._ended.is_set():
-            for message in connection.take(_TURN_S):
+            for message in connection.take(_TO_OPERATOR, _TURN_S):
                 last = time.monotonic()
                 if isinstance(message, Status) and message.job == self._job:
                     self.status, self.connected = message, True

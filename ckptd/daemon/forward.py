@@ -39,8 +39,8 @@ from ckptd.monitor.report import (
     NodeReport,
     ReportLimits,
 )
-from ckptd.monitor.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 from ckptd.monitor.stats import Array
+from ckptd.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH
 
 __all__ = ["Forwarder"]
 

@@ -24,8 +24,8 @@ from ckptd.monitor.report import (
     unpack_evidence,
     unpack_report,
 )
-from ckptd.monitor.signing import MAC_HEADER, check_request, new_challenge, sign_answer
 from ckptd.monitor.watch import JobWatch
+from ckptd.net.signing import MAC_HEADER, check_request, new_challenge, sign_answer
 
 __all__ = ["Ingest", "IngestCounts", "take_into"]
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import msgspec
 
-from ckptd.elastic.frames import (
-    LINE_BYTES,
-    Frames,
-    Welcome,
-    decode_hello,
-    encode_line,
-    new_nonce,
-    server_frames,
-)
+from ckptd.decoding import converter, msgpack_decoder
+from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
 from ckptd.elastic.wire import FromNode, FromOperator
 from ckptd.errors import CkptdError, CorruptError, RefusedError
+from ckptd.net.connection import Codec, Greeting, Refusal, tune
 
 __all__ = ["Door", "Listener", "Peer"]
 
@@ -28,7 +22,21 @@ _HALF_FRAME_S = 10.0
 _SILENCE_S = 60.0
 _MOST_STRANGERS = 2048
 _MOST_UNSENT_BYTES = 16 << 20
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+_MOST_TEXT = 400
+_FROM_NODE = msgpack_decoder(FromNode)
+_FROM_OPERATOR = msgpack_decoder(FromOperator)
+_Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class _Who(msgspec.Struct, frozen=True):
+    """What a client says of itself in the handshake."""
+
+    job: _Word
+    role: Literal["node", "operator"]
+    name: _Word
+
+
+_who = converter(_Who)
 
 
 class Listener(Protocol):
@@ -59,15 +67,12 @@ class Peer(asyncio.Protocol):
         self.role, self.name, self.where = "", "", ""
         self._door = door
         self._transport: asyncio.Transport | None = None
-        self._line = b""
-        self._frames: Frames | None = None
+        self._greeting = Greeting(door.secret, PURPOSE)
+        self._codec = Codec("", MOST_FRAME_BYTES)
+        self._kind: Any = None
+        """What decodes its messages, once it has proved that it knows the secret."""
         self._timer: asyncio.TimerHandle | None = None
         self._heard_at = 0.0
-
-    @property
-    def joined(self) -> bool:
-        """Whether it has shown that it knows the secret."""
-        return self._frames is not None and self._frames.trusted
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; a peer that takes nothing for long is cut off."""
@@ -76,9 +81,9 @@ class Peer(asyncio.Protocol):
     def send_body(self, body: bytes) -> None:
         """Send a message that is encoded already."""
         transport = self._transport
-        if transport is None or self._frames is None or transport.is_closing():
+        if transport is None or transport.is_closing():
             return
-        transport.write(self._frames.pack_body(body))
+        transport.write(self._codec.pack(body))
         if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
             self.cut()
 
@@ -96,23 +101,23 @@ class Peer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self.where = _where(transport.get_extra_info("peername"))
+        self.where = self._codec.peer = _where(transport.get_extra_info("peername"))
         self._transport = tcp = cast("asyncio.Transport", transport)
-        sock: socket.socket = tcp.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        tune(tcp.get_extra_info("socket"))
         self._door.enter(self)
         self._timer = self._door.loop.call_later(_HANDSHAKE_S, self.cut)
+        self.send(self._greeting.challenge)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         try:
-            if self._frames is None:
-                data = self._shake(data)
-            if self._frames is not None:
-                self._take(self._frames.feed(data))
-        except (CorruptError, RefusedError) as error:
+            self._codec.feed(data)
+            if self._kind is None and not self._shake():
+                return
+            while (message := self._codec.take(self._kind)) is not None:
+                self._heard_at = self._door.loop.time()
+                self._door.listener.heard(self, message)
+        except CkptdError as error:
             self._door.refused(self, error)
             self.close()
 
@@ -124,46 +129,43 @@ class Peer(asyncio.Protocol):
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _shake(self, data: bytes) -> bytes:
-        self._line += data
-        line, newline, rest = self._line.partition(b"\n")
-        if len(line) >= LINE_BYTES:
-            raise CorruptError("this is no line of the handshake", kind="bad-frame")
-        if not newline:
-            return b""
-        self._line = b""
-        hello = decode_hello(line)
-        if hello.job != self._door.job:
-            self._answer(Welcome(error=f"this is the controller of job {self._door.job!r}"))
-            raise RefusedError("another job's controller is wanted", kind="not-the-controller")
-        welcome = Welcome(nonce=new_nonce(), life=self._door.life)
-        self._answer(welcome)
-        kind: Any = FromNode if hello.role == "node" else FromOperator
-        self._frames = server_frames(self._door.secret, hello, welcome, kind)
-        self.role, self.name = hello.role, hello.name
-        return rest
+    def _shake(self) -> bool:
+        """Take the client's proof if it is there; return whether it was, and is good."""
+        proof = self._codec.take(Greeting.kind)
+        if proof is None:
+            return False
+        answer = self._greeting.answer(proof, {"life": self._door.life}, self._refuse)
+        self.send(answer)
+        if isinstance(answer, Refusal):
+            raise RefusedError(answer.text, kind=answer.kind)
+        self._greeting.use_keys(self._codec, proof)
+        try:
+            who = _who(proof.about)
+        except msgspec.ValidationError as error:
+            raise CorruptError(
+                "a client does not say what it is", kind="bad-frame", found=error
+            ) from error
+        self.role, self.name = who.role, who.name
+        self._heard_at = self._door.loop.time()
+        self._kind = _FROM_NODE if who.role == "node" else _FROM_OPERATOR
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)
+        self._door.join(self)
+        return True
 
-    def _answer(self, welcome: Welcome) -> None:
-        if self._transport is not None:
-            self._transport.write(encode_line(welcome))
-
-    def _take(self, messages: list[Any]) -> None:
-        if messages:
-            first = self._heard_at == 0.0
-            self._heard_at = self._door.loop.time()
-            if first:
-                self._door.join(self)
-                if self._timer is not None:
-                    self._timer.cancel()
-                self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)
-        for message in messages:
-            self._door.listener.heard(self, message)
+    def _refuse(self, about: dict[str, Any], proved: bool) -> Refusal | None:
+        if about.get("job") == self._door.job:
+            return None
+        text = f"this is the controller of job {self._door.job!r}"
+        return Refusal("not-the-controller", text[:_MOST_TEXT])
 
     def _look(self) -> None:
-        """Cut off whoever sends half a frame and no more, or as a node nothing at all."""
+        """Cut off a peer that sends half a frame and no more, or as a node nothing at all."""
         silent = self._door.loop.time() - self._heard_at
-        half = self._frames is not None and self._frames.half
-        if (half and silent > _HALF_FRAME_S) or (self.role == "node" and silent > _SILENCE_S):
+        if (self._codec.half and silent > _HALF_FRAME_S) or (
+            self.role == "node" and silent > _SILENCE_S
+        ):
             self.cut()
         else:
             self._timer = self._door.loop.call_later(_HALF_FRAME_S, self._look)

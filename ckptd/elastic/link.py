@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from ckptd.elastic.dial import Connection, dial
+from ckptd.decoding import msgpack_decoder
+from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import NodeUp
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.wire import (
@@ -27,19 +28,15 @@ from ckptd.elastic.wire import (
     ToNode,
 )
 from ckptd.errors import CkptdError, RefusedError
+from ckptd.net.connection import Connection
 
 __all__ = ["NodeLink", "OperatorLink"]
 
 _DIAL_S = 2.0
 _SEND_S = 2.0
+_TO_NODE = msgpack_decoder(ToNode)
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
-_MOST_UNHEARD = 3
-"""Connections in a row that a controller may close before it answers: it may be about to end."""
-
-
-class _UnheardError(ConnectionError):
-    """A controller has shaken hands, and closed the connection before it answered anything."""
 
 
 class NodeLink:
@@ -55,7 +52,7 @@ class NodeLink:
         Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
         before each attempt to connect.
     job, secret
-        Name of the job and its secret, see `ckptd.monitor.signing.job_secret`.
+        Name of the job and its secret, see `ckptd.net.signing.job_secret`.
     up
         Returns what the node is now; called before each beat.
     orders
@@ -89,7 +86,8 @@ class NodeLink:
     ) -> None:
         self._addresses, self._job, self._secret = addresses, job, secret
         self._up, self._orders = up, orders
-        self._leased, self._seated, self._life = leased, seated, ""
+        self._leased, self._seated = leased, seated
+        self._life = self._spoken_to = ""
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], Said | Hosting | Timed] = {}
@@ -101,8 +99,7 @@ class NodeLink:
         self._echoed_at = time.monotonic()
         self._connection: Connection | None = None
         self._here = ""
-        self._met = self._answered = False
-        self._unheard = 0
+        self._met = False
         self._problem, self._refused, self._refusal = "", False, ""
         self._closing = False
         self._ended = False
@@ -242,36 +239,28 @@ class NodeLink:
         if not address:
             self._problem, self._refused = "nobody knows where it is", False
             return
-        connection = dial(
+        connection, life = dial(
             address,
             job=self._job,
             role="node",
             name=self._up().node,
             secret=self._secret,
-            kind=ToNode,
             timeout_s=_DIAL_S,
         )
         self._connection, self._here = connection, connection.here
-        self._answered = False
         try:
-            self._serve(connection)
-        except ConnectionError as error:
-            if self._answered:
-                raise
-            self._unheard += 1
-            raise _UnheardError(f"{address} closes the connection before it answers") from error
+            self._serve(connection, life)
         finally:
             self._disconnect()
 
     def _note(self, error: Exception) -> None:
         """Remember why nobody hears this node."""
-        another = isinstance(error, RefusedError)
-        secret = self._unheard >= _MOST_UNHEARD and isinstance(error, _UnheardError)
+        kind = error.kind if isinstance(error, CkptdError) else ""
         text = f"{error.message}: {error.found}" if isinstance(error, CkptdError) else str(error)
-        if secret:
-            text += ": most likely its secret is not the one that is used here"
-        self._problem, self._refused = text, another or secret
-        self._refusal = error.kind if isinstance(error, RefusedError) else ""
+        if kind == "permission":
+            text = "its secret is not the one that is used here"
+        self._refused = isinstance(error, RefusedError) or kind == "permission"
+        self._problem, self._refusal = text, kind if self._refused else ""
 
     def _renew_alone(self) -> None:
         """Renew the lease while there is no controller, if no other one can have begun anything."""
@@ -279,8 +268,8 @@ class NodeLink:
         if self._life and self._seated is not None and self._seated(self._life):
             self._renew(asked + self._lease_s)
 
-    def _serve(self, connection: Connection) -> None:
-        opened = time.monotonic()
+    def _serve(self, connection: Connection, life: str) -> None:
+        opened, self._spoken_to = time.monotonic(), life
         with self._lock:
             self._unsent = list(self._kept.values())
         self._sent_at.clear()
@@ -304,7 +293,7 @@ class NodeLink:
             [connection.fileno(), self._wake_in.fileno()], [], [], max(timeout_s, 0.0)
         )
         if connection.fileno() in ready:
-            for message in connection.take(0.0):
+            for message in connection.take(_TO_NODE, 0.0):
                 self._take(message)
         if self._wake_in.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -313,7 +302,6 @@ class NodeLink:
         return False
 
     def _take(self, message: ToNode) -> None:
-        self._answered, self._unheard = True, 0
         if self._ended:
             return
         if isinstance(message, Echo):
@@ -339,8 +327,7 @@ class NodeLink:
         # From the sending: a node that was stopped in between must not think itself alive.
         if echo.lease_s > 0:
             self._lease_s = echo.lease_s
-            if self._connection is not None:
-                self._life = self._connection.life
+            self._life = self._spoken_to
             self._renew(sent + self._lease_s)
 
     def _renew(self, until: float) -> None:
@@ -360,14 +347,14 @@ class NodeLink:
         with self._lock:
             unsent, self._unsent = self._unsent, []
         for said in unsent:
-            connection.send(said, _SEND_S)
+            connection.send(said)
 
     def _beat(self, connection: Connection, now: float) -> None:
         self._beats += 1
         self._sent_at[self._beats] = now
         # Beats that an older one's echo has overtaken are not waited for any more.
         self._sent_at = {n: at for n, at in self._sent_at.items() if now - at < self._lease_s}
-        connection.send(Beat(number=self._beats, up=self._up()), _SEND_S)
+        connection.send(Beat(number=self._beats, up=self._up()))
 
     def _sleep(self, seconds: float) -> None:
         ready, _, _ = select.select([self._wake_in], [], [], seconds)
@@ -378,4 +365,4 @@ class NodeLink:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()
+            connection.release()

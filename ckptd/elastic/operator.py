@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
-from ckptd.elastic.dial import Connection, dial
+from ckptd.decoding import msgpack_decoder
+from ckptd.elastic.dial import dial
 from ckptd.elastic.messages import Notice, Order, Suspected
 from ckptd.elastic.wire import Answer, Ask, Do, DoneEvent, Status, Subscribe, ToOperator
 from ckptd.errors import CkptdError, NotFoundError
+from ckptd.net.connection import Connection
 
 __all__ = ["OperatorLink"]
 
 _DIAL_S = 2.0
-_SEND_S = 2.0
+_TO_OPERATOR = msgpack_decoder(ToOperator)
 _PAUSE_S = 0.2
 _SILENCE_S = 10.0
 
@@ -30,7 +32,7 @@ class OperatorLink:
         Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
         before each attempt to connect.
     job, secret
-        Name of the job and its secret, see `ckptd.monitor.signing.job_secret`.
+        Name of the job and its secret, see `ckptd.net.signing.job_secret`.
     name
         Who the operator is, for the controller's records.
     timeout_s
@@ -126,15 +128,15 @@ class OperatorLink:
     def _subscribed(self) -> Iterator[Status]:
         connection = self._dial(_DIAL_S)
         try:
-            connection.send(Subscribe(number=1), _SEND_S)
+            connection.send(Subscribe(number=1))
             last = time.monotonic()
             while time.monotonic() - last < _SILENCE_S:
-                for message in connection.take(1.0):
+                for message in connection.take(_TO_OPERATOR, 1.0):
                     last = time.monotonic()
                     if isinstance(message, Status):
                         yield message
         finally:
-            connection.close()
+            connection.release()
 
     def _do(self, event: DoneEvent) -> Answer:
         answer = self._call(lambda number: Do(number=number, event=event), once=True)
@@ -152,7 +154,7 @@ class OperatorLink:
                     self._number += 1
                     message = request(self._number)
                     sent = True
-                    connection.send(message, _SEND_S)
+                    connection.send(message)
                     return self._answer(connection, self._number, end)
                 except (OSError, CkptdError) as error:
                     self._disconnect()
@@ -166,26 +168,26 @@ class OperatorLink:
             self._connection = self._dial(min(_DIAL_S, max(end - time.monotonic(), 0.1)))
         else:
             # What the controller has closed meanwhile must be noticed before an order is sent.
-            self._connection.take(0.0)
+            self._connection.take(_TO_OPERATOR, 0.0)
         return self._connection
 
     def _dial(self, timeout_s: float) -> Connection:
         address = self._addresses()
         if not address:
             raise ConnectionRefusedError("nobody knows where the controller is")
-        return dial(
+        connection, _ = dial(
             address,
             job=self._job,
             role="operator",
             name=self._name,
             secret=self._secret,
-            kind=ToOperator,
             timeout_s=timeout_s,
         )
+        return connection
 
     def _answer(self, connection: Connection, number: int, end: float) -> Status | Answer:
         while (left := end - time.monotonic()) > 0:
-            for message in connection.take(left):
+            for message in connection.take(_TO_OPERATOR, left):
                 if isinstance(message, Status | Answer) and message.number == number:
                     return message
         raise TimeoutError("the controller does not answer")
@@ -193,7 +195,7 @@ class OperatorLink:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()
+            connection.release()
 
     def _nobody(self, found: object) -> NotFoundError:
         address = ""

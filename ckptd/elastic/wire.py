@@ -1,6 +1,6 @@
 """What nodes, operators and the controller say to each other: plain data.
 
-Frames and the handshake are those of `ckptd.elastic.frames`. Both ends ignore fields that they do
+Frames and the handshake are those of `ckptd.net.connection`. Both ends ignore fields that they do
 not know.
 """
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ckptd.config import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, UsageError
 from ckptd.load.union import Source
+from ckptd.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.root.opening import served_spec
 from ckptd.root.policy import Every, check_positive
 from ckptd.runtime.agentlink import AgentPlace

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from ckptd.config import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, DeadlineError, RefusedError, UsageError
 from ckptd.format.digest import digest_hex
+from ckptd.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.runtime.host import address_towards, host_id
 from ckptd.runtime.ranks import EVERY_RANK, Board, LocalBoard, Peers, agree, wait
 

@@ -270,7 +270,7 @@ def _secret(plan: Plan, environ: Mapping[str, str]) -> str:
     Raises
     ------
     RefusedError
-        kind ``not-ours``: as of `ckptd.monitor.signing.secret_of`.
+        kind ``not-ours``: as of `ckptd.net.signing.secret_of`.
     """
     folder = plan.folder
     if folder is not None:

@@ -19,7 +19,7 @@ from ckptd.monitor.report import (
     unpack_evidence,
     unpack_report,
 )
-from ckptd.monitor.signing import (
+from ckptd.net.signing import (
     CHALLENGE_PATH,
     MAC_HEADER,
     SHEETS_PATH,

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 from ckptd.agent.coordinator import Preflight, PreflightPlan, coordinate
-from ckptd.agent.preflight import ORDER_S, NodeHello, PreflightNode, PreflightOutcome, take_part
+from ckptd.agent.preflight import (
+    ORDER_S,
+    PURPOSE,
+    NodeHello,
+    PreflightNode,
+    PreflightOutcome,
+    take_part,
+)
 from ckptd.errors import DeadlineError, StoreError
-from ckptd.store.net.greeting import greet_server
-from ckptd.store.net.wire import Wire
+from ckptd.net.connection import Connection, greet_server
 
 SECRET = b"0123456789abcdef"
 END_S = 60.0
@@ -108,8 +114,8 @@ def test_strangers_and_other_secrets_are_not_let_in_and_who_is_missing_is_named(
 
 def test_one_that_comes_and_ends_is_told_as_lost(listener: socket.socket, tmp_path: Path) -> None:
     def leaving(address: tuple[str, int]) -> object:
-        wire = Wire(socket.create_connection(address), "coordinator", ORDER_S)
-        greet_server(wire, SECRET, END_S)
+        wire = Connection(socket.create_connection(address), "coordinator", ORDER_S)
+        greet_server(wire, SECRET, PURPOSE, wait_s=END_S)
         wire.send(NodeHello("gone", 1, "127.0.0.1", 1))
         wire.release()
         return None

@@ -16,7 +16,7 @@ import pytest
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import UsageError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, Stack, pack
-from ckptd.monitor.signing import new_challenge
+from ckptd.net.signing import new_challenge
 from tests.agent.daemons import SECRET, Daemon, daemon
 
 _numbers = count(1)

@@ -21,9 +21,9 @@ from ckptd.daemon.service import DaemonSetup, Service
 from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.signing import access_token, sign_request
 from ckptd.monitor.view import Phase
 from ckptd.net.address import listen_at
+from ckptd.net.signing import access_token, sign_request
 
 JOB = "job"
 SECRET = b"secret of the tests, long enough"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.access import Access
-from ckptd.monitor.signing import MAC_HEADER, sign_request
+from ckptd.net.signing import MAC_HEADER, sign_request
 from tests.daemon.daemons import JOB, SECRET, Running, running
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import RefusedError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
-from ckptd.monitor.signing import check_answer, sign_request
+from ckptd.net.signing import check_answer, sign_request
 from tests.daemon.daemons import JOB, SECRET, Running, running, sheets, until
 
 PATH = "/api/v1/sheets"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.daemon.controller import ControllerLink
+from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
 from ckptd.elastic.wire import Announce, Answer, DaemonAt, ToOperator
 from tests.elastic.controlled import (
@@ -69,22 +70,21 @@ def test_a_daemon_that_other_machines_cannot_reach_is_not_told(tmp_path: Path) -
 
 
 def announced(c: ControllerProcess, address: str, url: str) -> Answer:
-    connection = dial(
+    connection, _ = dial(
         address,
         job=c.job,
         role="operator",
         name="daemon",
         secret=SECRET.encode(),
-        kind=ToOperator,
         timeout_s=60.0,
     )
     try:
-        connection.send(Announce(number=5, url=url), 60.0)
+        connection.send(Announce(number=5, url=url))
 
         def answers() -> list[Answer]:
-            said = connection.take(1.0)
+            said = connection.take(msgpack_decoder(ToOperator), 1.0)
             return [a for a in said if isinstance(a, Answer) and a.number == 5]
 
         return next(iter(until(answers, "an answer")))
     finally:
-        connection.close()
+        connection.release()

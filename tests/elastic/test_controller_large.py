@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ckptd.elastic.frames import (
-    Frames,
-    Hello,
-    client_frames,
-    decode_welcome,
-    encode_line,
-    new_nonce,
-)
+from ckptd.decoding import msgpack_decoder
+from ckptd.elastic.dial import PURPOSE
 from ckptd.elastic.messages import Fenced, NodeUp, Order, OrderKind, Progress, Saved
 from ckptd.elastic.wire import Beat, Begin, Echo, FenceNow, Said, SaveNow, StoreAt, ToNode
 from ckptd.net.address import parse_address
+from ckptd.net.connection import Challenge, ClientProof, Codec, Greeting, ServerProof, _proof
 from tests.elastic.controlled import LONG_S, SECRET, controlled
 
 NODES = 1000
 BEAT_S = 0.5
 WATCHED_S = 10.0
+CHALLENGE = msgpack_decoder(Challenge)
+WELCOME = msgpack_decoder(ServerProof)
+TO_NODE = msgpack_decoder(ToNode)
+
+
+def proof_of(greeting: Greeting, name: str) -> ClientProof:
+    about: dict[str, str | int | bool] = {"job": "j", "role": "node", "name": name}
+    bare = ClientProof(secrets.token_bytes(32), b"", about)
+    return ClientProof(bare.nonce, _proof(greeting._keyed("client", bare), about), about)
 
 
 class SmallNode(asyncio.Protocol):
@@ -32,26 +37,31 @@ class SmallNode(asyncio.Protocol):
 
     def __init__(self, name: str, counts: dict[str, int]) -> None:
         self.name, self.counts = name, counts
-        self.hello = Hello(job="j", role="node", name=name, nonce=new_nonce())
-        self.frames: Frames | None = None
+        self.codec = Codec(name)
+        self.proof: ClientProof | None = None
+        self.met = False
         self.running = self.fenced = self.number = 0
-        self.line = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.write(encode_line(self.hello))
 
     def data_received(self, data: bytes) -> None:
-        if self.frames is None:
-            line, newline, data = (self.line + data).partition(b"\n")
-            if not newline:
-                self.line = line
+        self.codec.feed(data)
+        if self.proof is None and (challenge := self.codec.take(CHALLENGE)) is not None:
+            self.greeting = Greeting(SECRET.encode(), PURPOSE)
+            self.greeting._nonce = challenge.nonce
+            self.proof = proof_of(self.greeting, self.name)
+            self.transport.write(self.codec.pack(self.proof))
+        if self.proof is not None and not self.met:
+            if self.codec.take(WELCOME) is None:
                 return
-            welcome = decode_welcome(line)
-            self.frames = client_frames(SECRET.encode(), self.hello, welcome, ToNode)
+            keyed = self.greeting._keyed
+            proof = self.proof
+            self.codec.use_keys(keyed("to server", proof), keyed("to client", proof))
+            self.met = True
             self.beat()
-        for message in self.frames.feed(data):
+        while self.met and (message := self.codec.take(TO_NODE)) is not None:
             self.take(message)
 
     def take(self, message: ToNode) -> None:
@@ -72,14 +82,14 @@ class SmallNode(asyncio.Protocol):
             assert isinstance(message, StoreAt)
 
     def say(self, event: Fenced | Progress | Saved) -> None:
-        assert self.frames is not None
-        self.transport.write(self.frames.pack(Said(event=event)))
+        assert self.met
+        self.transport.write(self.codec.pack(Said(event=event)))
 
     def beat(self) -> None:
-        if self.frames is not None:
+        if self.met:
             self.number += 1
             up = NodeUp(node=self.name, life="l", slots=8, fenced=self.fenced, running=self.running)
-            self.transport.write(self.frames.pack(Beat(number=self.number, up=up)))
+            self.transport.write(self.codec.pack(Beat(number=self.number, up=up)))
 
     async def beats(self, later_s: float) -> None:
         await asyncio.sleep(later_s)

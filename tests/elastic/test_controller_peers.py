@@ -13,7 +13,7 @@ from ckptd.elastic.appending import Appender
 from ckptd.elastic.chronicle import Chronicle
 from ckptd.elastic.controller import Controller
 from ckptd.elastic.controller_server import Door, Peer
-from ckptd.elastic.frames import MOST_FRAME_BYTES
+from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import Broken, Ended, Left, Loaded, Lost, NodeUp, Progress, Tick
 from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine

@@ -12,12 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.elastic.dial import dial
-from ckptd.elastic.frames import Hello, client_frames, decode_welcome, encode_line, new_nonce
+from ckptd.decoding import msgpack_decoder
+from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE, dial
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.wire import Beat, Echo, Said, ToNode
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, StoreError
 from ckptd.net.address import parse_address
+from ckptd.net.connection import Connection, greet_server
 from tests.elastic.controlled import (
     LONG_S,
     SECRET,
@@ -44,23 +45,28 @@ def plain(controller: ControllerProcess) -> Iterator[socket.socket]:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Wait until the other side closes; false if it says something else after all."""
-    try:
-        return sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
+    """Wait until the other side closes; whatever it says before that is read."""
+    sock.settimeout(LONG_S)
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(4096):
+            pass
+    return True
 
 
-def hello(**changes: str) -> Hello:
-    return Hello(job="j", role="node", name=changes.get("name", "evil"), nonce=new_nonce())
+HEAD = struct.Struct("<II16s")
+TO_NODE = msgpack_decoder(ToNode)
 
 
-def shaken(sock: socket.socket, said: Hello) -> bytes:
-    sock.sendall(encode_line(said))
-    line = b""
-    while not line.endswith(b"\n"):
-        line += sock.recv(1)
-    return line
+@contextlib.contextmanager
+def shaken(
+    controller: ControllerProcess, name: str = "evil", secret: bytes = KEY
+) -> Iterator[tuple[Connection, socket.socket]]:
+    """A client that has shaken hands, and then does what it likes."""
+    with plain(controller) as sock:
+        connection = Connection(sock, "controller", LONG_S, MOST_FRAME_BYTES)
+        about = {"job": "j", "role": "node", "name": name}
+        greet_server(connection, secret, PURPOSE, wait_s=LONG_S, about=about)
+        yield connection, sock
 
 
 def beat(name: str = "evil", number: int = 1) -> Beat:
@@ -73,9 +79,9 @@ def beat(name: str = "evil", number: int = 1) -> Beat:
         os.urandom(4096),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\0" * 2000,
-        b'{"v":1}\n',
-        b"{" * 1023 + b"\n",
-        b"\n",
+        HEAD.pack(0, 0, bytes(16)),
+        HEAD.pack(9, 0, bytes(16)) + b"\x91" * 9,
+        b"\n" * 24,
     ],
     ids=["random", "http", "zeros", "empty", "deep", "newline"],
 )
@@ -93,7 +99,6 @@ def test_another_job_is_told_so(controller: ControllerProcess) -> None:
             role="node",
             name="n",
             secret=KEY,
-            kind=ToNode,
             timeout_s=LONG_S,
         )
     assert caught.value.kind == "not-the-controller"
@@ -104,52 +109,64 @@ def test_huge_lengths_of_strangers_are_hung_up_on(
     controller: ControllerProcess, length: int
 ) -> None:
     with plain(controller) as sock:
-        shaken(sock, hello())
-        sock.sendall(struct.pack("<I16s", length, b"x" * 16))
+        sock.sendall(HEAD.pack(length, 0, b"x" * 16))
         assert is_closed(sock)
 
 
-def test_a_wrong_secret_is_hung_up_on(controller: ControllerProcess) -> None:
-    with plain(controller) as sock:
-        said = hello()
-        welcome = decode_welcome(shaken(sock, said))
-        sock.sendall(client_frames(b"?" * 32, said, welcome, ToNode).pack(beat()))
+@pytest.mark.parametrize("lengths", [(MOST_FRAME_BYTES + 1, 0), (10, 1)])
+def test_huge_lengths_of_peers_are_hung_up_on(
+    controller: ControllerProcess, lengths: tuple[int, int]
+) -> None:
+    with shaken(controller) as (_, sock):
+        sock.sendall(HEAD.pack(*lengths, b"x" * 16))
         assert is_closed(sock)
+
+
+def test_a_wrong_secret_is_told_and_hung_up_on(controller: ControllerProcess) -> None:
+    with pytest.raises(StoreError) as caught, shaken(controller, secret=b"?" * 32):
+        pass
+    assert caught.value.kind == "permission"
     with controller.operator() as operator:
         assert "evil" not in {row.name for row in operator.status().nodes}
+
+
+def test_a_client_that_does_not_say_what_it_is_is_hung_up_on(
+    controller: ControllerProcess,
+) -> None:
+    for about in ({"job": "j"}, {"job": "j", "role": "king", "name": "n"}):
+        with plain(controller) as sock:
+            connection = Connection(sock, "controller", LONG_S)
+            greet_server(connection, KEY, PURPOSE, wait_s=LONG_S, about=about)
+            assert is_closed(sock)
 
 
 def test_a_replayed_conversation_and_a_replayed_frame_are_hung_up_on(
     controller: ControllerProcess,
 ) -> None:
+    said: list[bytes] = []
+
+    class Recorded(socket.socket):
+        def sendall(self, data: bytes, *args: int) -> None:  # type: ignore[override]
+            said.append(bytes(data))
+            super().sendall(data, *args)
+
+    with plain(controller) as sock, Recorded(fileno=sock.detach()) as recorded:
+        connection = Connection(recorded, "controller", LONG_S)
+        about = {"job": "j", "role": "node", "name": "twice"}
+        greet_server(connection, KEY, PURPOSE, wait_s=LONG_S, about=about)
+        connection.send(beat("twice"))
+        until(lambda: any(isinstance(m, Echo) for m in connection.take(TO_NODE, 1.0)))
+        recorded.sendall(said[-1])
+        assert is_closed(recorded)
     with plain(controller) as sock:
-        said = hello(name="twice")
-        frames = client_frames(KEY, said, decode_welcome(shaken(sock, said)), ToNode)
-        raw = frames.pack(beat("twice"))
-        sock.sendall(raw)
-        data = sock.recv(4096)
-        assert any(isinstance(m, Echo) for m in frames.feed(data))
-        sock.sendall(raw)
-        until(lambda: is_closed_or_more(sock))
-    with plain(controller) as sock:
-        shaken(sock, said)
-        sock.sendall(raw)
+        sock.sendall(said[0] + said[1])
         assert is_closed(sock)
-
-
-def is_closed_or_more(sock: socket.socket) -> bool:
-    try:
-        return sock.recv(4096) == b""
-    except ConnectionResetError:
-        return True
 
 
 def test_a_node_that_speaks_for_another_is_hung_up_on(controller: ControllerProcess) -> None:
     for message in (beat("n1"), Said(event=Left(node="n1"), number=1)):
-        with plain(controller) as sock:
-            said = hello(name="liar")
-            frames = client_frames(KEY, said, decode_welcome(shaken(sock, said)), ToNode)
-            sock.sendall(frames.pack(message))
+        with shaken(controller, "liar") as (connection, sock):
+            connection.send(message)
             assert is_closed(sock)
 
 
@@ -157,10 +174,8 @@ def test_an_impossible_message_with_the_right_key_is_hung_up_on(
     controller: ControllerProcess,
 ) -> None:
     for body in (b"\xc1", msgspec.msgpack.encode({"type": "Order"}), b"\x91" * 4000):
-        with plain(controller) as sock:
-            said = hello()
-            frames = client_frames(KEY, said, decode_welcome(shaken(sock, said)), ToNode)
-            sock.sendall(frames.pack_body(body))
+        with shaken(controller) as (connection, sock):
+            sock.sendall(connection.codec.pack(body))
             assert is_closed(sock)
 
 
@@ -168,18 +183,13 @@ def test_an_impossible_message_with_the_right_key_is_hung_up_on(
 def test_half_of_something_and_silence_end_by_a_deadline(controller: ControllerProcess) -> None:
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(plain(controller)) for _ in range(3)]
-        socks[1].sendall(b'{"v":1,')
-        said = hello()
-        welcome = decode_welcome(shaken(socks[2], said))
-        raw = client_frames(KEY, said, welcome, ToNode).pack(beat())
-        socks[2].sendall(raw[: len(raw) // 2])
+        socks[1].sendall(HEAD.pack(10, 0, bytes(16)))
+        socks[2].sendall(b"\0")
         assert all(is_closed(sock) for sock in socks)
-    with plain(controller) as sock:
-        said = hello(name="half")
-        frames = client_frames(KEY, said, decode_welcome(shaken(sock, said)), ToNode)
-        sock.sendall(frames.pack(beat("half")))
-        sock.sendall(frames.pack(beat("half", 2))[:10])
-        until(lambda: is_closed_or_more(sock))
+    with shaken(controller, "half") as (connection, sock):
+        connection.send(beat("half"))
+        sock.sendall(connection.codec.pack(beat("half", 2))[:10])
+        assert is_closed(sock)
 
 
 @pytest.mark.long
@@ -199,11 +209,9 @@ def test_a_half_open_connection_is_silence(tmp_path: Path) -> None:
         controlled(tmp_path, "--nodes", "1:2", "--set", "silent_s=1", "--set", "save_s=1") as c,
         pretended(1, c.seat),
         c.operator() as operator,
-        plain(c) as sock,
+        shaken(c, "dumb") as (connection, _),
     ):
-        said = hello(name="dumb")
-        frames = client_frames(KEY, said, decode_welcome(shaken(sock, said)), ToNode)
-        sock.sendall(frames.pack(beat("dumb")))
+        connection.send(beat("dumb"))
         status_when(operator, lambda s: s.world == 2, "both")
         lost = status_when(operator, lambda s: s.world == 1 and s.state == "running", "one")
         assert not {row.name: row for row in lost.nodes}["dumb"].up

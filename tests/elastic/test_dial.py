@@ -6,21 +6,19 @@ import pytest
 
 from ckptd.elastic.dial import dial
 from ckptd.elastic.operator import OperatorLink
-from ckptd.elastic.wire import ToOperator
-from ckptd.errors import NotFoundError
+from ckptd.errors import NotFoundError, TransientStoreError
 
 NO_NAME = "a..b"
 
 
 def test_a_name_that_cannot_be_is_an_address_where_nobody_answers() -> None:
-    with pytest.raises(OSError, match=r"a\.\.b:9"):
+    with pytest.raises(TransientStoreError, match=r"a\.\.b:9"):
         dial(
             f"{NO_NAME}:9",
             job="j",
             role="operator",
             name="o",
             secret=b"s" * 32,
-            kind=ToOperator,
             timeout_s=1.0,
         )
     with OperatorLink(lambda: f"{NO_NAME}:9", "j", b"s" * 32, timeout_s=0.0) as link:

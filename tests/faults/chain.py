@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from ckptd.monitor.injection import SWITCH
-from ckptd.monitor.signing import access_token
+from ckptd.net.signing import access_token
 from tests.faults.case import Case
 from tests.faults.judge import Heard
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import resource
 import secrets
@@ -18,18 +17,25 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, TransientStoreError, UsageError
 from ckptd.net.address import Address, parse_server
+from ckptd.net.connection import (
+    VERSION,
+    Challenge,
+    ClientProof,
+    Connection,
+    ServerProof,
+    greet_server,
+)
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
-from ckptd.store.net.greeting import greet_server
 from ckptd.store.net.messages import Done, Piece
-from ckptd.store.net.wire import Wire, decoder
 from tests.store.netserver import ServerProcess, server_process
 
 HEAD = struct.Struct("<II16s")
-ANSWER = decoder(messages.Answer)
+ANSWER = msgpack_decoder(messages.Answer)
 LIMITS = Limits(greeting_s=60.0)
 
 
@@ -50,12 +56,12 @@ def dial(url: str) -> socket.socket:
     return socket.create_connection(address, timeout=30)
 
 
-def friend(spec: StoreSpec) -> tuple[Wire, socket.socket]:
+def friend(spec: StoreSpec) -> tuple[Connection, socket.socket]:
     """A client that knows the secret, and then does what it likes."""
     sock = dial(spec.url)
-    wire = Wire(sock, "server", 30.0)
+    wire = Connection(sock, "server", 30.0)
     try:
-        greet_server(wire, bytes.fromhex(spec.options["secret"]), 30.0)
+        greet_server(wire, bytes.fromhex(spec.options["secret"]), messages.PURPOSE, wait_s=30.0)
     except BaseException:
         wire.release()
         raise
@@ -101,9 +107,9 @@ def strange_bytes(dice: random.Random) -> bytes:
     body = dice.choice(
         [
             dice.randbytes(dice.randrange(200)),
-            msgspec.msgpack.encode(messages.Proof(dice.randbytes(32), dice.randbytes(32))),
+            msgspec.msgpack.encode(ClientProof(dice.randbytes(32), dice.randbytes(32))),
             msgspec.msgpack.encode(messages.Get("a")),
-            msgspec.msgpack.encode(messages.Proof(b"", b"")),
+            msgspec.msgpack.encode(ClientProof(b"", b"")),
         ]
     )
     honest = HEAD.pack(len(body), 0, bytes(16)) + body
@@ -231,10 +237,10 @@ def test_a_false_server_is_found_out() -> None:
 
         def lie() -> None:
             sock, _ = listener.accept()
-            wire = Wire(sock, "client", 30.0)
-            wire.send(messages.Challenge(messages.VERSION, bytes(32)))
-            wire.receive(decoder(messages.Proof), 30.0)
-            wire.send(messages.Welcome(bytes(32)))
+            wire = Connection(sock, "client", 30.0)
+            wire.send(Challenge(VERSION, bytes(32)))
+            wire.receive(msgpack_decoder(ClientProof), 30.0)
+            wire.send(ServerProof(bytes(32)))
             until_closed(sock)
             wire.release()
 
@@ -254,8 +260,8 @@ def test_another_version_is_told() -> None:
 
         def speak() -> None:
             sock, _ = listener.accept()
-            wire = Wire(sock, "client", 30.0)
-            wire.send(messages.Challenge(messages.VERSION + 1, bytes(32)))
+            wire = Connection(sock, "client", 30.0)
+            wire.send(Challenge(VERSION + 1, bytes(32)))
             until_closed(sock)
             wire.release()
 
@@ -289,7 +295,7 @@ def befriend(spec: StoreSpec, rounds: int, seed: int) -> None:
         lambda: messages.Delete(tuple("x" * 5 for _ in range(dice.randrange(5000)))),
         lambda: messages.Open("a"),
         lambda: Done(),
-        lambda: messages.Challenge(1, b""),
+        lambda: Challenge(1, b""),
     ]
     for _ in range(rounds):
         wire, sock = friend(spec)
@@ -469,19 +475,3 @@ def test_a_client_that_is_gone_leaves_no_part_of_its_object(
     wire.release()
     wait_for(lambda: server.counts().served == 0)
     assert [*memory.list()] == []
-
-
-def test_what_is_protected_is_the_number_the_lengths_and_the_message() -> None:
-    """The MAC of a frame, computed from its description."""
-    left, right = socket.socketpair()
-    wire = Wire(left, "right", 30.0)
-    wire.use_keys(b"k" * 32, b"r" * 32)
-    for number in range(2):
-        wire.send(Done(), memoryview(b"raw"))
-        body = msgspec.msgpack.encode(Done())
-        said = right.recv(HEAD.size + len(body) + 3, socket.MSG_WAITALL)
-        fields = struct.pack("<QII", number, len(body), 3)
-        mac = hashlib.blake2b(fields + body, key=b"k" * 32, digest_size=16).digest()
-        assert said == HEAD.pack(len(body), 3, mac) + body + b"raw"
-    wire.release()
-    right.close()

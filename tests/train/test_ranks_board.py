@@ -11,8 +11,8 @@ import torch
 from torch.distributed import HashStore
 
 import ckptd
-from ckptd.config import SECRET_VARIABLE, derived_key
 from ckptd.errors import DeadlineError, RefusedError, UsageError
+from ckptd.net.signing import SECRET_VARIABLE, derived_key
 from ckptd.save.tiers import Local, Memory, Peer
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.ranks import JobBoard, board_of
@@ -73,7 +73,7 @@ def test_counters_are_counted() -> None:
 def test_a_short_secret_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(UsageError) as caught:
-        from ckptd.config import given_secret
+        from ckptd.net.signing import given_secret
 
         given_secret()
     assert caught.value.kind == "bad-secret"

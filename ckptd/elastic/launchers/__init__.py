@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         StateLoaded,
         Welcome,
     )
-    from ckptd.monitor.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
     from ckptd.net.address import Address, is_here, is_loopback, parse_address
+    from ckptd.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
     from ckptd.runtime.agentlink import run_folder
 
 __all__ = [
@@ -163,7 +163,7 @@ _MODULES = {
         "StateLoaded",
         "Welcome",
     ),
-    "monitor.signing": (
+    "net.signing": (
         "SECRET_VARIABLE",
         "check_folder",
         "job_secret",

@@ -63,7 +63,7 @@ from ckptd.elastic.workerwire import (
     StateLoaded,
     Welcome,
 )
-from ckptd.monitor.signing import SECRET_VARIABLE, secret_path
+from ckptd.net.signing import SECRET_VARIABLE, secret_path
 from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["NO_ORDER", "Ending", "NodeLauncher", "NodeSettings"]

@@ -11,6 +11,7 @@ import msgspec
 
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError, UsageError
 from ckptd.net.address import parse_server
+from ckptd.net.signing import check_secret
 from ckptd.store.base import (
     Capabilities,
     Names,
@@ -26,7 +27,6 @@ from ckptd.store.base import (
     parse_options,
 )
 from ckptd.store.net import messages
-from ckptd.store.net.greeting import check_secret
 from ckptd.store.net.link import Link, LinkPool
 from ckptd.store.net.messages import Done, Piece
 from ckptd.store.wrap import Backoff
@@ -80,7 +80,7 @@ class NetStore(Store):
     ``read-only``.
 
     Over TCP, `get`, `put` and everything said between the two are protected against change by
-    others, the bytes of `read_into` and `writer` are not (`ckptd.store.net.wire` says why): they
+    others, the bytes of `read_into` and `writer` are not (`ckptd.net.connection` says why): they
     need digests of their own. Nothing is encrypted.
 
     Parameters
@@ -241,7 +241,7 @@ class NetStore(Store):
             number = next(tries)
             link.begin(request)
             for piece in _pieces(view):
-                link.begin(Piece(link.wire.seal(piece)), piece)
+                link.begin(Piece(link.wire.codec.seal(piece)), piece)
             link.finish()
             return number
 

@@ -10,17 +10,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ckptd.decoding import converter, msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.net.address import Address, UnixAddress, same_user
+from ckptd.net.connection import Connection, greet_server
 from ckptd.store.base import Capabilities
-from ckptd.store.net.greeting import greet_server
-from ckptd.store.net.messages import MOST_PIECE_BYTES, Answer, Done, Failed, Page, Piece
-from ckptd.store.net.wire import Wire, decoder
+from ckptd.store.net.messages import MOST_PIECE_BYTES, PURPOSE, Answer, Done, Failed, Page, Piece
 
 __all__ = ["Link", "LinkPool"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
-_ANSWER = decoder(Answer)
+_ANSWER = msgpack_decoder(Answer)
+_promised = converter(Capabilities)
 _MOST_IDLE = 16
 _PATIENCE_S = 10.0
 
@@ -28,8 +29,9 @@ _PATIENCE_S = 10.0
 class Link:
     """One connection to a `StoreServer`, for one call at a time.
 
-    Calls raise what the server's store raised, or a `TransientStoreError` of `Wire`; after that
-    one, or an exception in the middle of an answer, the link is not `clean` and cannot be used.
+    Calls raise what the server's store raised, or a `TransientStoreError` of `Connection`; after
+    that one, or an exception in the middle of an answer, the link is not `clean` and cannot be
+    used.
 
     Parameters
     ----------
@@ -46,7 +48,7 @@ class Link:
     ) -> None:
         sock = address.connect(connect_s, address.url)
         try:
-            self.wire = Wire(sock, address.url, answer_s)
+            self.wire = Connection(sock, address.url, answer_s)
         except BaseException:
             sock.close()
             raise
@@ -57,7 +59,13 @@ class Link:
                 raise StoreError(
                     "the server runs as another user", kind="permission", where=address.url
                 )
-            self.capabilities: Capabilities = greet_server(self.wire, secret, connect_s)
+            said = greet_server(self.wire, secret, PURPOSE, wait_s=connect_s)
+            try:
+                self.capabilities = _promised(said)
+            except msgspec.ValidationError as error:
+                raise self.wire.fail(
+                    "not a store's promise", kind="link-protocol", found=error
+                ) from error
         except BaseException:
             self.wire.release()
             raise

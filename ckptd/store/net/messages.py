@@ -6,23 +6,17 @@ place of any of them and ends the answer. Bytes of objects travel behind `Piece`
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from ckptd.store.base import Capabilities
-
 __all__ = [
-    "MOST_BODY_BYTES",
     "MOST_PIECE_BYTES",
     "MOST_PUT_BYTES",
     "PAGE",
     "PIECE_BYTES",
-    "VERSION",
+    "PURPOSE",
     "Abort",
     "Answer",
     "Begin",
-    "Challenge",
     "Children",
     "Commit",
     "Delete",
@@ -35,23 +29,18 @@ __all__ = [
     "Opened",
     "Page",
     "Piece",
-    "Promise",
-    "Proof",
     "Put",
     "Read",
-    "Refused",
     "Request",
     "Sized",
     "Stat",
     "Sweep",
     "Sync",
-    "Welcome",
     "Writing",
 ]
 
-VERSION = 1
-MOST_BODY_BYTES = 1 << 20
-"""Largest message, without the piece behind it; a page of the longest names has most of it."""
+PURPOSE = "store"
+"""Of these connections, see `ckptd.net.connection.Greeting`."""
 PIECE_BYTES = 4 << 20
 """Bytes behind one `Piece`, as they are sent."""
 MOST_PIECE_BYTES = 8 << 20
@@ -59,43 +48,11 @@ MOST_PIECE_BYTES = 8 << 20
 MOST_PUT_BYTES = 1 << 30
 """Largest object of one put, which the server holds in memory; larger ones need a writer."""
 PAGE = 500
-"""Names in one `Page` and keys in one `Delete`."""
+"""Names in one `Page` and keys in one `Delete`; of the longest names, most of a message."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages."""
-
-
-class Challenge(_Message, frozen=True, tag="challenge"):
-    """Server, first of all: its protocol and a random number."""
-
-    version: int
-    nonce: bytes
-
-
-class Proof(_Message, frozen=True, tag="proof"):
-    """Client: a random number of its own, and that it knows the secret."""
-
-    nonce: bytes
-    mac: bytes
-
-
-class Welcome(_Message, frozen=True, tag="welcome"):
-    """Server: that it knows the secret too. From here on frames are protected."""
-
-    mac: bytes
-
-
-class Promise(_Message, frozen=True, tag="promise"):
-    """Server, at once after `Welcome`: what its store promises."""
-
-    capabilities: Capabilities
-
-
-class Refused(_Message, frozen=True, tag="refused"):
-    """Server, in place of `Welcome`."""
-
-    reason: Literal["secret", "busy"]
 
 
 class Get(_Message, frozen=True, tag="get"):

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from ckptd.errors import CkptdError, DeadlineError
 from ckptd.net.address import UnixAddress, parse_server, same_user
+from ckptd.net.connection import Connection, Refusal, greet_client
+from ckptd.net.signing import check_secret
 from ckptd.store.base import Store, StoreSpec
-from ckptd.store.net.greeting import check_secret, greet_client
+from ckptd.store.net.messages import PURPOSE
 from ckptd.store.net.rules import Allow, Rules
 from ckptd.store.net.session import Limits, Session
-from ckptd.store.net.wire import Wire
 
 __all__ = ["Counts", "StoreServer"]
 
@@ -87,8 +90,8 @@ class StoreServer:
         self._rules = Rules(read_only, allow)
         self._limits = limits or Limits()
         self._lock = threading.Lock()
-        self._wires: dict[Wire, threading.Thread] = {}
-        self._strangers: dict[Wire, None] = {}
+        self._wires: dict[Connection, threading.Thread] = {}
+        self._strangers: dict[Connection, None] = {}
         self._accepted = self._refused = 0
         self._closing = threading.Event()
         self.change_secret(secret)
@@ -138,7 +141,7 @@ class StoreServer:
 
     def _start(self, sock: socket.socket) -> None:
         try:
-            wire = Wire(sock, f"a client of {self.url}", self._limits.frame_s)
+            wire = Connection(sock, f"a client of {self.url}", self._limits.frame_s)
         except OSError:  # it is gone already
             sock.close()
             return
@@ -164,7 +167,7 @@ class StoreServer:
         except RuntimeError:  # no more threads: this client tries again
             self._forget(wire)
 
-    def _serve(self, wire: Wire, sock: socket.socket) -> None:
+    def _serve(self, wire: Connection, sock: socket.socket) -> None:
         try:
             if self._greet(wire, sock):
                 Session(wire, self._store, self._rules, self._limits).run()
@@ -175,16 +178,23 @@ class StoreServer:
         finally:
             self._forget(wire)
 
-    def _greet(self, wire: Wire, sock: socket.socket) -> bool:
+    def _greet(self, wire: Connection, sock: socket.socket) -> bool:
         good = False
         try:
             if self._address.local and not same_user(sock):
                 return False
             with self._lock:
                 room = len(self._wires) - len(self._strangers) < self._limits.connections
-            good = greet_client(
-                wire, self._secret, self._promised, room=room, wait_s=self._limits.greeting_s
+            busy = Refusal("link-busy", "the server has no room")
+            said = greet_client(
+                wire,
+                self._secret,
+                PURPOSE,
+                wait_s=self._limits.greeting_s,
+                about=msgspec.to_builtins(self._promised),
+                refuse=lambda _, proved: busy if proved and not room else None,
             )
+            good = said is not None
             return good
         finally:
             with self._lock:
@@ -192,7 +202,7 @@ class StoreServer:
                 self._accepted += good
                 self._refused += not good
 
-    def _forget(self, wire: Wire) -> None:
+    def _forget(self, wire: Connection) -> None:
         with self._lock:
             self._wires.pop(wire, None)
             self._strangers.pop(wire, None)

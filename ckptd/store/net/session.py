@@ -11,18 +11,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, RefusedError, StoreError
+from ckptd.net.connection import Connection
 from ckptd.store.base import Store, Writer, check_end
 from ckptd.store.net import messages
 from ckptd.store.net.messages import Done, Failed, Page, Piece, Request, Writing
 from ckptd.store.net.rules import Rules
-from ckptd.store.net.wire import Wire, decoder
 from ckptd.types import ByteRange
 
 __all__ = ["Limits", "Session"]
 
-_REQUEST = decoder(Request)
-_WRITING = decoder(Writing)
+_REQUEST = msgpack_decoder(Request)
+_WRITING = msgpack_decoder(Writing)
 _ALIGN = 4096
 _MOST_FIELD = 4000
 _COPIED_BYTES = 2 << 20
@@ -62,14 +63,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Session:
     """Answers one client's requests, one after another."""
 
-    def __init__(self, wire: Wire, store: Store, rules: Rules, limits: Limits) -> None:
+    def __init__(self, wire: Connection, store: Store, rules: Rules, limits: Limits) -> None:
         self._wire = wire
         self._store = store
         self._rules = rules
         self._limits = limits
 
     def run(self) -> None:
-        """Answer until the connection ends, which is a `TransientStoreError` of `Wire`."""
+        """Answer until the connection ends, which is a `TransientStoreError` of `Connection`."""
         while True:
             request, _ = self._wire.receive(_REQUEST, self._limits.idle_s)
             body = self._body(request.size) if isinstance(request, messages.Put) else b""
@@ -147,7 +148,7 @@ class Session:
             self._wire.send(messages.Sized(len(data)))
             for at in range(0, len(data), messages.PIECE_BYTES):
                 piece = data[at : at + messages.PIECE_BYTES]
-                self._wire.send(Piece(self._wire.seal(piece)), piece)
+                self._wire.send(Piece(self._wire.codec.seal(piece)), piece)
         else:
             check_end(request.key, end, self._store.stat(request.key).size)
             self._wire.send(messages.Sized(end - start))
@@ -198,7 +199,7 @@ class Session:
         for at in range(wanted.start, wanted.end, _COPIED_BYTES):
             piece = room[: min(_COPIED_BYTES, wanted.end - at)]
             self._store.read_into(key, at, piece)
-            self._wire.send(Piece(self._wire.seal(piece) if sealed else b""), piece)
+            self._wire.send(Piece(self._wire.codec.seal(piece) if sealed else b""), piece)
 
     def _open(self, key: str) -> Done | None:
         if not self._wire.local:

@@ -19,7 +19,7 @@ import psutil
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.wire import Status
-from ckptd.monitor.signing import job_secret
+from ckptd.net.signing import job_secret
 
 __all__ = ["TorchrunJob"]
 

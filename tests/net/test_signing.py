@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import RefusedError, UsageError
-from ckptd.monitor import signing
-from ckptd.monitor.signing import (
+from ckptd.net import signing
+from ckptd.net.signing import (
     access_token,
     check_answer,
     check_request,

@@ -1,8 +1,12 @@
-"""Who may speak to a job's daemon: one secret a job, and a MAC on every message and its answer.
+"""The job's secret, the keys that are derived from it, and the MACs of requests to its daemon.
 
-Clocks of nodes may differ by minutes, so no time is signed. Each life of a daemon draws a challenge
-that every MAC includes, so what was recorded before a restart is worth nothing after it; within one
-life the signed body carries its source and its number, and a number counts once.
+The secret itself never leaves a process that was given it. What has to prove something to another
+process does so with a key of one purpose, so whoever learns one key can do one thing.
+
+Every message to a daemon, and its answer, carries a MAC. Clocks of nodes may differ by minutes, so
+no time is signed. Each life of a daemon draws a challenge that every MAC includes, so what was
+recorded before a restart is worth nothing after it; within one life the signed body carries its
+source and its number, and a number counts once.
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from ckptd.config import SECRET_VARIABLE, checked_secret, given_secret
-from ckptd.errors import RefusedError
+from ckptd.errors import RefusedError, UsageError
 
 __all__ = [
     "CHALLENGE_PATH",
@@ -27,14 +30,22 @@ __all__ = [
     "check_answer",
     "check_folder",
     "check_request",
+    "check_secret",
+    "checked_secret",
+    "derived_key",
+    "given_secret",
     "job_secret",
     "new_challenge",
+    "new_secret",
     "secret_of",
     "secret_path",
     "sign_answer",
     "sign_request",
 ]
 
+SECRET_VARIABLE = "CKPTD_SECRET"
+_LEAST_SECRET = 16
+_MOST_SECRET = 1024
 MAC_HEADER = "Ckptd-Mac"
 """Header of a signed request, and of its answer."""
 CHALLENGE_PATH = "/api/v1/challenge"
@@ -45,6 +56,72 @@ FOUND_PATH = "/api/v1/found"
 _VERSION = "v1"
 _MOST_SECRET_FILE = 4096
 _MOST_HEADER = 256
+
+
+def given_secret() -> bytes | None:
+    """Return the job's secret as ``CKPTD_SECRET`` gives it; None where it is not set.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-secret``: it is too short or too long.
+    """
+    given = os.environ.get(SECRET_VARIABLE)
+    return checked_secret(os.fsencode(given), SECRET_VARIABLE) if given else None
+
+
+def checked_secret(secret: bytes, where: str) -> bytes:
+    """Return `secret`, any text of 16 to 1024 bytes.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-secret``: it is too short or too long.
+    """
+    if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+        raise UsageError(
+            "the secret has the wrong length",
+            kind="bad-secret",
+            where=where,
+            wanted=f"from {_LEAST_SECRET} to {_MOST_SECRET} bytes",
+            found=f"{len(secret)} bytes",
+            hint=f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same on all nodes",
+        )
+    return secret
+
+
+def derived_key(secret: bytes, *purpose: str) -> bytes:
+    """Return 32 bytes for one purpose, from which nobody learns `secret` or another purpose's key.
+
+    HMAC-SHA256 of the parts, each with its length before it, as the expansion step of HKDF
+    (RFC 5869): no part can pass for the end of another.
+    """
+    mac = hmac.new(secret, b"ckptd key", hashlib.sha256)
+    for part in purpose:
+        data = part.encode()
+        mac.update(len(data).to_bytes(8, "little") + data)
+    return mac.digest()
+
+
+def new_secret() -> str:
+    """Return a fresh secret, as hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def check_secret(text: str | None, where: str) -> bytes:
+    """Return the secret that `text` spells in hexadecimal; `UsageError` when it is none."""
+    try:
+        secret = bytes.fromhex(text or "")
+    except ValueError:
+        secret = b""
+    if len(secret) < _LEAST_SECRET:
+        raise UsageError(
+            "a server on the network needs a secret",
+            kind="bad-option",
+            where=where,
+            wanted=f"secret: at least {2 * _LEAST_SECRET} hexadecimal digits, random",
+        )
+    return secret
 
 
 def secret_path(job: str, folder: Path) -> Path:
