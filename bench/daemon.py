@@ -31,11 +31,11 @@ import msgspec
 import numpy as np
 
 from ckptd.daemon.client import DaemonClient
-from ckptd.daemon.simulated import Simulation, mesh_for
 from ckptd.monitor.gather import merge
 from ckptd.monitor.report import NodeReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.net.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
+from ckptd_simulated.feed import Simulation, mesh_for
 
 RANKS = (16, 128, 1024, 4096, 10240)
 SECRET = b"secret of the bench, long enough"

@@ -30,8 +30,8 @@ from ckptd.monitor.job import JobView
 from ckptd.monitor.links.matrix import again, effects
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.slow import SlowLimits, slow_ranks
-from ckptd.monitor.simulator import Fault, Mesh, Planted, delays, own_times, play
 from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
+from ckptd_simulated.job import Fault, Mesh, Planted, delays, own_times, play
 
 MESHES = {1024: Mesh(16, 8, 8), 10240: Mesh(160, 8, 8), 32768: Mesh(512, 8, 8)}
 SETS = {"chosen on": 0, "scored on": 2_000_000}

@@ -23,9 +23,9 @@ from ckptd.monitor import simulator
 from ckptd.monitor.gather import from_views, merge
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import STEP, GroupInfo, NodeReport, pack, unpack_report
-from ckptd.monitor.simulator import Fault, Mesh, Planted, own_times, play, views
 from ckptd.monitor.view import CALL, Phase, RankView
 from ckptd.monitor.watch import JobWatch
+from ckptd_simulated.job import Fault, Mesh, Planted, own_times, play, views
 
 MESHES = {
     16: Mesh(2, 2, 4),

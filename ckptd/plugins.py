@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["VERBS", "Verb", "entries", "origin"]
+__all__ = ["SIMULATIONS", "VERBS", "Verb", "entries", "origin"]
 
+SIMULATIONS = "ckptd.simulations"
+"""Group of the entry point that feeds a daemon with a job that does not exist."""
 VERBS = "ckptd.verbs"
 """Group of the entry points that add a verb: its name, and a `Verb`."""
 _US = "ckptd"

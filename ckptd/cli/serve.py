@@ -20,6 +20,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.errors import RefusedError, UsageError
 from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
+from ckptd.plugins import SIMULATIONS, entries
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
@@ -236,18 +237,15 @@ def _serve(
 def _simulate(
     stack: ExitStack, service: Service, ranks: int, fault: tuple[str, ...], saved: Path | None
 ) -> None:
-    from ckptd.daemon.simulated import Feeder, Simulation, mesh_for, parse_fault
-    from ckptd.daemon.simulatedsaves import SimulatedSaves
-
-    mesh = mesh_for(ranks)
-    simulation = Simulation(
-        service.setup.job,
-        mesh,
-        [parse_fault(text) for text in fault],
-        nodes_per_sheet=1 if mesh.nodes <= 64 else 32,
-    )
-    saves = SimulatedSaves(saved, ranks) if saved is not None else None
-    feeder = Feeder(simulation, service.ingest.hand_in, saves)
+    found = entries(SIMULATIONS)
+    if not found:
+        raise UsageError(
+            "a simulated job needs ckptd_simulated, which is not installed",
+            kind="missing-package",
+            where="--simulate",
+            hint="install ckptd from its wheel or its source tree: both hold it",
+        )
+    feeder = found[0].load()(service.setup.job, ranks, fault, saved, service.ingest.hand_in)
     stack.callback(feeder.close)
 
 

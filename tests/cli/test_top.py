@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ckptd.cli.screen import odd_rows, screen
-from ckptd.daemon.simulated import PlantedAt
+from ckptd_simulated.feed import PlantedAt
 from tests.cli.running import Cli
 from tests.daemon.daemons import Running, fed, running, until
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.simulated import PlantedAt
 from ckptd.monitor.recording import replay
+from ckptd_simulated.feed import PlantedAt
 from tests.daemon.daemons import JOB, Running, fed, quick_settings, running, until
 
 RANKS = 16

@@ -8,8 +8,8 @@ from ckptd.daemon.rounds import STATUS, RankTable
 from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import GroupInfo
-from ckptd.monitor.simulator import Fault, Mesh, Planted, play
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
+from ckptd_simulated.job import Fault, Mesh, Planted, play
 
 MESH = Mesh(2, 2, 4)
 NAMES = Names({}, {})

@@ -15,10 +15,10 @@ import pytest
 from ckptd.daemon.access import Access
 from ckptd.daemon.forward import Forwarder, _with_rows_of
 from ckptd.daemon.server import Serving, url_of
-from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
 from ckptd.monitor.gather import merge
 from ckptd.monitor.report import SHEET_RANK, STEP, AgentState, NodeReport
 from ckptd.net.address import listen_at
+from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
 from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.live import Hub, StreamEvent
-from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import TransientStoreError
+from ckptd_simulated.feed import PlantedAt
 from tests.daemon.daemons import Running, fed, running, until
 
 

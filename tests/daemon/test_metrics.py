@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ckptd.daemon import metrics as module
 from ckptd.daemon.metrics import NAMES, exposition
-from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import UsageError
+from ckptd_simulated.feed import PlantedAt
 from tests.daemon.daemons import Running, fed, running, until
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.daemon.simulated import PlantedAt
 from ckptd.errors import StoreError
 from ckptd.monitor.recording import JobRecording, replay
 from ckptd.monitor.report import pack, unpack_report
+from ckptd_simulated.feed import PlantedAt
 from tests.daemon.daemons import Running, fed, quick_settings, running, sheets, until
 
 

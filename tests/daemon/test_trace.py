@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from ckptd.daemon.documents import CallsDocument, Names
-from ckptd.daemon.simulated import Simulation, mesh_for, parse_fault
 from ckptd.daemon.tape import MessageBuffer
 from ckptd.daemon.trace import chrome_trace, parse_ranks, recent_calls
 from ckptd.errors import UsageError
 from ckptd.monitor.recording import ROUND, SHEET, RecordedFrame
+from ckptd_simulated.feed import Simulation, mesh_for, parse_fault
 
 NAMES = Names({}, {1: "all_reduce"})
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.daemon.simulated import PlantedAt
 from ckptd.daemon.webhook import SIGNATURE_HEADER, Webhook, sign_hook
 from ckptd.errors import UsageError
+from ckptd_simulated.feed import PlantedAt
 from tests.daemon.daemons import JOB, fed, running, until
 
 KEY = b"key of the hook"

@@ -6,8 +6,8 @@ import pytest
 from ckptd.monitor.gather import RankNote, from_views, gathered, job_of, merge
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import AgentState, NodeReport, pack, unpack_report
-from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.view import RankView
+from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.jobs import changed, view
 
 MESH = Mesh(4, 2, 4)

@@ -10,8 +10,8 @@ import pytest
 
 from ckptd.monitor.gather import RankNote
 from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.simulator import Mesh, play, views
 from ckptd.monitor.view import Phase, RankView
+from ckptd_simulated.job import Mesh, play, views
 from tests.monitor.jobs import changed, inside, outside
 from tests.monitor.watched import PERIOD, Fed, told
 

@@ -22,8 +22,8 @@ from ckptd.monitor.recording import (
 )
 from ckptd.monitor.report import EvidenceReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings, changed
-from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.watch import JobWatch
+from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.watched import JOB, clean, told
 
 MESH = Mesh(2, 2, 4)

@@ -21,10 +21,10 @@ from ckptd.monitor.report import (
 from ckptd.monitor.ring.layout import RecorderState
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.simulator import Fault, Mesh, Planted, play, views
 from ckptd.monitor.verdict import SuspectKind, VerdictKind
 from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import JobWatch
+from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.jobs import changed, inside, outside
 from tests.monitor.watched import JOB, START, Fed, clean, infos, told
 

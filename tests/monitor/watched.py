@@ -15,9 +15,9 @@ from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import STEP, AgentState, GroupInfo, NodeReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.simulator import Mesh, _hash, play, views
 from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import JobWatch
+from ckptd_simulated.job import Mesh, _hash, play, views
 
 JOB = "job"
 START = 1000.0

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.simulated import Feeder, PlantedAt, Simulation, mesh_for
+from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
 from tests.daemon.daemons import JOB, Running, fed, quick_settings, running, until
 
 HERE = Path(__file__).parent

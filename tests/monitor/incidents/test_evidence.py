@@ -4,8 +4,8 @@ import numpy as np
 
 from ckptd.monitor.incidents.evidence import WantedEvidence, calls_text, suspected_ranks
 from ckptd.monitor.report import EvidenceReport, GroupInfo, Stack
-from ckptd.monitor.simulator import Fault, Mesh, Planted, play
 from ckptd.monitor.verdict import VerdictKind
+from ckptd_simulated.job import Fault, Mesh, Planted, play
 from tests.monitor.incidents.test_tracker_casebook import verdict
 
 MESH = Mesh(2, 2, 4)

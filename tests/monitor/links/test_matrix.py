@@ -9,9 +9,9 @@ import pytest
 
 from ckptd.monitor.links.matrix import LinkLimits, again, effects, slow_links
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.simulator import delays
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import SuspectKind
+from ckptd_simulated.job import delays
 
 SHAPES = {
     SuspectKind.SENDER: ([(3, -1)], (3, -1)),

@@ -7,7 +7,7 @@ import pytest
 
 from ckptd.monitor.gather import RankNote
 from ckptd.monitor.report import AgentState
-from ckptd.monitor.simulator import Mesh, own_times
+from ckptd_simulated.job import Mesh, own_times
 from tests.monitor.watched import Fed, told
 
 SMALL = Mesh(2, 2, 4)

@@ -6,7 +6,7 @@ import pytest
 from ckptd.monitor.job import join
 from ckptd.monitor.report import GroupInfo
 from ckptd.monitor.rules.pace import roles_of
-from ckptd.monitor.simulator import Mesh
+from ckptd_simulated.job import Mesh
 from tests.monitor.jobs import groups, job, view
 from tests.monitor.watched import clean, infos
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.rules.slow import RankRoles, SlowLimits, slow_ranks
-from ckptd.monitor.simulator import Mesh, own_times, play
 from ckptd.monitor.verdict import SuspectKind
+from ckptd_simulated.job import Mesh, own_times, play
 from tests.monitor import jobs
 
 MESH = Mesh(8, 4, 4)

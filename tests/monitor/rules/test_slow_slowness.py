@@ -14,7 +14,7 @@ from ckptd.monitor.rules.slow import (
     _quantile,
     few_slow,
 )
-from ckptd.monitor.simulator import Mesh, play
+from ckptd_simulated.job import Mesh, play
 
 LIMITS, FEW = SlowLimits(), FewLimits()
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from ckptd.daemon.lifetime import RecordedSaves
-from ckptd.daemon.simulated import PlantedAt, Simulation, mesh_for
-from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
 from ckptd.daemon.trace import calls_of
 from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.report import EvidenceReport, NodeReport, unpack_evidence, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch
+from ckptd_simulated.feed import EVERY_STEPS, PlantedAt, SimulatedSaves, Simulation, mesh_for
 
 JOB = "j"
 

@@ -7,7 +7,7 @@ import pytest
 
 from ckptd.monitor.job import join
 from ckptd.monitor.rules.limits import HangLimits, Learned, learn
-from ckptd.monitor.simulator import SLOTS, Fault, Mesh, Planted, delays, own_times, play, views
+from ckptd_simulated.job import SLOTS, Fault, Mesh, Planted, delays, own_times, play, views
 
 MESH = Mesh(2, 3, 2, per_node=4)
 

@@ -1,7 +1,8 @@
 """A job that does not exist, fed to a daemon as real sheets: for a look, for tests, for benches.
 
-Its ranks, groups and calls come from `ckptd.monitor.simulator`; so do the faults, which begin some
-seconds after its start. What a real agent would find on orders is made up, and says so.
+Its ranks, groups and calls come from `ckptd_simulated.job`; so do the faults, which begin some
+seconds after its start. What a real agent would find on orders is made up, and says so. Its saves
+are events as checkpointers record them, with times that are made up.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from ckptd.daemon.simulatedsaves import EVERY_STEPS, SimulatedSaves
 from ckptd.errors import CkptdError, UsageError
+from ckptd.events.clock import now_ns
+from ckptd.events.event import AnyEvent, SaveBegun, SaveDurable, SaveId, SaveStaged, Span
+from ckptd.events.sink import JsonlSink
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import (
@@ -34,11 +38,95 @@ from ckptd.monitor.report import (
     Stack,
     pack,
 )
-from ckptd.monitor.simulator import TICK_S, Fault, Mesh, Planted, own_times, play
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.view import Phase
+from ckptd_simulated.job import TICK_S, Fault, Mesh, Planted, own_times, play
 
-__all__ = ["Feeder", "PlantedAt", "Simulation", "mesh_for", "parse_fault"]
+__all__ = [
+    "Feeder",
+    "PlantedAt",
+    "SimulatedSaves",
+    "Simulation",
+    "mesh_for",
+    "parse_fault",
+    "simulate",
+]
+
+EVERY_STEPS = 50
+"""Steps from one save to the next."""
+RANKS = 64
+"""Most ranks that record: more of them would show nothing else."""
+_REMOTE_EVERY = 4
+_BYTES = 1 << 30
+_SECOND = 10**9
+_SEED = 20
+# Phase, tier, seconds after the begin of the save, and usual seconds.
+_SPANS = (
+    ("call", "", 0.0, 0.06),
+    ("gate_wait", "", 0.35, 0.02),
+    ("copy", "", 0.06, 0.3),
+    ("write", "local", 0.4, 0.9),
+    ("sync", "local", 1.3, 0.2),
+    ("commit", "local", 1.5, 0.05),
+)
+_UPLOAD = (("upload", "remote", 1.6, 1.4), ("commit", "remote", 3.0, 0.1))
+
+
+class SimulatedSaves:
+    """Records a save every `EVERY_STEPS` steps; to be closed.
+
+    Parameters
+    ----------
+    folder
+        Where events go; it exists.
+    ranks
+        Of the job.
+    """
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self._sink = JsonlSink(folder)
+        self._ranks = min(ranks, RANKS)
+        self._rng = np.random.default_rng(_SEED)
+        self._last = 0
+
+    def reach(self, step: int, generation: int) -> None:
+        """Take note of the step that the job has reached: the save that was due is recorded."""
+        due = step // EVERY_STEPS * EVERY_STEPS
+        if due == self._last:
+            return
+        self._last = due
+        for event in self._events(due, generation):
+            self._sink.write(event)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._sink.close()
+
+    def _events(self, step: int, generation: int) -> Iterator[AnyEvent]:
+        remote = step // EVERY_STEPS % _REMOTE_EVERY == 0
+        spans = (*_SPANS, *_UPLOAD[: 2 * remote])
+        begun = now_ns() - 4 * _SECOND  # it is told when all of it is over
+        slowest = int(self._rng.integers(self._ranks))
+        for rank in range(self._ranks):
+            who = SaveId(step, generation, f"{generation}-{step}", rank).fields()
+            yield SaveBegun(**who, at_ns=begun)
+            for name, tier, after_s, usual_s in spans:
+                times = float(np.exp(0.15 * self._rng.standard_normal())) * (1 + (rank == slowest))
+                took = int(usual_s * times * _SECOND)
+                yield Span(
+                    **who,
+                    name=name,
+                    tier=tier,
+                    start_ns=begun + int(after_s * _SECOND),
+                    duration_ns=took,
+                    busy_ns=took,
+                    bytes=_BYTES if name in ("copy", "write", "upload") and tier != "remote" else 0,
+                )
+            yield SaveStaged(**who, at_ns=begun + _SECOND // 2, bytes=_BYTES)
+            yield SaveDurable(**who, tier="local", at_ns=begun + 2 * _SECOND, bytes=_BYTES)
+            if remote:
+                yield SaveDurable(**who, tier="remote", at_ns=begun + 4 * _SECOND, bytes=_BYTES)
+
 
 SLOW, SILENT, WIRE, RESTART = "slow", "silent", "wire", "restart"
 _KINDS = (*(str(p) for p in Planted), SLOW, SILENT, WIRE, RESTART)
@@ -46,7 +134,6 @@ _SLOTS = ("tp", "dp", "replica", "p2p", "p2p", "p2p", "p2p")
 _OPS = ("all_reduce", "all_reduce", "barrier", "send", "send", "send", "send")
 _OF_KIND = {"mesh_tp": "all_reduce", "mesh_dp": "all_reduce", "p2p": "p2p"}
 _FIRST_STEP = 100
-_SEED = 20
 _USUAL_S = 1e-4
 _STEPS = 4
 """Steps that the job makes in a second, and in a sheet."""
@@ -54,6 +141,8 @@ _INSIDE_S, _WIRE_S = 0.05, 0.2
 """Seconds of a step in calls beyond waiting for others; what slow links add."""
 _DOWN_S = 8.0
 """From a crash until the job runs again."""
+_NODE_SHEETS, _JOINED_NODES = 64, 32
+"""Nodes up to which each sends its own sheet; nodes in a joined one beyond that."""
 _NODE, _SMALL_NODE, _SMALL = 8, 4, 32
 """Ranks of a node; of a job of so few ranks, so that there are links to compare."""
 
@@ -450,3 +539,36 @@ class Feeder:
             self.failed[error.kind] += 1
         except (TimeoutError, CancelledError):
             self.failed["late"] += 1
+
+
+def simulate(
+    job: str,
+    ranks: int,
+    faults: Sequence[str],
+    events: Path | None,
+    hand_in: Callable[[str, bytes], Future[AgentOrders]],
+) -> Feeder:
+    """Feed a daemon with a job of `ranks` ranks until the returned object is closed.
+
+    Parameters
+    ----------
+    job
+        Its name.
+    faults
+        Each as `parse_fault` reads it.
+    events
+        Folder that events of saves are recorded in; None for no saves.
+    hand_in
+        Takes a kind of message and its body.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``: no such fault, or no job of that size.
+    """
+    mesh = mesh_for(ranks)
+    per_sheet = 1 if mesh.nodes <= _NODE_SHEETS else _JOINED_NODES
+    planted = [parse_fault(text) for text in faults]
+    simulation = Simulation(job, mesh, planted, nodes_per_sheet=per_sheet)
+    saves = SimulatedSaves(events, ranks) if events is not None else None
+    return Feeder(simulation, hand_in, saves)

@@ -1,0 +1,1 @@
+"""A job that does not exist, to look at: ``ckptd serve --simulate``."""
