@@ -6,18 +6,16 @@ arrive is not sent again, since the next one says more; findings are kept, a bou
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import random
 import threading
 import time
 from collections import deque
-from contextlib import suppress
-from urllib.parse import urlsplit
 
-from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
+from ckptd.errors import RefusedError, StoreError, TransientStoreError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
+from ckptd.net.http import HttpClient
 from ckptd.net.signing import (
     CHALLENGE_PATH,
     FOUND_PATH,
@@ -60,10 +58,10 @@ class Uplink:
 
     def __init__(self, url: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
         self._url = url
-        self._https, self._host, self._port = _parts(url)
+        self._http = HttpClient(
+            url, "the daemon", bare=True, timeout_s=timeout_s, most_bytes=_MOST_ANSWER, keep=True
+        )
         self._secret = secret
-        self._timeout_s = timeout_s
-        self._connection: http.client.HTTPConnection | None = None
         self._challenge = ""
         self._sheet: NodeReport | None = None
         self._found: deque[EvidenceReport] = deque(maxlen=_MOST_FOUND)
@@ -122,11 +120,9 @@ class Uplink:
         while (message := self._next()) is not None:
             try:
                 self._deliver(message)
-            except (OSError, http.client.HTTPException, CkptdError) as error:
-                self._failed(error, message)
             except Exception as error:  # noqa: BLE001 - whatever a daemon says must not end this
                 self._failed(error, message)
-        self._hang_up()
+        self._http.close()
 
     def _next(self) -> NodeReport | EvidenceReport | None:
         """Return what is to be sent next; None at the end."""
@@ -168,7 +164,7 @@ class Uplink:
 
     def _failed(self, error: Exception, message: NodeReport | EvidenceReport) -> None:
         """Drop the sheet and pause, longer each time; say so once."""
-        self._hang_up()
+        self._http.close()
         self._failures += 1
         pause = min(_LEAST_PAUSE_S * 2 ** min(self._failures - 1, 10), _MOST_PAUSE_S)
         with self._changed:
@@ -180,82 +176,30 @@ class Uplink:
         if self._failures == 1:
             _log.warning("the daemon at %s does not hear: %s", self._url, error)
 
-    def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(OSError):
-                connection.close()
-
     # --- one message ----------------------------------------------------------------------------
 
     def _exchange(self, path: str, body: bytes) -> bytes:
         if not self._challenge:
-            status, _, said = self._request("GET", CHALLENGE_PATH, b"", None)
-            self._challenge = _challenge_of(said) if status == 200 else ""
+            said = self._http.ask("GET", CHALLENGE_PATH)
+            self._challenge = _challenge_of(said.body) if said.status == 200 else ""
         for again in (False, True):
             mac = sign_request(self._secret, "POST", path, self._challenge, body)
-            status, header, answer = self._request("POST", path, body, mac)
-            if status != _UNAUTHORIZED or again:
+            headers = {"Content-Type": "application/msgpack", MAC_HEADER: mac}
+            answer = self._http.ask("POST", path, body, headers)
+            if answer.status != _UNAUTHORIZED or again:
                 break
-            self._challenge = _challenge_of(answer)  # the daemon has a new life
-        if status != 200:
+            self._challenge = _challenge_of(answer.body)  # the daemon has a new life
+        if answer.status != 200:
             self._challenge = ""
-            mine = 400 <= status < 500 and status != 408
+            mine = 400 <= answer.status < 500 and answer.status != 408
             raise (RefusedError if mine else TransientStoreError)(
                 "the daemon does not take this",
                 where=self._url,
-                found=f"HTTP {status}: {answer[:200].decode(errors='replace')}",
+                found=f"HTTP {answer.status}: {answer.body[:200].decode(errors='replace')}",
                 hint="CKPTD_SECRET and the job's name must be the daemon's",
             )
-        check_answer(header, self._secret, mac, answer)
-        return answer
-
-    def _request(
-        self, method: str, path: str, body: bytes, mac: str | None
-    ) -> tuple[int, str | None, bytes]:
-        """Return status, MAC and body of the answer; a connection that was closed is made anew."""
-        headers = {"Content-Type": "application/msgpack"} | ({MAC_HEADER: mac} if mac else {})
-        old = self._connection is not None
-        while True:
-            connection = self._connection or self._connect()
-            try:
-                connection.request(method, path, body or None, headers)
-                answer = connection.getresponse()
-                break
-            except (ConnectionError, http.client.RemoteDisconnected):
-                # A daemon closes connections that were quiet for long.
-                self._hang_up()
-                if not old:
-                    raise
-                old = False
-        data = answer.read(_MOST_ANSWER + 1)
-        if len(data) > _MOST_ANSWER:
-            raise StoreError(_GARBAGE, where=self._url, found=f"above {_MOST_ANSWER} bytes")
-        if answer.will_close:
-            self._hang_up()
-        return answer.status, answer.getheader(MAC_HEADER), data
-
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-        self._connection = kind(self._host, self._port, timeout=self._timeout_s)
-        return self._connection
-
-
-def _parts(url: str) -> tuple[bool, str, int]:
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        bare = parts.path in ("", "/") and not parts.username
-    except ValueError:
-        bare = False
-    if not bare or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(
-            "not the URL of a daemon",
-            kind="bad-argument",
-            wanted="http://HOST:PORT",
-            found=url,
-        )
-    return parts.scheme == "https", parts.hostname, port
+        check_answer(answer.headers.get(MAC_HEADER), self._secret, mac, answer.body)
+        return answer.body
 
 
 def _challenge_of(answer: bytes) -> str:

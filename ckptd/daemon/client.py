@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import msgspec
 
 from ckptd.daemon.place import find_daemon
-from ckptd.errors import CkptdError, RefusedError, StoreError, TransientStoreError, UsageError
+from ckptd.errors import CkptdError, RefusedError, StoreError
+from ckptd.net.http import HttpClient, HttpStream
 
 __all__ = ["DaemonClient", "connect"]
-
-_MOST_ANSWER = 256 << 20
-_MOST_LINE = 64 << 20
 
 
 class DaemonClient:
@@ -38,13 +35,12 @@ class DaemonClient:
     """
 
     def __init__(self, url: str, token: str = "", timeout_s: float = 30.0) -> None:
-        parts = _parsed(url)
-        said = urllib.parse.parse_qs(parts.query).get("token", [""])[0]
-        self.url = f"{parts.scheme}://{parts.netloc}"
-        self._https = parts.scheme == "https"
-        self._host, self._port = parts.hostname or "", parts.port
-        self._token = said or token
-        self._timeout_s = timeout_s
+        self._http = HttpClient(
+            url, "the daemon", where="--daemon", kind="daemon-away", timeout_s=timeout_s
+        )
+        self.url = self._http.url
+        said = urllib.parse.parse_qs(self._http.query).get("token", [""])[0]
+        self._headers = {"Authorization": f"Bearer {said or token}"} if said or token else {}
 
     def get(self, path: str, **query: object) -> Any:
         """Return the document that ``/api/v1`` and `path` tells.
@@ -65,7 +61,7 @@ class DaemonClient:
     def download(self, path: str, **query: object) -> bytes:
         """Return an answer that is no JSON; errors as of `get`."""
         with self._asked("GET", path, query, None) as answer:
-            return _whole(answer)
+            return answer.whole().body
 
     def events(self, last: str = "") -> Iterator[tuple[str, str, Any]]:
         """Yield id, name and document of each event, as they come; ends with the connection.
@@ -77,19 +73,12 @@ class DaemonClient:
         """
         query = {"last": last or None}
         with self._asked("GET", "/stream", query, None) as answer:
-            ident, name = "", ""
-            while line := _line(answer):
-                field, _, value = line.rstrip(b"\n").partition(b": ")
-                if field == b"id":
-                    ident = value.decode()
-                elif field == b"event":
-                    name = value.decode()
-                elif field == b"data":
-                    yield ident, name, msgspec.json.decode(value)
+            for ident, name, data in answer.events():
+                yield ident, name, msgspec.json.decode(data)
 
     def _json(self, method: str, path: str, query: Mapping[str, object], body: bytes | None) -> Any:
         with self._asked(method, path, query, body) as answer:
-            data = _whole(answer)
+            data = answer.whole().body
         try:
             return msgspec.json.decode(data)
         except msgspec.MsgspecError as error:
@@ -100,27 +89,13 @@ class DaemonClient:
     @contextlib.contextmanager
     def _asked(
         self, method: str, path: str, query: Mapping[str, object], body: bytes | None
-    ) -> Iterator[http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=self._timeout_s)
+    ) -> Iterator[HttpStream]:
         chosen = {key: value for key, value in query.items() if value is not None}
         text = f"?{urllib.parse.urlencode(chosen)}" if chosen else ""
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        try:
-            connection.request(method, f"/api/v1{path}{text}", body, headers)
-            answer = connection.getresponse()
+        with self._http.stream(method, f"/api/v1{path}{text}", body, self._headers) as answer:
             if answer.status >= 300:
                 raise _error(answer, self.url)
             yield answer
-        except (OSError, http.client.HTTPException) as error:
-            raise TransientStoreError(
-                "the daemon does not answer",
-                kind="daemon-away",
-                where=self.url,
-                found=str(error) or type(error).__name__,
-            ) from error
-        finally:
-            connection.close()
 
 
 def connect(url: str | None = None, job: str | None = None) -> DaemonClient:
@@ -137,41 +112,9 @@ def connect(url: str | None = None, job: str | None = None) -> DaemonClient:
     return DaemonClient(address.url, address.token)
 
 
-def _parsed(url: str) -> urllib.parse.SplitResult:
+def _error(answer: HttpStream, url: str) -> CkptdError:
     try:
-        parts = urllib.parse.urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        raise UsageError(
-            "not the URL of a daemon",
-            kind="bad-argument",
-            where="--daemon",
-            wanted="http://HOST:PORT/?token=TOKEN",
-            found=url,
-        )
-    return parts
-
-
-def _whole(answer: http.client.HTTPResponse) -> bytes:
-    data = answer.read(_MOST_ANSWER + 1)
-    if len(data) > _MOST_ANSWER:
-        raise StoreError("the answer is too large", kind="not-a-daemon")
-    return data
-
-
-def _line(answer: http.client.HTTPResponse) -> bytes:
-    line = answer.readline(_MOST_LINE)
-    if len(line) >= _MOST_LINE:
-        raise StoreError("the answer is too large", kind="not-a-daemon")
-    return line
-
-
-def _error(answer: http.client.HTTPResponse, url: str) -> CkptdError:
-    data = answer.read(64 << 10)
-    try:
-        said = msgspec.json.decode(data)["error"]
+        said = msgspec.json.decode(answer.whole().body)["error"]
         error = CkptdError.from_dict({"class": "StoreError", **said})
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return StoreError(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import http.client
 import queue
-import ssl
 import threading
 from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
 
-from ckptd.errors import UsageError
+from ckptd.errors import CkptdError
+from ckptd.net.http import HttpClient
 
 __all__ = ["SIGNATURE_HEADER", "Webhook", "sign_hook"]
 
@@ -56,7 +54,9 @@ class Webhook:
 
     def __init__(self, url: str, key: bytes, first_wait_s: float = _FIRST_WAIT_S) -> None:
         self.sent = Sent()
-        self._to = _parsed(url)
+        self._http = HttpClient(
+            url, "a service for incidents", where="--webhook", timeout_s=_ANSWER_S
+        )
         self._key = key
         self._wait_s = first_wait_s
         self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
@@ -102,45 +102,13 @@ class Webhook:
 
     def _post(self, body: bytes) -> int | None:
         """Return the status of the answer; None if there was none."""
-        to = self._to
-        connection = _connection(to)
         headers = {
             "Content-Type": "application/json",
             "User-Agent": "ckptd",
             SIGNATURE_HEADER: sign_hook(self._key, body),
         }
-        path = (to.path or "/") + (f"?{to.query}" if to.query else "")
         try:
-            connection.request("POST", path, body, headers)
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException, ValueError):  # the last: no name of a host
+            with self._http.stream("POST", self._http.target, body, headers) as answer:
+                return answer.status
+        except CkptdError:
             return None
-        finally:
-            connection.close()
-
-
-def _connection(to: SplitResult) -> http.client.HTTPConnection:
-    host = to.hostname or ""
-    if to.scheme == "https":
-        return http.client.HTTPSConnection(
-            host, to.port, timeout=_ANSWER_S, context=ssl.create_default_context()
-        )
-    return http.client.HTTPConnection(host, to.port, timeout=_ANSWER_S)
-
-
-def _parsed(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    # What is not ASCII could not be put into a request.
-    if not good or not url.isascii() or not url.isprintable() or " " in url:
-        raise UsageError(
-            "not a URL that incidents can be sent to",
-            kind="bad-argument",
-            where="--webhook",
-            wanted="http:// or https://",
-            found=url,
-        )
-    return parts
