@@ -9,11 +9,11 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from ckptd.cli.address import spec_of
-from ckptd.cli.output import Document, Json, flag, note, print_document, print_table, size_text
+from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, size_text
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
 from ckptd.runtime.agentlink import AgentPlace, listen, locked, reach, run_folder
 from ckptd.runtime.host import host_id
-from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, KeptSnapshot, visit
+from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, visit
 
 __all__ = ["AgentRunDocument", "AgentStatusDocument", "AgentStopDocument", "agent"]
 
@@ -127,21 +127,15 @@ def run(
             _watch(stack, url, place, job)
         serving = NodeAgent(listener, place, stay=stay or watch is not None)
         end_on_signals(serving)
-        if json:
-            print_document(
-                AgentRunDocument(
-                    job=place.job,
-                    node=place.node,
-                    socket=str(place.socket),
-                    pid=os.getpid(),
-                    metrics=metrics,
-                )
-            )
-        else:
-            print(f"agent of {place.job} on {place.node}: listens at {place.socket}")
-            if metrics:
-                print(f"metrics: {metrics}")
-        print(end="", flush=True)  # whoever started it waits for this
+        document = AgentRunDocument(
+            job=place.job,
+            node=place.node,
+            socket=str(place.socket),
+            pid=os.getpid(),
+            metrics=metrics,
+        )
+        Reply(document, _show_listening).print(as_json=json)
+        print(end="", flush=True)  # the process that started it waits for this
         serving.run()
     return 0
 
@@ -177,7 +171,7 @@ def _refuse_second(place: AgentPlace) -> None:
 @agent.command
 def status(
     root: MaybeRoot = None, /, *, job: Job = None, node: Node = None, json: Json = False
-) -> int:
+) -> Reply:
     """List the agents of this user on this machine, and the snapshots in their memory.
 
     With ROOT or --job that job's only; the exit code is 4 when there is none. It is 1 when one does
@@ -189,19 +183,10 @@ def status(
         found, silent = [_ask(_place(root, job, node), AskStatus())], []
     else:
         found, silent = _everybody()
-    if json:
-        print_document(
-            AgentStatusDocument(
-                run_folder=str(run_folder()), agents=tuple(found), silent=tuple(silent)
-            )
-        )
-    else:
-        if not found:
-            print(f"no agent answers in {run_folder()}")
-        for number, one in enumerate(found):
-            print(end="\n" if number else "")
-            _show(one)
-    return 1 if silent else 0
+    document = AgentStatusDocument(
+        run_folder=str(run_folder()), agents=tuple(found), silent=tuple(silent)
+    )
+    return Reply(document, _show_all, 1 if silent else 0)
 
 
 @agent.command
@@ -215,19 +200,15 @@ def stop(
         bool, flag("Do not wait for the trainers: they start another agent at their next save.")
     ] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Ask a job's agent to end when its trainers have ended; returns at once.
 
     Nobody is awaited any more. Before it ends it brings the newest complete snapshot to the root.
     """
     asked = _ask(_place(root, job, node), AskEnd(now))
-    if json:
-        print_document(AgentStopDocument(agent=asked, now=now))
-    elif asked.ranks and not now:
-        print(f"process {asked.pid} ends when its {len(asked.ranks)} trainers have ended")
-    else:
-        print(f"process {asked.pid} ends")
-    return 0
+    waits = f" when its {len(asked.ranks)} trainers have ended" if asked.ranks and not now else ""
+    document = AgentStopDocument(agent=asked, now=now)
+    return Reply(document, lambda _: print(f"process {asked.pid} ends{waits}"))
 
 
 # -- finding them ----------------------------------------------------------------------------------
@@ -281,6 +262,20 @@ def _everybody() -> tuple[list[AgentStatus], list[str]]:
 # -- for people ------------------------------------------------------------------------------------
 
 
+def _show_listening(document: AgentRunDocument) -> None:
+    print(f"agent of {document.job} on {document.node}: listens at {document.socket}")
+    if document.metrics:
+        print(f"metrics: {document.metrics}")
+
+
+def _show_all(document: AgentStatusDocument) -> None:
+    if not document.agents:
+        print(f"no agent answers in {document.run_folder}")
+    for number, one in enumerate(document.agents):
+        print(end="\n" if number else "")
+        _show(one)
+
+
 def _show(one: AgentStatus) -> None:
     print(f"{one.job} on {one.node}: process {one.pid}, {_trainers(one)}, {_end(one)}")
     if one.folder is not None:
@@ -288,22 +283,18 @@ def _show(one: AgentStatus) -> None:
     if not one.snapshots:
         print("nothing in memory")
         return
-    print_table(
-        (">STEP", ">GEN", "SHARES OF RANKS", "GUESTS", ">OF", ">SIZE", "WHOLE", "COMPLETE ON"),
-        [_row(s) for s in one.snapshots],
-    )
-
-
-def _row(s: KeptSnapshot) -> tuple[str, ...]:
-    return (
-        str(s.step),
-        str(s.generation),
-        _ranks(s.ranks),
-        _ranks(s.guests),
-        str(s.world),
-        size_text(s.bytes),
-        "yes" if s.whole else "no",
-        ", ".join(s.complete),
+    print_rows(
+        one.snapshots,
+        {
+            ">STEP": lambda s: s.step,
+            ">GEN": lambda s: s.generation,
+            "SHARES OF RANKS": lambda s: _ranks(s.ranks),
+            "GUESTS": lambda s: _ranks(s.guests),
+            ">OF": lambda s: s.world,
+            ">SIZE": lambda s: size_text(s.bytes),
+            "WHOLE": lambda s: "yes" if s.whole else "no",
+            "COMPLETE ON": lambda s: ", ".join(s.complete),
+        },
     )
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ckptd.agent.coordinator import LinkSummary, Preflight, PreflightPlan, coordinate
 from ckptd.agent.pairs import MOST_PROBE_BYTES
-from ckptd.agent.preflight import PreflightNode, PreflightOutcome, take_part
-from ckptd.cli.output import Document, note, print_document, print_table, size_text
+from ckptd.agent.preflight import PreflightNode, take_part
+from ckptd.cli.output import Document, Reply, note, print_table, size_text
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.monitor.links.machines import MachineTest
 from ckptd.monitor.links.preflight import PairProbe, PreflightFinding
@@ -86,11 +86,10 @@ def doctor_cluster(
     wait_s: float,
     limit_s: float,
     probe_bytes: int,
-    json: bool,
-) -> int:
-    """Run this node's part; the coordinator prints what came of it.
+) -> Reply | int:
+    """Run this node's part; the coordinator's reply has what came of it.
 
-    Returns 0 if all is well, 1 if something failed: on every node the same.
+    The exit code is 0 if all is well, 1 if something failed: on every node the same.
     """
     if not 0 < probe_bytes <= MOST_PROBE_BYTES:
         raise UsageError("not a probe", where="--probe-bytes", wanted=f"1 to {MOST_PROBE_BYTES}")
@@ -105,8 +104,8 @@ def doctor_cluster(
     listener = _listener(place)
     if listener is None:
         outcome = take_part((place.host, place.port), secret, member, _JOIN_S, patience_s)
-        _show_outcome(outcome, json)
-        return 0 if outcome.healthy else 1
+        of_node = ClusterDocument(role="node", healthy=outcome.healthy, findings=outcome.findings)
+        return Reply(of_node, _show_node, 0 if outcome.healthy else 1)
     plan = PreflightPlan(
         nodes=place.count,
         names=place.names,
@@ -117,8 +116,18 @@ def doctor_cluster(
     )
     with listener:
         found = _coordinate(listener, secret, plan, place, member, patience_s)
-    _show(found, plan, json)
-    return 0 if found.healthy else 1
+    document = ClusterDocument(
+        role="coordinator",
+        healthy=found.healthy,
+        findings=found.findings,
+        nodes=found.nodes,
+        machines=found.machines,
+        skews_s=found.skews_s,
+        links=found.links,
+        probes=found.probes,
+        seconds=found.seconds,
+    )
+    return Reply(document, lambda _: _show(found, plan), 0 if found.healthy else 1)
 
 
 def _coordinate(
@@ -243,32 +252,12 @@ def _listener(place: _Place) -> socket.socket | None:
 # -- showing ---------------------------------------------------------------------------------------
 
 
-def _show_outcome(outcome: PreflightOutcome, json: bool) -> None:
-    if json:
-        print_document(
-            ClusterDocument(role="node", healthy=outcome.healthy, findings=outcome.findings)
-        )
-    else:
-        failed = sum(f.status == "fail" for f in outcome.findings)
-        print("all is well" if outcome.healthy else f"{failed} suspects: see the coordinator")
+def _show_node(document: ClusterDocument) -> None:
+    failed = sum(f.status == "fail" for f in document.findings)
+    print("all is well" if document.healthy else f"{failed} suspects: see the coordinator")
 
 
-def _show(found: Preflight, plan: PreflightPlan, json: bool) -> None:
-    if json:
-        print_document(
-            ClusterDocument(
-                role="coordinator",
-                healthy=found.healthy,
-                findings=found.findings,
-                nodes=found.nodes,
-                machines=found.machines,
-                skews_s=found.skews_s,
-                links=found.links,
-                probes=found.probes,
-                seconds=found.seconds,
-            )
-        )
-        return
+def _show(found: Preflight, plan: PreflightPlan) -> None:
     links = found.links
     print(f"nodes    {len(found.nodes)} of {plan.nodes}")
     if links.latency_s is not None and links.bytes_per_s is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened, spec_of
-from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
+from ckptd.cli.output import Document, Json, Reply, flag, progress_bar, size_text
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
@@ -44,7 +44,7 @@ def cp(
     *,
     all: Annotated[bool, flag("Copy every checkpoint that counts, oldest first.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Copy checkpoints to another root, checking digests on the way.
 
     A copy that is killed leaves the target as it was; started again, it goes on where it stopped.
@@ -58,11 +58,7 @@ def cp(
         with StoreSpec(target).open() as bulk:
             done = _copy(catalogue, names, Catalogue(store), bulk)
         document = CpDocument(source=catalogue.store.url, target=store.url, checkpoints=done)
-    if json:
-        print_document(document)
-    else:
-        _show(document)
-    return 0
+    return Reply(document, _show)
 
 
 def _copy(

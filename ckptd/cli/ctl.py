@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from ckptd.cli.output import Document, Json, flag, print_document, print_table, time_text
+from ckptd.cli.output import Document, Json, Reply, flag, print_rows, time_text
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
@@ -119,58 +120,54 @@ class How(Where):
 
 
 @ctl.command
-def status(*, where: Where | None = None, json: Json = False) -> int:
+def status(*, where: Where | None = None, json: Json = False) -> Reply:
     """Show state, nodes and the last recoveries."""
     link = _link(where or Where())
     try:
         found = link.status()
     finally:
         link.close()
-    if json:
-        print_document(CtlStatusDocument(status=found))
-    else:
-        _show(found)
-    return 0
+    return Reply(CtlStatusDocument(status=found), lambda d: _show(d.status))
 
 
 @ctl.command
-def restart(*, how: How | None = None) -> int:
+def restart(*, how: How | None = None) -> Reply:
     """Save, and start a new generation."""
     return _order(OrderKind.RESTART, (), how)
 
 
 @ctl.command
-def exclude(*nodes: Name, how: How | None = None) -> int:
+def exclude(*nodes: Name, how: How | None = None) -> Reply:
     """Leave nodes out from now on, and go on without them."""
     return _order(OrderKind.EXCLUDE, nodes, how)
 
 
 @ctl.command
-def drain(*nodes: Name, how: How | None = None) -> int:
+def drain(*nodes: Name, how: How | None = None) -> Reply:
     """Leave nodes out from now on, because they will be taken away."""
     return _order(OrderKind.DRAIN, nodes, how)
 
 
 @ctl.command
-def add(*nodes: Name, how: How | None = None) -> int:
+def add(*nodes: Name, how: How | None = None) -> Reply:
     """Take nodes back that were left out."""
     return _order(OrderKind.ADD, nodes, how)
 
 
 @ctl.command
-def pause(*, how: How | None = None) -> int:
+def pause(*, how: How | None = None) -> Reply:
     """Save, end all workers, and wait for resume."""
     return _order(OrderKind.PAUSE, (), how)
 
 
 @ctl.command
-def resume(*, how: How | None = None) -> int:
+def resume(*, how: How | None = None) -> Reply:
     """Go on after pause."""
     return _order(OrderKind.RESUME, (), how)
 
 
 @ctl.command
-def stop(*, how: How | None = None) -> int:
+def stop(*, how: How | None = None) -> Reply:
     """Save, and end the job: launchers end with exit code 130."""
     return _order(OrderKind.STOP, (), how)
 
@@ -204,7 +201,7 @@ def _person() -> str:
         return f"user {os.getuid()}"
 
 
-def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> int:
+def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> Reply:
     how = how or How()
     link = _link(how)
     try:
@@ -223,19 +220,10 @@ def _order(kind: OrderKind, nodes: tuple[str, ...], how: How | None) -> int:
             )
     finally:
         link.close()
-    if how.json:
-        print_document(
-            CtlOrderDocument(
-                order=str(kind),
-                nodes=nodes,
-                state=now.state,
-                generation=now.generation,
-                step=now.step,
-            )
-        )
-    else:
-        print(f"{now.state}, generation {now.generation}, step {now.step}")
-    return 0
+    document = CtlOrderDocument(
+        order=str(kind), nodes=nodes, state=now.state, generation=now.generation, step=now.step
+    )
+    return Reply(document, lambda d: print(f"{d.state}, generation {d.generation}, step {d.step}"))
 
 
 def _awaited(
@@ -287,12 +275,15 @@ def _show(found: Status) -> None:
     print(f"layout {shape}; planned {found.planned}")
     print(f"controller {found.address}, log {found.log}")
     print()
-    print_table(
-        ["node", "is", ">slots", ">generation", ">faults"],
-        [
-            [row.name, _is(row), str(row.slots), str(row.running or "-"), str(row.faults)]
-            for row in found.nodes
-        ],
+    print_rows(
+        found.nodes,
+        {
+            "node": lambda row: row.name,
+            "is": _is,
+            ">slots": lambda row: row.slots,
+            ">generation": lambda row: row.running or "-",
+            ">faults": lambda row: row.faults,
+        },
     )
     if found.recoveries:
         print()
@@ -323,13 +314,10 @@ def _show_recoveries(rows: tuple[dict[str, Any], ...]) -> None:
         value = row.get(name)
         return f"{value:.2f}" if isinstance(value, int | float) else "-"
 
-    shown: list[Callable[[dict[str, Any]], str]] = [
-        lambda row: f"L{row.get('level', '?')}",
-        *[lambda row, name=name: seconds(row, name) for name in _SPLITS],
-        lambda row: str(row.get("steps_lost", "-")),
-        lambda row: str(row.get("cause", "")),
-    ]
-    print_table(
-        ["level", *[f">{name}" for name in _SPLITS], ">steps lost", "cause"],
-        [[cell(row) for cell in shown] for row in rows],
-    )
+    columns: dict[str, Callable[[dict[str, Any]], object]] = {
+        "level": lambda row: f"L{row.get('level', '?')}",
+        **{f">{name}": partial(seconds, name=name) for name in _SPLITS},
+        ">steps lost": lambda row: row.get("steps_lost", "-"),
+        "cause": lambda row: row.get("cause", ""),
+    }
+    print_rows(rows, columns)

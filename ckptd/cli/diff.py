@@ -13,8 +13,9 @@ from ckptd.cli.contents import matches, no_tensor
 from ckptd.cli.output import (
     Document,
     Json,
+    Reply,
     flag,
-    print_document,
+    print_rows,
     print_table,
     progress_bar,
     shorten,
@@ -97,7 +98,7 @@ def diff(
     no_values: Annotated[bool, flag("Compare manifests only; read no data.")] = False,
     all: Annotated[bool, flag("Show equal tensors too.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Compare two checkpoints: keys, shapes, layouts, objects, values.
 
     The exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not count:
@@ -122,11 +123,9 @@ def diff(
             ),
             objects=objects,
         )
-    if json:
-        print_document(document)
-    else:
-        _show(document, report, everything=all)
-    return 0 if report.same else DIFFERENT
+    return Reply(
+        document, lambda d: _show(d, report, everything=all), 0 if report.same else DIFFERENT
+    )
 
 
 def _only(
@@ -163,10 +162,7 @@ def _changes(mine: dict[str, Any], other: dict[str, Any], name: str) -> tuple[Va
 def _show(document: DiffDocument, report: DiffReport, *, everything: bool) -> None:
     rows = [t for t in report.tensors if everything or not t.same]
     if rows:
-        print_table(
-            ("TENSOR", "LEFT", "RIGHT", "LAYOUTS", ">DIFFERING", ">MAX ABS", ">MAX REL"),
-            [_cells(t) for t in rows[:_MOST_SHOWN]],
-        )
+        print_rows(rows[:_MOST_SHOWN], _TENSOR)
         if len(rows) > _MOST_SHOWN:
             print(f"... and {len(rows) - _MOST_SHOWN} more: --json, or --tensor PATTERN")
         print()
@@ -177,21 +173,29 @@ def _show(document: DiffDocument, report: DiffReport, *, everything: bool) -> No
     print(_summary(report))
 
 
-def _cells(t: TensorDiff) -> tuple[str, ...]:
-    differing = f"{t.differing} of {t.elements}" if t.compared else ""
-    if t.compared and not t.differing:
-        differing = "bit-exact" if t.bit_exact else "equal values, other bits"
+def _layouts(t: TensorDiff) -> str:
     a = t.left.layout if t.left else "-"
     b = t.right.layout if t.right else "-"
-    return (
-        t.name,
-        _side(t.left),
-        _side(t.right),
-        a if t.same_layout else f"{a} | {b}",
-        differing,
-        f"{t.max_abs:.3g}" if t.differing else "",
-        f"{t.max_rel:.3g}" if t.differing else "",
-    )
+    return a if t.same_layout else f"{a} | {b}"
+
+
+def _differing(t: TensorDiff) -> str:
+    if not t.compared:
+        return ""
+    if t.differing:
+        return f"{t.differing} of {t.elements}"
+    return "bit-exact" if t.bit_exact else "equal values, other bits"
+
+
+_TENSOR: dict[str, Callable[[TensorDiff], object]] = {
+    "TENSOR": lambda t: t.name,
+    "LEFT": lambda t: _side(t.left),
+    "RIGHT": lambda t: _side(t.right),
+    "LAYOUTS": _layouts,
+    ">DIFFERING": _differing,
+    ">MAX ABS": lambda t: f"{t.max_abs:.3g}" if t.differing else None,
+    ">MAX REL": lambda t: f"{t.max_rel:.3g}" if t.differing else None,
+}
 
 
 def _object_cells(o: DiffedObject) -> list[tuple[str, str, str]]:

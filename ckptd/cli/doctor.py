@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, flag, print_document
+from ckptd.cli.output import Document, Json, Reply, flag
 from ckptd.errors import RefusedError, UsageError
 from ckptd.runtime.host import environment, versions
 from ckptd.store import StoreSpec, registry_problems
@@ -84,7 +84,7 @@ def doctor(
     ] = 60.0,
     probe_bytes: Annotated[int, Parameter(help="--cluster: bytes of a probe.")] = 4 << 20,
     json: Json = False,
-) -> int:
+) -> Reply | int:
     """Probe a root's store, plugins, versions and environment, or with --cluster a job's nodes.
 
     What it writes lies in a folder of its own below ROOT and is removed again. With --cluster it
@@ -98,7 +98,7 @@ def doctor(
             raise UsageError(
                 "--cluster takes no root", hint="probe the root by a command of its own"
             )
-        return doctor_cluster(nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes, json)
+        return doctor_cluster(nodes, node_rank, rendezvous, wait_s, limit_s, probe_bytes)
     checks: list[StoreCheck] = []
     if root is not None:
         for check in probe(StoreSpec(root), write=not read_only, speed=not quick):
@@ -114,12 +114,11 @@ def doctor(
         versions=versions(),
         environment=environment(),
     )
-    if json:
-        print_document(document)
-    else:
-        _show(document)
-    _refuse(document)
-    return 0 if document.healthy else 1
+    reply = Reply(document, _show, 0 if document.healthy else 1)
+    if (refusal := _refusal(document)) is not None:
+        reply.print(as_json=json)
+        raise refusal
+    return reply
 
 
 def _show(document: DoctorDocument) -> None:
@@ -132,10 +131,10 @@ def _show(document: DoctorDocument) -> None:
     print("\nall is well" if document.healthy else "\nsomething does not work: see `fail` above")
 
 
-def _refuse(document: DoctorDocument) -> None:
+def _refusal(document: DoctorDocument) -> RefusedError | None:
     for check in document.checks:
         if check.name == CREATE_ONLY and check.status == "fail":
-            raise RefusedError(
+            return RefusedError(
                 "checkpoints cannot be kept here",
                 kind="no-create-only",
                 where=document.root,
@@ -143,3 +142,4 @@ def _refuse(document: DoctorDocument) -> None:
                 found=check.message,
                 hint="a local or shared file system, or S3 with If-None-Match",
             )
+    return None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
-from ckptd.cli.output import Document, Json, flag, print_document, progress_bar, size_text
+from ckptd.cli.output import Document, Json, Reply, flag, progress_bar, size_text
 from ckptd.cli.sizes import size_of
 from ckptd.errors import UsageError
 from ckptd.load.reader import CkptdReader
@@ -83,7 +83,7 @@ def export(
     ] = True,
     force: Annotated[bool, flag("Replace a model that is in the folder.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Write weights as Hugging Face safetensors with an index.
 
     Memory stays small whatever the size of the model; no torch is needed.
@@ -117,11 +117,7 @@ def export(
         left_out=plan.left_out,
         objects=plan.objects,
     )
-    if json:
-        print_document(document)
-    else:
-        _show(document)
-    return 0
+    return Reply(document, _show)
 
 
 def _rule(text: str) -> Rename:

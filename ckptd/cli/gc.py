@@ -13,10 +13,10 @@ from ckptd.cli.address import Root, opened
 from ckptd.cli.output import (
     Document,
     Json,
+    Reply,
     flag,
     note,
-    print_document,
-    print_table,
+    print_rows,
     size_text,
 )
 from ckptd.errors import RefusedError, UsageError
@@ -97,7 +97,7 @@ def gc(
     dry_run: Annotated[bool, flag("Show the plan and change nothing.")] = False,
     yes: Annotated[bool, flag("Do not ask.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Delete what no kept checkpoint needs: leftovers, abandoned lines, and by --keep old steps.
 
     Never deleted are the newest complete checkpoint and all after it, and what is pinned or read.
@@ -117,11 +117,8 @@ def gc(
             _confirm(plan, root, yes=yes, ask=not json)
             report = run_gc(catalogue.store, plan)
         url = catalogue.store.url
-    if json:
-        print_document(_document(url, plan, report, dry_run=dry_run))
-    elif not dry_run:
-        _show_report(report)
-    return 0
+    document = _document(url, plan, report, dry_run=dry_run)
+    return Reply(document, lambda _: _show_report(report))
 
 
 def _rule(
@@ -240,17 +237,26 @@ def _show_plan(plan: GcPlan) -> None:
     for text in plan.notes:
         note(text)
     if plan.kept:
-        print_table(
-            (">KEEP STEP", ">GEN", "BECAUSE"),
-            [(str(k.step), str(k.generation), "; ".join(k.reasons)) for k in plan.kept],
+        print_rows(
+            plan.kept,
+            {
+                ">KEEP STEP": lambda k: k.step,
+                ">GEN": lambda k: k.generation,
+                "BECAUSE": lambda k: "; ".join(k.reasons),
+            },
         )
         print()
     if not plan.items:
         print("nothing to delete")
         return
-    print_table(
-        ("DELETE", "KEY", ">SIZE", "BECAUSE"),
-        [(i.kind, i.key, size_text(i.nbytes) if i.nbytes else "", i.reason) for i in plan.items],
+    print_rows(
+        plan.items,
+        {
+            "DELETE": lambda i: i.kind,
+            "KEY": lambda i: i.key,
+            ">SIZE": lambda i: size_text(i.nbytes) if i.nbytes else None,
+            "BECAUSE": lambda i: i.reason,
+        },
     )
     print(f"\nin all {len(plan.items)} things, {size_text(plan.nbytes)}")
 

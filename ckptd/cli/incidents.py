@@ -13,10 +13,10 @@ from cyclopts import Parameter
 from ckptd.cli.output import (
     Document,
     Json,
+    Reply,
     flag,
     note,
-    print_document,
-    print_table,
+    print_rows,
     shorten,
     time_text,
 )
@@ -65,7 +65,7 @@ def incidents(
     ] = None,
     follow: Annotated[bool, flag("Go on, and print each incident as it opens and closes.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply | int:
     """List incidents, the newest first, or show one with its evidence.
 
     Without a daemon, --history reads the file that it left. The exit code is 0 whatever is found.
@@ -77,15 +77,8 @@ def incidents(
     if follow:
         return _follow(daemon, job, json)
     source, found = _found(ident, daemon, job, history, state, limit, ack)
-    if json:
-        print_document(IncidentsDocument(source=source, incidents=found))
-    elif ident is not None:
-        _show(found[0])
-    elif found:
-        _list(found)
-    else:
-        print("no incident")
-    return 0
+    document = IncidentsDocument(source=source, incidents=found)
+    return Reply(document, _list if ident is None else lambda d: _show(d.incidents[0]))
 
 
 def _found(
@@ -148,10 +141,8 @@ def _follow(daemon: str | None, job: str | None, json: bool) -> int:
         if said.get(incident["id"]) == key:
             continue
         said[incident["id"]] = key
-        if json:
-            print_document(IncidentsDocument(source=source, incidents=[incident]))
-        else:
-            print(_line(incident))
+        change = IncidentsDocument(source=source, incidents=[incident])
+        Reply(change, lambda d: print(_line(d.incidents[0]))).print(as_json=json)
         print(end="", flush=True)
     return 0
 
@@ -186,21 +177,21 @@ def _line(incident: dict[str, Any]) -> str:
 # -- for people ------------------------------------------------------------------------------------
 
 
-def _list(found: list[dict[str, Any]]) -> None:
-    print_table(
-        ("ID", "OPENED", "STATE", "CLASS", "SUSPECTS", ">STEP", "SEEN"),
-        [
-            (
-                i["id"],
-                time_text(i["opened_at"]),
-                i["state"],
-                i["kind"],
-                shorten(_who(i), 60),
-                str(i["step"]) if i["step"] >= 0 else "-",
-                "yes" if i["acknowledged_at"] else "no",
-            )
-            for i in found
-        ],
+def _list(document: IncidentsDocument) -> None:
+    if not document.incidents:
+        print("no incident")
+        return
+    print_rows(
+        document.incidents,
+        {
+            "ID": lambda i: i["id"],
+            "OPENED": lambda i: time_text(i["opened_at"]),
+            "STATE": lambda i: i["state"],
+            "CLASS": lambda i: i["kind"],
+            "SUSPECTS": lambda i: shorten(_who(i), 60),
+            ">STEP": lambda i: i["step"] if i["step"] >= 0 else "-",
+            "SEEN": lambda i: "yes" if i["acknowledged_at"] else "no",
+        },
     )
 
 

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from ckptd.cli.address import Address, Where, opened
 from ckptd.cli.contents import InspectDocument, TensorRow, describe
 from ckptd.cli.ls import metadata_text
-from ckptd.cli.output import Json, flag, print_document, print_table, shorten, size_text
+from ckptd.cli.output import Json, Reply, flag, print_rows, print_table, shorten, size_text
 from ckptd.cli.output import time_text as when
 from ckptd.cli.tree import tree_rows
 
@@ -35,16 +35,12 @@ def inspect(
     full: Annotated[bool, flag("Show repeated layers one by one.")] = False,
     chunks: Annotated[bool, flag("Show where each chunk lies.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Show what a checkpoint holds: tensors, layouts, objects, files."""
     address = Address.of(where)
     with opened(address.root) as catalogue:
         document = describe(catalogue, address.find(catalogue), tensor, chunks)
-    if json:
-        print_document(document)
-    else:
-        _show(document, depth, full, objects=not tensor)
-    return 0
+    return Reply(document, lambda d: _show(d, depth, full, objects=not tensor))
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -74,32 +70,35 @@ def _show(document: InspectDocument, depth: int | None, full: bool, *, objects: 
 
 def _show_chunks(tensor: TensorRow) -> None:
     print(f"\nchunks of {tensor.name}")
-    print_table(
-        ("OFFSET", "SHAPE", "RANGE", ">RANK", "FILE", ">BYTES FROM", ">TO"),
-        [
-            (
-                str(list(c.offset)),
-                str(list(c.shape)),
-                "" if c.flat is None else f"{c.flat[0]}-{c.flat[1]}",
-                "" if c.rank is None else str(c.rank),
-                c.file or "absent",
-                str(c.start),
-                str(c.end),
-            )
-            for c in tensor.chunk_list or ()
-        ],
+    print_rows(
+        tensor.chunk_list or (),
+        {
+            "OFFSET": lambda c: list(c.offset),
+            "SHAPE": lambda c: list(c.shape),
+            "RANGE": lambda c: None if c.flat is None else f"{c.flat[0]}-{c.flat[1]}",
+            ">RANK": lambda c: c.rank,
+            "FILE": lambda c: c.file or "absent",
+            ">BYTES FROM": lambda c: c.start,
+            ">TO": lambda c: c.end,
+        },
     )
 
 
 def _show_rest(document: InspectDocument) -> None:
     if document.objects:
         print(f"\nobjects: {len(document.objects)}")
-        rows = [(o.name, shorten(o.text, _TEXT_WIDTH)) for o in document.objects]
-        print_table(("NAME", "VALUE"), rows)
+        print_rows(
+            document.objects,
+            {"NAME": lambda o: o.name, "VALUE": lambda o: shorten(o.text, _TEXT_WIDTH)},
+        )
     print(f"\nfiles: {len(document.files)}")
-    print_table(
-        ("PATH", ">RANK", ">SIZE"),
-        [(f.path, str(f.rank), size_text(f.bytes + f.header_bytes)) for f in document.files],
+    print_rows(
+        document.files,
+        {
+            "PATH": lambda f: f.path,
+            ">RANK": lambda f: f.rank,
+            ">SIZE": lambda f: size_text(f.bytes + f.header_bytes),
+        },
     )
     if document.meshes:
         print("\nmeshes")

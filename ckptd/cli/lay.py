@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from ckptd.cli.output import Document, Json, flag, note, print_document
+from ckptd.cli.output import Document, Json, Reply, flag, note
 from ckptd.errors import NotFoundError, UsageError
 
 __all__ = ["CheckDocument", "FmtDocument", "ShowDocument", "lay"]
@@ -98,7 +98,7 @@ class ShowDocument(Document, frozen=True, kw_only=True, tag="lay show"):
 @lay.command
 def check(
     program: Program, /, *, against: Against = None, rule: Rules = None, json: Json = False
-) -> int:
+) -> Reply:
     """Check a program, alone or against a checkpoint.
 
     The exit code is 1 when there are errors; warnings alone are fine.
@@ -113,18 +113,19 @@ def check(
         findings += check_program([read.file], name, observed=shapes)
     findings = list(dict.fromkeys(findings))
     errors = sum(1 for f in findings if f.severity == "error")
-    if json:
-        found = tuple(f.to_dict() for f in findings)
-        print_document(CheckDocument(program=program, layouts=tuple(names), findings=found))
-    elif findings:
+
+    def show_findings(document: CheckDocument) -> None:
+        layouts = ", ".join(document.layouts)
+        if not findings:
+            print(f"{layouts}: good")
+            return
         print(render(findings))
-    if not json:
-        layouts = ", ".join(names)
-        warnings = len(findings) - errors
-        print(
-            f"{layouts}: {errors} errors, {warnings} warnings" if findings else f"{layouts}: good"
-        )
-    return 1 if errors else 0
+        print(f"{layouts}: {errors} errors, {len(findings) - errors} warnings")
+
+    document = CheckDocument(
+        program=program, layouts=tuple(names), findings=tuple(f.to_dict() for f in findings)
+    )
+    return Reply(document, show_findings, 1 if errors else 0)
 
 
 def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
@@ -153,7 +154,7 @@ def fmt(
     *files: Annotated[Path, Parameter(help="Programs, as text (.lay).")],
     check: Annotated[bool, flag("Change nothing; exit with 1 if a file would change.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Put programs in normal form; comments stay."""
     from ckptd.layout.lay.formatter import format_text
 
@@ -171,13 +172,12 @@ def fmt(
         changed.append(str(path))
         if not check:
             path.write_text(new, encoding="utf-8")
-    if json:
-        document = FmtDocument(files=tuple(map(str, files)), changed=tuple(changed))
-        print_document(document)
-    else:
-        for name in changed:
-            print(f"{'would change' if check else 'changed'} {name}")
-    return 1 if check and changed else 0
+    did = "would change" if check else "changed"
+    return Reply(
+        FmtDocument(files=tuple(map(str, files)), changed=tuple(changed)),
+        lambda d: print("".join(f"{did} {name}\n" for name in d.changed), end=""),
+        1 if check and changed else 0,
+    )
 
 
 @lay.command
@@ -192,7 +192,7 @@ def show(
         Path | None, Parameter(help="Write a drawing to this file.", show_default=False)
     ] = None,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Draw which rank holds which part of a tensor.
 
     Sizes come from --against, or from 'let' statements in the program or with -e.
@@ -210,17 +210,12 @@ def show(
     if svg is not None:
         svg.write_text(drawing(found), encoding="utf-8")
         note(f"drawn to {svg}")
-    if json:
-        print_document(
-            ShowDocument(
-                program=program,
-                layout=read.layout,
-                tensor=tensor,
-                rule=found.rule,
-                shape=found.shape,
-                cells=tuple(c.to_dict() for c in found.cells),
-            )
-        )
-    else:
-        print(text_of(found))
-    return 0
+    document = ShowDocument(
+        program=program,
+        layout=read.layout,
+        tensor=tensor,
+        rule=found.rule,
+        shape=found.shape,
+        cells=tuple(c.to_dict() for c in found.cells),
+    )
+    return Reply(document, lambda _: print(text_of(found)))

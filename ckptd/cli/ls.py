@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 
 from ckptd.cli.address import Root, opened
 from ckptd.cli.listing import AttemptRow, CheckpointRow, GenerationRow, LsDocument, list_root
-from ckptd.cli.output import Json, flag, print_document, print_table, shorten, size_text
+from ckptd.cli.output import Json, Reply, flag, print_rows, shorten, size_text
 from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError
 
@@ -26,16 +27,13 @@ def ls(
         bool, flag("Abandoned lines, generations and uncommitted attempts too.")
     ] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """List the checkpoints of a root, the newest last."""
     with opened(root) as catalogue:
         document = list_root(catalogue, everything=all)
-    if json:
-        print_document(document)
-    else:
-        _show(document)
     rows = (*document.checkpoints, *(document.abandoned or ()))
-    return CorruptError.exit_code if any(r.damaged for r in rows) else 0
+    damaged = any(r.damaged for r in rows)
+    return Reply(document, _show, CorruptError.exit_code if damaged else 0)
 
 
 # -- for people ------------------------------------------------------------------------------------
@@ -43,77 +41,58 @@ def ls(
 
 def _show(document: LsDocument) -> None:
     if document.checkpoints:
-        _show_checkpoints(document.checkpoints)
+        print_rows(document.checkpoints, _CHECKPOINT)
     else:
         print("no checkpoint counts here")
     if document.abandoned:
         print("\nabandoned")
-        _show_checkpoints(document.abandoned)
+        print_rows(document.abandoned, _CHECKPOINT)
     if document.attempts:
         print("\nnot committed")
-        _show_attempts(document.attempts)
+        print_rows(document.attempts, _ATTEMPT)
     if document.generations:
         print("\ngenerations")
-        _show_generations(document.generations)
+        print_rows(document.generations, _GENERATION)
 
 
-def _show_checkpoints(rows: tuple[CheckpointRow, ...]) -> None:
-    print_table(
-        (">STEP", ">GEN", "CREATED", ">SIZE", ">RANKS", "MARKS", "METADATA"),
-        [_cells(row) for row in rows],
-    )
-
-
-def _cells(row: CheckpointRow) -> tuple[str, ...]:
+def _marks(row: CheckpointRow) -> str:
     marks = ["pinned"] if row.pinned else []
     marks += [f"leased by {shorten(who or 'a reader', _HOLDER_WIDTH)}" for who in row.leases]
     if row.abandoned_by is not None:
         marks.append(f"abandoned by generation {row.abandoned_by}")
-    if row.damaged:
-        unread = (str(row.step), str(row.generation), "", "", "")
-        return (*unread, ", ".join(marks), f"DAMAGED: {row.damaged}")
+    return ", ".join(marks)
+
+
+def _metadata(row: CheckpointRow) -> str:
     return (
-        str(row.step),
-        str(row.generation),
-        when(row.created),
-        size_text(row.data_bytes),
-        str(row.world_size),
-        ", ".join(marks),
-        metadata_text(row.metadata, _METADATA_WIDTH),
+        f"DAMAGED: {row.damaged}" if row.damaged else metadata_text(row.metadata, _METADATA_WIDTH)
     )
 
 
-def _show_attempts(rows: tuple[AttemptRow, ...]) -> None:
-    print_table(
-        (">STEP", ">GEN", "ATTEMPT", "LAST WRITTEN", ">SIZE", "STATE"),
-        [
-            (
-                str(r.step),
-                str(r.generation),
-                r.attempt,
-                when(r.modified),
-                size_text(r.bytes),
-                "given up: ckptd gc removes it" if r.over else "in flight, or died",
-            )
-            for r in rows
-        ],
-    )
-
-
-def _show_generations(rows: tuple[GenerationRow, ...]) -> None:
-    print_table(
-        (">GEN", "CLAIMED", ">RANKS", "CONTINUES", "REASON"),
-        [
-            (
-                str(r.generation),
-                when(r.created),
-                str(r.world_size),
-                str(r.parent.name) if r.parent else "nothing",
-                r.reason,
-            )
-            for r in rows
-        ],
-    )
+_CHECKPOINT: dict[str, Callable[[CheckpointRow], object]] = {
+    ">STEP": lambda r: r.step,
+    ">GEN": lambda r: r.generation,
+    "CREATED": lambda r: None if r.damaged else when(r.created),
+    ">SIZE": lambda r: None if r.damaged else size_text(r.data_bytes),
+    ">RANKS": lambda r: None if r.damaged else r.world_size,
+    "MARKS": _marks,
+    "METADATA": _metadata,
+}
+_ATTEMPT: dict[str, Callable[[AttemptRow], object]] = {
+    ">STEP": lambda r: r.step,
+    ">GEN": lambda r: r.generation,
+    "ATTEMPT": lambda r: r.attempt,
+    "LAST WRITTEN": lambda r: when(r.modified),
+    ">SIZE": lambda r: size_text(r.bytes),
+    "STATE": lambda r: "given up: ckptd gc removes it" if r.over else "in flight, or died",
+}
+_GENERATION: dict[str, Callable[[GenerationRow], object]] = {
+    ">GEN": lambda r: r.generation,
+    "CLAIMED": lambda r: when(r.created),
+    ">RANKS": lambda r: r.world_size,
+    "CONTINUES": lambda r: r.parent.name if r.parent else "nothing",
+    "REASON": lambda r: r.reason,
+}
 
 
 def metadata_text(metadata: dict[str, Any], width: int) -> str:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
@@ -20,6 +20,9 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.plugins import VERBS as VERB_GROUP
 from ckptd.plugins import Verb, entries, origin
 from ckptd.version import __version__
+
+if TYPE_CHECKING:
+    from ckptd.cli.output import Reply
 
 __all__ = ["VERBS", "app", "installed_verbs", "main", "run"]
 
@@ -166,9 +169,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    as_json = "--json" in argv
+    as_json = not {"--json", "--json=true"}.isdisjoint(argv)
     try:
-        code = app(list(argv), exit_on_error=False, print_error=False, result_action="return_value")
+        reply: Reply | int | None = app(
+            list(argv), exit_on_error=False, print_error=False, result_action="return_value"
+        )
+        if not isinstance(reply, int | None):
+            reply.print(as_json=as_json)
+            reply = reply.code
         sys.stdout.flush()
     except CycloptsError as error:
         return _fail(_usage(error), as_json)
@@ -182,7 +190,7 @@ def _run(argv: Sequence[str]) -> int:
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - a defect must end as a message too
         return _fail(_defect(error), as_json)
-    return code if isinstance(code, int) else 0
+    return reply or 0
 
 
 def _usage(error: CycloptsError) -> UsageError:

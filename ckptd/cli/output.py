@@ -1,7 +1,7 @@
-"""What verbs print: documents for programs, tables for people, progress on a terminal.
+"""What verbs return and print: documents for programs, tables for people, progress on a terminal.
 
-Results go to standard output, everything else to standard error. rich is imported only where
-a progress bar is drawn.
+A verb returns a `Reply`, and `ckptd.cli.main` prints it as ``--json`` says. Results go to standard
+output, everything else to standard error. rich is imported only where a progress bar is drawn.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Annotated, Any, TextIO
+from functools import partial
+from typing import Annotated, Any, TextIO, TypeVar
 
 import msgspec
 from cyclopts import Parameter
@@ -25,11 +26,14 @@ __all__ = [
     "Document",
     "Json",
     "Progress",
+    "Reply",
     "flag",
     "json_text",
     "note",
+    "option",
     "print_document",
     "print_error",
+    "print_rows",
     "print_table",
     "progress_bar",
     "shorten",
@@ -38,12 +42,26 @@ __all__ = [
 ]
 
 
-def flag(text: str) -> Parameter:
-    """Return the parameter of a switch that is off unless it is given."""
-    return Parameter(help=text, show_default=False)
+D = TypeVar("D", bound="Document")
+R = TypeVar("R")
 
+
+def option(text: str, *names: str) -> Parameter:
+    """Return the parameter of an option whose help shows no default.
+
+    Parameters
+    ----------
+    names
+        How it is written, where that is not the name of the argument.
+    """
+    return Parameter(help=text, name=names or None, show_default=False)
+
+
+flag = option
+"""The parameter of a switch that is off unless it is given."""
 
 Json = Annotated[bool, flag("Print one JSON document instead of text.")]
+"""Declared by every verb, for its help and for completion; `ckptd.cli.main` acts on it."""
 Progress = Callable[[int, int], None]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -60,6 +78,32 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="verb"):
     """
 
     schema: int = 1
+
+
+class Reply:
+    """What a verb returns.
+
+    Parameters
+    ----------
+    document
+        The whole outcome, which ``--json`` prints.
+    show
+        Prints the document for people.
+    code
+        The exit code.
+    """
+
+    def __init__(self, document: D, show: Callable[[D], object], code: int = 0) -> None:
+        self.document = document
+        self.code = code
+        self._show: Callable[[], object] = partial(show, document)
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the document, as JSON or for people."""
+        if as_json:
+            print_document(self.document)
+        else:
+            self._show()
 
 
 _warnings: list[str] = []
@@ -178,6 +222,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     _print_styled(lines[0], "1", sys.stdout)
     if rows:
         print(*lines[1:], sep="\n")
+
+
+def print_rows(rows: Iterable[R], columns: Mapping[str, Callable[[R], object]]) -> None:
+    """Print a table of records; a column is a head and what it shows of a record, None for nothing.
+
+    Heads and alignment are as in `print_table`.
+    """
+    cells = [
+        ["" if (c := get(row)) is None else str(c) for get in columns.values()] for row in rows
+    ]
+    print_table(list(columns), cells)
 
 
 # -- progress --------------------------------------------------------------------------------------

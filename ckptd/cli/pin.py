@@ -8,7 +8,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Root, Where, needs_step, opened
-from ckptd.cli.output import Document, Json, note, print_document, print_table
+from ckptd.cli.output import Document, Json, Reply, note, print_rows
 from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.names import CommitName, commit_key, pin_key
@@ -56,21 +56,17 @@ def pin(
     *,
     reason: Annotated[str, Parameter(help="Why, for people.", show_default=False)] = "",
     json: Json = False,
-) -> int:
+) -> Reply:
     """Keep a checkpoint for ever: no retention and no gc deletes it."""
     address = Address.of(where)
     with opened(address.root) as catalogue:
         name = address.find(catalogue)
         catalogue.pin(name, reason)
         document = PinDocument(root=catalogue.store.url, pin=_row(catalogue, name))
-    if json:
-        print_document(document)
-    else:
-        print(f"pinned {name}")
-    return 0
+    return Reply(document, lambda _: print(f"pinned {name}"))
 
 
-def unpin(where: Where, /, *, json: Json = False) -> int:
+def unpin(where: Where, /, *, json: Json = False) -> Reply:
     """Take a pin away; the checkpoint stays until retention or gc finds it superfluous."""
     address = needs_step(where)
     with opened(address.root) as catalogue:
@@ -79,14 +75,10 @@ def unpin(where: Where, /, *, json: Json = False) -> int:
         document = UnpinDocument(
             root=catalogue.store.url, step=name.step, generation=name.generation
         )
-    if json:
-        print_document(document)
-    else:
-        print(f"no longer pinned: {name}")
-    return 0
+    return Reply(document, lambda _: print(f"no longer pinned: {name}"))
 
 
-def pins(root: Root, /, *, json: Json = False) -> int:
+def pins(root: Root, /, *, json: Json = False) -> Reply:
     """List the pinned checkpoints."""
     with opened(root) as catalogue:
         rows = tuple(_row(catalogue, name) for name in sorted(catalogue.pins()))
@@ -96,16 +88,22 @@ def pins(root: Root, /, *, json: Json = False) -> int:
             if error.kind != "missing-record":  # which `opened` has said
                 note(f"{error.message} ({error.where}): no checkpoint counts until that is mended")
         document = PinsDocument(root=catalogue.store.url, pins=rows)
-    if json:
-        print_document(document)
-    elif rows:
-        print_table(
-            (">STEP", ">GEN", "PINNED", "REASON"),
-            [(str(r.step), str(r.generation), when(r.created), _reason(r)) for r in document.pins],
-        )
-    else:
+    return Reply(document, _show)
+
+
+def _show(document: PinsDocument) -> None:
+    if not document.pins:
         print("nothing is pinned")
-    return 0
+        return
+    print_rows(
+        document.pins,
+        {
+            ">STEP": lambda r: r.step,
+            ">GEN": lambda r: r.generation,
+            "PINNED": lambda r: when(r.created),
+            "REASON": _reason,
+        },
+    )
 
 
 def _reason(row: PinRow) -> str:

@@ -8,7 +8,7 @@ import sys
 
 from cyclopts import App, Parameter
 
-from ckptd.cli.output import Document, Json, print_document
+from ckptd.cli.output import Document, Json, Reply
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 
 __all__ = ["RecorderBuildDocument", "recorder"]
@@ -30,7 +30,7 @@ class RecorderBuildDocument(Document, frozen=True, kw_only=True, tag="recorder b
 
 
 @recorder.command
-def build(*, json: Json = False) -> int:
+def build(*, json: Json = False) -> Reply:
     """Build the native recorder for the PyTorch that is installed here.
 
     It needs a C++ compiler and takes about 20 s; again only after an update of PyTorch. Ranks
@@ -58,9 +58,4 @@ def build(*, json: Json = False) -> int:
             found="\n".join(lines[-12:])[-2000:],
             hint="the recorder in Python is used until then",
         )
-    path = done.stdout.strip()
-    if json:
-        print_document(RecorderBuildDocument(path=path))
-    else:
-        print(path)
-    return 0
+    return Reply(RecorderBuildDocument(path=done.stdout.strip()), lambda d: print(d.path))

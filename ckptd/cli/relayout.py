@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from msgspec import to_builtins
 
-from ckptd.cli.output import Document, Json, note, print_document, print_table, size_text
+from ckptd.cli.output import Document, Json, Reply, note, print_rows, print_table, size_text
 
 if TYPE_CHECKING:
-    from ckptd.cli.relayouting import Answer
+    from ckptd.cli.relayouting import RelayoutAnswer
     from ckptd.elastic.explain import Explanation, Row
     from ckptd.elastic.moved import Moved
 
@@ -90,7 +90,7 @@ def relayout(
         Parameter(help="Picture of a range: FILE.svg or FILE.png.", show_default=False),
     ] = None,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Say what the layout policy would do with what is left of a job, and why.
 
     Nodes are n0, n1 and so on. Nothing is started, moved or written. The exit code is 5 when no
@@ -104,18 +104,11 @@ def relayout(
     answer = question.answer(memory, checkpoint, program)
     if plot is not None:
         draw(answer.rows, question.job.planned, plot)
-    if json:
-        print_document(_document(answer))
-    elif answer.choice is None:
-        _show_rows(answer.rows)
-    else:
-        _show(answer.choice, answer.moved)
-    if plot is not None:
         note(f"the picture is {plot}")
-    return 0
+    return Reply(_document(answer), lambda _: _show_answer(answer))
 
 
-def _document(answer: Answer) -> RelayoutDocument:
+def _document(answer: RelayoutAnswer) -> RelayoutDocument:
     return RelayoutDocument(
         microbatches=answer.job.microbatches,
         before=to_builtins(answer.job.planned),
@@ -126,25 +119,30 @@ def _document(answer: Answer) -> RelayoutDocument:
     )
 
 
+def _show_answer(answer: RelayoutAnswer) -> None:
+    if answer.choice is None:
+        _show_rows(answer.rows)
+    else:
+        _show(answer.choice, answer.moved)
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
 def _show_rows(rows: tuple[Row, ...]) -> None:
-    columns = [">LEFT", "LAYOUT", ">THROUGHPUT", ">IDEAL", ">MOVE", ">PARKED", "WHY NOT"]
-    table = [
-        [
-            str(r.survivors),
-            str(r.shape) if r.shape is not None else "-",
-            _percent(r.throughput),
-            _percent(r.ideal),
-            str(r.moves),
-            str(r.parked),
-            r.refused,
-        ]
-        for r in rows
-    ]
-    print_table(columns, table)
+    print_rows(
+        rows,
+        {
+            ">LEFT": lambda r: r.survivors,
+            "LAYOUT": lambda r: "-" if r.shape is None else r.shape,
+            ">THROUGHPUT": lambda r: _percent(r.throughput),
+            ">IDEAL": lambda r: _percent(r.ideal),
+            ">MOVE": lambda r: r.moves,
+            ">PARKED": lambda r: r.parked,
+            "WHY NOT": lambda r: r.refused,
+        },
+    )
 
 
 def _show(e: Explanation, moved: Moved | None) -> None:
@@ -184,17 +182,18 @@ def _at(pp: int, dp: int, tp: int) -> str:
 
 
 def _show_seats(e: Explanation) -> None:
-    rows = [
-        [
-            str(s.rank),
-            f"{s.node}/{s.slot}",
-            _at(s.pp, s.dp, s.tp),
-            f"{s.microbatches[0]}..{s.microbatches[1] - 1}",
-            "stays" if s.stays else "from " + (_at(*s.before) if s.before else "nothing"),
-        ]
-        for s in e.seats
-    ]
-    print_table([">RANK", "SLOT", "PP.DP.TP", "MICRO-BATCHES", "PARAMETERS"], rows)
+    print_rows(
+        e.seats,
+        {
+            ">RANK": lambda s: s.rank,
+            "SLOT": lambda s: f"{s.node}/{s.slot}",
+            "PP.DP.TP": lambda s: _at(s.pp, s.dp, s.tp),
+            "MICRO-BATCHES": lambda s: f"{s.microbatches[0]}..{s.microbatches[1] - 1}",
+            "PARAMETERS": lambda s: (
+                "stays" if s.stays else "from " + (_at(*s.before) if s.before else "nothing")
+            ),
+        },
+    )
 
 
 def _show_moved(moved: Moved) -> None:

@@ -25,7 +25,16 @@ from ckptd.reshard.layouts import Program, infer, read_program, wrapped
 from ckptd.reshard.prepare import source_program
 from ckptd.reshard.source import Stock, StockTensor
 
-__all__ = ["Answer", "Model", "Question", "draw", "memory_of", "model_of", "range_of", "shape_of"]
+__all__ = [
+    "Model",
+    "Question",
+    "RelayoutAnswer",
+    "draw",
+    "memory_of",
+    "model_of",
+    "range_of",
+    "shape_of",
+]
 
 _AXES = ("pp", "dp", "tp")
 _GROUPS = "groups"
@@ -245,7 +254,7 @@ def memory_of(text: str, model: Model | None, before: Shape) -> Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class RelayoutAnswer:
     """What is to be shown; `choice`, or with a range `rows`."""
 
     job: Job
@@ -310,8 +319,10 @@ class Question:
             counts=range_of(survivors) if survivors else None,
         )
 
-    def answer(self, memory: str | None, checkpoint: str | None, program: str | None) -> Answer:
-        """Answer it; see `ckptd.cli.relayout.relayout`."""
+    def answer(
+        self, memory: str | None, checkpoint: str | None, program: str | None
+    ) -> RelayoutAnswer:
+        """RelayoutAnswer it; see `ckptd.cli.relayout.relayout`."""
         with ExitStack() as stack:
             model = None
             if checkpoint is not None:
@@ -320,7 +331,7 @@ class Question:
             if memory is not None:
                 job = msgspec.structs.replace(job, memory=memory_of(memory, model, job.planned))
             if self.counts is not None and len(self.counts) > 1:
-                return Answer(
+                return RelayoutAnswer(
                     job=job, rows=tuple(row_of(job, left, job.planned) for left in self._ranges())
                 )
             return self._one(job, model)
@@ -329,14 +340,14 @@ class Question:
         for count in self.counts or ():
             yield survivors_of(self.cluster, self.lost, count)
 
-    def _one(self, job: Job, model: Model | None) -> Answer:
+    def _one(self, job: Job, model: Model | None) -> RelayoutAnswer:
         count = self.counts[0] if self.counts else None
         left = survivors_of(self.cluster, self.lost, count)
         choice = explain(job, left, job.planned, self.slots_per_node)
         by_place = {(s.node, s.number): s for s in left}
         seats = [by_place[s.node, s.slot] for s in choice.seats]
         moved = model.moved(job, seats, choice.shape, left) if model is not None else None
-        return Answer(job=job, choice=choice, moved=moved)
+        return RelayoutAnswer(job=job, choice=choice, moved=moved)
 
 
 # -- the curve -------------------------------------------------------------------------------------

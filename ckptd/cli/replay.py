@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.flight import show_dumps
-from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten
+from ckptd.cli.output import Document, Json, Reply, note, print_rows, shorten
 from ckptd.errors import UsageError
 from ckptd.monitor.incidents.incident import Incident
 from ckptd.monitor.recording import Replay
@@ -112,7 +112,7 @@ def replay(
         ),
     ] = (),
     json: Json = False,
-) -> int:
+) -> Reply | int:
     """Run the diagnosis again over what a daemon was told."""
     if flight_recorder is not None and file is None:
         return show_dumps(flight_recorder, json=json)
@@ -123,11 +123,7 @@ def replay(
         settings = changed(settings, assignment)
     result = replay_recording(Path(file), settings)
     document = _document(file, result)
-    if json:
-        print_document(document)
-    else:
-        _show(document)
-    return 1 if document.incidents else 0
+    return Reply(document, _show, 1 if document.incidents else 0)
 
 
 def _document(file: str, result: Replay) -> ReplayDocument:
@@ -177,7 +173,16 @@ def _show(d: ReplayDocument) -> None:
     print(f"{shorten(d.job, _TEXT_WIDTH)}: {d.sheets} sheets, {d.seconds:.1f} s, {d.rounds} rounds")
     if d.incidents:
         print()
-        print_table((">AT", ">AFTER", "KIND", "SUSPECTS", "NODES"), [_row(i) for i in d.incidents])
+        print_rows(
+            d.incidents,
+            {
+                ">AT": lambda i: f"{i.at_s:.2f} s",
+                ">AFTER": lambda i: f"{i.latency_s:.2f} s",
+                "KIND": lambda i: i.kind,
+                "SUSPECTS": _suspects,
+                "NODES": lambda i: shorten(", ".join(i.nodes), _SUSPECTS_WIDTH),
+            },
+        )
         for incident in d.incidents:
             print(f"\n{incident.id}: {incident.kind}")
             for line in (*incident.evidence, *incident.consequences):
@@ -194,14 +199,8 @@ def _show(d: ReplayDocument) -> None:
             note(f"{number} {text}")
 
 
-def _row(incident: ReplayedIncident) -> tuple[str, ...]:
+def _suspects(incident: ReplayedIncident) -> str:
     named = [f"{s.target} {s.name}" for s in incident.suspects[:_NAMED]]
     more = len(incident.suspects) - len(named)
     text = ", ".join(named) + (f" and {more} more" if more > 0 else "")
-    return (
-        f"{incident.at_s:.2f} s",
-        f"{incident.latency_s:.2f} s",
-        incident.kind,
-        shorten(text, _SUSPECTS_WIDTH),
-        shorten(", ".join(incident.nodes), _SUSPECTS_WIDTH),
-    )
+    return shorten(text, _SUSPECTS_WIDTH)

@@ -10,10 +10,10 @@ from cyclopts import Parameter
 from ckptd.cli.output import (
     Document,
     Json,
+    Reply,
     flag,
     note,
-    print_document,
-    print_table,
+    print_rows,
     shorten,
     size_text,
 )
@@ -149,7 +149,7 @@ def reshard(
     ] = True,
     force: Annotated[bool, flag("Replace a Hugging Face model that is there.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Write a checkpoint of one layout as one of another.
 
     Nothing is committed unless the values of the source's witness are where the target's layout
@@ -157,13 +157,13 @@ def reshard(
     several processes may share the work with --shard, without speaking to each other.
     """
     # Imported when it runs, so that the help of it costs little.
-    from ckptd.cli.resharding import Run, prepared
+    from ckptd.cli.resharding import ReshardRun, prepared
 
     memory = size_of(budget, "--budget")
     most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0
     rules = [r.strip() for r in rule or ()]
     with prepared(source, to, from_, rules, step, allowed=allow or ()) as found:
-        run = Run(found, shard, memory, most, untie=untie)
+        run = ReshardRun(found, shard, memory, most, untie=untie)
         document = ReshardDocument(
             source=source,
             target=target,
@@ -186,11 +186,7 @@ def reshard(
             proved=run.prove() if prove else None,
             done=None if explain or prove or dry_run else run.do(target, force),
         )
-    if json:
-        print_document(document)
-    else:
-        _show(document, dry_run=dry_run)
-    return 0
+    return Reply(document, lambda d: _show(d, dry_run=dry_run))
 
 
 def _show(document: ReshardDocument, *, dry_run: bool) -> None:
@@ -255,8 +251,15 @@ def _source(d: ReshardDocument) -> str:
 
 
 def _show_rules(d: ReshardDocument) -> None:
-    rows = [[shorten(r.rule, 72), str(r.tensors), size_text(r.bytes), r.promise] for r in d.rules]
-    print_table(["RULE OF THE TARGET", ">TENSORS", ">SIZE", "PROMISE"], rows)
+    print_rows(
+        d.rules,
+        {
+            "RULE OF THE TARGET": lambda r: shorten(r.rule, 72),
+            ">TENSORS": lambda r: r.tensors,
+            ">SIZE": lambda r: size_text(r.bytes),
+            "PROMISE": lambda r: r.promise,
+        },
+    )
     for r in d.rules:
         print(f"\n{r.rule}")
         for source in r.sources:

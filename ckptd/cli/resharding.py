@@ -28,7 +28,7 @@ from ckptd.reshard.target import Target
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import StoreSpec
 
-__all__ = ["Run", "open_stock", "prepared"]
+__all__ = ["ReshardRun", "open_stock", "prepared"]
 
 _FROM = "from:"
 _LET = "let "
@@ -56,7 +56,7 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
             yield open_folder(store, step)
 
 
-class Run:
+class ReshardRun:
     """One command."""
 
     def __init__(

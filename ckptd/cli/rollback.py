@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ckptd.cli.address import Where, needs_step, opened
-from ckptd.cli.output import Document, Json, flag, print_document
+from ckptd.cli.output import Document, Json, Reply, flag
 from ckptd.errors import CorruptError
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
@@ -55,7 +55,7 @@ def rollback(
         bool, flag("Look for the step on abandoned lines too, the newest generation first.")
     ] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Make an older checkpoint the newest that counts; moves and deletes nothing.
 
     Later checkpoints no longer count. A job that still writes here is told so at its next save.
@@ -73,11 +73,7 @@ def rollback(
             claimed=claimed.generation,
             abandoned=tuple(sorted(Left(n.step, n.generation) for n in left)),
         )
-    if json:
-        print_document(document)
-    else:
-        _show(document)
-    return 0
+    return Reply(document, _show)
 
 
 def _line(catalogue: Catalogue) -> set[CommitName]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, flag, print_document, time_text
+from ckptd.cli.output import Document, Json, Reply, flag, time_text
 from ckptd.errors import TransientStoreError, UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def top(
     ] = None,
     once: Annotated[bool, flag("Print it once, as text, and end.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply | int:
     """Show a job's ranks, the least well first, and its open incidents, live.
 
     Ctrl-C ends it. Where standard output is no terminal it prints once. While the daemon does not
@@ -66,12 +66,9 @@ def top(
     if limit is not None and limit < 0:
         raise UsageError("--limit is negative", kind="bad-argument", found=limit)
     client = connect(daemon, job)
-    if json:
-        print_document(_asked(client))
-    elif once or not sys.stdout.isatty():
-        _print_once(_asked(client), 20 if limit is None else limit)
-    else:
-        _live(client, every, limit)
+    if json or once or not sys.stdout.isatty():
+        return Reply(_asked(client), lambda d: _print_once(d, 20 if limit is None else limit))
+    _live(client, every, limit)
     return 0
 
 

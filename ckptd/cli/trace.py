@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, note, print_document, print_table, shorten, size_text
+from ckptd.cli.output import Document, Json, Reply, note, print_rows, shorten, size_text
 from ckptd.cli.output import time_text as when
 from ckptd.errors import StoreError, UsageError
 from ckptd.events.eventfiles import EventFolder
-from ckptd.events.profile import PhaseStats, Profiles, SaveProfile
+from ckptd.events.profile import Profiles, SaveProfile
 from ckptd.events.timeline import Timeline
 
 __all__ = ["TraceDocument", "trace"]
@@ -70,7 +71,7 @@ def trace(
     ] = None,
     last: Annotated[int, Parameter(help="Show so many saves, the newest.")] = 20,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Show what each save cost and which rank was slowest, from recorded events."""
     if last < 1:
         raise UsageError("--last wants a positive number", found=last)
@@ -97,11 +98,7 @@ def trace(
         traced=timeline.written if timeline else 0,
         untraced=timeline.left_out if timeline else 0,
     )
-    if json:
-        print_document(document)
-    else:
-        _show(document)
-    return 0
+    return Reply(document, _show)
 
 
 @contextmanager
@@ -149,22 +146,20 @@ def _show(d: TraceDocument) -> None:
 
 def _show_saves(saves: tuple[SaveProfile, ...]) -> None:
     names = list(dict.fromkeys(p.name for s in saves for p in s.phases))
-    head = (">STEP", ">GEN", "BEGUN", "OUTCOME", ">RANKS", ">SIZE", ">TOTAL", ">STALL")
-    rows = [
-        (
-            str(s.step),
-            str(s.generation),
-            when(s.begun_ns / 1e9),
-            s.outcome,
-            str(s.ranks),
-            size_text(s.bytes),
-            _seconds(s.seconds),
-            _seconds(s.stall.max_s) if s.stall else "-",
-            *(_cell(s, name) for name in names),
-        )
-        for s in saves
-    ]
-    print_table((*head, *(f">{name}" for name in names)), rows)
+    print_rows(
+        saves,
+        {
+            ">STEP": lambda s: s.step,
+            ">GEN": lambda s: s.generation,
+            "BEGUN": lambda s: when(s.begun_ns / 1e9),
+            "OUTCOME": lambda s: s.outcome,
+            ">RANKS": lambda s: s.ranks,
+            ">SIZE": lambda s: size_text(s.bytes),
+            ">TOTAL": lambda s: _seconds(s.seconds),
+            ">STALL": lambda s: _seconds(s.stall.max_s) if s.stall else "-",
+        }
+        | {f">{name}": partial(_cell, name=name) for name in names},
+    )
     print("\neach time is of the slowest rank; * marks the slowest phase")
 
 
@@ -180,22 +175,18 @@ def _show_phases(save: SaveProfile) -> None:
     if save.reason:
         print(f"{save.outcome}: {shorten(save.reason, _REASON_WIDTH)}")
     stats = ([save.stall] if save.stall else []) + list(save.phases)
-    print_table(
-        ("PHASE", "TIER", ">RANKS", ">MIN", ">MEDIAN", ">MAX", ">SLOWEST RANK", ">SIZE"),
-        [_row(p, marked=p.name == save.slowest) for p in stats],
-    )
-
-
-def _row(p: PhaseStats, *, marked: bool) -> tuple[str, ...]:
-    return (
-        p.name + ("*" if marked else ""),
-        shorten(p.tier, _TIER_WIDTH),
-        str(p.ranks),
-        _seconds(p.min_s),
-        _seconds(p.median_s),
-        _seconds(p.max_s),
-        str(p.slowest_rank),
-        size_text(p.bytes) if p.bytes else "",
+    print_rows(
+        stats,
+        {
+            "PHASE": lambda p: p.name + "*" * (p.name == save.slowest),
+            "TIER": lambda p: shorten(p.tier, _TIER_WIDTH),
+            ">RANKS": lambda p: p.ranks,
+            ">MIN": lambda p: _seconds(p.min_s),
+            ">MEDIAN": lambda p: _seconds(p.median_s),
+            ">MAX": lambda p: _seconds(p.max_s),
+            ">SLOWEST RANK": lambda p: p.slowest_rank,
+            ">SIZE": lambda p: size_text(p.bytes) if p.bytes else None,
+        },
     )
 
 

@@ -8,9 +8,9 @@ from ckptd.cli.address import Address, Where, held, opened
 from ckptd.cli.output import (
     Document,
     Json,
+    Reply,
     flag,
-    print_document,
-    print_table,
+    print_rows,
     progress_bar,
     shorten,
     size_text,
@@ -61,7 +61,7 @@ def verify(
     quick: Annotated[bool, flag("Sizes and headers only; read no data.")] = False,
     all: Annotated[bool, flag("Every checkpoint that counts.")] = False,
     json: Json = False,
-) -> int:
+) -> Reply:
     """Check every byte of a checkpoint; name tensor, chunk, file and rank of what is bad.
 
     The exit code is 3 when something is.
@@ -76,26 +76,14 @@ def verify(
         for name in names:
             reports.append(_verify(catalogue, name, quick=quick))
             if not json:
-                _show(reports[-1])
+                _show_report(reports[-1])
         document = VerifyDocument(
             root=catalogue.store.url,
-            ok=all_ok(reports) and not findings,
+            ok=not findings and not any(r.findings for r in reports),
             checkpoints=tuple(reports),
             records=findings,
         )
-    if json:
-        print_document(document)
-    elif not reports:
-        print("no checkpoint counts here: nothing to check")
-    else:
-        for finding in findings:
-            print(f"BAD: {finding.message} ({finding.where})")
-    return _exit_code(reports, findings)
-
-
-def all_ok(reports: list[VerifyReport]) -> bool:
-    """Tell whether nothing is wrong with any checkpoint."""
-    return not any(r.findings for r in reports)
+    return Reply(document, _show_rest, _exit_code(reports, findings))
 
 
 def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyReport:
@@ -121,7 +109,16 @@ def _exit_code(reports: list[VerifyReport], records: tuple[Finding, ...]) -> int
 # -- for people ------------------------------------------------------------------------------------
 
 
-def _show(report: VerifyReport) -> None:
+def _show_rest(document: VerifyDocument) -> None:
+    """Show what is not shown yet: reports come as checkpoints are verified."""
+    if not document.checkpoints:
+        print("no checkpoint counts here: nothing to check")
+        return
+    for finding in document.records:
+        print(f"BAD: {finding.message} ({finding.where})")
+
+
+def _show_report(report: VerifyReport) -> None:
     r = report
     title = f"step {r.step} of generation {r.generation}"
     count = len(r.findings) + r.more
@@ -136,18 +133,17 @@ def _show(report: VerifyReport) -> None:
 
 
 def _show_findings(report: VerifyReport) -> None:
-    rows = [
-        (
-            f.kind,
-            f.tensor,
-            f.chunk if f.chunk != f.tensor else "",
-            "" if f.rank is None else str(f.rank),
-            f.file,
-            shorten(_detail(f), _DETAIL_WIDTH),
-        )
-        for f in report.findings[:_MOST_SHOWN]
-    ]
-    print_table(("KIND", "TENSOR", "CHUNK", ">RANK", "FILE", "WHAT"), rows)
+    print_rows(
+        report.findings[:_MOST_SHOWN],
+        {
+            "KIND": lambda f: f.kind,
+            "TENSOR": lambda f: f.tensor,
+            "CHUNK": lambda f: f.chunk if f.chunk != f.tensor else None,
+            ">RANK": lambda f: f.rank,
+            "FILE": lambda f: f.file,
+            "WHAT": lambda f: shorten(_detail(f), _DETAIL_WIDTH),
+        },
+    )
     left = len(report.findings) - _MOST_SHOWN + report.more
     if left > 0:
         print(f"... and {left} more; --json lists up to {len(report.findings)}")
