@@ -20,7 +20,7 @@ import planning
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import Manifest, MeshEntry, decode_manifest, encode_manifest
 from ckptd.layout import sharding
-from ckptd.load.wants import Want, read_plan
+from ckptd.load.plan import Want, read_plan
 from ckptd.save.commit import assemble
 from ckptd.save.messages import Part, Save
 from ckptd.save.rankplan import RankPlan

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.format.digest import BLOCK_BYTES
-from ckptd.load.blocks import (
+from ckptd.load.plan import (
     BlockLine,
     Runs,
     clip,
@@ -292,7 +292,7 @@ def assign(segments: Runs, members: np.ndarray[tuple[int, ...], np.dtype[np.bool
     Parameters
     ----------
     segments, members
-        As `ckptd.load.blocks.sweep` returns them.
+        As `ckptd.load.plan.sweep` returns them.
 
     Returns
     -------

@@ -17,9 +17,9 @@ from ckptd.format.records import Commit
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.region import box_region
-from ckptd.load.places import Places, check_headers
+from ckptd.load.files import Places, check_headers
+from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
-from ckptd.load.wants import Want, read_plan
 from ckptd.readers.reader import Array, CheckpointReader, PerRankValues, TensorInfo
 from ckptd.readers.words import Layouts, TensorLayout
 from ckptd.root.index import Index

@@ -31,7 +31,7 @@ from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.values import Values
 from ckptd.layout.owners import single_owner
 from ckptd.layout.region import flat_regions
-from ckptd.load.blocks import BlockLine
+from ckptd.load.plan import BlockLine
 from ckptd.reshard.changes import change_of, changed_dtype, quantized, step_promise
 from ckptd.reshard.duplicates import Duplicate
 from ckptd.reshard.feed import Change, Feed, Take

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.grid import Grid
-from ckptd.load.blocks import BlockLine
+from ckptd.load.plan import BlockLine
 from ckptd.reshard.feed import Feed, Feeds, Recut
 from ckptd.reshard.moves import Planner, Stretch, cut_rounds
 from ckptd.reshard.reading import BlockCache, Reading

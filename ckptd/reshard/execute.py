@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex
-from ckptd.load.blocks import BlockLine
+from ckptd.load.plan import BlockLine
 from ckptd.reshard.moves import Planner, RoundPlan, Stretch, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.samples import Expected, FileSamples

@@ -11,7 +11,7 @@ from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
-from ckptd.load.blocks import BlockLine, Runs
+from ckptd.load.plan import BlockLine, Runs
 from ckptd.reshard.compose import Composed, Link
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.moves import RoundPlan

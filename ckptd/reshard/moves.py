@@ -16,7 +16,7 @@ from ckptd.format.filemap import ChunkRef, FileMap
 from ckptd.layout.block import Block
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.owners import ABSENT
-from ckptd.load.blocks import BlockLine, Runs, count, merge, no_runs, touched
+from ckptd.load.plan import BlockLine, Runs, count, merge, no_runs, touched
 from ckptd.reshard.clip import clip, clip_fill
 from ckptd.reshard.feed import Change, Feed
 from ckptd.reshard.source import Source

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError, DeadlineError, NotFoundError
 from ckptd.format.digest import BLOCK_BYTES, digest
 from ckptd.layout.block import Block
-from ckptd.load.blocks import BlockLine, Runs
-from ckptd.load.files import LocalFiles
-from ckptd.load.places import missing_file
+from ckptd.load.files import LocalFiles, missing_file
+from ckptd.load.plan import BlockLine, Runs
 from ckptd.reshard.clip import clip
 from ckptd.reshard.moves import Move, RoundPlan
 from ckptd.reshard.source import Source

@@ -15,8 +15,7 @@ from ckptd.format.manifest import FileEntry, ObjectEntry
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
-from ckptd.load.fetch import load_index
-from ckptd.load.places import Places, check_size
+from ckptd.load.files import Places, check_size, load_index
 from ckptd.reshard.feed import Take
 from ckptd.store.base import Store
 from ckptd.types import DType

@@ -25,8 +25,7 @@ from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import PARTS, CommitName
 from ckptd.format.records import Commit
 from ckptd.layout.owners import ABSENT
-from ckptd.load.fetch import load_index
-from ckptd.load.places import Places
+from ckptd.load.files import Places, load_index
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Hold, hold
 from ckptd.save.messages import Part, Save

@@ -19,7 +19,7 @@ from ckptd.format.invariants import check_manifest
 from ckptd.format.lineage import line
 from ckptd.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from ckptd.format.names import DATA, PARTS, CommitName, data_folder, parse_data_folder, part_key
-from ckptd.load.places import blame
+from ckptd.load.files import blame
 from ckptd.load.union import Source, UnionStore
 from ckptd.root.catalogue import write_manifest
 from ckptd.root.index import Index

@@ -20,8 +20,7 @@ from ckptd.format.invariants import check_files, check_index
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
-from ckptd.load.fetch import load_index
-from ckptd.load.places import missing_file, read_header
+from ckptd.load.files import load_index, missing_file, read_header
 from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.working import Working, refuse_behind

@@ -23,9 +23,14 @@ from ckptd.format.invariants import check_coverage, check_files, check_index
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import CommitName, commit_key, digests_key, generation_key
 from ckptd.layout.grid import Piece
-from ckptd.load.fetch import check_index_size, load_index
-from ckptd.load.files import LocalFiles
-from ckptd.load.places import Places, missing_file, read_header
+from ckptd.load.files import (
+    LocalFiles,
+    Places,
+    check_index_size,
+    load_index,
+    missing_file,
+    read_header,
+)
 from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import ChunkWitness, Finding, Findings, VerifyReport, WitnessCheck
 from ckptd.root.index import Index

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptd.load.wants import Want
+from ckptd.load.plan import Want
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.tensors import as_bytes
 
@@ -24,7 +24,7 @@ class Filling:
     Attributes
     ----------
     wants
-        For `ckptd.load.wants.read_plan`.
+        For `ckptd.load.plan.read_plan`.
     """
 
     def __init__(self, describer: Describer) -> None:

@@ -28,11 +28,11 @@ from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan, gather
 from ckptd.format.witness_full import FullWitness
 from ckptd.layout.region import box_region
-from ckptd.load.files import read_ahead
-from ckptd.load.places import check_headers
-from ckptd.load.read import HostGroup, InMemory, ReadReport, execute, read_plan
+from ckptd.load.files import check_headers, read_ahead
+from ckptd.load.hostgroup import HostGroup
+from ckptd.load.plan import Want, read_plan
+from ckptd.load.read import InMemory, ReadReport, execute
 from ckptd.load.union import Source, UnionStore
-from ckptd.load.wants import Want
 from ckptd.load.witnesses import read_witness
 from ckptd.monitor.view import Phase
 from ckptd.root.catalogue import Catalogue

@@ -21,8 +21,8 @@ from ckptd.format.names import digests_key
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.region import Region, box_region
+from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import ReadReport, execute
-from ckptd.load.wants import Want, read_plan
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory

@@ -12,7 +12,7 @@ import pytest
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.owners import Owners
-from ckptd.load.places import Places
+from ckptd.load.files import Places
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.feed import MixedFeeds, Recut

@@ -150,7 +150,7 @@ def test_chunks_that_headers_justify_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is free here: those that stand in headers that are there are."""
-    monkeypatch.setattr("ckptd.load.places.FREE_CHUNKS", 0)
+    monkeypatch.setattr("ckptd.load.files.FREE_CHUNKS", 0)
     monkeypatch.setattr("ckptd.format.invariants.FREE_CHUNKS", 0)
     with open_store(tmp_path) as store:
         catalogue = Catalogue(store)

@@ -10,8 +10,8 @@ from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
 from ckptd.layout.region import box_region
+from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
-from ckptd.load.wants import Want, read_plan
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import Store
 from ckptd.tools.verify import verify

@@ -12,8 +12,8 @@ from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
 from ckptd.layout.region import box_region
+from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
-from ckptd.load.wants import Want, read_plan
 from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import commit_attempt, plan_key, remove_parts
 from ckptd.save.drain import drain

@@ -14,7 +14,7 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.peers import Distant
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
-from tests.load.test_fetch_sharing import threads
+from tests.load.test_hostgroup_sharing import threads
 from tests.load.test_union import Node
 from tests.save.snapshotting import put_share, same
 from tests.train.test_loader_union import PLAN, WORLD, Place, blank, flip, load, truth

@@ -30,7 +30,7 @@ from ckptd.store.memory import MemoryStore, forget_memory
 from ckptd.train import loader as sources
 from ckptd.train.loader import Loader, LoadReport
 from ckptd.train.ranks import Agreement
-from tests.load.test_fetch_sharing import threads
+from tests.load.test_hostgroup_sharing import threads
 from tests.load.test_union import Node
 from tests.save.saving import SHAPES, plan_of, values
 from tests.save.snapshotting import commit, put_share, put_snapshot, same, save_of

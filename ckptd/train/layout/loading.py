@@ -16,7 +16,7 @@ from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LocalTensor
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.region import box_region
-from ckptd.load.wants import PlannedWant, Want
+from ckptd.load.plan import PlannedWant, Want
 from ckptd.reshard.changes import Linear, change_of
 from ckptd.train.filling import U8, Filling
 from ckptd.train.layout.binder import JobLayout
@@ -76,7 +76,7 @@ class LaidFilling:
     Attributes
     ----------
     wants
-        For `ckptd.load.wants.read_plan`.
+        For `ckptd.load.plan.read_plan`.
     """
 
     wants: list[PlannedWant] = field(default_factory=list)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckptd.errors import CorruptError
 from ckptd.layout.block import Block, intersect
 from ckptd.layout.region import box_region
-from ckptd.load import blocks
-from ckptd.load.blocks import (
+from ckptd.load import plan as blocks
+from ckptd.load.plan import (
     BlockLine,
     clip,
     coalesce,

@@ -21,8 +21,8 @@ from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.region import box_region
 from ckptd.load import hostgroup as hostbuffer
 from ckptd.load.hostgroup import HostGroup, SharedMemory
+from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import ReadReport, execute
-from ckptd.load.wants import Want, read_plan
 from ckptd.runtime.ranks import LocalBoard, Pulse, agree, identity, liveness, wait
 from ckptd.store.base import MeterSpec, OpenFile, Store
 from ckptd.store.local import LocalStore
@@ -444,8 +444,8 @@ def test_a_killed_rank_ends_the_read_on_all_others(tmp_path: Path) -> None:
 
 
 def test_assignments_cover_every_block_once() -> None:
-    from ckptd.load.blocks import BlockLine, count, merge
     from ckptd.load.hostgroup import make_schedule
+    from ckptd.load.plan import BlockLine, count, merge
 
     rng = random.Random(1)
     line = BlockLine([50 << 20, 0, 7 << 20, 300 << 20])
