@@ -27,7 +27,7 @@ import common
 import numpy as np
 
 from ckptd.monitor.job import JobView
-from ckptd.monitor.links.matrix import again, effects
+from ckptd.monitor.links import again, effects
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.slow import SlowLimits, slow_ranks
 from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind

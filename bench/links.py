@@ -7,7 +7,7 @@ Four nodes, each in a network namespace, and a veth pair for each pair of them. 
 (point), all that a node sends (row), all that it receives (column), both (node) to 60 Mbit/s, or
 nothing passes between two nodes (partition). The node is drawn anew in each run. The agent's own
 probe measures all 12 directions, one source at a time, twice (the least counts), and
-`ckptd.monitor.links.matrix` reads the matrix. Named first: the first suspect is what was planted.
+`ckptd.monitor.links` reads the matrix. Named first: the first suspect is what was planted.
 Spurious: runs in which more is named, and how many things. Says so and ends where the kernel lacks
 namespaces, veth or htb.
 """

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import ckptd.monitor
-from ckptd.monitor.ring.reader import RingReader
+from ckptd.monitor.ring import RingReader
 
 PLAIN = "no hook"
 SOURCES = ("python", "native", "counters")

@@ -21,9 +21,8 @@ import numpy as np
 
 from ckptd.monitor import simulator
 from ckptd.monitor.gather import from_views, merge
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import CALL, JobView, Phase, RankView
 from ckptd.monitor.report import STEP, GroupInfo, NodeReport, pack, unpack_report
-from ckptd.monitor.view import CALL, Phase, RankView
 from ckptd.monitor.watch import JobWatch
 from ckptd_simulated.job import Fault, Mesh, Planted, own_times, play, views
 

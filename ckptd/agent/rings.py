@@ -15,11 +15,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ckptd.agent.doing import Doing
-from ckptd.agent.processes import Process
+from ckptd.agent.processes import Doing, Process
 from ckptd.errors import CkptdError
-from ckptd.monitor.ring.layout import Counter, RecorderState
-from ckptd.monitor.ring.reader import RingHeader, RingReader
+from ckptd.monitor.ring import Counter, RecorderState, RingHeader, RingReader
 
 __all__ = ["Ring", "Rings"]
 

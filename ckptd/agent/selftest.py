@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ckptd.monitor.links.machines import Gpu, MachineTest
+from ckptd.monitor.preflight import Gpu, MachineTest
 
 __all__ = ["self_test"]
 

@@ -24,8 +24,8 @@ from ckptd.agent.uplink import Uplink
 from ckptd.agent.watcher import Watcher
 from ckptd.crashes import report_crashes
 from ckptd.errors import CkptdError, StoreError, UsageError
+from ckptd.monitor.job import Phase
 from ckptd.monitor.rules.limits import HangLimits
-from ckptd.monitor.view import Phase
 from ckptd.net.signing import job_secret
 from ckptd.runtime.agentlink import run_folder
 from ckptd.runtime.host import node_name

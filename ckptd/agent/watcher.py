@@ -16,16 +16,15 @@ from collections.abc import Collection, Mapping
 from itertools import count
 
 from ckptd.agent.evidence import EvidenceTaker
+from ckptd.agent.report import ReportMaker
 from ckptd.agent.rings import Ring, Rings
-from ckptd.agent.sheets import ReportMaker
-from ckptd.agent.sums import Sums
-from ckptd.agent.tally import Tally
+from ckptd.agent.totals import Sums, Tally
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import CkptdError
+from ckptd.monitor.job import Phase
 from ckptd.monitor.report import AgentOrders, EvidenceReport, ProbeResult, Stack
-from ckptd.monitor.ring.layout import Counter
+from ckptd.monitor.ring import Counter
 from ckptd.monitor.rules.limits import HangLimits
-from ckptd.monitor.view import Phase
 
 __all__ = ["Watcher"]
 

@@ -9,13 +9,18 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptd.agent.coordinator import LinkSummary, Preflight, PreflightPlan, coordinate
-from ckptd.agent.pairs import MOST_PROBE_BYTES
-from ckptd.agent.preflight import PreflightNode, take_part
+from ckptd.agent.preflight import (
+    LinkSummary,
+    Preflight,
+    PreflightNode,
+    PreflightPlan,
+    coordinate,
+    take_part,
+)
+from ckptd.agent.probes import MOST_PROBE_BYTES
 from ckptd.cli.output import Document, Reply, note, print_table, size_text
 from ckptd.errors import CkptdError, StoreError, UsageError
-from ckptd.monitor.links.machines import MachineTest
-from ckptd.monitor.links.preflight import PairProbe, PreflightFinding
+from ckptd.monitor.preflight import MachineTest, PairProbe, PreflightFinding
 from ckptd.net.address import bound, is_loopback
 from ckptd.net.signing import SECRET_VARIABLE, job_secret
 from ckptd.runtime.agentlink import run_folder

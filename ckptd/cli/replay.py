@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from ckptd.cli.flight import show_dumps
 from ckptd.cli.output import Document, Json, Reply, note, print_rows, shorten
 from ckptd.errors import UsageError
-from ckptd.monitor.incidents.incident import Incident
+from ckptd.monitor.incidents import Incident
 from ckptd.monitor.recording import Replay
 from ckptd.monitor.recording import replay as replay_recording
 from ckptd.monitor.settings import WatchSettings, changed

@@ -18,13 +18,12 @@ from ckptd.daemon.rounds import RankTable, RoundResult
 from ckptd.elastic.wire import Answer, Status
 from ckptd.events.event import STALL_PHASES
 from ckptd.events.profile import SaveProfile
-from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.job import NO_EXIT
-from ckptd.monitor.links.matrix import Effect
+from ckptd.monitor.incidents import Incident
+from ckptd.monitor.job import NO_EXIT, CallFlag, phase_name
+from ckptd.monitor.links import Effect
 from ckptd.monitor.report import GroupInfo, ProbeResult, Stack
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict
-from ckptd.monitor.view import CallFlag, phase_name
 
 __all__ = [
     "AXES",

@@ -21,7 +21,7 @@ import msgspec
 from ckptd.daemon.documents import clipped
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import RefusedError, StoreError, UsageError
-from ckptd.monitor.incidents.incident import Incident
+from ckptd.monitor.incidents import Incident
 
 __all__ = ["SERIES", "History", "from_stored", "read_incidents", "to_stored"]
 

@@ -19,9 +19,9 @@ from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles
+from ckptd.monitor.job import phase_name
 from ckptd.monitor.report import NodeReport
 from ckptd.monitor.verdict import VerdictKind
-from ckptd.monitor.view import phase_name
 
 __all__ = [
     "RECOVERY_BUCKETS_S",

@@ -24,7 +24,7 @@ from ckptd.daemon.tape import MessageBuffer
 from ckptd.elastic.messages import Suspected
 from ckptd.elastic.wire import Answer, NodeRow, Status
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError
-from ckptd.monitor.incidents.incident import Incident
+from ckptd.monitor.incidents import Incident
 from ckptd.monitor.recording import FENCING, RecordedFrame
 from ckptd.monitor.report import Fencing, pack
 from ckptd.monitor.rules.limits import ENGINE_S

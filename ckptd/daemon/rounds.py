@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ckptd.errors import CkptdError, TransientStoreError
-from ckptd.monitor.incidents.incident import Changes, Incident
+from ckptd.monitor.incidents import Changes, Incident
 from ckptd.monitor.job import JobView, no_job
-from ckptd.monitor.links.rounds import LinkMatrix
+from ckptd.monitor.links import LinkMatrix
 from ckptd.monitor.sources import AgentHealth
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import SuspectKind, VerdictKind

@@ -38,7 +38,7 @@ from ckptd.elastic.messages import Order
 from ckptd.elastic.wire import Answer
 from ckptd.errors import NotFoundError
 from ckptd.monitor.collectives import Book
-from ckptd.monitor.incidents.incident import Changes, Incident
+from ckptd.monitor.incidents import Changes, Incident
 from ckptd.monitor.recording import ROUND, SHEET, RecordedFrame, RecordingWriter, encode
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack
 from ckptd.monitor.settings import WatchSettings

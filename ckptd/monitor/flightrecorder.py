@@ -23,10 +23,10 @@ import xxhash
 
 from ckptd.decoding import converter, json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
+from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView
 from ckptd.monitor.plainpickle import loads
-from ckptd.monitor.ring.layout import text_hash
+from ckptd.monitor.ring import text_hash
 from ckptd.monitor.rules.limits import HangLimits
-from ckptd.monitor.view import CALL, GROUP, CallFlag, Phase, RankView
 
 __all__ = ["STUCK", "FlightRecords", "read", "read_folder"]
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from ckptd.monitor.job import NO_EXIT, RANK, AgentView, JobView
+from ckptd.monitor.job import NO_EXIT, RANK, AgentView, JobView, RankView
 from ckptd.monitor.report import SHEET_RANK, STATES, TABLES, AgentState, GroupInfo, NodeReport
-from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.stats import Array
-from ckptd.monitor.view import RankView
 
 __all__ = ["RankNote", "ended_on_purpose", "from_views", "gathered", "job_of", "merge", "selected"]
 

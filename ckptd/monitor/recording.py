@@ -19,7 +19,7 @@ import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
-from ckptd.monitor.incidents.incident import Changes, Incident
+from ckptd.monitor.incidents import Changes, Incident
 from ckptd.monitor.report import ReportLimits, unpack_evidence, unpack_fencing, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch

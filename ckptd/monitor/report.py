@@ -17,9 +17,8 @@ import zstandard
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, WORD
-from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, RANK
+from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, RANK, Phase
 from ckptd.monitor.stats import Array
-from ckptd.monitor.view import Phase
 
 __all__ = [
     "GAP",
@@ -65,7 +64,7 @@ SHEET_RANK: np.dtype[Any] = np.dtype(
         ("pid", RANK["pid"].str),
         ("generation", "<i8"),
         ("lived", "<f8"),  # age of the process, s; NaN is unknown
-        ("recorder", "u1"),  # ckptd.monitor.ring.layout.RecorderState
+        ("recorder", "u1"),  # ckptd.monitor.ring.RecorderState
         ("lost", "<i8"),  # calls that found no room in the ring's table of groups
         ("written", "<i8"),  # calls recorded by the process so far
     ]
@@ -87,7 +86,7 @@ STEP: np.dtype[Any] = np.dtype(
         ("row", "<i8"),
         ("step", "<i8"),
         ("phase", "<u4"),
-        ("self_s", "<f8"),  # outside calls; see ckptd.monitor.rules.selftime
+        ("self_s", "<f8"),  # outside calls; see ckptd.monitor.rules.slow
         ("inside_s", "<f8"),  # in calls
         ("wall_s", "<f8"),
     ]

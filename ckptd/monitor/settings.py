@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from ckptd.errors import UsageError
-from ckptd.monitor.links.matrix import LinkLimits
+from ckptd.monitor.job import Phase
+from ckptd.monitor.links import LinkLimits
 from ckptd.monitor.report import ReportLimits
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.slow import SlowLimits
 from ckptd.monitor.verdict import VerdictKind
-from ckptd.monitor.view import Phase
 
 __all__ = ["ACTIONS", "IsolationBudget", "WatchSettings", "changed", "setting_names"]
 

@@ -11,19 +11,24 @@ import numpy as np
 
 from ckptd.errors import RefusedError
 from ckptd.monitor.gather import gathered, job_of, selected
-from ckptd.monitor.incidents.evidence import WantedEvidence, calls_text, suspected_ranks
-from ckptd.monitor.incidents.incident import Changes, Incident
-from ckptd.monitor.incidents.tracker import IncidentTracker, RoundFacts
+from ckptd.monitor.incidents import (
+    Changes,
+    Incident,
+    IncidentTracker,
+    RoundFacts,
+    WantedEvidence,
+    calls_text,
+    suspected_ranks,
+)
 from ckptd.monitor.job import AgentView, JobView
-from ckptd.monitor.links.rounds import LinkMatrix, LinkProber
+from ckptd.monitor.links import LinkMatrix, LinkProber
 from ckptd.monitor.report import GAP, AgentOrders, EvidenceReport, Fencing, NodeReport
-from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.corruption import SumBook
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.endings import Endings, Stopped
 from ckptd.monitor.rules.limits import Learned, learn, learn_cut_short
-from ckptd.monitor.rules.pace import StepPace
-from ckptd.monitor.rules.slow import RankRoles
+from ckptd.monitor.rules.slow import RankRoles, StepPace
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import AgentHealth, ReportSources, old
 from ckptd.monitor.stats import Array

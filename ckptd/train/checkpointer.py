@@ -20,7 +20,7 @@ from ckptd import events
 from ckptd.errors import CkptdError, UsageError
 from ckptd.events.metrics import Metrics
 from ckptd.format.names import CommitName, check_step
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
 from ckptd.root.auto import Auto, Choice, recent
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec

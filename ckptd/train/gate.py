@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckptd import events
 from ckptd.errors import SaveError
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
 from ckptd.save.arena import MOST_SLOTS
 from ckptd.train.cuda import is_capturing
 from ckptd.train.recorder.recorder import phase

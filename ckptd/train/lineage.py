@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ckptd.errors import NotFoundError, RefusedError, StoreError
 from ckptd.format.names import CommitName
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
 from ckptd.train.ranks import Agreement
 from ckptd.train.recorder.recorder import phase

@@ -34,7 +34,7 @@ from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import InMemory, ReadReport, execute
 from ckptd.load.union import Source, UnionStore
 from ckptd.load.witnesses import read_witness
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Unheld, hold_or_read
 from ckptd.root.spans import saving, tier_of

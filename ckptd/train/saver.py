@@ -19,7 +19,7 @@ from ckptd.format.container import build_header
 from ckptd.format.digest import digest_hex
 from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
 from ckptd.root.policy import Keep
 from ckptd.save.arena import Slot
 from ckptd.save.client import WriterClient, near_key, post_failure

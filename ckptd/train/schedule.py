@@ -13,7 +13,7 @@ from typing import Literal
 from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.records import Generation
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
 from ckptd.root.auto import (
     Auto,
     Choice,

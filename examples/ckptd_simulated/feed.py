@@ -24,7 +24,7 @@ from ckptd.events.clock import now_ns
 from ckptd.events.event import AnyEvent, SaveBegun, SaveDurable, SaveId, SaveStaged, Span
 from ckptd.events.sink import JsonlSink
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import JobView, Phase
 from ckptd.monitor.report import (
     SHEET_RANK,
     STEP,
@@ -39,7 +39,6 @@ from ckptd.monitor.report import (
     pack,
 )
 from ckptd.monitor.stats import Array, mix
-from ckptd.monitor.view import Phase
 from ckptd_simulated.job import TICK_S, Fault, Mesh, Planted, own_times, play
 
 __all__ = [

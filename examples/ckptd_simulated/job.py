@@ -16,10 +16,19 @@ from functools import cached_property
 
 import numpy as np
 
-from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, NO_EXIT, RANK, JobView
+from ckptd.monitor.job import (
+    CALL,
+    GROUP,
+    JOINED_CALL,
+    JOINED_GROUP,
+    NO_EXIT,
+    RANK,
+    JobView,
+    Phase,
+    RankView,
+)
 from ckptd.monitor.rules.slow import RankRoles
 from ckptd.monitor.stats import Array, mix
-from ckptd.monitor.view import CALL, GROUP, Phase, RankView
 
 __all__ = ["Fault", "Mesh", "Planted", "delays", "own_times", "play", "views"]
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from ckptd.agent.processes import Process, exit_code_of
-from ckptd.monitor.ring.ring import process_birth
+from ckptd.monitor.ring import process_birth
 from tests.processes import stop
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from ckptd.agent.rings import Ring, Rings
 from ckptd.errors import CkptdError
-from ckptd.monitor.ring.layout import Counter
-from ckptd.monitor.ring.ring import RingIdentity, RingWriter
+from ckptd.monitor.ring import Counter, RingIdentity, RingWriter
 from tests.agent.writers import Writer, writers
 from tests.processes import stop
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.agent import selftest
 from ckptd.agent.selftest import parse_gpu, self_test
-from ckptd.monitor.links.machines import Gpu
+from ckptd.monitor.preflight import Gpu
 
 
 def test_this_machine(tmp_path: Path) -> None:

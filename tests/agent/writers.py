@@ -11,9 +11,9 @@ from pathlib import Path
 WRITER = """
 import os, select, sys, threading, time
 from pathlib import Path
-from ckptd.monitor.ring.ring import RingIdentity, RingWriter
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.view import Phase
+from ckptd.monitor.ring import RingIdentity, RingWriter
+from ckptd.monitor.ring import RecorderState
+from ckptd.monitor.job import Phase
 
 folder, rank, world, rate, generation, job = sys.argv[1:]
 rank, world, rate = int(rank), int(world), float(rate)

@@ -11,7 +11,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from ckptd.monitor.links.matrix import LinkLimits, slow_links
+from ckptd.monitor.links import LinkLimits, slow_links
 from ckptd.monitor.report import LinkProbe, ProbeResult
 from tests.cluster.namespaces import Network
 

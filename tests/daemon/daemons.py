@@ -18,9 +18,9 @@ from ckptd.daemon.app import make_app
 from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.server import Serving, url_of
 from ckptd.daemon.service import DaemonSetup, Service
+from ckptd.monitor.job import Phase
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.view import Phase
 from ckptd.net.address import listen_at
 from ckptd.net.signing import access_token, sign_request
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for

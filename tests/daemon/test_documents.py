@@ -5,7 +5,7 @@ import pytest
 
 from ckptd.daemon.documents import MeshDocument, Names, RanksDocument
 from ckptd.daemon.rounds import STATUS, RankTable
-from ckptd.monitor.incidents.incident import Incident
+from ckptd.monitor.incidents import Incident
 from ckptd.monitor.job import JobView
 from ckptd.monitor.report import GroupInfo
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind

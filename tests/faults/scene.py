@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.errors import CkptdError
-from ckptd.monitor.ring.reader import read
+from ckptd.monitor.ring import read
 from ckptd.monitor.verdict import VerdictKind
 from tests.faults.case import Case
 from tests.faults.chain import Chain, nodes_of, until

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ckptd.monitor import check_replicas, injection
-from ckptd.monitor.ring.reader import RingReader
+from ckptd.monitor.ring import RingReader
 from ckptd.train.recorder import recorder
 from tests.faults.case import Case
 from tests.faults.harm import Threads, burn, flip_bit, harm

@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.monitor.job import JobView, join
+from ckptd.monitor.job import CALL, GROUP, JobView, Phase, RankView, join
 from ckptd.monitor.verdict import SuspectKind, Verdict
-from ckptd.monitor.view import CALL, GROUP, Phase, RankView
 
 NOW = 1000.0
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.gather import RankNote
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.view import Phase, RankView
+from ckptd.monitor.job import Phase, RankView
+from ckptd.monitor.ring import RecorderState
 from ckptd_simulated.job import Mesh, play, views
 from tests.monitor.jobs import changed, inside, outside
 from tests.monitor.watched import PERIOD, Fed, told

@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.monitor.job import JobView, join
+from ckptd.monitor.job import JobView, RankView, join
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.verdict import SuspectKind, Verdict, VerdictKind
-from ckptd.monitor.view import RankView
 from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor import jobs
 

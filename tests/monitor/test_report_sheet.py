@@ -30,7 +30,7 @@ from ckptd.monitor.report import (
     unpack_orders,
     unpack_report,
 )
-from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.ring import RecorderState
 from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.jobs import call, calls, inside, view
 from tests.monitor.watched import infos

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from ckptd.errors import UsageError
+from ckptd.monitor.job import Phase
 from ckptd.monitor.settings import WatchSettings, changed, setting_names
 from ckptd.monitor.verdict import VerdictKind
-from ckptd.monitor.view import Phase
 
 
 @pytest.mark.parametrize("name", setting_names())

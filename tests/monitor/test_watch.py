@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.errors import NotFoundError, RefusedError
 from ckptd.monitor.gather import RankNote, from_views, merge
+from ckptd.monitor.job import Phase, RankView
 from ckptd.monitor.report import (
     AgentState,
     EvidenceReport,
@@ -18,11 +19,10 @@ from ckptd.monitor.report import (
     pack,
     unpack_report,
 )
-from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.verdict import SuspectKind, VerdictKind
-from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import JobWatch
 from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.jobs import changed, inside, outside

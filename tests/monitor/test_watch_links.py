@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ckptd.monitor.job import Phase, RankView
 from ckptd.monitor.report import AgentState, EvidenceReport, ProbeResult
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.verdict import VerdictKind
-from ckptd.monitor.view import Phase, RankView
 from tests.monitor.jobs import inside
 from tests.monitor.watched import JOB, Fed
 

@@ -11,11 +11,10 @@ import msgspec
 import numpy as np
 
 from ckptd.monitor.gather import RankNote, from_views
-from ckptd.monitor.incidents.incident import Incident
-from ckptd.monitor.job import JobView
+from ckptd.monitor.incidents import Incident
+from ckptd.monitor.job import JobView, Phase, RankView
 from ckptd.monitor.report import STEP, AgentState, GroupInfo, NodeReport, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
-from ckptd.monitor.view import Phase, RankView
 from ckptd.monitor.watch import JobWatch
 from ckptd_simulated.job import Mesh, _hash, play, views
 

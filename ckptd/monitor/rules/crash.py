@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptd.monitor.job import NO_EXIT, JobView
+from ckptd.monitor.job import NO_EXIT, CallFlag, JobView, Phase
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
-from ckptd.monitor.view import CallFlag, Phase
 
 __all__ = ["crashes", "ended"]
 

@@ -25,7 +25,7 @@ def diagnose(
 
     A crash explains who waits for the crashed, and a mismatch who is stuck in its group, so that
     neither is told again as a hang. Slow ranks, slow links and silent corruption are judged from
-    other figures: see `slow` and `corruption` beside this module, and `ckptd.monitor.links.matrix`.
+    other figures: see `slow` and `corruption` beside this module, and `ckptd.monitor.links`.
 
     Parameters
     ----------

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptd.monitor.job import NO_EXIT, JobView
-from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.job import NO_EXIT, CallFlag, JobView, Phase
+from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.hang import absent
 from ckptd.monitor.rules.mismatch import P2P, with_newcomers
 from ckptd.monitor.stats import Array
-from ckptd.monitor.view import CallFlag, Phase
 
 __all__ = ["Endings", "Stopped"]
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import CallFlag, JobView
 from ckptd.monitor.rules.limits import ENGINE_S, HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
-from ckptd.monitor.view import CallFlag
 
 __all__ = ["Waits", "absent", "hangs", "held_up", "waits"]
 
@@ -234,7 +233,7 @@ def _roots(job: JobView, wait: Waits, gone: Array, limit: Array) -> Iterator[Ver
 _RUNS = ("Python runs", "the GIL is held", "nothing is known")
 """Of these it is the program that stands still, as far as anybody knows, and not the process."""
 _BUSY = b"R"
-"""State of a process that does something; see `ckptd.agent.doing`."""
+"""State of a process that does something; see `ckptd.agent.processes`."""
 
 
 def _held(job: JobView, wait: Waits, late: Array, limit: Array) -> Array:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import JobView, Phase
 from ckptd.monitor.stats import Array, mix
-from ckptd.monitor.view import Phase
 
 __all__ = ["ENGINE_S", "MOST_KEYS", "HangLimits", "Learned", "learn", "learn_cut_short"]
 

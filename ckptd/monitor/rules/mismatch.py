@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptd.monitor.job import JOINED_GROUP, JobView
-from ckptd.monitor.ring.layout import RingShape, text_hash
+from ckptd.monitor.job import JOINED_GROUP, CallFlag, JobView
+from ckptd.monitor.ring import RingShape, text_hash
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.naming import rank_suspects
 from ckptd.monitor.stats import Array, mix
 from ckptd.monitor.verdict import Verdict, VerdictKind
-from ckptd.monitor.view import CallFlag
 
 __all__ = ["MOST", "P2P", "minority", "mismatches", "with_newcomers"]
 

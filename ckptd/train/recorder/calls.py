@@ -17,7 +17,7 @@ import torch.distributed
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ckptd.monitor.ring.ring import RingGroup, RingWriter
+from ckptd.monitor.ring import RingGroup, RingWriter
 
 __all__ = ["CallKind", "Groups", "Sites", "call_kinds", "calls_so_far", "first_tensor", "nbytes"]
 

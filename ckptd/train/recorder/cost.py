@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from ckptd.monitor.ring.layout import RecorderState, RingShape
-from ckptd.monitor.ring.ring import RingWriter
+from ckptd.monitor.ring import RecorderState, RingShape, RingWriter
 from ckptd.train.recorder.hook import idle_group
 from ckptd.train.recorder.sources import MakeSource
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.ring import RingWriter
+from ckptd.monitor.ring import RecorderState, RingWriter
 from ckptd.train.recorder.calls import Groups, calls_so_far
 from ckptd.train.recorder.sources import Broken
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from ckptd.monitor.ring.layout import MAKING
-from ckptd.monitor.ring.ring import RingGroup, RingWriter
+from ckptd.monitor.ring import MAKING, RingGroup, RingWriter
 
 __all__ = ["Making"]
 

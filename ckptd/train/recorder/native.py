@@ -22,16 +22,16 @@ import torch.distributed as dist
 
 from ckptd.crashes import report_crashes
 from ckptd.errors import UsageError
-from ckptd.monitor.ring.layout import (
+from ckptd.monitor.ring import (
     COUNTER,
     GROUP_ROW,
     HEADER_BYTES,
     SLOT,
     RecorderState,
     RingShape,
+    RingWriter,
+    read,
 )
-from ckptd.monitor.ring.reader import read
-from ckptd.monitor.ring.ring import RingWriter
 from ckptd.train.recorder.calls import CallKind, Groups, Sites, call_kinds
 from ckptd.train.recorder.ends import DeviceEnds, Ends
 from ckptd.train.recorder.hook import one_call

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ckptd.monitor.ring.ring import RingWriter
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
+from ckptd.monitor.ring import RingWriter
 
 __all__ = ["CheckpointPhase", "CompilePhase", "Pulse"]
 

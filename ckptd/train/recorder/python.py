@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.ring import RingGroup, RingWriter
-from ckptd.monitor.view import CallFlag
+from ckptd.monitor.job import CallFlag
+from ckptd.monitor.ring import RecorderState, RingGroup, RingWriter
 from ckptd.train.recorder.calls import CallKind, Groups, Sites, first_tensor, nbytes
 from ckptd.train.recorder.ends import DeviceEnds, Ends
 from ckptd.train.recorder.hook import DispatcherHook, hook_works

@@ -1,5 +1,5 @@
 // Records collectives without Python: the same hook at the dispatcher's BackendSelect key and the
-// same bytes in the ring as ckptd/train/recorder/hook.py and ckptd/monitor/ring/ring.py.
+// same bytes in the ring as ckptd/train/recorder/hook.py and ckptd/monitor/ring.py.
 //
 // Python is asked once for each new group, element type and call site. The end of a call is stamped
 // by whoever ends it, in its thread, so that it is right while another thread holds the GIL.
@@ -36,7 +36,7 @@ namespace {
 using Stack = torch::jit::Stack;
 using Group = c10::weak_intrusive_ptr<c10d::ProcessGroup>;
 
-// The layout of ckptd/monitor/ring/layout.py; `layout` below lets the loader compare.
+// The layout of ckptd/monitor/ring.py; `layout` below lets the loader compare.
 constexpr int64_t kHeaderBytes = 4096, kCounters = 256, kGroupBytes = 128;
 constexpr int kPhase = 2, kStep = 4, kWritten = 7, kState = 11, kLost = 12;
 constexpr int kAside = 3;

@@ -25,9 +25,8 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.errors import StoreError, UsageError
-from ckptd.monitor.ring.layout import RecorderState, text_hash
-from ckptd.monitor.ring.ring import RingIdentity, RingWriter
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
+from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, text_hash
 from ckptd.runtime.agentlink import run_folder
 from ckptd.runtime.host import node_name
 from ckptd.train.recorder.cost import call_cost

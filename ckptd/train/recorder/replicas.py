@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ckptd.errors import StoreError, UsageError
-from ckptd.monitor.ring.samples import SampleKind, SampleWriter, samples_path
 from ckptd.monitor.rules.corruption import CHUNK, checksum
+from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
 from ckptd.train.hooks.commhook import Reduced, comm_hook, mean
 from ckptd.train.recorder.recorder import Recorder, recorder
 from ckptd.train.state.modules import has_statistics

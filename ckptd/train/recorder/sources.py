@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ckptd.errors import UsageError
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.ring import RingWriter
+from ckptd.monitor.ring import RecorderState, RingWriter
 
 __all__ = ["Broken", "MakeSource", "Source", "wanted"]
 

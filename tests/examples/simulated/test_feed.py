@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.daemon.lifetime import RecordedSaves
 from ckptd.daemon.trace import calls_of
-from ckptd.monitor.incidents.incident import Incident
+from ckptd.monitor.incidents import Incident
 from ckptd.monitor.report import EvidenceReport, NodeReport, unpack_evidence, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.monitor.job import AgentView
+from ckptd.monitor.job import AgentView, CallFlag, Phase
 from ckptd.monitor.rules.crash import crashes
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.verdict import SuspectKind
-from ckptd.monitor.view import CallFlag, Phase
 from tests.monitor import jobs
 
 LIMITS = HangLimits()

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptd.monitor.job import join
+from ckptd.monitor.job import Phase, join
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.verdict import SuspectKind
-from ckptd.monitor.view import Phase
 from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor import jobs
 

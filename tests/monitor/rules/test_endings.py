@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ckptd.monitor.gather import RankNote, from_views, gathered
-from ckptd.monitor.ring.layout import RecorderState
+from ckptd.monitor.job import CallFlag, Phase, RankView
+from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.crash import crashes, ended
 from ckptd.monitor.rules.endings import Endings
 from ckptd.monitor.rules.limits import HangLimits
-from ckptd.monitor.view import CallFlag, Phase, RankView
 from tests.monitor.jobs import NOW, call, calls, changed, groups, inside, view
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.view import Phase, RankView
+from ckptd.monitor.job import Phase, RankView
 from tests.monitor import jobs
 from tests.monitor.watched import Fed, told
 

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import CallFlag, JobView, Phase, RankView
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.monitor.rules.mismatch import P2P
 from ckptd.monitor.verdict import SuspectKind, Verdict
-from ckptd.monitor.view import CallFlag, Phase, RankView
 from tests.monitor import jobs
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import JobView, Phase, RankView
 from ckptd.monitor.report import GAP
 from ckptd.monitor.rules.limits import MOST_KEYS, HangLimits, Learned, learn, learn_cut_short
-from ckptd.monitor.view import Phase, RankView
 from tests.monitor import jobs
 
 LIMITS = HangLimits()

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.job import JobView
+from ckptd.monitor.job import CallFlag, JobView
 from ckptd.monitor.rules.limits import HangLimits
 from ckptd.monitor.rules.mismatch import P2P, minority, mismatches
-from ckptd.monitor.view import CallFlag
 from tests.monitor import jobs
 
 LIMITS = HangLimits()

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ckptd.monitor.job import JobView
-from ckptd.monitor.ring.layout import RingShape
+from ckptd.monitor.job import JobView, RankView
+from ckptd.monitor.ring import RingShape
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.rules.mismatch import with_newcomers
-from ckptd.monitor.view import RankView
 from tests.monitor import jobs
 
 A, B = 7, 8

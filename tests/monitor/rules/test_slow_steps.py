@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from ckptd.monitor.job import Phase
 from ckptd.monitor.report import STEP
 from ckptd.monitor.rules.slow import AHEAD, MOST_CELLS, StepBook
-from ckptd.monitor.view import Phase
 
 
 def rows(steps: Any, seconds: Any, phase: Phase = Phase.TRAIN, ranks: int = 2) -> Any:

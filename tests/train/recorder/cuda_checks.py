@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckptd.monitor
-from ckptd.monitor.ring.reader import read
+from ckptd.monitor.ring import read
 
 __all__ = ["CHECKS"]
 

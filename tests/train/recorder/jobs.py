@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptd.monitor
-from ckptd.monitor.ring.reader import RingReader
-from ckptd.monitor.view import CallFlag, RankView
+from ckptd.monitor.job import CallFlag, RankView
+from ckptd.monitor.ring import RingReader
 from ckptd.train.recorder.recorder import Recorder
 
 Job = Callable[[], list[torch.Tensor]]

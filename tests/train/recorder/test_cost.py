@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.reader import read
-from ckptd.monitor.ring.ring import RingIdentity, RingWriter
+from ckptd.monitor.ring import RecorderState, RingIdentity, RingWriter, read
 from ckptd.train.recorder.cost import call_cost
 from ckptd.train.recorder.counters import CounterSource
 from ckptd.train.recorder.python import PythonSource

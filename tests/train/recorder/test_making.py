@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
-from ckptd.monitor.ring.reader import RingReader
-from ckptd.monitor.ring.ring import RingIdentity, RingWriter
+from ckptd.monitor.ring import RingIdentity, RingReader, RingWriter
 from ckptd.train.recorder.making import Making
 
 

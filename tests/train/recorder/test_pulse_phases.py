@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 import ckptd
 import ckptd.monitor
-from ckptd.monitor.ring.reader import read
-from ckptd.monitor.view import Phase
+from ckptd.monitor.job import Phase
+from ckptd.monitor.ring import read
 from ckptd.testing.ranks import run_ranks
 from tests.train.recorder.jobs import until
 

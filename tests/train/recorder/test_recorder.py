@@ -19,9 +19,8 @@ import torch.distributed as dist
 import ckptd.monitor
 from ckptd.errors import UsageError
 from ckptd.monitor.injection import environment
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.reader import RingReader, read
-from ckptd.monitor.view import CallFlag, Phase, RankView
+from ckptd.monitor.job import CallFlag, Phase, RankView
+from ckptd.monitor.ring import RecorderState, RingReader, read
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.recorder.native import build
 from ckptd.train.recorder.sources import wanted

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.reader import RingReader
-from ckptd.monitor.view import CallFlag, Phase
+from ckptd.monitor.job import CallFlag, Phase
+from ckptd.monitor.ring import RecorderState, RingReader
 from tests.train.recorder.identity_program import STEPS
 from tests.train.recorder.test_recorder import use
 

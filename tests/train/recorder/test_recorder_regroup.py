@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import ckptd.monitor
 from ckptd.agent.rings import Rings
-from ckptd.monitor.ring.layout import RecorderState
-from ckptd.monitor.ring.reader import read
+from ckptd.monitor.ring import RecorderState, read
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.recorder.recorder import recorder, regroup
 from tests.train.recorder.jobs import attach

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptd.monitor
 from ckptd.errors import UsageError
-from ckptd.monitor.ring.samples import SampleKind, SampleReader, samples_path
 from ckptd.monitor.rules.corruption import replica_differences
+from ckptd.monitor.samples import SampleKind, SampleReader, samples_path
 from ckptd.testing.ranks import run_ranks
 
 Rows = np.ndarray[Any, Any]

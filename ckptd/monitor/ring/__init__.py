@@ -1,3 +1,0 @@
-"""The files in which a rank writes what it does, and how others read them."""
-
-from __future__ import annotations
