@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptd.cli.main import app
     from ckptd.cli.output import Document, Json, flag, json_text, note, print_document, print_table
-    from ckptd.cli.run_flags import separated, slots_of
-    from ckptd.cli.run_parts import Steward, Watch
+    from ckptd.cli.run import separated, slots_of
+    from ckptd.cli.watch_parts import DaemonSupervisor
 
 __all__ = [
+    "DaemonSupervisor",
     "Document",
     "Json",
-    "Steward",
-    "Watch",
     "app",
     "flag",
     "json_text",
@@ -29,8 +28,8 @@ __all__ = [
 _MODULES = {
     "main": ("app",),
     "output": ("Document", "Json", "flag", "json_text", "note", "print_document", "print_table"),
-    "run_flags": ("separated", "slots_of"),
-    "run_parts": ("Steward", "Watch"),
+    "run": ("separated", "slots_of"),
+    "watch_parts": ("DaemonSupervisor",),
 }
 
 

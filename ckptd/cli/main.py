@@ -155,7 +155,7 @@ def run(argv: Sequence[str]) -> int:
     """
     argv = list(argv)
     if argv[:1] == ["run"]:
-        from ckptd.cli.run_flags import separated
+        from ckptd.cli.run import separated
 
         argv = ["run", *separated(argv[1:])]
     if argv[:1] not in [[verb] for verb in VERBS]:

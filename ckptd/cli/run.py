@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import itertools
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -19,22 +21,76 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, json_text
-from ckptd.cli.run_options import JobOptions, TorchrunOptions
+from ckptd.cli.output import Document, Json, flag, json_text
 from ckptd.cli.watch import check_floors
-from ckptd.errors import UsageError
+from ckptd.errors import RefusedError, UsageError
+from ckptd.net.address import is_loopback, parse_address
+from ckptd.net.signing import SECRET_VARIABLE
 
 if TYPE_CHECKING:
-    from ckptd.cli.run_parts import Steward, Watch
+    from ckptd.cli.watch_parts import DaemonSupervisor
     from ckptd.elastic.launchers.crew import Program
     from ckptd.elastic.launchers.node import Ending, NodeLauncher
+    from ckptd.elastic.launchers.sidecars import ControllerSupervisor
 
-__all__ = ["RunDocument", "run"]
+__all__ = [
+    "SWITCHES",
+    "JobOptions",
+    "RunDocument",
+    "TorchrunOptions",
+    "cpu_count",
+    "gpu_count",
+    "ranks_filter",
+    "run",
+    "separated",
+    "slots_of",
+]
 
 _PREFIX = "run-"
 _ELSEWHERE = "192.0.2.1"
 """No host's address; what is sent there takes the usual way out."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SWITCHES = frozenset(
+    {
+        "--standalone",
+        "--module",
+        "-m",
+        "--no-python",
+        "--run-path",
+        "--no-watch",
+        "--json",
+        "--help",
+        "-h",
+        "--version",
+    }
+)
+"""Options without a value: what follows any other is its value."""
+_FROM_ENVIRONMENT = (
+    "nnodes",
+    "nproc-per-node",
+    "rdzv-backend",
+    "rdzv-endpoint",
+    "rdzv-id",
+    "rdzv-conf",
+    "standalone",
+    "max-restarts",
+    "monitor-interval",
+    "start-method",
+    "role",
+    "module",
+    "no-python",
+    "run-path",
+    "log-dir",
+    "redirects",
+    "tee",
+    "local-ranks-filter",
+    "node-rank",
+    "master-addr",
+    "master-port",
+    "local-addr",
+)
+"""torchrun takes these from variables ``PET_...`` as well."""
+_TRUE = ("1", "true", "yes")
+_DEVICE = re.compile(r"\d+$|(GPU|MIG)-")
 
 
 class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
@@ -57,6 +113,122 @@ class RunDocument(Document, frozen=True, kw_only=True, tag="run"):
     kind: str
     text: str
     exit_code: int
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions:
+    """What torchrun takes as well, and what it means there."""
+
+    nnodes: Annotated[str, Parameter(help="Nodes: how many, or MIN:MAX.")] = "1"
+    nproc_per_node: Annotated[
+        str, Parameter(help="Ranks on this node: a number, auto, cpu or gpu.")
+    ] = "1"
+    rdzv_endpoint: Annotated[
+        str, Parameter(help="HOST:PORT of the controller, the same on all nodes.")
+    ] = ""
+    rdzv_id: Annotated[str, Parameter(help="Name of the job, if --job gives none.")] = "none"
+    rdzv_backend: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "ckptd"
+    rdzv_conf: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
+    node_rank: Annotated[int, Parameter(help="Taken; the controller numbers nodes.")] = 0
+    master_addr: Annotated[str, Parameter(help="With --master-port: the endpoint.")] = "127.0.0.1"
+    master_port: Annotated[int | None, Parameter(help="See --master-addr.")] = None
+    local_addr: Annotated[
+        str, Parameter(help="Address of this node for the others; found out by default.")
+    ] = ""
+    standalone: Annotated[bool, flag("One node, whatever else is said.")] = False
+    max_restarts: Annotated[
+        int | None, Parameter(help="Faults after which the job fails; any number by default.")
+    ] = None
+    monitor_interval: Annotated[float, Parameter(help="Accepted for torchrun, ignored.")] = 0.1
+    start_method: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = "spawn"
+    role: Annotated[str, Parameter(help="ROLE_NAME of workers.")] = "default"
+    module: Annotated[
+        bool, Parameter(name=("--module", "-m"), help="The script is the name of a module.")
+    ] = False
+    no_python: Annotated[bool, flag("The script is a command.")] = False
+    run_path: Annotated[bool, flag("Taken: scripts are always run like that.")] = False
+    log_dir: Annotated[
+        Path | None, Parameter(help="Folder for files of workers.", show_default=False)
+    ] = None
+    redirects: Annotated[
+        str,
+        Parameter(name=("--redirects", "-r"), help="1 out, 2 err, 3 both to files; RANK:BITS,..."),
+    ] = "0"
+    tee: Annotated[
+        str, Parameter(name=("--tee", "-t"), help="As --redirects, and to the console as well.")
+    ] = "0"
+    local_ranks_filter: Annotated[
+        str, Parameter(help="Local ranks that may write to the console, such as 0,1.")
+    ] = ""
+    signals_to_handle: Annotated[str, Parameter(help="Accepted for torchrun, ignored.")] = ""
+    shutdown_timeout: Annotated[
+        int,
+        Parameter(
+            name=("--shutdown-timeout", "--grace"),
+            help="Seconds from SIGTERM, or SIGINT, until workers that run on are killed.",
+        ),
+    ] = 30
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What torchrun does not know: names, layouts, the log, the watch, the controller."""
+
+    job: Annotated[
+        str | None,
+        Parameter(help="Name of the job, the same on all nodes; CKPTD_JOB.", show_default=False),
+    ] = None
+    node: Annotated[
+        str | None,
+        Parameter(help="Name of this node, no other's; CKPTD_NODE, or its host name."),
+    ] = None
+    layout: Annotated[
+        str | None, Parameter(help="pp=P,dp=D,tp=T at full size; all data-parallel by default.")
+    ] = None
+    pp: Annotated[str, Parameter(help="Other pipeline sizes that the layers allow: 1,2.")] = ""
+    tp: Annotated[str, Parameter(help="Other tensor-parallel sizes that are allowed: 1,2.")] = ""
+    microbatches: Annotated[
+        int | None, Parameter(help="Micro-batches of a step on all ranks together.")
+    ] = None
+    memory: Annotated[
+        str | None, Parameter(help="limit=B,replicated=B,sharded=B,activations=B in bytes.")
+    ] = None
+    log: Annotated[
+        str | None,
+        Parameter(help="Membership log that all nodes reach: a path, s3://..., etcd://..."),
+    ] = None
+    no_watch: Annotated[bool, flag("Without daemon and watcher.")] = False
+    daemon: Annotated[
+        str | None, Parameter(help="Tell the daemon at this URL, instead of one of its own.")
+    ] = None
+    port: Annotated[int, Parameter(help="Port of the daemon; 0 takes any that is free.")] = 0
+    policy: Annotated[
+        tuple[str, ...],
+        Parameter(help="CLASS=ACTION: what is done about incidents of a class; see ckptd serve."),
+    ] = ()
+    floor: Annotated[
+        tuple[str, ...],
+        Parameter(help="PHASE=SECONDS: least time-out of a phase, such as train=30."),
+    ] = ()
+    level: Annotated[
+        int | None,
+        Parameter(
+            help="How deep recovery may go: 1 workers are started anew, 2 launchers, 3 the job."
+        ),
+    ] = None
+    no_restart_on: Annotated[
+        str,
+        Parameter(
+            help="Exit codes that end the job: 2,64-78. 'repeat' holds besides: a code that comes"
+            " twice from the same place before the first step; 'none' turns it off."
+        ),
+    ] = "repeat"
+    setting: Annotated[
+        tuple[str, ...],
+        Parameter(name="--set", help="NAME=VALUE: a deadline or limit of the controller."),
+    ] = ()
 
 
 class _Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,13 +291,129 @@ def run(
     return one.run(mode, files, float(torchrun.shutdown_timeout))
 
 
+# --- the words of the command line ---------------------------------------------------------------
+
+
+def separated(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return arguments with ``--`` before the script: all behind it is the script's.
+
+    Underscores in names become hyphens, and torchrun's variables are added where their option is
+    not given.
+    """
+    own, rest = _split(arguments)
+    given = {word.partition("=")[0] for word in own}
+    short = {"module": "-m", "redirects": "-r", "tee": "-t"}
+    for name in _FROM_ENVIRONMENT:
+        value = environ.get(f"PET_{name.replace('-', '_').upper()}")
+        if value is None or f"--{name}" in given or short.get(name) in given:
+            continue
+        if f"--{name}" not in SWITCHES:
+            own.append(f"--{name}={value}")
+        elif value.lower() in _TRUE:
+            own.append(f"--{name}")
+    return [*own, "--", *rest]
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    own: list[str] = []
+    words = list(arguments)
+    while words:
+        if words[0] == "--":
+            return own, words[1:]
+        if not words[0].startswith("-") or words[0] == "-":
+            break
+        name, equals, value = words.pop(0).partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        own.append(name + equals + value)
+        if not equals and name not in SWITCHES and words and not _holds_value(name):
+            own.append(words.pop(0))
+    return own, words
+
+
+def _holds_value(name: str) -> bool:
+    """Whether a short option has its value in the same word, such as ``-r3``."""
+    return not name.startswith("--") and len(name) > 2
+
+
+def slots_of(text: str) -> int:
+    """Return what ``--nproc-per-node`` says: a number, or auto, cpu, gpu.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``.
+    """
+    found = 0
+    if text.isascii() and text.isdecimal():
+        found = int(text)
+    elif text == "cpu":
+        found = cpu_count()
+    elif text == "gpu":
+        found = gpu_count()
+    elif text == "auto":
+        found = gpu_count() or cpu_count()
+    if found < 1:
+        raise UsageError(
+            "there is no such number of ranks",
+            kind="bad-argument",
+            where="--nproc-per-node",
+            wanted="1 or more, auto, cpu, or gpu where there is one",
+            found=text[:100],
+        )
+    return found
+
+
+def cpu_count() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def gpu_count() -> int:
+    """Return the GPUs that ranks would see, without asking a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    if visible is not None:
+        # What is no device hides all behind it: "-1", or Slurm's "NoDevFiles".
+        words = (word.strip() for word in visible.split(","))
+        return len(list(itertools.takewhile(_DEVICE.match, words)))
+    try:
+        names = os.listdir("/dev")
+    except OSError:
+        return 0
+    nvidia = sum(name.startswith("nvidia") and name[6:].isdecimal() for name in names)
+    if nvidia or not os.path.isdir("/dev/dri"):
+        return nvidia
+    render = sum(name.startswith("renderD") for name in os.listdir("/dev/dri"))
+    return render if os.path.exists("/dev/kfd") else 0
+
+
+def ranks_filter(text: str) -> frozenset[int]:
+    """Return the local ranks that ``--local-ranks-filter`` names.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-argument``.
+    """
+    words = [word.strip() for word in text.split(",")] if text else []
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise UsageError(
+            "these are no local ranks",
+            kind="bad-argument",
+            where="--local-ranks-filter",
+            wanted="numbers with commas between them",
+            found=text[:100],
+        )
+    return frozenset(int(word) for word in words)
+
+
 # --- what the flags say ---------------------------------------------------------------------------
 
 
 def _options(
     command: tuple[str, ...], torchrun: TorchrunOptions, own: JobOptions, json: bool
 ) -> _Options:
-    from ckptd.cli.run_flags import slots_of
+    from ckptd.elastic.launchers.nodename import claim_name
 
     port, alone = torchrun.master_port, torchrun.standalone
     endpoint = torchrun.rdzv_endpoint or (f"{torchrun.master_addr}:{port}" if port else "")
@@ -150,7 +438,7 @@ def _options(
         slots=slots,
         job=name,
         named=bool(own.job or os.environ.get("CKPTD_JOB") or run_id != "none" or endpoint),
-        node=given or _free_name(name, socket.gethostname()),
+        node=given or claim_name(name, socket.gethostname())[0],
         run_id=run_id,
         endpoint="" if alone else endpoint,
         log=own.log,
@@ -182,31 +470,6 @@ def _job_name(job: str | None, run_id: str, command: tuple[str, ...], *, alone: 
         return given
     stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(command[0]).stem)[:64]
     return f"{stem or 'job'}-{os.getpid()}" if alone else stem or "job"
-
-
-def _lock_of(job: str, node: str) -> Path:
-    from ckptd.runtime.agentlink import run_folder
-
-    digest = hashlib.sha256(f"{job}\n{node}".encode()).hexdigest()[:20]
-    return run_folder() / f"node-{digest}.lock"
-
-
-def _free_name(job: str, given: str) -> str:
-    """Return a name for this node that no other launcher of the job on this machine has.
-
-    It is held until this process ends: its lock is never let go of.
-    """
-    number = 1
-    while True:
-        name = given if number == 1 else f"{given}-{number}"
-        fd = os.open(_lock_of(job, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            number += 1
-        else:
-            return name
 
 
 def _settings(
@@ -242,6 +505,45 @@ def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     return out
 
 
+def _need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
+    """Refuse a job of several machines that share no secret.
+
+    Raises
+    ------
+    RefusedError
+        kind ``no-secret``: others reach the endpoint, and ``CKPTD_SECRET`` is not set.
+    """
+    if not is_loopback(parse_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
+        raise RefusedError(
+            "others could reach the controller and the daemon, and no secret is set",
+            kind="no-secret",
+            where=endpoint,
+            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
+        )
+
+
+def _need_torch() -> None:
+    """Refuse to launch where PyTorch is not installed: it serves the store that ranks meet at.
+
+    Raises
+    ------
+    UsageError
+        kind ``missing-package``.
+    """
+    try:
+        found = find_spec("torch") is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise UsageError(
+            "ckptd run needs PyTorch",
+            kind="missing-package",
+            where=sys.executable,
+            wanted="torch, in the Python that runs ckptd",
+            hint="pip install 'ckptd[train]'",
+        )
+
+
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -265,8 +567,8 @@ class _Run:
         )
         self._env = dict(os.environ)
         self._launcher: NodeLauncher | None = None
-        self._steward: Steward | None = None
-        self._watch: Watch | None = None
+        self._supervisor: ControllerSupervisor | None = None
+        self._watch: DaemonSupervisor | None = None
         self._pending: list[signal.Signals] = []
 
     def say(self, text: str) -> None:
@@ -275,13 +577,12 @@ class _Run:
 
     def run(self, mode: str, files: tuple[Path | None, str, str, str], grace_s: float) -> int:
         """Launch; return the exit code."""
-        from ckptd.cli.run_parts import need_secret, need_torch
-        from ckptd.cli.watch_parts import old_folders
+        from ckptd.elastic.launchers.sidecars import old_folders
         from ckptd.runtime.agentlink import run_folder
 
-        need_torch()
+        _need_torch()
         if self._o.endpoint:
-            need_secret(self._o.endpoint, self._env)
+            _need_secret(self._o.endpoint, self._env)
         before = {number: signal.signal(number, self._signalled) for number in _signals()}
         base = run_folder()
         for old in old_folders(base, _PREFIX):
@@ -300,16 +601,14 @@ class _Run:
     ) -> Ending:
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
-        from ckptd.net.signing import SECRET_VARIABLE, job_secret
+        from ckptd.net.signing import job_secret
         from ckptd.runtime.agentlink import run_folder
 
         o = self._o
         given = self._env.get(SECRET_VARIABLE)
         secret = given.encode() if given else job_secret(o.job, run_folder())
-        self._steward = self._make_steward(folder)
+        self._supervisor = self._make_supervisor(folder)
         program = self._program(mode, folder)
-        from ckptd.cli.run_flags import ranks_filter
-
         log_dir, redirects, tee, shown = files
         output = Output(
             log_dir,
@@ -327,19 +626,20 @@ class _Run:
             program,
             output,
             folder,
-            self._steward.addresses,
+            self._supervisor.addresses,
             secret,
             self.say,
             self._turn,
-            self._steward.still,
+            self._supervisor.still,
             self._daemon_at,
         )
         for number in self._pending:
             launcher.leave(number)
         return launcher.run()
 
-    def _make_steward(self, folder: Path) -> Steward:
-        from ckptd.cli.run_parts import Steward, Watch
+    def _make_supervisor(self, folder: Path) -> ControllerSupervisor:
+        from ckptd.cli.watch_parts import DaemonSupervisor
+        from ckptd.elastic.launchers.sidecars import ControllerSupervisor
         from ckptd.elastic.places import open_places
         from ckptd.net.address import is_here, loopback_of, parse_address
         from ckptd.runtime.host import address_towards
@@ -363,8 +663,10 @@ class _Run:
             watched = [*self._watched, *self._floors, "--controller", url]
             if not o.named:
                 watched += ["--history", str(folder / "history.sqlite")]
-            self._watch = Watch(o.job, self._daemon, watched, watcher, self._env, folder, self.say)
-        return Steward(
+            self._watch = DaemonSupervisor(
+                o.job, self._daemon, watched, watcher, self._env, folder, self.say
+            )
+        return ControllerSupervisor(
             places,
             o.endpoint,
             address,
@@ -377,7 +679,6 @@ class _Run:
 
     def _own_address(self) -> str:
         """Return where a controller listens that other nodes find by the log alone."""
-        from ckptd.net.signing import SECRET_VARIABLE
         from ckptd.runtime.host import address_towards
 
         if self._o.high == 1:
@@ -430,11 +731,11 @@ class _Run:
         return more | {"CKPTD_RINGS": str(folder / "rings")}
 
     def _turn(self, silent_s: float, order: int) -> bool:
-        if self._steward is None:
+        if self._supervisor is None:
             return False
-        listens = self._steward.turn(silent_s, order)
+        listens = self._supervisor.turn(silent_s, order)
         if self._watch is not None:
-            self._watch.turn(self._steward)
+            self._watch.turn(self._supervisor)
         return listens
 
     def _daemon_at(self, url: str) -> None:
@@ -452,8 +753,8 @@ class _Run:
     def _end_parts(self, folder: Path) -> None:
         if self._watch is not None:
             self._watch.end(0.0)
-        if self._steward is not None:
-            self._steward.end(0.0)
+        if self._supervisor is not None:
+            self._supervisor.end(0.0)
         shutil.rmtree(folder, ignore_errors=True)
         if not self._o.named:
             self._remove_leavings()
@@ -461,6 +762,7 @@ class _Run:
     def _remove_leavings(self) -> None:
         """Remove what belongs to the name of a job that nobody will use again."""
         from ckptd.daemon.place import DaemonPlace
+        from ckptd.elastic.launchers.nodename import name_lock
         from ckptd.elastic.places import own_log
         from ckptd.net.signing import secret_path
         from ckptd.runtime.agentlink import run_folder
@@ -469,7 +771,7 @@ class _Run:
         if self._o.log is None:
             shutil.rmtree(own_log(self._o.job), ignore_errors=True)
         DaemonPlace(self._o.job).lock.unlink(missing_ok=True)
-        _lock_of(self._o.job, self._o.node).unlink(missing_ok=True)
+        name_lock(self._o.job, self._o.node).unlink(missing_ok=True)
 
     def _last_words(self, ending: Ending) -> int:
         from ckptd.cli.watch_parts import shell_code
@@ -497,5 +799,7 @@ def _print(text: str) -> None:
 
 def _signals() -> list[signal.Signals]:
     """Return those that end the launcher: not the one that ``nohup`` has it ignore."""
+    from ckptd.elastic.launchers.sidecars import SIGNALS
+
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in _SIGNALS if not (ignored and number is signal.SIGHUP)]
+    return [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]

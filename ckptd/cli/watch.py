@@ -134,7 +134,8 @@ class _Watched:
         *,
         quiet: bool,
     ) -> None:
-        from ckptd.cli.watch_parts import SIGNALS, Part, Reader
+        from ckptd.cli.watch_parts import Reader
+        from ckptd.elastic.launchers.sidecars import SIGNALS, Sidecar
 
         self._name = name
         self._named = bool(job or os.environ.get("CKPTD_JOB"))
@@ -142,7 +143,7 @@ class _Watched:
         self._port = port
         self._floors = [word for text in floors for word in ("--floor", text)]
         self._quiet = quiet
-        self._parts: list[Part] = []
+        self._parts: list[Sidecar] = []
         self._reader: Reader | None = None
         self._folder: Path | None = None
         self._env: dict[str, str] = {k: v for k, v in os.environ.items() if k != "CKPTD_DAEMON"}
@@ -174,11 +175,11 @@ class _Watched:
         from ckptd.cli.watch_parts import (
             Reader,
             login_text,
-            old_folders,
             start_daemon,
             start_watcher,
         )
         from ckptd.daemon.client import DaemonClient
+        from ckptd.elastic.launchers.sidecars import old_folders
         from ckptd.monitor.injection import environment
         from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
         from ckptd.runtime.agentlink import run_folder
@@ -224,7 +225,8 @@ class _Watched:
 
     def run(self, command: tuple[str, ...]) -> int:
         """Run COMMAND and return its exit code; signals are passed on to it."""
-        from ckptd.cli.watch_parts import shell_code, unblocked
+        from ckptd.cli.watch_parts import shell_code
+        from ckptd.elastic.launchers.sidecars import unblocked
 
         process = subprocess.Popen(command, env=self._env, preexec_fn=unblocked)
         lost = False

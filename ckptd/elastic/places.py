@@ -22,11 +22,14 @@ class Places(NamedTuple):
         Open; nothing was contacted yet.
     url
         Where they are.
+    local
+        Whether only this machine sees them.
     """
 
     log: MembershipLog
     leader: LeaderRecord
     url: str
+    local: bool
 
 
 def own_log(job: str) -> str:
@@ -48,6 +51,6 @@ def open_places(job: str, url: str | None = None) -> Places:
     UsageError
         kind ``bad-url``: nothing opens it.
     """
-    url = url or own_log(job)
+    local, url = not url, url or own_log(job)
     store = open_store(url)
-    return Places(MembershipLog(store), LeaderRecord(store), url)
+    return Places(MembershipLog(store), LeaderRecord(store), url, local)

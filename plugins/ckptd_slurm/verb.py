@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from ckptd.cli import Document, Json, json_text
 from ckptd.elastic.launchers import (
+    CKPTD,
     EXIT_CODES,
     SECRET_VARIABLE,
     Address,
@@ -28,18 +29,16 @@ from ckptd.elastic.launchers import (
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from ckptd.cli import Steward, Watch
-    from ckptd.elastic.launchers import OperatorLink, Outcome, Supervisor
+    from ckptd.cli import DaemonSupervisor
+    from ckptd.elastic.launchers import ControllerSupervisor, OperatorLink, Outcome, Supervisor
     from ckptd_slurm.launcher import SlurmLauncher
 
 __all__ = ["Plan", "SlurmDocument", "plan_of", "slurm"]
 
-_CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 _CALL_S = 30.0
 _CONTROLLER_S = 60.0
 _ENDING_S = 20.0
 _LOOK_S = 0.5
-_ALWAYS_S = 1e9
 _NODES_S = "120"
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 _OURS = {"--node", "--standalone", "--rdzv-endpoint", "--master-addr", "--master-port"}
@@ -99,7 +98,7 @@ class Plan:
 
     def command(self, node: str) -> list[str]:
         """Return the command line of a node's launcher."""
-        return [*_CKPTD, "run", "--node", node, *self.words]
+        return [*CKPTD, "run", "--node", node, *self.words]
 
 
 def slurm(
@@ -287,45 +286,55 @@ class _Batch:
     def __init__(self, plan: Plan, launcher: SlurmLauncher, environ: dict[str, str]) -> None:
         self._plan, self._launcher, self._environ = plan, launcher, environ
         self._looked = -math.inf
-        self._watch: Watch | None = None
+        self._watch: DaemonSupervisor | None = None
 
     def run(self, parts: Path) -> SlurmDocument:
         """Train; return how it ended."""
-        from ckptd.cli import Steward, Watch
-        from ckptd.elastic.launchers import OperatorLink, Supervisor, open_places, parse_address
+        from ckptd.cli import DaemonSupervisor
+        from ckptd.elastic.launchers import (
+            ControllerSupervisor,
+            OperatorLink,
+            Supervisor,
+            open_places,
+            parse_address,
+        )
 
         plan, secret = self._plan, self._environ[SECRET_VARIABLE].encode()
         host, _ = parse_address(plan.endpoint)
         places = open_places(plan.job, plan.log)
-        steward = Steward(places, plan.endpoint, host, plan.controller, self._environ, parts, _say)
+        controller = ControllerSupervisor(
+            places, plan.endpoint, host, plan.controller, self._environ, parts, _say
+        )
         if plan.daemon is not None:
-            self._watch = Watch(plan.job, None, plan.daemon, None, self._environ, parts, _say)
-        link = OperatorLink(steward.addresses, plan.job, secret, name="slurm")
-        supervisor = Supervisor(self._launcher, link, _say, turn=lambda: self._turn(steward))
+            self._watch = DaemonSupervisor(
+                plan.job, None, plan.daemon, None, self._environ, parts, _say
+            )
+        link = OperatorLink(controller.addresses, plan.job, secret, name="slurm")
+        supervisor = Supervisor(self._launcher, link, _say, turn=lambda: self._turn(controller))
         for number in _SIGNALS:
             signal.signal(number, lambda n, _: _stop(supervisor, signal.Signals(n)))
         try:
-            self._await_controller(steward, link)
+            self._await_controller(controller, link)
             return self._after(supervisor.run())
         finally:
             self._launcher.close()
             link.close()
             if self._watch is not None:
                 self._watch.end(0.0)
-            steward.end(_ENDING_S)
+            controller.end(_ENDING_S)
 
-    def _turn(self, steward: Steward) -> None:
+    def _turn(self, controller: ControllerSupervisor) -> None:
         """Have a controller and the daemon; a controller that stands in elsewhere will do."""
         if time.monotonic() - self._looked >= _LOOK_S:
             self._looked = time.monotonic()
-            steward.turn(_ALWAYS_S, 0)
+            controller.turn(math.inf, 0)
             if self._watch is not None:
-                self._watch.turn(steward)
+                self._watch.turn(controller)
 
-    def _await_controller(self, steward: Steward, link: OperatorLink) -> None:
+    def _await_controller(self, controller: ControllerSupervisor, link: OperatorLink) -> None:
         end = time.monotonic() + _CONTROLLER_S
         while True:
-            self._turn(steward)
+            self._turn(controller)
             try:
                 link.status()
             except NotFoundError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptd.elastic.launchers import (
+    NO_ORDER,
     Begin,
     Bye,
     Ended,
@@ -44,7 +45,6 @@ _GRACE_S = 1.0
 """For which frozen workers wait for the agent to look: it then does not count their death."""
 _KILL_S = 5.0
 _WAIT_S = 0.5
-_NO_RANK = 1 << 30
 
 
 class Link(Protocol):
@@ -149,7 +149,7 @@ class TorchrunNode:
     def node_rank(self) -> int:
         """In the newest generation; a large one outside of it."""
         begin = self._begin
-        return begin.node_rank if begin is not None else _NO_RANK
+        return begin.node_rank if begin is not None else NO_ORDER
 
     # --- the controller -------------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import logging
 import os
 import secrets
@@ -14,23 +12,25 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptd.elastic.launchers import (
     LAUNCHER_VARIABLE,
     LEASE_VARIABLE,
     Address,
+    ControllerSupervisor,
     LeaseFile,
     NodeLink,
+    address_towards,
+    claim_name,
     is_here,
     job_secret,
+    open_places,
     parse_address,
     run_folder,
 )
-from ckptd.errors import UsageError
+from ckptd.errors import CkptdError, UsageError
 from ckptd_torchrun import guard
-from ckptd_torchrun.controller import Controller
 from ckptd_torchrun.guard import TOKEN_VARIABLE
 from ckptd_torchrun.node import Joined, TorchrunNode
 
@@ -40,7 +40,6 @@ _LOG = logging.getLogger(__name__)
 _PORT = 29400
 _LOOK_S = 0.25
 _LEASE_S = 120.0
-_MOST_NAMES = 1000
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,8 @@ class Side:
     def __init__(self, settings: SideSettings) -> None:
         self._settings = settings
         folder = run_folder()
-        name, self._name_lock = _name(settings.job, folder)
+        given = os.environ.get("CKPTD_NODE") or socket.gethostname()
+        name, self._name_lock = claim_name(settings.job, given)
         token = secrets.token_hex(8)
         mine = folder / f"t-{token[:8]}"
         mine.mkdir(mode=0o700)
@@ -162,9 +162,9 @@ class Side:
         self._environ = os.environ.copy()
         self._guard = self._start_guard(token)
         self._token = token
-        self._controller = Controller(settings, self.node.workers, self._environ, folder, name)
+        self._controller = self._make_supervisor()
         self._link = NodeLink(
-            self._controller.address,
+            self._controller.addresses,
             settings.job,
             job_secret(settings.job, folder),
             self.node.up,
@@ -173,6 +173,10 @@ class Side:
             leased=self._lease.extend,
         )
         self._mark_environment(token)
+        self._problem = ""
+        """Why no controller could be started, as it was logged last."""
+        self._leaving_s = 0.0
+        """For how long a controller of this agent may go on when the agent leaves."""
         self._refusal = ""
         """What was said of a controller that takes no word of this node."""
         self._closed = threading.Event()
@@ -201,8 +205,8 @@ class Side:
         """End all that is beside the agent; see `TorchrunNode.leave`."""
         self.node.leave(within_s)
         self._link.close()
-        # The controller is bound to the thread that has started it: that one ends last.
-        self._controller.leave(self.node.job_over, within_s)
+        # Where the job is over, the controller ends by itself.
+        self._leaving_s = within_s if self.node.job_over else 0.0
         self._closed.set()
         self._keeper.join()
         self._guard.kill()
@@ -212,6 +216,29 @@ class Side:
         for path in (*self._folder.iterdir(), self._folder):
             with contextlib.suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
+
+    def _make_supervisor(self) -> ControllerSupervisor:
+        s = self._settings
+        url = s.conf.get("log")
+        arguments = ["--job", s.job, "--nodes", f"{s.least}:{s.most}"]
+        if url is not None:
+            arguments += ["--log", url]
+        for key in sorted(s.conf):
+            if key.startswith("controller."):
+                arguments += ["--set", f"{key.removeprefix('controller.')}={s.conf[key]}"]
+        return ControllerSupervisor(
+            open_places(s.job, url) if s.here or url is not None else None,
+            s.endpoint,
+            s.local_addr or address_towards(s.host),
+            arguments,
+            self._environ,
+            self._folder,
+            _LOG.warning,
+            self.node.name if s.most > 1 else "",
+            here=s.here,
+            # The controller is no worker of the agent's.
+            start=self.node.workers.start_other,
+        )
 
     def _mark_environment(self, token: str) -> None:
         """What the workers of this agent will find in their environment."""
@@ -236,10 +263,22 @@ class Side:
         while not self._closed.is_set():
             if self._guard.poll() is not None:
                 self._guard = self._start_guard(self._token)
-            # Who is refused must not take the seat from the controller of the others.
-            self._controller.keep(self._link.there, self.node.node_rank)
+            self._keep_controller()
             self._look_at_refusal()
             self._closed.wait(_LOOK_S)
+        self._controller.end(self._leaving_s)
+
+    def _keep_controller(self) -> None:
+        # A node that is refused must not take the place of the controller of the others.
+        silent_s = 0.0 if self._link.there else self._link.silent_s
+        try:
+            if self._controller.turn(silent_s, self.node.node_rank):
+                self._link.hurry()
+        except CkptdError as error:
+            # It is tried again: torchrun itself gives up after its own time-out.
+            if self._problem != error.message:
+                self._problem = error.message
+                _LOG.warning("no controller can be started, which is tried again: %s", error)
 
     def _look_at_refusal(self) -> None:
         if self._link.refused and (problem := self._link.problem) != self._refusal:
@@ -251,27 +290,3 @@ class Side:
                 problem,
                 self._settings.job,
             )
-
-
-def _name(job: str, folder: Path) -> tuple[str, int]:
-    """Return this node's name, and a lock that no other agent of this job here has the same.
-
-    ``CKPTD_NODE``, else the machine's, with a number from the second agent on: so it is the same
-    again when torchrun is started again.
-    """
-    given = os.environ.get("CKPTD_NODE") or socket.gethostname()
-    digest = hashlib.sha256(job.encode()).hexdigest()[:12]
-    for number in range(_MOST_NAMES):
-        name = f"{given}.{number}" if number else given
-        marked = hashlib.sha256(name.encode()).hexdigest()[:12]
-        path = folder / f"node-{digest}-{marked}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        return name, fd
-    raise UsageError(
-        "too many agents of this job run on this machine", kind="bad-argument", where=given
-    )

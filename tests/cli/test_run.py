@@ -14,8 +14,15 @@ from pathlib import Path
 import pytest
 
 from ckptd.cli import controller, run
-from ckptd.cli.run_flags import cpu_count, gpu_count, ranks_filter, separated, slots_of
-from ckptd.cli.run_options import JobOptions, TorchrunOptions
+from ckptd.cli.run import (
+    JobOptions,
+    TorchrunOptions,
+    cpu_count,
+    gpu_count,
+    ranks_filter,
+    separated,
+    slots_of,
+)
 from ckptd.errors import UsageError
 from tests.cli.running import COMMAND, Cli
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ckptd.cli.main import app
-from ckptd.cli.run_flags import separated
+from ckptd.cli.run import separated
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 UNIT = EXAMPLES / "ckptd-agent.service"

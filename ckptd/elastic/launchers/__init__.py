@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
-    from ckptd.elastic.leader import Leader, Outlook, stand_in_pause_s
+    from ckptd.elastic.launchers.node import NO_ORDER
+    from ckptd.elastic.launchers.nodename import claim_name
+    from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor
     from ckptd.elastic.lease import LeaseFile
     from ckptd.elastic.link import NodeLink, OperatorLink
     from ckptd.elastic.messages import Ended, Fenced, Left, Loaded, NodeUp, Progress, Saved
@@ -42,14 +44,17 @@ if TYPE_CHECKING:
         StateLoaded,
         Welcome,
     )
-    from ckptd.net.address import Address, is_here, is_loopback, parse_address
+    from ckptd.net.address import Address, is_here, parse_address
     from ckptd.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
     from ckptd.runtime.agentlink import run_folder
+    from ckptd.runtime.host import address_towards
 
 __all__ = [
+    "CKPTD",
     "EXIT_CODES",
     "LAUNCHER_VARIABLE",
     "LEASE_VARIABLE",
+    "NO_ORDER",
     "SECRET_VARIABLE",
     "Address",
     "Attach",
@@ -57,6 +62,7 @@ __all__ = [
     "Bye",
     "Command",
     "Committed",
+    "ControllerSupervisor",
     "Ended",
     "FenceNow",
     "Fenced",
@@ -65,7 +71,6 @@ __all__ = [
     "Hosting",
     "Launcher",
     "LauncherEnd",
-    "Leader",
     "LeaseFile",
     "Left",
     "Loaded",
@@ -76,7 +81,6 @@ __all__ = [
     "NodeUp",
     "OperatorLink",
     "Outcome",
-    "Outlook",
     "Progress",
     "SaidEvent",
     "SaveNow",
@@ -90,30 +94,32 @@ __all__ = [
     "ToNode",
     "Welcome",
     "WorkerEnd",
+    "address_towards",
     "check_folder",
+    "claim_name",
     "exit_code",
     "is_here",
-    "is_loopback",
     "job_secret",
     "open_places",
     "parse_address",
     "run_folder",
     "secret_of",
-    "stand_in_pause_s",
 ]
 
 _MODULES = {
+    "runtime.host": ("address_towards",),
+    "elastic.launchers.node": ("NO_ORDER",),
+    "elastic.launchers.nodename": ("claim_name",),
+    "elastic.launchers.sidecars": (
+        "CKPTD",
+        "ControllerSupervisor",
+    ),
     "elastic.launchers.base": (
         "Command",
         "Hint",
         "Launcher",
         "Machine",
         "MachineState",
-    ),
-    "elastic.leader": (
-        "Leader",
-        "Outlook",
-        "stand_in_pause_s",
     ),
     "elastic.lease": ("LeaseFile",),
     "elastic.link": (
@@ -172,7 +178,6 @@ _MODULES = {
     "net.address": (
         "Address",
         "is_here",
-        "is_loopback",
         "parse_address",
     ),
     "runtime.agentlink": ("run_folder",),

@@ -246,7 +246,9 @@ class NodeLauncher:
         for key, _ in ready:
             key.data()
         self._look_at_time()
-        if self._turn_of_others(self._link.silent_s, self._order):
+        # A node that is refused must not take the place of the controller of the others.
+        refused = self._link.there and not self._link.connected
+        if self._turn_of_others(0.0 if refused else self._link.silent_s, self._order):
             self._link.hurry()
 
     def _post(self, what: Callable[[], None]) -> None:

@@ -114,7 +114,7 @@ class TorchrunJob:
             agent.wait(30)
         for path in sorted(self.folder.glob("*.log")):
             print(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}")
-        for path in sorted(self.runs.glob("controller-*.log")):
+        for path in sorted(self.runs.rglob("controller*.log")):
             print(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}")
 
     def start(self, *nodes: int, **environ: str) -> None:

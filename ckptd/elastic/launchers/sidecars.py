@@ -1,0 +1,443 @@
+"""What runs beside a node's workers: processes, and above all the job's controller."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ckptd.elastic.launchers.node import NO_ORDER
+from ckptd.elastic.leader import Outlook, stand_in_pause_s
+from ckptd.elastic.places import Places
+from ckptd.errors import (
+    CkptdError,
+    ConflictError,
+    CorruptError,
+    RefusedError,
+    UsageError,
+    WorkerError,
+)
+from ckptd.net.address import is_here, parse_address
+
+__all__ = [
+    "CKPTD",
+    "SIGNALS",
+    "ControllerSupervisor",
+    "Sidecar",
+    "old_folders",
+    "unblocked",
+]
+
+CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
+"""The command line, in this Python."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Those that end a launcher."""
+_ANYWHERE = "0.0.0.0"
+_DIAL_S = 0.5
+_AGAIN_S = 0.5
+_MOST_AGAIN_S = 10.0
+_QUIET_S = 1.0
+"""Two beats: a controller that was heard of within it is there."""
+_HUNG_S = 5.0
+_END_S = 10.0
+_MOST_LOG = 2000
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded before any fork
+
+
+def unblocked() -> None:
+    """Let a new process take the signals that this one waits for by itself."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
+
+
+def _beside() -> None:
+    """Let a new process end when this one does, however that may be."""
+    unblocked()
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Sidecar:
+    """A process beside a launcher, in a session of its own, with its output in files.
+
+    Parameters
+    ----------
+    name
+        For people, and for its files.
+    command, env
+        What is run. Its standard input is a pipe that ends with this process.
+    folder
+        Of its files.
+    start
+        Starts it as `subprocess.Popen` does.
+
+    Raises
+    ------
+    WorkerError
+        It cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
+        self.name = name
+        self.out = folder / f"{name}.out"
+        self._log = folder / f"{name}.log"
+        try:
+            with open(self.out, "wb") as out, open(self._log, "wb") as log:
+                self.process = start(
+                    command,
+                    env=dict(env),
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=_beside,
+                )
+        except OSError as error:
+            raise WorkerError(f"the {name} cannot be started", found=str(error)) from error
+
+    def failed(self, found: str) -> WorkerError:
+        """Return the error that says that it is of no use, with the end of its log."""
+        log = self._log.read_bytes()[-_MOST_LOG:].decode(errors="replace").strip()
+        return WorkerError(f"the {self.name} {found}", found=log or None)
+
+    def error(self) -> CkptdError | None:
+        """Return the error that it has printed last, as a verb does with ``--json``, if any."""
+        lines = self._log.read_bytes()[-_MOST_LOG:].splitlines()
+        with suppress(msgspec.MsgspecError, KeyError, TypeError, IndexError):
+            return CkptdError.from_dict(msgspec.json.decode(lines[-1])["error"])
+        return None
+
+    def end(self) -> None:
+        """End it, and wait until it has; harmless if it has ended."""
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.close()
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def old_folders(base: Path, prefix: str) -> list[Path]:
+    """Return folders that watches left that were killed; names are ``PREFIXPID-...``."""
+    found = []
+    for path in base.glob(f"{prefix}*-*"):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            found.append(path)
+    return found
+
+
+def _answers(address: str) -> bool:
+    if not address:
+        return False
+    try:
+        with socket.create_connection(parse_address(address), timeout=_DIAL_S):
+            return True
+    except (OSError, UnicodeError):
+        return False
+
+
+class ControllerSupervisor:
+    """Keeps a controller for the job, if it can have one here.
+
+    Parameters
+    ----------
+    places
+        Of the log and the seat; None where only others can reach them.
+    endpoint
+        Where the job's nodes meet, ``HOST:PORT``; empty on one machine: any free port.
+    address
+        Of this machine, for a controller that does not listen at `endpoint`.
+    arguments
+        Of ``ckptd controller``.
+    env, folder
+        Of its process.
+    say
+        Tells people.
+    node
+        Name of this node where others may start a controller; empty on one machine.
+    here
+        Whether `endpoint` is this machine; by default, whether a socket can be bound to it.
+    start
+        Starts its process as `subprocess.Popen` does.
+
+    Attributes
+    ----------
+    host
+        Where the controller of this launcher listens, and what runs beside it.
+    since
+        Second of ``time.monotonic`` at which this launcher last started a controller; 0.0 before.
+    """
+
+    def __init__(
+        self,
+        places: Places | None,
+        endpoint: str,
+        address: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        say: Callable[[str], None],
+        node: str = "",
+        *,
+        here: bool | None = None,
+        start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
+        several = places is not None and node
+        self._outlook = Outlook(places.leader, node) if several and places is not None else None
+        self._yielded = False
+        """Whether its controller has ended because another one is there, or should be."""
+        self._cut = False
+        """Whether it was said that this node alone is cut off."""
+        self._places, self._endpoint, self._address = places, endpoint, address
+        self._arguments, self._env, self._folder, self._say = arguments, env, folder, say
+        self._here, self._start_process = here, start
+        self._part: Sidecar | None = None
+        self._announced = ""
+        """Where the controller of this launcher listens."""
+        self._lives = 0
+        self.host = "127.0.0.1"
+        self.since = 0.0
+        self._not_before = 0.0
+        self._again_s = _AGAIN_S
+        self._pause_of, self._pause_s = -1, 0.0
+        """How long is waited in silence, and by a node of which rank."""
+        self._silent_s = 0.0
+        self._turned = self._heard = time.monotonic()
+        """When was looked last, and when its own controller was last known to answer."""
+        self._problem = ""
+        """Why none could be started, as it was said last."""
+        self._asked = 0
+        self._met = self._follows = False
+        """Whether one was ever heard of; and whether this launcher's has ended for another one."""
+
+    @property
+    def started(self) -> bool:
+        """Whether this launcher has started a controller."""
+        return self._lives > 0
+
+    @property
+    def seated(self) -> bool:
+        """Whether the controller of this launcher has the seat, as far as is known."""
+        return self._part is not None and bool(self._announced)
+
+    def addresses(self) -> str:
+        """Return where the controller is now; for `NodeLink`.
+
+        Before one was heard of, in turns the leader record's and the endpoint: an old record may be
+        left of another run, and somebody may have started a controller at the endpoint.
+        """
+        if self._announced and self._part is not None:
+            return self._announced
+        self._asked += 1
+        if not self._met and self._endpoint and self._asked % 2 == 0:
+            return self._endpoint
+        return self._seated() or self._endpoint
+
+    def still(self, life: str) -> bool:
+        """Whether the controller of that life was seated last; for `NodeLink`."""
+        try:
+            return self._places is not None and self._places.leader.still(life)
+        except CkptdError:
+            return False
+
+    def _seated(self) -> str:
+        if self._places is None:
+            return ""
+        try:
+            newest = self._places.leader.newest()
+        except CkptdError:
+            return ""
+        return newest.address if newest is not None else ""
+
+    def turn(self, silent_s: float, order: int) -> bool:
+        """Start a controller where it is time to; return whether one has just begun to listen.
+
+        Parameters
+        ----------
+        silent_s
+            For how long none was heard of; infinite where that is not known.
+        order
+            Rank of this node in the last generation: nodes do not try all at once.
+
+        Raises
+        ------
+        CkptdError
+            None can be started, and no generation of the job has begun here.
+        """
+        self._met |= silent_s < self._silent_s
+        self._silent_s = silent_s
+        if self._part is not None:
+            self._end_hung(self._part, silent_s)
+            return self._look(self._part, order < NO_ORDER)
+        if self._places is None or time.monotonic() < self._not_before:
+            return False
+        if self._pause_of != order:
+            self._pause_of, self._pause_s = order, stand_in_pause_s(order)
+        if self._met and silent_s <= _QUIET_S:
+            self._yielded = self._cut = False
+        if self._met and silent_s > _QUIET_S:
+            self._say_silent()
+        if self._met and silent_s <= self._quiet_s():
+            return False  # all is well: the place of the seat, perhaps far away, is not asked
+        first = not self.started and not self._met and not self._may_live()
+        own = self.started and not self._yielded
+        mine = own or (first and (not self._endpoint or self._endpoint_here()))
+        if mine or (silent_s > self._pause_s and self._may_stand_in()):
+            if self._answers():
+                # It may refuse this launcher for good: the place of the seat has other guests.
+                self._not_before = time.monotonic() + _AGAIN_S
+            else:
+                self._try_start(order < NO_ORDER)
+        return False
+
+    def _say_silent(self) -> None:
+        """Leave word beside the seat that this node hears no controller, and see who else does."""
+        if self._outlook is not None:
+            # Where the place cannot be reached, no seat can be taken either.
+            with suppress(CkptdError):
+                self._outlook.say_silent()
+
+    def _may_stand_in(self) -> bool:
+        """Whether the controller is gone, or cut off from more nodes than it hears."""
+        if self._outlook is None:
+            return True
+        if not self._met:
+            self._say_silent()
+        may = self._outlook.looked and self._outlook.may_stand_in(met=self._met)
+        if self._outlook.looked and not may and not self._cut:
+            self._cut = True
+            self._say(
+                "the controller lives and is heard by others: this node is cut off from it, and "
+                "takes its place only if more nodes say so than it hears"
+            )
+        return may
+
+    def _quiet_s(self) -> float:
+        if not self.started or self._yielded:
+            return self._pause_s
+        return _QUIET_S if self._follows else 0.0
+
+    def _may_live(self) -> bool:
+        """Whether a controller that was recorded may live, though this node hears none."""
+        if self._places is not None and self._places.local:
+            return _answers(self._seated())  # nobody else can see to this machine's record
+        return bool(self._seated())
+
+    def _answers(self) -> bool:
+        return any(_answers(address) for address in {self._seated(), self._endpoint})
+
+    def _end_hung(self, part: Sidecar, silent_s: float) -> None:
+        """Kill a controller of this launcher that runs and answers no more.
+
+        It is stopped, or its machine's clock jumped: another one may then take its place here. That
+        this launcher itself was stopped meanwhile is no reason.
+        """
+        now = time.monotonic()
+        answers = silent_s <= _QUIET_S or silent_s == math.inf
+        if answers or not self._announced or now - self._turned > _QUIET_S:
+            self._heard = now
+        self._turned = now
+        if now - self._heard > _HUNG_S and part.process.poll() is None:
+            self._say(f"the controller answers no more for {now - self._heard:.0f} s: it is killed")
+            part.process.kill()
+            part.process.wait()
+
+    def _endpoint_here(self) -> bool:
+        if self._here is not None:
+            return self._here
+        return is_here(parse_address(self._endpoint)[0])
+
+    def _try_start(self, begun: bool) -> None:
+        try:
+            self._start()
+        except CkptdError as error:
+            # Workers that run go on for as long as their lease: a store may be back by then.
+            if not begun:
+                raise
+            self._not_before = time.monotonic() + self._again_s
+            self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
+            if self._problem != error.message:
+                self._problem = error.message
+                self._say(f"no controller can be started, which is tried again: {error}")
+
+    def _start(self) -> None:
+        host, port = self._address, 0
+        if self._endpoint and self._endpoint_here():
+            host, port = parse_address(self._endpoint)
+        # Said to be this machine's, behind a translation of addresses: nothing can be bound to it.
+        bind = host if is_here(host) else _ANYWHERE
+        newest = self._places.leader.newest() if self._places is not None else None
+        after = newest.number if newest is not None else -1
+        name = f"controller-{self._lives}" if self._lives else "controller"
+        command = [*CKPTD, "controller", "--json", *self._arguments]
+        command += ["--bind", bind, "--host", host, "--port", str(port), "--after", str(after)]
+        self._lives += 1
+        self._follows = False
+        self.host, self.since = host, time.monotonic()
+        self._announced = ""
+        self._part = Sidecar(name, command, self._env, self._folder, self._start_process)
+
+    def _look(self, part: Sidecar, begun: bool) -> bool:
+        before = self._announced
+        if not before:
+            with suppress(msgspec.MsgspecError, KeyError, TypeError):
+                self._announced = str(msgspec.json.decode(part.out.read_bytes())["address"])
+                self._again_s, self._problem = _AGAIN_S, ""
+        code = part.process.poll()
+        if code is None:
+            return self._announced != before
+        part.end()
+        self._part, self._announced, self._pause_of = None, "", -1
+        self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
+        self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
+        # Each launcher of a machine may have started a controller: all of them but one exit.
+        self._follows = code > 0 and self._answers()
+        if not self._follows:
+            self._judge(part, code, begun)
+        return False
+
+    def _judge(self, part: Sidecar, code: int, begun: bool) -> None:
+        """Say what has become of the controller; give up what another one could not do either."""
+        error = part.error()
+        self._yielded = self._yielded or isinstance(error, ConflictError)
+        if error is None or isinstance(error, ConflictError):
+            if code:
+                self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")
+        elif not isinstance(error, UsageError | CorruptError | RefusedError):
+            self._say(f"the controller has ended, and another one is started: {error}")
+        elif not begun:
+            raise error
+        else:
+            self._not_before = math.inf
+            self._say(f"no controller can be started; training goes on without: {error}")
+
+    def end(self, wait_s: float) -> None:
+        """End the controller of this launcher, after `wait_s` in which it may end by itself."""
+        part, self._part = self._part, None
+        if part is not None:
+            end = time.monotonic() + wait_s
+            while part.process.poll() is None and time.monotonic() < end:
+                time.sleep(0.02)
+            part.end()
