@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from ckptd.cli.address import spec_of
-from ckptd.cli.output import Document, Json, Reply, flag, note, print_rows, size_text
+from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_rows, size_text
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
 from ckptd.runtime.agentlink import AgentPlace, listen, locked, reach, run_folder
 from ckptd.runtime.host import host_id
@@ -26,15 +26,15 @@ agent = App(
 
 MaybeRoot = Annotated[
     str | None,
-    Parameter(help="Path or URL of the job's root; need not exist yet.", show_default=False),
+    option("Path or URL of the job's root; need not exist yet."),
 ]
 Job = Annotated[
     str | None,
-    Parameter(help="What CKPTD_JOB says in the trainers, where it is set.", show_default=False),
+    option("What CKPTD_JOB says in the trainers, where it is set."),
 ]
 Node = Annotated[
     str | None,
-    Parameter(help="What CKPTD_NODE says in the trainers, where it is set.", show_default=False),
+    option("What CKPTD_NODE says in the trainers, where it is set."),
 ]
 
 
@@ -95,17 +95,13 @@ def run(
     stay: Annotated[bool, flag("Serve until a signal, also with nothing to do.")] = False,
     watch: Annotated[
         str | None,
-        Parameter(
-            help="Watch the ranks and tell the daemon at this URL; stays. Otherwise CKPTD_DAEMON.",
-            show_default=False,
-        ),
+        option("Watch the ranks and tell the daemon at this URL; stays. Otherwise CKPTD_DAEMON."),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        Parameter(
-            help="Serve /metrics on this port of the loopback address; 0: any. Otherwise"
-            " CKPTD_AGENT_METRICS=HOST:PORT says where.",
-            show_default=False,
+        option(
+            "Serve /metrics on this port of the loopback address; 0: any. Otherwise"
+            " CKPTD_AGENT_METRICS=HOST:PORT says where."
         ),
     ] = None,
     json: Json = False,

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
-
-from ckptd.cli.output import flag
+from ckptd.cli.output import flag, option
 from ckptd.errors import RefusedError, UsageError
 
 __all__ = ["install_completion"]
@@ -18,12 +16,8 @@ Shell = Literal["bash", "zsh", "fish"]
 
 def install_completion(
     *,
-    shell: Annotated[
-        Shell | None, Parameter(help="Which shell; found out when left out.", show_default=False)
-    ] = None,
-    output: Annotated[
-        Path | None, Parameter(help="Where to write the script.", show_default=False)
-    ] = None,
+    shell: Annotated[Shell | None, option("Which shell; found out when left out.")] = None,
+    output: Annotated[Path | None, option("Where to write the script.")] = None,
     no_startup: Annotated[bool, flag("Leave the shell's start-up file alone.")] = False,
     yes: Annotated[bool, flag("Do not ask before the shell's start-up file is changed.")] = False,
 ) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from ckptd.cli.output import Document, Json, Reply, flag, print_rows, time_text
+from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, time_text
 from ckptd.elastic.messages import Order, OrderKind
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
@@ -31,7 +31,7 @@ ctl = App(
     default_parameter=Parameter(negative=()),
 )
 
-Name = Annotated[str, Parameter(help="Names of nodes.", show_default=False)]
+Name = Annotated[str, option("Names of nodes.")]
 
 _ANSWER_S = 10.0
 _MOST_SHOWN = 5
@@ -69,10 +69,7 @@ class Where:
 
     job: Annotated[
         str | None,
-        Parameter(
-            help="Which job; CKPTD_JOB, or the only one with a controller on this machine.",
-            show_default=False,
-        ),
+        option("Which job; CKPTD_JOB, or the only one with a controller on this machine."),
     ] = None
     controller: Annotated[
         str | None, Parameter(help="HOST:PORT; found on this machine or in the log by default.")

@@ -16,6 +16,7 @@ from ckptd.cli.output import (
     Reply,
     flag,
     note,
+    option,
     print_rows,
     shorten,
     time_text,
@@ -45,9 +46,7 @@ class IncidentsDocument(Document, frozen=True, kw_only=True, tag="incidents"):
 
 
 def incidents(
-    ident: Annotated[
-        str | None, Parameter(help="Id of one incident, to show its evidence.", show_default=False)
-    ] = None,
+    ident: Annotated[str | None, option("Id of one incident, to show its evidence.")] = None,
     /,
     *,
     daemon: Annotated[

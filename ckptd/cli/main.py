@@ -89,7 +89,13 @@ VERBS = {
     " started once per node before a job, and names nodes and links that are not well.",
     "recorder": "Build the native recorder of collectives.",
 }
-_MODULES = {"unpin": "pin", "pins": "pin"}
+_MODULES = {
+    **{verb: f"roots.{verb}" for verb in ("ls", "inspect", "verify", "diff", "cp", "export")},
+    **{verb: f"roots.{verb}" for verb in ("rollback", "pin", "gc", "doctor")},
+    **{verb: f"layouts.{verb}" for verb in ("reshard", "lay", "relayout")},
+    **dict.fromkeys(("unpin", "pins"), "roots.pin"),
+}
+"""Where a verb is, if not in the module of its name."""
 
 app = App(
     name="ckptd",

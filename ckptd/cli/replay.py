@@ -9,7 +9,7 @@ import msgspec
 from cyclopts import Parameter
 
 from ckptd.cli.flight import show_dumps
-from ckptd.cli.output import Document, Json, Reply, note, print_rows, shorten
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, shorten
 from ckptd.errors import UsageError
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.recording import Replay
@@ -98,10 +98,7 @@ def replay(
     *,
     flight_recorder: Annotated[
         str | None,
-        Parameter(
-            help="Instead of a recording: a folder of dumps of PyTorch's flight recorder.",
-            show_default=False,
-        ),
+        option("Instead of a recording: a folder of dumps of PyTorch's flight recorder."),
     ] = None,
     set: Annotated[
         tuple[str, ...],

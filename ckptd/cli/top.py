@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, Reply, flag, time_text
+from ckptd.cli.output import Document, Json, Reply, flag, option, time_text
 from ckptd.errors import TransientStoreError, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def top(
     every: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
     limit: Annotated[
         int | None,
-        Parameter(help="Ranks to list; as many as fit, or 20 with --once.", show_default=False),
+        option("Ranks to list; as many as fit, or 20 with --once."),
     ] = None,
     once: Annotated[bool, flag("Print it once, as text, and end.")] = False,
     json: Json = False,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, Reply, note, print_rows, shorten, size_text
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, shorten, size_text
 from ckptd.cli.output import time_text as when
 from ckptd.errors import StoreError, UsageError
 from ckptd.events.eventfiles import EventFolder
@@ -67,7 +67,7 @@ def trace(
     *,
     out: Annotated[
         str | None,
-        Parameter(help="Write a Chrome trace to this file, for Perfetto.", show_default=False),
+        option("Write a Chrome trace to this file, for Perfetto."),
     ] = None,
     last: Annotated[int, Parameter(help="Show so many saves, the newest.")] = 20,
     json: Json = False,

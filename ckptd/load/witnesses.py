@@ -21,14 +21,21 @@ from ckptd.layout.grid import Piece
 from ckptd.layout.region import flat_regions, piece_regions
 from ckptd.store.base import Store
 
-__all__ = ["ChunkWitness", "Finding", "Findings", "VerifyReport", "WitnessCheck", "read_witness"]
+__all__ = [
+    "ChunkWitness",
+    "Findings",
+    "VerifyFinding",
+    "VerifyReport",
+    "WitnessCheck",
+    "read_witness",
+]
 
 
 MOST = 10_000
 """Findings kept; beyond it they are only counted."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class VerifyFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that is wrong.
 
     Attributes
@@ -61,9 +68,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     found: str = ""
 
     @staticmethod
-    def of(error: CkptdError, file: str = "", rank: int | None = None) -> Finding:
+    def of(error: CkptdError, file: str = "", rank: int | None = None) -> VerifyFinding:
         """Return what an error says."""
-        return Finding(
+        return VerifyFinding(
             kind=error.kind,
             message=error.message,
             file=file,
@@ -107,7 +114,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes: int = 0
     absent: tuple[str, ...] = ()
     blind: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[VerifyFinding, ...] = ()
     more: int = 0
 
     @property
@@ -121,11 +128,11 @@ class Findings:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._kept: list[Finding] = []
-        self._seen: set[Finding] = set()
+        self._kept: list[VerifyFinding] = []
+        self._seen: set[VerifyFinding] = set()
         self.more = 0
 
-    def add(self, finding: Finding) -> None:
+    def add(self, finding: VerifyFinding) -> None:
         """Note a finding; the same one twice is one."""
         with self._lock:
             if finding in self._seen:
@@ -136,7 +143,7 @@ class Findings:
             self._seen.add(finding)
             self._kept.append(finding)
 
-    def extend(self, findings: Iterable[Finding]) -> None:
+    def extend(self, findings: Iterable[VerifyFinding]) -> None:
         """Note several."""
         for finding in findings:
             self.add(finding)
@@ -146,7 +153,7 @@ class Findings:
         with self._lock:
             return {f.tensor for f in self._kept if f.tensor}
 
-    def all(self) -> tuple[Finding, ...]:
+    def all(self) -> tuple[VerifyFinding, ...]:
         """Return them: those of the whole first, then by file."""
         with self._lock:
             return tuple(sorted(self._kept, key=lambda f: f.file))
@@ -218,7 +225,7 @@ class WitnessCheck:
         try:
             self._wanted = read_witness(store, manifest, self._plan)
         except CkptdError as error:
-            findings.add(Finding.of(error, manifest.folder + WITNESS))
+            findings.add(VerifyFinding.of(error, manifest.folder + WITNESS))
         sample = isinstance(self._wanted, Witness)
         self._found = Witness.empty(self._plan) if sample and deep else None
         self._sums = FullWitness.empty(self._plan) if self._wanted and not sample else None
@@ -277,7 +284,7 @@ class WitnessCheck:
         for d in wrong:
             if d.tensor not in explained:
                 self._findings.add(
-                    Finding(
+                    VerifyFinding(
                         kind="witness",
                         message="values are not at the positions where they were saved",
                         tensor=d.tensor,

@@ -32,7 +32,7 @@ from ckptd.load.files import (
     read_header,
 )
 from ckptd.load.reader import CkptdReader
-from ckptd.load.witnesses import ChunkWitness, Finding, Findings, VerifyReport, WitnessCheck
+from ckptd.load.witnesses import ChunkWitness, Findings, VerifyFinding, VerifyReport, WitnessCheck
 from ckptd.root.index import Index
 from ckptd.runtime.pool import cores, run_all
 from ckptd.store.base import Store
@@ -171,7 +171,7 @@ class Scan:
             self._scan(segment, files)
         except CkptdError as error:
             entry = self._places.manifest.files[segment.file]
-            self._findings.add(Finding.of(error, entry.path, entry.rank))
+            self._findings.add(VerifyFinding.of(error, entry.path, entry.rank))
             self._witness.skip(self._places.filemap.tensors[t.tensor].name for t in segment.targets)
         size = segment.targets[-1].end - segment.targets[0].start
         with self._lock:
@@ -248,7 +248,7 @@ class Scan:
             self._bad_chunks.setdefault(file, []).append(target)
             bad = [b for b in range(first, last + 1) if (file, b) in self._bad_blocks]
         self._findings.add(
-            Finding(
+            VerifyFinding(
                 kind="digest",
                 message="a chunk is not what was written",
                 file=entry.path,
@@ -271,7 +271,7 @@ class Scan:
             entry = self._places.manifest.files[file]
             held = self._places.chunks_at(file, lo, hi)
             self._findings.add(
-                Finding(
+                VerifyFinding(
                     kind="digest",
                     message="a block is not what was written, though the chunks referred to are",
                     file=entry.path,
@@ -292,7 +292,7 @@ _MOST_CHUNKS = 32
 _MOST_THREADS = 8
 
 
-def check_records(index: Index) -> tuple[Finding, ...]:
+def check_records(index: Index) -> tuple[VerifyFinding, ...]:
     """Check the records by which a root says what counts: every generation's, and that none lacks.
 
     Raises
@@ -305,9 +305,9 @@ def check_records(index: Index) -> tuple[Finding, ...]:
         try:
             index.generation(number)
         except (CorruptError, NotFoundError) as error:
-            found.append(Finding.of(error, generation_key(number)))
+            found.append(VerifyFinding.of(error, generation_key(number)))
     suspect = index.suspect()
-    return (*found, *([Finding.of(suspect)] if suspect is not None else ()))
+    return (*found, *([VerifyFinding.of(suspect)] if suspect is not None else ()))
 
 
 def verify(
@@ -347,15 +347,15 @@ def verify(
     except NotFoundError:
         raise
     except CkptdError as error:
-        return _with(empty, findings, Finding.of(error))
+        return _with(empty, findings, VerifyFinding.of(error))
     try:
         reader = CkptdReader(index, commit)
     except CkptdError as error:
-        return _with(empty, findings, Finding.of(error, commit.folder + commit.manifest))
+        return _with(empty, findings, VerifyFinding.of(error, commit.folder + commit.manifest))
     return _Verification(reader, findings, threads).go(deep, progress)
 
 
-def _with(report: VerifyReport, findings: Findings, finding: Finding) -> VerifyReport:
+def _with(report: VerifyReport, findings: Findings, finding: VerifyFinding) -> VerifyReport:
     findings.add(finding)
     return VerifyReport(
         step=report.step,
@@ -421,13 +421,13 @@ class _Verification:
         try:
             check_files(self._manifest, self._filemap, self._reader.commit.folder)
         except CkptdError as error:
-            self._findings.add(Finding.of(error))
+            self._findings.add(VerifyFinding.of(error))
         record, manifest = self._reader.commit, self._manifest
         used = {f.folder for f in manifest.files if f.data_start}
         unnamed = sorted(used - set(record.folders))
         if unnamed:
             self._findings.add(
-                Finding(
+                VerifyFinding(
                     kind="bad-record",
                     message="the commit record does not name a folder that is needed: "
                     "gc would delete it",
@@ -438,7 +438,7 @@ class _Verification:
             )
         if record.world_size != manifest.world_size:
             self._findings.add(
-                Finding(
+                VerifyFinding(
                     kind="bad-record",
                     message="commit record and manifest disagree on the number of ranks",
                     file=commit_key(record.name),
@@ -486,7 +486,7 @@ class _Verification:
         return size - entry.data_start
 
     def _add(self, error: CkptdError, entry: FileEntry) -> None:
-        self._findings.add(Finding.of(error, entry.path, entry.rank))
+        self._findings.add(VerifyFinding.of(error, entry.path, entry.rank))
 
     def _lost(self, file: int, available: int) -> None:
         """Name the chunks that do not lie in the first `available` bytes."""
@@ -501,7 +501,7 @@ class _Verification:
         for tensor, chunk in names[:_MOST_CHUNKS]:
             more = len(names) - _MOST_CHUNKS
             self._findings.add(
-                Finding(
+                VerifyFinding(
                     kind="lost",
                     message="a chunk lies in the part of a file that is missing",
                     file=entry.path,
@@ -549,7 +549,7 @@ class _Verification:
             if chunk != wanted and wrong < _MOST_CHUNKS:
                 wrong += 1
                 self._findings.add(
-                    Finding(
+                    VerifyFinding(
                         kind="bad-header" if own else "missing-chunk",
                         message="the header and the manifest disagree on a chunk",
                         file=entry.path,
@@ -572,7 +572,7 @@ class _Verification:
             count = self._filemap.nchunks(file) if self._places.is_own(file) else None
             check_index(entry, index, count, key)
         except CkptdError as error:
-            self._findings.add(Finding.of(error, key, entry.rank))
+            self._findings.add(VerifyFinding.of(error, key, entry.rank))
             return
         self._places.indexes[file] = index
 

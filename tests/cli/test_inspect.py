@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptd.cli.contents import TensorRow
-from ckptd.cli.tree import tree_rows
+from ckptd.cli.roots.inspect import TensorRow, tree_rows
 from ckptd.format.witness import SAMPLE
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT

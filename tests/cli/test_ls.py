@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.cli.address import opened
-from ckptd.cli.ls import metadata_text
+from ckptd.cli.roots.ls import metadata_text
 from ckptd.format.names import CommitName, commit_key
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import hold

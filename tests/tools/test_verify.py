@@ -21,7 +21,7 @@ from ckptd.format.witness_full import FULL, FullWitness, partial_sum
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.region import box_region
-from ckptd.load.witnesses import Finding, VerifyReport
+from ckptd.load.witnesses import VerifyFinding, VerifyReport
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
@@ -91,7 +91,7 @@ def flip(store: Store, key: str, at: int) -> None:
     store.put(key, bytes(raw))
 
 
-def only(report: VerifyReport) -> Finding:
+def only(report: VerifyReport) -> VerifyFinding:
     assert len(report.findings) == 1, report.findings
     return report.findings[0]
 

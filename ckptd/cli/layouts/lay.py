@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from ckptd.cli.output import Document, Json, Reply, flag, note
+from ckptd.cli.output import Document, Json, Reply, flag, note, option
 from ckptd.errors import NotFoundError, UsageError
 
 __all__ = ["CheckDocument", "FmtDocument", "ShowDocument", "lay"]
@@ -25,17 +25,12 @@ Program = Annotated[
 ]
 Against = Annotated[
     str | None,
-    Parameter(
-        help="ROOT, ROOT@STEP or a folder of safetensors files: compare with what is there.",
-        show_default=False,
-    ),
+    option("ROOT, ROOT@STEP or a folder of safetensors files: compare with what is there."),
 ]
 Rules = Annotated[
     list[str] | None,
-    Parameter(
-        name=("-e", "--rule"),
-        help="A statement of Lay that goes before those of the layout. May be repeated.",
-        show_default=False,
+    option(
+        "A statement of Lay that goes before those of the layout. May be repeated.", "-e", "--rule"
     ),
 ]
 
@@ -143,7 +138,7 @@ def _programs(spec: str, rules: list[str] | tuple[()]) -> tuple[Any, list[str]]:
 
 def _shapes(against: str) -> Mapping[str, Shape]:
     """Return the shapes of stored tensors."""
-    from ckptd.cli.resharding import open_stock
+    from ckptd.cli.layouts.resharding import open_stock
 
     with open_stock(against, 0) as stock:
         return dict(stock.shapes)
@@ -188,17 +183,14 @@ def show(
     *,
     against: Against = None,
     rule: Rules = None,
-    svg: Annotated[
-        Path | None, Parameter(help="Write a drawing to this file.", show_default=False)
-    ] = None,
+    svg: Annotated[Path | None, option("Write a drawing to this file.")] = None,
     json: Json = False,
 ) -> Reply:
     """Draw which rank holds which part of a tensor.
 
     Sizes come from --against, or from 'let' statements in the program or with -e.
     """
-    from ckptd.cli.drawing import drawing
-    from ckptd.cli.picture import picture, text_of
+    from ckptd.cli.layouts.picture import drawing, picture, text_of
     from ckptd.layout.lay.observe import bind_sizes, bind_stored
     from ckptd.layout.lay.stored import StoredForm
     from ckptd.reshard.layouts import read_program

@@ -17,7 +17,7 @@ from ckptd.cli.output import (
 )
 from ckptd.errors import CorruptError, StoreError, UsageError
 from ckptd.format.names import CommitName
-from ckptd.load.witnesses import Finding, VerifyReport
+from ckptd.load.witnesses import VerifyFinding, VerifyReport
 from ckptd.root.catalogue import Catalogue
 from ckptd.tools.verify import check_records
 from ckptd.tools.verify import verify as verify_one
@@ -51,7 +51,7 @@ class VerifyDocument(Document, frozen=True, kw_only=True, tag="verify"):
     root: str
     ok: bool
     checkpoints: tuple[VerifyReport, ...]
-    records: tuple[Finding, ...] = ()
+    records: tuple[VerifyFinding, ...] = ()
 
 
 def verify(
@@ -93,13 +93,13 @@ def _verify(catalogue: Catalogue, name: CommitName, *, quick: bool) -> VerifyRep
                 return verify_one(catalogue, name, deep=not quick, progress=bar)
     except CorruptError as error:
         # The commit record itself is damaged, so that no lease could be taken.
-        finding = Finding.of(error)
+        finding = VerifyFinding.of(error)
         return VerifyReport(
             step=name.step, generation=name.generation, deep=not quick, findings=(finding,)
         )
 
 
-def _exit_code(reports: list[VerifyReport], records: tuple[Finding, ...]) -> int:
+def _exit_code(reports: list[VerifyReport], records: tuple[VerifyFinding, ...]) -> int:
     kinds = {f.kind for r in reports for f in r.findings} | {f.kind for f in records}
     if not kinds:
         return 0
@@ -149,7 +149,7 @@ def _show_findings(report: VerifyReport) -> None:
         print(f"... and {left} more; --json lists up to {len(report.findings)}")
 
 
-def _detail(finding: Finding) -> str:
+def _detail(finding: VerifyFinding) -> str:
     text = finding.message
     if finding.where:
         text += f" ({finding.where})"

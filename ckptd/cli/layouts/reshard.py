@@ -13,6 +13,7 @@ from ckptd.cli.output import (
     Reply,
     flag,
     note,
+    option,
     print_rows,
     shorten,
     size_text,
@@ -32,20 +33,19 @@ To = Annotated[
 ]
 From = Annotated[
     str | None,
-    Parameter(
-        name="--from",
-        help="Layout of the source. A checkpoint of ckptd needs none: it keeps its program, or"
+    option(
+        "Layout of the source. A checkpoint of ckptd needs none: it keeps its program, or"
         " its tensors stand for themselves.",
-        show_default=False,
+        "--from",
     ),
 ]
 Rules = Annotated[
     list[str] | None,
-    Parameter(
-        name=("-e", "--rule"),
-        help="A statement of Lay that goes before those of the target's layout; 'from: ...' for the"
+    option(
+        "A statement of Lay that goes before those of the target's layout; 'from: ...' for the"
         " source's; a 'let' is for both. May be repeated.",
-        show_default=False,
+        "-e",
+        "--rule",
     ),
 ]
 
@@ -129,10 +129,9 @@ def reshard(
     ] = "5GB",
     allow: Annotated[
         list[Literal["lossy", "layout"]] | None,
-        Parameter(
-            help="lossy: values may change, or be left out. layout: --from may contradict the"
-            " program that the source keeps. May be repeated.",
-            show_default=False,
+        option(
+            "lossy: values may change, or be left out. layout: --from may contradict the"
+            " program that the source keeps. May be repeated."
         ),
     ] = None,
     explain: Annotated[bool, flag("Say what would be done and what it costs.")] = False,
@@ -157,7 +156,7 @@ def reshard(
     several processes may share the work with --shard, without speaking to each other.
     """
     # Imported when it runs, so that the help of it costs little.
-    from ckptd.cli.resharding import ReshardRun, prepared
+    from ckptd.cli.layouts.resharding import ReshardRun, prepared
 
     memory = size_of(budget, "--budget")
     most = size_of(max_shard_size, "--max-shard-size") if format == "hf" else 0

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.output import Document, Json, Reply, flag
+from ckptd.cli.output import Document, Json, Reply, flag, option
 from ckptd.errors import RefusedError, UsageError
 from ckptd.runtime.host import environment, versions
 from ckptd.store import StoreSpec, registry_problems
@@ -54,9 +54,7 @@ class DoctorDocument(Document, frozen=True, kw_only=True, tag="doctor"):
 
 
 def doctor(
-    root: Annotated[
-        str | None, Parameter(help="Path or URL; need not exist yet.", show_default=False)
-    ] = None,
+    root: Annotated[str | None, option("Path or URL; need not exist yet.")] = None,
     /,
     *,
     read_only: Annotated[bool, flag("Write nothing.")] = False,
@@ -66,15 +64,15 @@ def doctor(
     ] = False,
     nodes: Annotated[
         str | None,
-        Parameter(help="--cluster: how many nodes, or their names (a,b,c).", show_default=False),
+        option("--cluster: how many nodes, or their names (a,b,c)."),
     ] = None,
     node_rank: Annotated[
         int | None,
-        Parameter(help="--cluster: number of this node; 0 coordinates.", show_default=False),
+        option("--cluster: number of this node; 0 coordinates."),
     ] = None,
     rendezvous: Annotated[
         str | None,
-        Parameter(help="--cluster: HOST:PORT where the coordinator listens.", show_default=False),
+        option("--cluster: HOST:PORT where the coordinator listens."),
     ] = None,
     wait_s: Annotated[
         float, Parameter(help="--cluster: for all nodes to come, in seconds.")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 from msgspec import to_builtins
 
-from ckptd.cli.output import Document, Json, Reply, note, print_rows, print_table, size_text
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, print_table, size_text
 
 if TYPE_CHECKING:
-    from ckptd.cli.relayouting import RelayoutAnswer
+    from ckptd.cli.layouts.relayouting import RelayoutAnswer
     from ckptd.elastic.explain import Explanation, Row
     from ckptd.elastic.moved import Moved
 
@@ -55,39 +55,34 @@ def relayout(
     microbatches: Annotated[int, Parameter(help="Of a step, on all ranks together.")],
     survivors: Annotated[
         str | None,
-        Parameter(help="Slots that are left: 13; or a range, 1:16.", show_default=False),
+        option("Slots that are left: 13; or a range, 1:16."),
     ] = None,
-    nodes_lost: Annotated[
-        str | None, Parameter(help="Nodes that are gone: n1,n3.", show_default=False)
-    ] = None,
+    nodes_lost: Annotated[str | None, option("Nodes that are gone: n1,n3.")] = None,
     slots_per_node: Annotated[int, Parameter(help="Ranks that a node can run.")] = 8,
     spare_nodes: Annotated[int, Parameter(help="Nodes beyond those of the layout.")] = 0,
-    pp: Annotated[
-        str | None, Parameter(help="Other pipeline sizes that are allowed.", show_default=False)
-    ] = None,
+    pp: Annotated[str | None, option("Other pipeline sizes that are allowed.")] = None,
     tp: Annotated[
         str | None,
-        Parameter(help="Other tensor-parallel sizes that are allowed.", show_default=False),
+        option("Other tensor-parallel sizes that are allowed."),
     ] = None,
     memory: Annotated[
         str | None,
-        Parameter(
-            help="replicated=40GB,sharded=80GB,activations=2GB,limit=80GiB: of the whole model, and"
-            " the limit of a rank. With --checkpoint the first two are known.",
-            show_default=False,
+        option(
+            "replicated=40GB,sharded=80GB,activations=2GB,limit=80GiB: of the whole model, and"
+            " the limit of a rank. With --checkpoint the first two are known."
         ),
     ] = None,
     checkpoint: Annotated[
         str | None,
-        Parameter(help="ROOT or ROOT@STEP: say how many bytes would move.", show_default=False),
+        option("ROOT or ROOT@STEP: say how many bytes would move."),
     ] = None,
     program: Annotated[
         str | None,
-        Parameter(help="Layout of the job, where the checkpoint keeps none.", show_default=False),
+        option("Layout of the job, where the checkpoint keeps none."),
     ] = None,
     plot: Annotated[
         Path | None,
-        Parameter(help="Picture of a range: FILE.svg or FILE.png.", show_default=False),
+        option("Picture of a range: FILE.svg or FILE.png."),
     ] = None,
     json: Json = False,
 ) -> Reply:
@@ -96,7 +91,7 @@ def relayout(
     Nodes are n0, n1 and so on. Nothing is started, moved or written. The exit code is 5 when no
     layout fits; with a range it is 0, and the table says so.
     """
-    from ckptd.cli.relayouting import Question, draw
+    from ckptd.cli.layouts.relayouting import Question, draw
 
     question = Question.of(
         layout, microbatches, slots_per_node, spare_nodes, pp, tp, nodes_lost, survivors

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Root, Where, needs_step, opened
-from ckptd.cli.output import Document, Json, Reply, note, print_rows
+from ckptd.cli.output import Document, Json, Reply, note, option, print_rows
 from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError
 from ckptd.format.names import CommitName, commit_key, pin_key
@@ -54,7 +53,7 @@ def pin(
     where: Where,
     /,
     *,
-    reason: Annotated[str, Parameter(help="Why, for people.", show_default=False)] = "",
+    reason: Annotated[str, option("Why, for people.")] = "",
     json: Json = False,
 ) -> Reply:
     """Keep a checkpoint for ever: no retention and no gc deletes it."""

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
-from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
-from ckptd.cli.contents import matches, no_tensor
 from ckptd.cli.output import (
     Document,
     Json,
     Reply,
     flag,
+    option,
     print_rows,
     print_table,
     progress_bar,
     shorten,
 )
+from ckptd.cli.roots.inspect import matches, no_tensor
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.reader import CheckpointReader
 from ckptd.tools.diff import DiffReport, ObjectDiff, TensorDiff, TensorSide, ValueChange, changes
@@ -90,10 +90,7 @@ def diff(
     *,
     tensor: Annotated[
         str,
-        Parameter(
-            help="Only names that match this shell pattern, or begin with it.",
-            show_default=False,
-        ),
+        option("Only names that match this shell pattern, or begin with it."),
     ] = "",
     no_values: Annotated[bool, flag("Compare manifests only; read no data.")] = False,
     all: Annotated[bool, flag("Show equal tensors too.")] = False,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.cli.resharding import open_stock
+from ckptd.cli.layouts.resharding import open_stock
 from ckptd.cli.sizes import size_of
 from ckptd.elastic.explain import Explanation, Row, cluster_of, explain, row_of, survivors_of
 from ckptd.elastic.moved import Moved, moved, moved_whole
@@ -322,7 +322,7 @@ class Question:
     def answer(
         self, memory: str | None, checkpoint: str | None, program: str | None
     ) -> RelayoutAnswer:
-        """RelayoutAnswer it; see `ckptd.cli.relayout.relayout`."""
+        """RelayoutAnswer it; see `ckptd.cli.layouts.relayout.relayout`."""
         with ExitStack() as stack:
             model = None
             if checkpoint is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from ckptd.cli.address import Address, Where, held, opened
-from ckptd.cli.output import Document, Json, Reply, flag, progress_bar, size_text
+from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, size_text
 from ckptd.cli.sizes import size_of
 from ckptd.errors import UsageError
 from ckptd.load.reader import CkptdReader
@@ -60,19 +60,18 @@ def export(
     *,
     section: Annotated[
         str | None,
-        Parameter(
-            help="Export names below this one, without it. A single dot exports everything."
-            " Without it: the weights, if they are one section.",
-            show_default=False,
+        option(
+            "Export names below this one, without it. A single dot exports everything."
+            " Without it: the weights, if they are one section."
         ),
     ] = None,
     rename: Annotated[
         list[str] | None,
-        Parameter(help="OLD=NEW, OLD a regular expression; may be repeated.", show_default=False),
+        option("OLD=NEW, OLD a regular expression; may be repeated."),
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "float64"] | None,
-        Parameter(help="Cast floating-point weights to this type.", show_default=False),
+        option("Cast floating-point weights to this type."),
     ] = None,
     max_shard_size: Annotated[str, Parameter(help="Largest file: 5GB, 500MB, 2GiB.")] = "5GB",
     untie: Annotated[
