@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptd.format.digest import BLOCK_BYTES
-from ckptd.layout.lay.printer import show
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 from ckptd.load.plan import BlockLine, Runs

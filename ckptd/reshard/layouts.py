@@ -16,9 +16,9 @@ from ckptd.layout.lay import library
 from ckptd.layout.lay.closed import found_sizes
 from ckptd.layout.lay.dims import Atom, Number, Operation, Size
 from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.name import Index, Name, NamePart, Text, join
 from ckptd.layout.lay.parser import parse, parse_statement
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import (
     Family,
     File,

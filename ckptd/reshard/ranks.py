@@ -21,13 +21,13 @@ from ckptd.format.container import Chunk
 from ckptd.layout.block import Block
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.equation import MeshShape, Resolved
+from ckptd.layout.lay.expressions import show_name
 from ckptd.layout.lay.indexes import write_name
 from ckptd.layout.lay.local import LocalPiece, local_tensors
 from ckptd.layout.lay.matching import Matcher, Templates
 from ckptd.layout.lay.modifiers import Average, Replicas
 from ckptd.layout.lay.name import Index, Text
 from ckptd.layout.lay.observe import bind_ranks
-from ckptd.layout.lay.printer_dims import show_name
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
 from ckptd.reshard.clip import clip, restride

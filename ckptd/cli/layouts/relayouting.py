@@ -18,7 +18,7 @@ from ckptd.elastic.placement import Slot
 from ckptd.elastic.policy import Job, Memory, Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay import library
-from ckptd.layout.lay.printer import show
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.program import File, Mesh
 from ckptd.reshard.compose import compose_layouts
 from ckptd.reshard.layouts import Program, infer, read_program, wrapped

@@ -12,9 +12,9 @@ from ckptd.layout.lay.cut import Scope
 from ckptd.layout.lay.dims import Dim
 from ckptd.layout.lay.equation import Bound, Equation, MeshShape
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.held import held, split_axes
 from ckptd.layout.lay.modifiers import Quantized
-from ckptd.layout.lay.printer import show
 
 __all__ = ["block_findings"]
 

@@ -13,10 +13,10 @@ from ckptd.layout.lay.cut import Scope, evaluate, part
 from ckptd.layout.lay.dims import Atom, Dim, Even, How, One, Pad, Product, Split, Sum, Widths
 from ckptd.layout.lay.equation import Bound, Equation, MeshShape
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.name import Index, Name
 from ckptd.layout.lay.observed import Coordinates, Seen
 from ckptd.layout.lay.paths import paths
-from ckptd.layout.lay.printer import show
 
 __all__ = ["Shapes", "fit_findings", "with_fits"]
 

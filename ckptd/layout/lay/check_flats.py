@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptd.errors import CkptdError
 from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.finding import Finding
-from ckptd.layout.lay.printer import show
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.resolve_draft import has_globs
 from ckptd.layout.lay.stored import StoredForm
 

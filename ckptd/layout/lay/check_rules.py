@@ -22,11 +22,11 @@ from ckptd.layout.lay.dims import (
 )
 from ckptd.layout.lay.equation import Equation, Family, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.mesh import independent
 from ckptd.layout.lay.modifiers import Alias, Average, On, Quantized
 from ckptd.layout.lay.name import Index
 from ckptd.layout.lay.paths import Path, paths
-from ckptd.layout.lay.printer import show
 
 __all__ = ["rule_findings", "signature"]
 

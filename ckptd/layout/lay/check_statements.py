@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from ckptd.layout.lay.equation import MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.name import Index
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Flat, Object, Pipe
 
 __all__ = ["statement_findings"]

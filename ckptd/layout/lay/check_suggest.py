@@ -22,8 +22,8 @@ from ckptd.layout.lay.dims import (
     Value,
 )
 from ckptd.layout.lay.equation import Equation
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.paths import paths
-from ckptd.layout.lay.printer import show
 
 __all__ = ["Candidate", "candidates", "put", "split_candidates"]
 

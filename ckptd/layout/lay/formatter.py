@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from ckptd.layout.lay.lexer import Scanner
 from ckptd.layout.lay.parser import scan
-from ckptd.layout.lay.parser_item import Span
-from ckptd.layout.lay.printer import head, show, show_states
-from ckptd.layout.lay.program import Layout, Space
 
 __all__ = ["format_text"]
 
@@ -16,7 +13,7 @@ INDENT = "  "
 
 
 @dataclass(slots=True)
-class _Line:
+class _Placed:
     """A line of the result: where it comes from, how deep it stands, whether it stands apart."""
 
     start: int
@@ -37,31 +34,31 @@ def format_text(text: str, file: str = "<text>") -> str:
     UsageError
         ``lay-syntax``: the text is no program.
     """
-    _, spans, scanner = scan(text, file)
+    _, scanner = scan(text, file)
     comments = sorted(scanner.comments.items())
-    lines: list[_Line] = []
+    lines: list[_Placed] = []
     depth, taken, block = 0, 0, False
-    for span in spans:
+    for span in scanner.lines:
         closing = span.kind == "close"
         before = taken
         while taken < len(comments) and comments[taken][0] < span.end:
             taken += 1
         own = _behind(scanner, lines, comments[before:taken])
         # Comments before a closing brace belong to the block that it closes.
-        new = [_Line(at, at + len(c), c, depth) for at, c in own]
+        new = [_Placed(at, at + len(c), c, depth) for at, c in own]
         depth -= closing
-        new.append(_Line(span.start, span.end, _shown(span), depth))
+        new.append(_Placed(span.start, span.end, span.show(), depth))
         new[0].apart = bool(lines) and depth == 0 and not closing and (block or span.kind == "open")
         lines += new
         depth += span.kind == "open"
         block = closing
     own = _behind(scanner, lines, comments[taken:])
-    lines += [_Line(at, at + len(c), c, 0) for at, c in own]
+    lines += [_Placed(at, at + len(c), c, 0) for at, c in own]
     return _joined(scanner, lines)
 
 
 def _behind(
-    s: Scanner, lines: list[_Line], comments: list[tuple[int, str]]
+    s: Scanner, lines: list[_Placed], comments: list[tuple[int, str]]
 ) -> list[tuple[int, str]]:
     """Put a comment that stands behind the last line there; return those that have own lines."""
     rest = [(at, text.rstrip()) for at, text in comments]
@@ -72,20 +69,9 @@ def _behind(
     return rest
 
 
-def _shown(span: Span) -> str:
-    node = span.node
-    if node is None:
-        return "}"
-    if isinstance(node, tuple):
-        return show_states(node)
-    if span.kind == "open" and isinstance(node, Layout | Space):
-        return head(node)
-    return show(node)
-
-
-def _joined(s: Scanner, lines: list[_Line]) -> str:
+def _joined(s: Scanner, lines: list[_Placed]) -> str:
     out: list[str] = []
-    before: _Line | None = None
+    before: _Placed | None = None
     for line in lines:
         if before is not None:
             blank = s.text.count("\n", before.end, max(before.end, line.start)) > 1

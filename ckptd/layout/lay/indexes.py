@@ -14,10 +14,10 @@ from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.lay.cut import Scope
 from ckptd.layout.lay.dims import Atom, Dim, Split
 from ckptd.layout.lay.equation import Resolved
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.held import held
 from ckptd.layout.lay.name import Glob, Index, Name, Text
 from ckptd.layout.lay.pipe import stage_parts
-from ckptd.layout.lay.printer import show
 
 __all__ = ["IndexCut", "index_cut", "write_name"]
 

@@ -1,23 +1,28 @@
 """Tokens of a program, one ahead of the parser, and the errors that show where it breaks off.
 
 Names (``decoder.layers.{#l@pp}.*``) are no tokens: which characters belong together depends on
-where they stand, so the parser asks for them where the grammar wants one (`parser_name`).
+where they stand, so the grammar asks for them where it wants one (`expressions`).
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ckptd.errors import UsageError
+from ckptd.layout.lay.name import Name
 from ckptd.layout.lay.node import Position
 
-__all__ = ["MAX_TEXT", "Scanner", "Token", "quote"]
+__all__ = ["MAX_DEPTH", "MAX_TEXT", "Line", "Scanner", "Token", "quote", "tokens"]
 
 MAX_TEXT = 8 << 20
 """Longest program that is read, in characters."""
+
+MAX_DEPTH = 64
+"""How deep dimensions, values and meshes may nest."""
 
 _SHOWN = 90  # characters of a line around the caret
 
@@ -48,6 +53,31 @@ class Token:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where one line of the program's normal form comes from, for the formatter.
+
+    Attributes
+    ----------
+    start, end
+        Offsets in the text.
+    kind
+        A statement of its own, or a line that opens or closes a block.
+    show
+        Returns the line in normal form.
+    """
+
+    start: int
+    end: int
+    kind: Literal["statement", "open", "close"]
+    show: Callable[[], str]
+
+
+def tokens(text: str) -> tuple[str, ...]:
+    """Return the words and marks of a text without names."""
+    return tuple(m[0] for m in _TOKEN.finditer(text) if m[0] != " ")
+
+
 def quote(text: str) -> str:
     r"""Return `text` in quotes, as `Scanner.string` reads it: ``\n \t \" \\`` and ``\uXXXX``."""
     return '"' + _ESCAPE.sub(lambda m: _SHORT.get(m[0]) or f"\\u{ord(m[0]):04x}", text) + '"'
@@ -66,6 +96,10 @@ class Scanner:
         Where the brackets stand that are open: inside them a line end is a blank.
     comments
         Comments by offset, as far as the text has been read.
+    lines
+        Lines of the normal form, as far as the text has been read.
+    family
+        Name of the tensor of a space that was read last: what ``.k`` goes on from.
     """
 
     def __init__(self, text: str, file: str) -> None:
@@ -74,6 +108,8 @@ class Scanner:
         self.pos = 1 if text.startswith("\ufeff") else 0
         self.brackets: list[int] = []
         self.comments: dict[int, str] = {}
+        self.lines: list[Line] = []
+        self.family: Name | None = None
         self._lines = [0, *(m.end() for m in re.finditer(r"\n", text))]
         self._ahead: tuple[int, bool, Token] | None = None
         if len(text) > MAX_TEXT:
@@ -150,6 +186,22 @@ class Scanner:
         token = self.expect(bracket, what)
         self.brackets.pop()
         return token
+
+    def check_depth(self) -> None:
+        """Refuse what nests too deeply to be read by recursion."""
+        if len(self.brackets) > MAX_DEPTH:
+            raise self.fail(f"at most {MAX_DEPTH} levels of nesting")
+
+    def skip_lines(self) -> None:
+        """Go behind line ends and ``;``."""
+        while self.peek().kind == "newline" or self.at(";"):
+            self.take()
+
+    def end_line(self, closing: str = "") -> None:
+        """Go behind the end of a statement: a line end, ``;``, or before `closing`."""
+        if self.peek().kind not in ("newline", "end") and not self.at(";", *closing):
+            raise self.fail("the end of the line or ';'")
+        self.skip_lines()
 
     def word(self, what: str) -> str:
         """Take a word: a letter or ``_``, then letters, digits and ``_``."""

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.held import split_axes
 from ckptd.layout.lay.indexes import IndexCut
 from ckptd.layout.lay.matching import Match, Matcher, Templates, holds, stored_name
 from ckptd.layout.lay.name import Index
-from ckptd.layout.lay.printer import show
 
 __all__ = ["Coordinates", "Instance", "Observed", "Seen", "axes_of", "from_ranks", "from_stored"]
 

@@ -100,7 +100,7 @@ class Space(Node):
     """The logical tensors of a model."""
 
     name: str
-    families: tuple[Family, ...]
+    families: tuple[Family, ...] = ()
     states: tuple[State, ...] = ()
     scalars: tuple[Scalar, ...] = ()
     lets: tuple[Let, ...] = ()
@@ -231,9 +231,9 @@ class Layout(Node):
     """
 
     name: str
-    space: str
-    meshes: tuple[str, ...]
-    statements: tuple[Statement, ...]
+    space: str = ""
+    meshes: tuple[str, ...] = ()
+    statements: tuple[Statement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from ckptd.layout.lay.cut import Scope, evaluate
 from ckptd.layout.lay.dims import Atom, Number, Operation, Value
 from ckptd.layout.lay.equation import Equation, MeshShape, Resolved
 from ckptd.layout.lay.finding import Finding, raise_first
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.mesh import mesh_shape
 from ckptd.layout.lay.name import Index, Name
 from ckptd.layout.lay.pipe import stage_parts
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import File, Files, Flat, Layout, Object, Pipe, Stored
 from ckptd.layout.lay.resolve_draft import draft
 from ckptd.layout.lay.resolve_families import Families

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Dim, Pad, Product, Rest, Split, Sum, Wild
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.modifiers import Alias, Drop, FollowRows, For, Modifier
 from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, Text, join
 from ckptd.layout.lay.node import NOWHERE, Position
 from ckptd.layout.lay.pattern import encoded, filled, rule_regex
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Default, Layout, Rule, Stored, Use
 from ckptd.layout.lay.recipe import with_recipes
 from ckptd.layout.lay.resolve_lets import Lets

@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Atom
 from ckptd.layout.lay.equation import Family, Tags
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.name import Glob, Index, Name, Text
 from ckptd.layout.lay.numbers import numbers_of
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Space
 from ckptd.layout.lay.resolve_lets import Lets, atoms_of
 

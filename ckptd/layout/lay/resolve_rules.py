@@ -10,12 +10,12 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import Atom, Dim, Pad, Product, Rest, Split, Sum, Wild
 from ckptd.layout.lay.equation import Equation, Family, Tags
 from ckptd.layout.lay.finding import Finding
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.modifiers import Alias, FollowRows, For, Modifier, On, Replicas
 from ckptd.layout.lay.name import Glob, Index, Name, Text, join
 from ckptd.layout.lay.numbers import ALL, Numbers, numbers_of
 from ckptd.layout.lay.paths import paths
 from ckptd.layout.lay.pattern import covers, encoded
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.resolve_draft import Draft, has_globs, is_drop, wrapped
 from ckptd.layout.lay.resolve_families import Families
 from ckptd.layout.lay.resolve_lets import Lets

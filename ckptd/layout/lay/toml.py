@@ -6,9 +6,8 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 
-from ckptd.errors import UsageError
 from ckptd.layout.lay.lexer import MAX_TEXT
-from ckptd.layout.lay.plain import Table, from_plain, to_plain
+from ckptd.layout.lay.plain import Table, from_plain, to_plain, wrong
 from ckptd.layout.lay.program import File
 
 __all__ = ["read_toml", "write_toml"]
@@ -34,17 +33,12 @@ def read_toml(text: str, file: str = "<text>") -> File:
         ``lay-syntax``.
     """
     if len(text) > MAX_TEXT:
-        raise _wrong(file, f"at most {MAX_TEXT} characters", f"{len(text)}")
+        raise wrong(file, f"at most {MAX_TEXT} characters", str(len(text)))
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _wrong(file, "TOML", str(error)) from error
+        raise wrong(file, "TOML", str(error)) from error
     return from_plain(data, file)
-
-
-def _wrong(where: str, wanted: str, found: str) -> UsageError:
-    message = "this is not Lay in tables"
-    return UsageError(message, kind="lay-syntax", where=where, wanted=wanted, found=found)
 
 
 def write_toml(file: File) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ckptd.layout.lay.dims import Branch, Dim, Even, How, Number, Pad, Product, Split, Sum, Widths
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.modifiers import Modifier, On
 from ckptd.layout.lay.name import Alternatives, Index, Name, NamePart, Text
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import (
     Default,
     File,

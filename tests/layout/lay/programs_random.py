@@ -13,7 +13,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.printer import show
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.program import (
     File,
     Let,

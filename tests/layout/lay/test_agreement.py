@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.dims import Dim, Pad, Product, Split, Sum
 from ckptd.layout.lay.equation import Bound, Equation
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.node import NOWHERE
 from ckptd.layout.lay.observe import bind_ranks, bind_stored
 from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.resolve import resolve
 from tests.layout.lay.brute import Brute
 from tests.layout.lay.brute_judge import Judge

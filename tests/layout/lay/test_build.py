@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay import build as b
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.parser import parse, parse_dim, parse_name, parse_rule, parse_value
-from ckptd.layout.lay.printer import show
 
 TEXT = """\
 mesh M = pp:2 dp:2 tp:8=(tk:4 tr:2) local vpp:2

@@ -14,11 +14,11 @@ from ckptd.layout.lay.check import check_bound
 from ckptd.layout.lay.cut import Scope
 from ckptd.layout.lay.dims import Atom, Dim, Split
 from ckptd.layout.lay.equation import Bound, Equation, Resolved
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.modifiers import On
 from ckptd.layout.lay.name import Index, Text
 from ckptd.layout.lay.observe import bind_ranks, bind_sizes, bind_stored
 from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import File
 from ckptd.layout.lay.resolve import resolve
 from tests.layout.lay.meaning import seq

@@ -25,6 +25,7 @@ from ckptd.layout.lay.dims import (
     Widths,
 )
 from ckptd.layout.lay.formatter import format_text
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.modifiers import Alias, Drop, FollowRows, On
 from ckptd.layout.lay.name import Alternatives, Glob, Index, Name, Text
 from ckptd.layout.lay.node import Position
@@ -34,10 +35,8 @@ from ckptd.layout.lay.parser import (
     parse_item,
     parse_name,
     parse_rule,
-    parse_space,
     parse_statement,
 )
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import (
     Flat,
     Layout,
@@ -50,6 +49,13 @@ from ckptd.layout.lay.program import (
     State,
     Use,
 )
+
+
+def parse_space(text: str) -> Space:
+    found = parse_item(f"space s {{\n{text}\n}}")
+    assert isinstance(found, Space)
+    return found
+
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.lay"))
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.dims import EVEN
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.name import Glob, Index, Name, Text, join
 from ckptd.layout.lay.parser import parse_name
 from ckptd.layout.lay.pattern import Lookup, covers, encoded, filled, found_regex, rule_regex
-from ckptd.layout.lay.printer import show
 
 
 def groups(pattern: str, name: str) -> tuple[str, ...] | None:

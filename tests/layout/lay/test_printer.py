@@ -14,31 +14,29 @@ from hypothesis import strategies as st
 
 from ckptd.layout.lay import dims, modifiers, name, program
 from ckptd.layout.lay.formatter import format_text
+from ckptd.layout.lay.grammar import FAMILY, MODIFIERS, SCALAR, STATES, show
 from ckptd.layout.lay.parser import (
     parse,
     parse_dim,
     parse_item,
-    parse_modifiers,
     parse_name,
     parse_rule,
-    parse_space,
     parse_statement,
-    parse_states,
     parse_value,
+    read,
 )
-from ckptd.layout.lay.printer import show
 from tests.layout.lay import trees
 
 FORMS: list[tuple[trees.Strategy, Callable[[str], Any]]] = [
     (trees.VALUES, parse_value),
     (trees.DIMS, parse_dim),
     (trees.NAMES, parse_name),
-    (trees.MODIFIERS, lambda text: parse_modifiers(text)[0]),
+    (trees.MODIFIERS, lambda text: read(MODIFIERS, text)[0]),
     (trees.RULES, parse_rule),
     (trees.STATEMENTS, parse_statement),
-    (trees.STATES, lambda text: parse_states(text)[0]),
-    (trees.SCALARS, lambda text: parse_space(text).scalars[0]),
-    (trees.FAMILIES, lambda text: parse_space(text).families[0]),
+    (trees.STATES, lambda text: read(STATES, text)[0]),
+    (trees.SCALARS, lambda text: read(SCALAR, text)),
+    (trees.FAMILIES, lambda text: read(FAMILY, text)),
     (trees.LETS, parse_item),
     (trees.MESHES, parse_item),
     (trees.SPACES, parse_item),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptd.layout.lay import library
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import Layout, Use
 from ckptd.layout.lay.recipe import is_recipe, with_recipes
 from ckptd.layout.lay.resolve import resolve, resolve_all

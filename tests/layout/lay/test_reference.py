@@ -13,10 +13,10 @@ import pytest
 from ckptd.errors import UsageError
 from ckptd.layout.lay import library
 from ckptd.layout.lay.dims import Dim, Value
+from ckptd.layout.lay.grammar import Item
 from ckptd.layout.lay.modifiers import Modifier
 from ckptd.layout.lay.name import NamePart
 from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.parser_item import Item
 from ckptd.layout.lay.program import File, Layout, Statement
 from ckptd.layout.lay.recipe import is_recipe
 from ckptd.layout.lay.resolve import resolve_all

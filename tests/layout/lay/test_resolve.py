@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.equation import Equation, Resolved
+from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.printer import show
 from ckptd.layout.lay.program import File
 from ckptd.layout.lay.resolve import resolve, resolve_all
 

@@ -132,7 +132,7 @@ def test_order_and_repeated_names_are_kept_in_parts() -> None:
         ("[layout.x.rules]\n'a b' = 'E[h]'", "t.toml.layout.x.rules:1:3", "nothing more"),
         ("[layout.x]\nflat = 'each of m'", "t.toml.layout.x.flat:1:11", "one mesh axis"),
         ("[space.x]\nfollow = {}", "t.toml.space.x.follow", "a text or a list"),
-        ("[space.x.tensors]\n'.k' = 'h'", "t.toml.space.x:1:1", "the whole name"),
+        ("[space.x.tensors]\n'.k' = 'h'", "t.toml.space.x.tensors:1:1", "the whole name"),
         ("a = = 1", "t.toml", "TOML"),
         ("a = " + "[" * 100_000, "t.toml", "TOML"),
         ("a = " + "1" * 10_000, "t.toml", "TOML"),

@@ -10,7 +10,7 @@ from ckptd.layout.lay import dims as d
 from ckptd.layout.lay import modifiers as m
 from ckptd.layout.lay import name as n
 from ckptd.layout.lay import program as p
-from ckptd.layout.lay.parser_value import MAX_NUMBER
+from ckptd.layout.lay.pieces import MAX_NUMBER
 
 Strategy = st.SearchStrategy[Any]
 
