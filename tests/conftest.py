@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import count
@@ -19,10 +20,12 @@ import hypothesis
 import pytest
 
 from tests.processes import agents_in
+from tests.selection import is_fast, starts_processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the campaigns (marker long) as well")
+    parser.addoption("--fast", action="store_true", help="run what starts no process, few cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,11 +40,28 @@ def pytest_configure(config: pytest.Config) -> None:
     # for the dice. Campaigns draw new ones and print what reproduces a failure.
     hypothesis.settings.register_profile("short", deadline=None, derandomize=True, database=None)
     hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
-    hypothesis.settings.load_profile("long" if config.getoption("--long") else "short")
+    hypothesis.settings.register_profile(
+        "fast", hypothesis.settings.get_profile("short"), max_examples=15
+    )
+    profiles = [name for name in ("long", "fast") if config.getoption(f"--{name}")]
+    hypothesis.settings.load_profile(profiles[0] if profiles else "short")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave alone what `--fast` would not run: importing all tests takes longer than it may."""
+    path = collection_path
+    if not config.getoption("--fast") or not path.name.startswith("test_"):
+        return None
+    return True if path.suffix == ".py" and starts_processes(path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this very hook, on its workers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        cases: Counter[str] = Counter()
+        kept = {id(item) for item in items if is_fast(item, cases)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = [item for item in items if id(item) in kept]
     skip_long = pytest.mark.skip(reason="a campaign: scripts/test --long")
     for item in items:
         if item.get_closest_marker("long") and not config.getoption("--long"):

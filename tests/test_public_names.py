@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import ckptd
+
+ROOT = Path(__file__).parents[1]
 
 NAMES = [
     "Auto",
@@ -135,3 +140,22 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
+
+
+IMPORT = re.compile(r"(?m)^ *from (ckptd[\w.]*) import (\([^)]*\)|[\w, ]*)")
+
+
+def is_there(module: ModuleType, name: str) -> bool:
+    return hasattr(module, name) or find_spec(f"{module.__name__}.{name}") is not None
+
+
+def test_what_the_pages_import_is_there() -> None:
+    missing = []
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    for page in (p for p in pages if p.parent.name != "changes"):
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            for name, words in IMPORT.findall(block):
+                module = importlib.import_module(name)
+                wanted = re.findall(r"(\w+)(?: as \w+)?", words)
+                missing += [f"{page.name}: {name}.{w}" for w in wanted if not is_there(module, w)]
+    assert not missing

@@ -7,6 +7,7 @@ from ckptd.root.policy import Every, Keep
 from ckptd.save.handle import SaveHandle
 from ckptd.train.checkpointer import Checkpointer
 from ckptd.train.data.batches import Batches
+from ckptd.train.hooks import robust
 from ckptd.train.loader import LoadReport
 from ckptd.train.state.leaves import PerRank
 from ckptd.train.state.rng import Rng
@@ -21,4 +22,5 @@ __all__ = [
     "PerRank",
     "Rng",
     "SaveHandle",
+    "robust",
 ]
