@@ -23,8 +23,7 @@ from ckptd.layout import sharding
 from ckptd.load.plan import Want, read_plan
 from ckptd.save.commit import assemble
 from ckptd.save.messages import Part, Save
-from ckptd.save.rankplan import RankPlan
-from ckptd.save.structure import Group, LocalTensor, SavePlan, Structure, build_plan
+from ckptd.save.structure import Group, LocalTensor, RankPlan, SavePlan, Structure, build_plan
 
 
 def groups(layout: planning.Layout) -> list[Group]:

@@ -20,7 +20,7 @@ from ckptd.events.event import AnyEvent
 from ckptd.runtime.agentlink import AgentPlace, locked, peer_of
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, Happened, Hello, Request
-from ckptd.save.neartiers import Near
+from ckptd.save.neartiers import NodeTiers
 from ckptd.save.writer import Worker
 
 __all__ = ["NodeAgent", "end_on_signals"]
@@ -52,7 +52,7 @@ class NodeAgent:
         self._listener = listener
         self._place = place
         self._stay = stay
-        self._nears: dict[str, Near] = {}
+        self._nears: dict[str, NodeTiers] = {}
         """By root: jobs of several, with one ``CKPTD_JOB``, count their steps each by itself."""
         self._lock = threading.Lock()
         self._sessions: dict[threading.Thread, socket.socket] = {}
@@ -151,11 +151,11 @@ class NodeAgent:
             subscription.close()
             self._left(began, worker)
 
-    def _near_of(self, hello: Hello) -> Near:
+    def _near_of(self, hello: Hello) -> NodeTiers:
         with self._lock:
             near = self._nears.get(hello.store.url)
             if near is None:
-                near = Near()
+                near = NodeTiers()
                 count = len(self._nears)
                 near.serve_here(str(self._place.socket.with_suffix(f".{count or ''}mem")))
                 self._nears[hello.store.url] = near
@@ -178,7 +178,7 @@ class NodeAgent:
             elif worker.linger_s:
                 self._awaited[rank] = (began, worker.died_at)
             self._awaited = {r: d for r, d in self._awaited.items() if not self._is_back(r, *d)}
-            if not any(near.shelf.folders() for near in self._nears.values()):
+            if not any(near.memory.folders() for near in self._nears.values()):
                 self._until = now if last else self._until
             elif worker.linger_s and rank in self._awaited:
                 self._until = max(self._until, now + worker.linger_s)

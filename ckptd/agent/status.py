@@ -6,17 +6,17 @@ from ckptd.errors import CkptdError
 from ckptd.format.names import DATA, PARTS
 from ckptd.save.commit import decode_plan, plan_key
 from ckptd.save.messages import KeptSnapshot
-from ckptd.save.neartiers import Near
+from ckptd.save.neartiers import NodeTiers
 
 __all__ = ["kept_snapshots"]
 
 
-def kept_snapshots(near: Near) -> tuple[KeptSnapshot, ...]:
+def kept_snapshots(near: NodeTiers) -> tuple[KeptSnapshot, ...]:
     """Return the snapshots of which shares lie in memory, oldest first."""
-    own = {(held.save.folder, held.rank) for held in near.shelf.shares()}
+    own = {(held.save.folder, held.rank) for held in near.memory.shares()}
     sizes: dict[str, int] = {}
     parts: dict[str, list[int]] = {}
-    for info in near.shelf.list(DATA):
+    for info in near.memory.list(DATA):
         name, _, rest = info.key.removeprefix(DATA).partition("/")
         folder = f"{DATA}{name}/"
         sizes[folder] = sizes.get(folder, 0) + info.size
@@ -24,7 +24,7 @@ def kept_snapshots(near: Near) -> tuple[KeptSnapshot, ...]:
         if rest.startswith(f"{PARTS}r") and rank.isdecimal():
             parts.setdefault(folder, []).append(int(rank))
     found = []
-    for folder, (commit, attempt) in near.shelf.folders().items():
+    for folder, (commit, attempt) in near.memory.folders().items():
         here, world = parts.get(folder, []), _world(near, folder)
         found.append(
             KeptSnapshot(
@@ -42,10 +42,10 @@ def kept_snapshots(near: Near) -> tuple[KeptSnapshot, ...]:
     return tuple(sorted(found, key=lambda s: (s.generation, s.step, s.attempt)))
 
 
-def _world(near: Near, folder: str) -> int:
+def _world(near: NodeTiers, folder: str) -> int:
     """Return how many ranks saved an attempt; 0 while its plan is not here, or is none."""
     key = plan_key(folder)
     try:
-        return decode_plan(near.shelf.get(key), key).world
+        return decode_plan(near.memory.get(key), key).world
     except CkptdError:
         return 0

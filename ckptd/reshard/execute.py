@@ -26,7 +26,7 @@ from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.samples import Expected, FileSamples
 from ckptd.reshard.source import Source
 from ckptd.reshard.target import Target
-from ckptd.save.digester import Digester
+from ckptd.save.drain import Digester
 from ckptd.store.base import Store, Writer
 
 __all__ = ["LEAST_BUDGET", "Budget", "Done", "Executor", "FileDraft", "Output", "Outputs", "Spent"]

@@ -30,18 +30,13 @@ from ckptd.save.messages import (
     Abort,
     Blob,
     Committed,
-    Complete,
-    Failed,
     Freed,
     Happened,
     Hello,
     Leave,
-    Lost,
-    NearFailed,
     Neighbours,
     Partner,
     Progress,
-    Reached,
     Ready,
     Request,
     Response,
@@ -49,12 +44,13 @@ from ckptd.save.messages import (
     Sealed,
     Segment,
     SetPlan,
+    Settled,
     Stop,
+    Stored,
     Warned,
-    Written,
 )
 from ckptd.save.structure import SavePlan
-from ckptd.save.tiers import LINGER_S, TierSpec
+from ckptd.save.tiers import LINGER_S, ROOT, TierSpec
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
@@ -600,7 +596,7 @@ class WriterClient:
             if self._agent is not None:
                 for tier, state in job.handle.tiers.items():
                     if state == "complete":
-                        send(Complete(tier, job.handle.step, job.handle.generation))
+                        send(Settled(tier, job.handle.step, job.handle.generation))
         if self._closing:
             send(Stop())
 
@@ -614,6 +610,10 @@ class WriterClient:
     def _hear(self, message: Response) -> None:
         self._heard = time.monotonic()
         if isinstance(message, Ready):
+            if message.error is not None:
+                error = CkptdError.from_dict(message.error)
+                self._worker_gone(error.message, error)
+                return
             self._answer = message
             self._ready.set()
             return
@@ -621,36 +621,41 @@ class WriterClient:
             events.relay(message.event)
             return
         job = self._jobs.get(message.job)
-        if job is not None:
-            # Only rank 0's worker has more to say than that the bytes are written.
-            last = Written if self._board.rank else Committed
-            final = Failed | Committed | last if job.handle.root else Freed
-            job.answered = job.answered or isinstance(message, final)
-            self._deaths = 0 if job.answered else self._deaths
-        if isinstance(message, Failed):
-            error = CkptdError.from_dict(message.error)
-            if message.job < 0:
-                self._worker_gone(error.message, error)
-            else:
-                given_up = job is not None and error.kind == "aborted"
-                self._fail(message.job, (given_up and job and job.reason) or error)
-        elif job is None:
+        if job is None:
             return
-        elif isinstance(message, Freed):
+        job.answered = job.answered or self._is_last(message, job)
+        self._deaths = 0 if job.answered else self._deaths
+        if isinstance(message, Freed):
             job.freed = True
             self._release(message.job, job)
-        elif isinstance(message, Reached):
-            self._reached(message.job, job, message.tier)
-        elif isinstance(message, NearFailed):
-            self._near_failed(message.job, job, message.tier, CkptdError.from_dict(message.error))
+        elif isinstance(message, Stored):
+            self._stored(message, job)
         elif isinstance(message, Progress):
             job.handle._progress(message.done)
-        elif isinstance(message, Written):
-            job.handle._advance("committing")
         elif isinstance(message, Committed):
             self._finish(message.job)
         elif isinstance(message, Warned):
             _log.warning("after step %d: %s", job.handle.step, message.error.get("message"))
+
+    def _is_last(self, message: Response, job: _Job) -> bool:
+        """Tell whether the worker owes no more answers: only rank 0's has a commit to report."""
+        if not job.handle.root:
+            return isinstance(message, Freed)
+        if isinstance(message, Stored) and message.tier == ROOT:
+            return message.error is not None or self._board.rank > 0
+        return isinstance(message, Committed)
+
+    def _stored(self, message: Stored, job: _Job) -> None:
+        error = None if message.error is None else CkptdError.from_dict(message.error)
+        if message.tier != ROOT:
+            if error is None:
+                self._reached(message.job, job, message.tier)
+            else:
+                self._near_failed(message.job, job, message.tier, error)
+        elif error is None:
+            job.handle._advance("committing")
+        else:
+            self._fail(message.job, (error.kind == "aborted" and job.reason) or error)
 
     def _look_around(self, pause: float) -> float:
         """Ask the board about jobs that wait for other ranks; return the next pause."""
@@ -726,7 +731,7 @@ class WriterClient:
                 text = f"rank {self._board.rank}: {error.message}"
                 with contextlib.suppress(CkptdError):  # then they wait for their deadline
                     self._board.set(near_key(job.outcome_key, tier) + "/failed", text.encode())
-            self._tell_agent(Lost(tier, job.handle.step, job.handle.generation))
+            self._tell_agent(job, tier, complete=False)
         self._release(number, job)
 
     def _ask_near(self, number: int, job: _Job) -> None:
@@ -738,7 +743,7 @@ class WriterClient:
                 elif (raw := self._board.peek(key + "/failed")) is not None:
                     error = SaveError(raw.decode(), kind="aborted", where=tier)
                     job.handle._settle(tier, error)
-                    self._tell_agent(Lost(tier, job.handle.step, job.handle.generation))
+                    self._tell_agent(job, tier, complete=False)
                     self._release(number, job)
             except CkptdError as error:  # the job's store is gone with its ranks
                 job.handle._settle(tier, error)
@@ -753,13 +758,13 @@ class WriterClient:
         self._ails.pop(tier, None)
         handle._settle(tier)
         self._release(number, job)
-        self._tell_agent(Complete(tier, handle.step, handle.generation))
+        self._tell_agent(job, tier, complete=True)
         self._forget_old()
 
-    def _tell_agent(self, message: Complete | Lost) -> None:
+    def _tell_agent(self, job: _Job, tier: str, *, complete: bool) -> None:
         if self._agent is not None and self._connected.is_set():
             with contextlib.suppress(CkptdError):  # a dead agent has nothing to clear
-                self._send(message)
+                self._send(Settled(tier, job.handle.step, job.handle.generation, complete))
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -767,7 +772,7 @@ class WriterClient:
         job = self._jobs[number]
         self._tell(job, {})
         job.handle._advance("durable", job.handle.progress.total_bytes)
-        self._tell_agent(Complete("root", job.handle.step, job.handle.generation))
+        self._tell_agent(job, ROOT, complete=True)
         self._forget_old()
 
     def _fail(self, number: int, error: CkptdError) -> None:

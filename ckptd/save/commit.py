@@ -34,15 +34,14 @@ from ckptd.format.manifest import (
 )
 from ckptd.format.names import PARTS, file_key, is_data_path, part_key
 from ckptd.format.records import Commit
-from ckptd.format.witness import WitnessPlan
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.root.leases import hold
 from ckptd.root.spans import saving
-from ckptd.save.messages import Part, Save
-from ckptd.save.structure import SavePlan
-from ckptd.save.unchanged import MOST_FOLDERS, Base, Refer, folder_of
+from ckptd.save.dedup import MOST_FOLDERS, folder_of
+from ckptd.save.messages import Base, Part, Refer, Save
+from ckptd.save.structure import SavePlan, witness_plan
 from ckptd.store.base import Store
 
 __all__ = [
@@ -60,7 +59,6 @@ __all__ = [
     "plan_key",
     "refer",
     "remove_parts",
-    "witness_plan",
 ]
 
 
@@ -712,8 +710,3 @@ def _check_replicas(store: Store, folder: str, parts: Sequence[Part]) -> None:
                 hint="values that differ on purpose are declared with ckptd.PerRank(value, "
                 "on_change=...); otherwise the ranks have drifted apart",
             )
-
-
-def witness_plan(plan: SavePlan) -> WitnessPlan:
-    """Return where the witness looks; every rank and every reader computes the same."""
-    return WitnessPlan.over(plan.tensors)

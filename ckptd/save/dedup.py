@@ -12,14 +12,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
+from ckptd import events
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, NotFoundError
+from ckptd.format.digest import DIGEST_BYTES
+from ckptd.format.filemap import ChunkRef
 from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import PARTS, CommitName
@@ -28,21 +34,262 @@ from ckptd.layout.owners import ABSENT
 from ckptd.load.files import Places, load_index
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Hold, hold
-from ckptd.save.messages import Part, Save
-from ckptd.save.rankplan import RankPlan
-from ckptd.save.structure import SavePlan
-from ckptd.save.unchanged import (
-    LEAST_BYTES,
-    Announced,
-    Base,
-    Held,
-    Switch,
-    digest_table,
-    folder_of,
-    worth_keeping,
-)
+from ckptd.save.messages import Base, Part, Refer, Save
+from ckptd.save.structure import RankPlan, SavePlan
 
-__all__ = ["Search", "Unchanged"]
+__all__ = [
+    "LEAST_BYTES",
+    "MOST_FOLDERS",
+    "Announced",
+    "ChunkDedup",
+    "ChunkDigests",
+    "Digests",
+    "Search",
+    "Switch",
+    "after",
+    "digest_chunks",
+    "digest_table",
+    "folder_of",
+    "refers",
+    "runs_of",
+    "same_as",
+    "worth_keeping",
+]
+
+
+LEAST_BYTES = 64 << 10
+"""Chunks below this size are always written: a reader would seek for them."""
+MOST_FOLDERS = 8
+"""Data folders that one checkpoint may refer to, its own included."""
+LEAST_SHARE = 0.5
+"""Of the bytes of an old file or folder so much must still be needed, or it is not referred to."""
+LEAST_RATE = 0.02
+"""Share of a rank's bytes that must be found unchanged for the search to pay."""
+PATIENCE = 3
+"""Searches in a row below that rate after which the search is off for a while."""
+FIRST_OFF, LONGEST_OFF = 8, 64
+"""Saves for which it is off, the first time and at most."""
+
+Digests = NDArray[np.uint64]
+"""One row of two words for each chunk."""
+
+
+class Announced(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others at the start of a save.
+
+    Attributes
+    ----------
+    base
+        Leased by rank 0 until the save ends; None: everything is written.
+    folders
+        Those of its data folders that may be referred to.
+    """
+
+    base: Base | None = None
+    folders: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return msgpack."""
+        return msgspec.msgpack.encode(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDigests:
+    """Where the chunks of one rank lie under one checkpoint.
+
+    Attributes
+    ----------
+    plan
+        Digest of the plan whose canonical order counts the chunks.
+    files
+        The files.
+    where
+        Number of the file that holds each chunk, -1 for unknown.
+    digests
+        Of each chunk.
+    shared
+        Whether other ranks may need these files as well: the number of ranks has changed.
+    """
+
+    plan: str
+    files: tuple[FileEntry, ...]
+    where: NDArray[np.int64]
+    digests: Digests
+    shared: bool = False
+
+
+def digest_table(digests: bytes) -> Digests:
+    """Return joined 16-byte digests as a table."""
+    return np.frombuffer(digests, dtype=np.uint64).reshape(-1, DIGEST_BYTES // 8)
+
+
+_SLICE_BYTES = 8 << 20
+
+
+def digest_chunks(
+    data: memoryview,
+    chunks: Sequence[ChunkRef],
+    wait: Callable[[int], None],
+    activity: events.Activity,
+) -> Digests:
+    """Return the digests of the chunks that are large enough to be looked for; of others zeros.
+
+    Parameters
+    ----------
+    data
+        Where they lie, which may still be filling up.
+    wait
+        Called with an offset; returns when the data before it is in place, or raises.
+    activity
+        Counts the time, without that of waiting.
+    """
+    table = np.zeros((len(chunks), 2), dtype=np.uint64)
+    for number, chunk in enumerate(chunks):
+        if chunk.end - chunk.start < LEAST_BYTES:
+            continue
+        state = xxhash.xxh3_128()
+        for start in range(chunk.start, chunk.end, _SLICE_BYTES):
+            end = min(start + _SLICE_BYTES, chunk.end)
+            wait(end)
+            with activity.piece(end - start):
+                state.update(data[start:end])
+        table[number] = np.frombuffer(state.digest(), dtype=np.uint64)
+    return table
+
+
+def folder_of(path: str) -> str:
+    """Return the data folder of a file."""
+    return path.rpartition("/")[0] + "/"
+
+
+def same_as(
+    held: ChunkDigests,
+    digests: Digests,
+    sizes: NDArray[np.int64],
+    folders: Collection[str],
+) -> NDArray[np.bool_]:
+    """Tell for each chunk whether it is referred to.
+
+    A file of which less than half is needed is let go. How much is needed of one that is shared is
+    looked at by folder (`worth_keeping`).
+
+    Parameters
+    ----------
+    held
+        What an older checkpoint holds.
+    digests, sizes
+        Of this save's chunks, sizes in bytes.
+    folders
+        Those that may be referred to.
+    """
+    same = (held.where >= 0) & (sizes >= LEAST_BYTES)
+    same &= (held.digests == digests).all(axis=1)
+    for number, file in enumerate(held.files):
+        here = same & (held.where == number)
+        needed = int(sizes[here].sum())
+        thin = not held.shared and needed < LEAST_SHARE * file.data_bytes
+        if thin or folder_of(file.path) not in folders:
+            same &= ~here
+    return same
+
+
+def refers(held: ChunkDigests, same: NDArray[np.bool_]) -> tuple[Refer, ...]:
+    """Return what a part says of the chunks that are referred to, by path."""
+    found = []
+    for number, file in enumerate(held.files):
+        numbers = np.flatnonzero(same & (held.where == number))
+        if len(numbers):
+            found.append(Refer(file, runs_of(numbers)))
+    return tuple(sorted(found, key=lambda r: r.file.path))
+
+
+def runs_of(numbers: NDArray[Any]) -> tuple[tuple[int, int], ...]:
+    """Return rising numbers as ``(first, count)``."""
+    if not len(numbers):
+        return ()
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    starts = np.concatenate(([0], breaks))
+    ends = np.concatenate((breaks, [len(numbers)]))
+    return tuple(
+        (int(numbers[a]), int(b - a)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)
+    )
+
+
+def worth_keeping(folders: Sequence[tuple[str, int, int]], own: str) -> tuple[str, ...]:
+    """Return the folders of a checkpoint that the next one may refer to.
+
+    Parameters
+    ----------
+    folders
+        Each with the bytes that the checkpoint refers to and those that it holds.
+    own
+        The checkpoint's own folder.
+    """
+    kept = [f for f in folders if f[0] == own or f[1] >= LEAST_SHARE * f[2]]
+    # The largest first: letting go of them would cost the most.
+    kept.sort(key=lambda f: (-f[1], f[0]))
+    return tuple(sorted(name for name, _, _ in kept[: MOST_FOLDERS - 1]))
+
+
+class Switch:
+    """Whether to search at all: a dense model never finds anything."""
+
+    def __init__(self) -> None:
+        self._misses = 0
+        self._left = 0
+        self._pause = FIRST_OFF
+
+    def take(self) -> bool:
+        """Tell whether this save searches; counts the saves that do not."""
+        if self._left:
+            self._left -= 1
+            return False
+        return True
+
+    @property
+    def on(self) -> bool:
+        """Whether the next save searches."""
+        return not self._left
+
+    def told(self, found: int, total: int) -> None:
+        """Learn how many of a save's bytes were found unchanged."""
+        if found >= LEAST_RATE * total:
+            self._misses, self._pause = 0, FIRST_OFF
+            return
+        self._misses += 1
+        if self._misses >= PATIENCE:
+            # From now on one more miss is enough.
+            self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_OFF)
+
+
+def after(
+    plan: str,
+    own: FileEntry,
+    digests: Digests,
+    held: ChunkDigests | None = None,
+    same: NDArray[np.bool_] | None = None,
+) -> ChunkDigests:
+    """Return where everything lies after a save.
+
+    Parameters
+    ----------
+    own
+        The file that it wrote.
+    held, same
+        What was there before, and which of it the save refers to; None: to nothing.
+    """
+    where = np.zeros(len(digests), dtype=np.int64)
+    files = [own]
+    shared = False
+    if held is not None and same is not None:
+        for number, file in enumerate(held.files):
+            here = same & (held.where == number)
+            if here.any():
+                where[here] = len(files)
+                files.append(file)
+                shared = held.shared
+    return ChunkDigests(plan, tuple(files), where, digests, shared)
+
 
 _announced = msgpack_decoder(Announced)
 
@@ -72,10 +319,10 @@ class Search:
 
     base: Base
     folders: frozenset[str]
-    held: Held
+    held: ChunkDigests
 
 
-class Unchanged:
+class ChunkDedup:
     """What one rank remembers of its saves to one store, and how ranks agree on what to refer to.
 
     Parameters
@@ -93,11 +340,11 @@ class Unchanged:
         self._switch = Switch()
         self._others_seek = True
         self._last: CommitName | None = None
-        self._held: dict[Base, Held] = {}
+        self._held: dict[Base, ChunkDigests] = {}
         self._recalled: tuple[Base, str] | None = None
         self._holds: dict[int, Hold] = {}
         self._sizes: dict[str, int] = {}
-        self._shy = False
+        self._skip_once = False
         """The last save that referred to something failed: whatever it was, once without."""
 
     def seeks(self, plan: RankPlan) -> bool:
@@ -135,7 +382,7 @@ class Unchanged:
         held = self._of(told.base, plan)
         return None if held is None else Search(told.base, frozenset(told.folders), held)
 
-    def wrote(self, save: Save, held: Held) -> None:
+    def wrote(self, save: Save, held: ChunkDigests) -> None:
         """Remember a save, which counts when it is committed."""
         self._held[Base(save.step, save.generation, save.attempt)] = held
         while len(self._held) > _MOST_HELD:
@@ -155,14 +402,14 @@ class Unchanged:
             self._last = commit.name
         held = self._holds.pop(save.job, None)
         if held is not None:
-            self._shy = commit is None
+            self._skip_once = commit is None
             held.release()
 
     # -- agreeing ------------------------------------------------------------------------------
 
     def _choose(self, save: Save) -> Announced:
-        if self._shy:
-            self._shy = False
+        if self._skip_once:
+            self._skip_once = False
             return Announced()
         name = self._last
         if name is None or name.generation != save.generation:
@@ -232,7 +479,7 @@ class Unchanged:
 
     # -- remembering ---------------------------------------------------------------------------
 
-    def _of(self, base: Base, plan: RankPlan) -> Held | None:
+    def _of(self, base: Base, plan: RankPlan) -> ChunkDigests | None:
         held = self._held.get(base)
         for old in [b for b in self._held if b.step < base.step]:
             del self._held[old]
@@ -251,7 +498,7 @@ class Unchanged:
         return held
 
 
-def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> Held | None:
+def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> ChunkDigests | None:
     """Return what a checkpoint holds of a rank's chunks, from its manifest, headers and digests.
 
     For a process that did not write it itself, or by another plan: chunks of tensors that are cut
@@ -287,7 +534,7 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> Held | None:
     if not files or (where < 0).all():
         return None
     shared = manifest.world_size != plan.plan.world
-    return Held(plan.plan.digest, tuple(files), where, digests, shared)
+    return ChunkDigests(plan.plan.digest, tuple(files), where, digests, shared)
 
 
 def _by_file(

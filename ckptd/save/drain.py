@@ -10,41 +10,103 @@ import contextlib
 import mmap
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
+import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ckptd import events
 from ckptd.errors import CkptdError, SaveError
 from ckptd.format.container import build_header
-from ckptd.format.digest import digest_hex
+from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import digests_key, file_key, part_key, ranked_chunk_name, whole_name
 from ckptd.root.spans import saving, saving_file
-from ckptd.save.commit import blob_key
-from ckptd.save.dedup import Search, Unchanged
-from ckptd.save.digester import Digester, digest_chunks
-from ckptd.save.messages import Blob, Part, Save, Sealed
-from ckptd.save.rankplan import RankPlan
-from ckptd.save.unchanged import Base, Refer, after, digest_table, refers, same_as
+from ckptd.save.arena import Slot, half_staged
+from ckptd.save.commit import blob_key, plan_key
+from ckptd.save.dedup import (
+    ChunkDedup,
+    Search,
+    after,
+    digest_chunks,
+    digest_table,
+    refers,
+    same_as,
+)
+from ckptd.save.messages import Base, Blob, Part, Refer, Save, Sealed
+from ckptd.save.structure import RankPlan
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
 __all__ = [
     "DataFile",
+    "Digester",
     "FileResult",
     "Packed",
     "RankPlan",
+    "StagedShard",
     "data_file",
     "drain",
     "put_blobs",
+    "put_shard",
+    "stage_shard",
     "write_file",
 ]
+
+
+class Digester:
+    """Block and chunk digests of one data section.
+
+    Parameters
+    ----------
+    ends
+        End of each chunk in the data section, rising.
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = ends
+        self._blocks: list[bytes] = []
+        self._chunks: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._at = 0
+
+    def update(self, data: memoryview) -> None:
+        """Digest the next slice; every one but the last is a multiple of the block."""
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            self._blocks.append(digest(block))
+            self._update_chunks(block)
+            self._at += len(block)
+
+    def _update_chunks(self, block: memoryview) -> None:
+        # The bytes are in the processor's cache from the block digest, so this second pass is
+        # nearly free.
+        at, stop = 0, len(block)
+        while len(self._chunks) < len(self._ends):
+            end = self._ends[len(self._chunks)] - self._at
+            if end > stop:
+                break
+            self._open.update(block[at:end])
+            self._close()
+            at = end
+        if at < stop:
+            self._open.update(block[at:])
+
+    def _close(self) -> None:
+        self._chunks.append(self._open.digest())
+        self._open.reset()
+
+    def index(self) -> DigestIndex:
+        """Return the finished index."""
+        while len(self._chunks) < len(self._ends):  # empty chunks at the end of an empty file
+            self._close()
+        return DigestIndex.build(self._at, self._blocks, self._chunks)
 
 
 SLICE_BYTES = 8 << 20
@@ -139,51 +201,46 @@ def _write_data(
     key: str,
     header: bytes,
     data: memoryview | Packed,
-    digester: Digester,
+    digester: Digester | None,
     wait: Callable[[int], None],
     progress: Callable[[int], None],
+    span: str = "write",
 ) -> None:
-    digesting, writing = events.Activity("digest"), events.Activity("write")
+    """Write a data file; durable on return but for its folder. None digests nothing."""
+    digesting, writing = events.Activity("digest"), events.Activity(span)
+
+    def add(part: memoryview) -> None:
+        if digester is not None:
+            with digesting.piece(len(part)):
+                digester.update(part)
+
     error: BaseException | None = None
     try:
         with (
             ThreadPoolExecutor(1, thread_name_prefix="ckptd-digest") as pool,
             store.writer(key, len(header) + len(data)) as writer,
         ):
-            ahead = _slices(pool, digester, digesting, data, wait)
             with writing.piece(len(header)):
                 writer.write(_aligned(header))
-            for part, end, done in ahead:
+            for start in range(0, len(data), SLICE_BYTES):
+                end = min(start + SLICE_BYTES, len(data))
+                wait(end)
+                part = data[start:end]
+                done = pool.submit(add, part)
                 with writing.piece(len(part)):
                     writer.write(part)
                 done.result()
                 progress(end)
+            wait(len(data))
             with events.span("sync"):
                 writer.commit()
     except BaseException as caught:
         error = caught
         raise
     finally:
-        digesting.emit(error)
+        if digester is not None:
+            digesting.emit(error)
         writing.emit(error)
-
-
-def _slices(
-    pool: ThreadPoolExecutor,
-    digester: Digester,
-    digesting: events.Activity,
-    data: memoryview | Packed,
-    wait: Callable[[int], None],
-) -> Iterator[tuple[memoryview, int, Future[None]]]:
-    def digest(part: memoryview) -> None:
-        with digesting.piece(len(part)):
-            digester.update(part)
-
-    for start in range(0, len(data), SLICE_BYTES):
-        end = min(start + SLICE_BYTES, len(data))
-        wait(end)
-        part = data[start:end]
-        yield part, end, pool.submit(digest, part)
 
 
 def _aligned(header: bytes) -> memoryview:
@@ -249,8 +306,7 @@ def drain(
     wait: Callable[[int, float], None],
     sealed: Callable[[float], Sealed],
     progress: Callable[[int, int], None],
-    unchanged: Unchanged | None = None,
-    root: str = "",
+    unchanged: ChunkDedup | None = None,
 ) -> None:
     """Write this rank's bytes and report its part; both are durable on return.
 
@@ -266,8 +322,6 @@ def drain(
         Called with bytes written and bytes in all.
     unchanged
         Finds what need not be written again; None: everything is.
-    root
-        See `Part`.
 
     A failure is reported as a part as well, when the store still takes it, so that the committer
     learns of it at once and not by a deadline.
@@ -293,32 +347,47 @@ def drain(
         wrote = _write(
             store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress, unchanged
         )
-        result, seal = wrote.file, whole()
-        slots, values = rank_plan.witness(data)
+        seal = whole()
         put_blobs(store, save, seal.blobs, leaders=False)
-        part = Part(
-            rank=rank_plan.rank,
-            plan=save.plan,
-            data_start=result.data_start,
-            data_bytes=result.data_bytes,
-            index=result.index,
-            extra=save.extra,
-            objects=save.objects,
-            replicas=seal.replicas,
-            slots=slots,
-            values=values,
-            metadata=save.metadata,
-            base=wrote.base,
-            refers=wrote.refers,
-            seeks=unchanged is not None and unchanged.seeks(rank_plan),
-            root=root,
-        )
+        seeks = unchanged is not None and unchanged.seeks(rank_plan)
+        part = _part(rank_plan, save, data, wrote, seal, seeks=seeks)
     except CkptdError as error:
         _give_up(store, rank_plan.rank, save, error)
         raise
     with saving(store, save.name, save.attempt, rank_plan.rank), events.span("part") as span:
         span.referred = wrote.referred
         store.put(part_key(save.folder, rank_plan.rank), part.encode())
+
+
+def _part(
+    rank_plan: RankPlan,
+    save: Save,
+    data: memoryview,
+    wrote: _Wrote,
+    seal: Sealed,
+    *,
+    seeks: bool = False,
+    root: str = "",
+) -> Part:
+    """Return what a rank reports of its share, which lies whole in `data`."""
+    slots, values = rank_plan.witness(data)
+    return Part(
+        rank=rank_plan.rank,
+        plan=save.plan,
+        data_start=wrote.file.data_start,
+        data_bytes=wrote.file.data_bytes,
+        index=wrote.file.index,
+        extra=save.extra,
+        objects=save.objects,
+        replicas=seal.replicas,
+        slots=slots,
+        values=values,
+        metadata=save.metadata,
+        base=wrote.base,
+        refers=wrote.refers,
+        seeks=seeks,
+        root=root,
+    )
 
 
 def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
@@ -360,7 +429,7 @@ def _write(
     wait: Callable[[int], None],
     whole: Callable[[], Sealed],
     progress: Callable[[int, int], None],
-    unchanged: Unchanged | None,
+    unchanged: ChunkDedup | None,
 ) -> _Wrote:
     total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
     if len(data) < total:
@@ -390,7 +459,7 @@ def _write_changed(
     data: memoryview,
     wait: Callable[[int], None],
     progress: Callable[[int, int], None],
-    unchanged: Unchanged,
+    unchanged: ChunkDedup,
     search: Search,
 ) -> _Wrote:
     """Digest everything as it is staged, and write what the search does not find."""
@@ -460,3 +529,133 @@ def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tu
 def _entry(rank_plan: RankPlan, save: Save, result: FileResult) -> FileEntry:
     key = file_key(save.folder, rank_plan.rank)
     return FileEntry(key, rank_plan.rank, result.data_start, result.data_bytes, result.index)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedShard:
+    """A rank's share that lies whole in a slot: what near tiers keep, and the root is written from.
+
+    Attributes
+    ----------
+    save, plan, seal
+        What it is of, by which plan, and what was said when it was whole.
+    slot
+        Where the data section lies, from the front; valid while `Slot.sealed` names the job.
+    header
+        What precedes the data section in the file; empty when the rank has nothing to write.
+    data_bytes
+        Length of the data section.
+    small
+        The other objects by key, the part last: whoever finds the part finds everything.
+    """
+
+    save: Save
+    plan: RankPlan
+    seal: Sealed
+    slot: Slot
+    header: bytes
+    data_bytes: int
+    small: dict[str, bytes]
+
+    @property
+    def rank(self) -> int:
+        """Whose share."""
+        return self.plan.rank
+
+    @property
+    def key(self) -> str:
+        """Key of the data file."""
+        return file_key(self.save.folder, self.rank)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slot still holds this very snapshot."""
+        return self.slot.fd >= 0 and self.slot.sealed == self.save.job
+
+    def check_whole(self) -> None:
+        """Raise `SaveError`, kind ``half-staged``, where another snapshot has the slot."""
+        if not self.is_whole:
+            raise half_staged(f"the snapshot of step {self.save.step}", self.slot.staged)
+
+
+def stage_shard(
+    plan: RankPlan,
+    save: Save,
+    slot: Slot,
+    wait: Callable[[int], None],
+    sealed: Callable[[], Sealed],
+    root: str = "",
+) -> StagedShard:
+    """Digest what a slot gets as it gets it, and return the share once the slot is sealed.
+
+    Parameters
+    ----------
+    wait
+        ``wait(nbytes)`` returns when so many bytes are staged, or raises.
+    sealed
+        Returns what was said when the snapshot was whole, or raises.
+    root
+        See `Part`.
+
+    Raises
+    ------
+    SaveError
+        The snapshot will never be whole.
+    """
+    file = data_file(plan, save) or DataFile(b"", 0, ())
+    digester = Digester(file.ends)
+    with events.span("digest", nbytes=file.data_bytes):
+        for start in range(0, file.data_bytes, SLICE_BYTES):
+            end = min(start + SLICE_BYTES, file.data_bytes)
+            wait(end)
+            digester.update(slot.data[start:end])
+    raw = digester.index().encode() if file.header else b""
+    seal = sealed()
+    index = digest_hex(raw) if raw else ""
+    wrote = _Wrote(FileResult(len(file.header), file.data_bytes, index))
+    part = _part(plan, save, slot.data, wrote, seal, root=root)
+    small = {digests_key(file_key(save.folder, plan.rank)): raw} if raw else {}
+    small[plan_key(save.folder)] = msgspec.msgpack.encode(plan.plan)
+    small |= {blob_key(save.folder, b.digest): b.body for b in seal.blobs}
+    small[part_key(save.folder, plan.rank)] = part.encode()
+    return StagedShard(save, plan, seal, slot, file.header, file.data_bytes, small)
+
+
+def put_shard(store: Store, shard: StagedShard, span: str = "upload") -> None:
+    """Write a share to a near tier: the bytes and digests that memory has. Its part goes last.
+
+    Durable on return, where the store is.
+
+    Parameters
+    ----------
+    span
+        What events call the writing of the data file.
+
+    Raises
+    ------
+    SaveError
+        kind ``half-staged``: the slot was taken for another snapshot meanwhile.
+    StoreError, TransientStoreError
+        As the store says. What was written of it is removed as far as that is possible.
+    """
+    shard.check_whole()
+    data = shard.slot.data[: shard.data_bytes]
+    try:
+        if shard.header:
+            _write_data(
+                store,
+                shard.key,
+                shard.header,
+                data,
+                None,
+                lambda _: shard.check_whole(),
+                lambda _: None,
+                span,
+            )
+            store.sync(shard.save.folder)
+        for key, body in shard.small.items():
+            store.put(key, body)
+    except CkptdError:
+        with contextlib.suppress(CkptdError):  # another node's memory lets nobody delete
+            store.delete([shard.key, digests_key(shard.key)])
+        raise

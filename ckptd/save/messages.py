@@ -14,14 +14,13 @@ from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
 from ckptd.format.digest import DIGEST_BYTES, digest
-from ckptd.format.manifest import ObjectEntry
+from ckptd.format.manifest import FileEntry, ObjectEntry
 from ckptd.format.names import CommitName, data_folder
 from ckptd.root.policy import Keep
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.peers import MOST_TOLD, KnownNode
 from ckptd.save.structure import SavePlan
 from ckptd.save.tiers import TierSpec
-from ckptd.save.unchanged import Base, Refer
 from ckptd.store import StoreSpec
 
 __all__ = [
@@ -29,33 +28,31 @@ __all__ = [
     "AgentStatus",
     "AskEnd",
     "AskStatus",
+    "Base",
     "Blob",
     "Committed",
-    "Complete",
     "Extra",
-    "Failed",
     "Freed",
     "Happened",
     "Hello",
     "KeptSnapshot",
     "Leave",
-    "Lost",
-    "NearFailed",
     "Neighbours",
     "Part",
     "Partner",
     "Progress",
-    "Reached",
     "Ready",
+    "Refer",
     "Request",
     "Response",
     "Save",
     "Sealed",
     "Segment",
     "SetPlan",
+    "Settled",
     "Stop",
+    "Stored",
     "Warned",
-    "Written",
     "visit",
 ]
 
@@ -222,20 +219,20 @@ class Neighbours(msgspec.Struct, frozen=True, tag=True):
     nodes: _Known
 
 
-class Complete(msgspec.Struct, frozen=True, tag=True):
-    """Every rank of the job has its share of a snapshot on a tier: older ones may go."""
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """What became of a snapshot on a tier, on all ranks together.
+
+    Attributes
+    ----------
+    complete
+        Every rank has its share there: older snapshots may go. Else it will never be complete
+        there: what came of it may go.
+    """
 
     tier: str
     step: int
     generation: int
-
-
-class Lost(msgspec.Struct, frozen=True, tag=True):
-    """A snapshot will never be complete on a tier: what came of it there may go."""
-
-    tier: str
-    step: int
-    generation: int
+    complete: bool = True
 
 
 class Segment(msgspec.Struct, frozen=True, tag=True):
@@ -361,15 +358,14 @@ Request = (
     | Stop
     | Partner
     | Neighbours
-    | Complete
-    | Lost
+    | Settled
     | AskStatus
     | AskEnd
 )
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The worker has opened its store.
+    """The worker has opened its store, or could not: then there is an `error`.
 
     Attributes
     ----------
@@ -384,6 +380,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     neighbours
         Nodes of the life before, as its trainers told them; None: an agent of a version that
         takes no `Neighbours` and would end at one.
+    error
+        `CkptdError.to_dict`: nothing can be written.
     """
 
     pid: int
@@ -393,6 +391,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     secret: str = ""
     pid_space: str = ""
     neighbours: _Known | None = None
+    error: dict[str, str | None] | None = None
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -403,10 +402,19 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Written(msgspec.Struct, frozen=True, tag=True):
-    """The rank's bytes are durable on the root, and reported."""
+class Stored(msgspec.Struct, frozen=True, tag=True):
+    """What became of this rank's share on a tier, a near one or the root.
+
+    Attributes
+    ----------
+    error
+        `CkptdError.to_dict` of what failed; for the root also the commit. None: the share is there,
+        and on the root it is durable and reported.
+    """
 
     job: int
+    tier: str
+    error: dict[str, str | None] | None = None
 
 
 class Freed(msgspec.Struct, frozen=True, tag=True):
@@ -415,32 +423,10 @@ class Freed(msgspec.Struct, frozen=True, tag=True):
     job: int
 
 
-class Reached(msgspec.Struct, frozen=True, tag=True):
-    """The share of this rank is on a near tier."""
-
-    job: int
-    tier: str
-
-
-class NearFailed(msgspec.Struct, frozen=True, tag=True):
-    """The share of this rank will not be on a near tier; `error` is `CkptdError.to_dict`."""
-
-    job: int
-    tier: str
-    error: dict[str, str | None]
-
-
 class Committed(msgspec.Struct, frozen=True, tag=True):
     """The checkpoint exists."""
 
     job: int
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The save failed; `error` is `CkptdError.to_dict`."""
-
-    job: int
-    error: dict[str, str | None]
 
 
 class Warned(msgspec.Struct, frozen=True, tag=True):
@@ -456,22 +442,40 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     event: AnyEvent
 
 
-Response = (
-    Ready
-    | Progress
-    | Written
-    | Freed
-    | Reached
-    | NearFailed
-    | Committed
-    | Failed
-    | Warned
-    | Happened
-)
+Response = Ready | Progress | Stored | Freed | Committed | Warned | Happened
 
 # Now, and not by the first channel, in whichever thread that is opened.
 msgpack_decoder(Request)
 msgpack_decoder(Response)
+
+
+class Base(msgspec.Struct, frozen=True):
+    """The committed checkpoint that a save refers to."""
+
+    step: int
+    generation: int
+    attempt: str
+
+    @property
+    def name(self) -> CommitName:
+        """The checkpoint."""
+        return CommitName(self.step, self.generation)
+
+
+class Refer(msgspec.Struct, frozen=True):
+    """Chunks of a rank that lie in a file of an older folder.
+
+    Attributes
+    ----------
+    file
+        As it stands in the manifest.
+    runs
+        ``(first, count)`` of chunk numbers in the canonical order of all chunks that the plan
+        gives to the rank; rising.
+    """
+
+    file: FileEntry
+    runs: tuple[tuple[int, int], ...]
 
 
 class Part(msgspec.Struct, frozen=True):

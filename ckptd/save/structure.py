@@ -17,18 +17,31 @@ from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptd.decoding import json_decoder
 from ckptd.errors import UsageError
 from ckptd.format.digest import digest_hex
-from ckptd.format.filemap import FileMap
+from ckptd.format.filemap import ChunkRef, FileMap
 from ckptd.format.manifest import GridEntry, MeshEntry, Runs3, TensorEntry
+from ckptd.format.witness import WitnessPlan, gather
 from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.owners import Owners
+from ckptd.layout.region import piece_regions
 from ckptd.layout.sharding import Placement, nested, owner_array, sharded_grid
 from ckptd.types import dtype_of
 
-__all__ = ["Group", "Holders", "LocalTensor", "SavePlan", "Shared", "Structure", "build_plan"]
+__all__ = [
+    "Group",
+    "Holders",
+    "LocalTensor",
+    "RankPlan",
+    "SavePlan",
+    "Shared",
+    "Structure",
+    "build_plan",
+    "witness_plan",
+]
 
 
 SPLIT_BYTES = 4 << 20
@@ -682,3 +695,47 @@ def _cut_twice(name: str, groups: Sequence[Group], one: int, other: int) -> Usag
         hint="one of them would be saved and the others lost: give tensors of different stages "
         "different names, or cut them alike; with a layout, every rank gives the same one",
     )
+
+
+class RankPlan:
+    """What one rank writes under a plan: chunks, header entries, witness slots; computed once."""
+
+    def __init__(self, plan: SavePlan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.chunks: Sequence[ChunkRef] = plan.filemap.chunks(rank)
+        self.entries = plan.filemap.header_entries(rank)
+        self.data_bytes = self.chunks[-1].end if self.chunks else 0
+        self.sizes: NDArray[np.int64] = np.array(
+            [c.end - c.start for c in self.chunks], dtype=np.int64
+        )
+        self._witness: list[tuple[int, int, int, Any, Any]] | None = None
+
+    def witness(self, data: memoryview) -> tuple[bytes, bytes]:
+        """Return the slots this rank sees and their values, for a complete data section."""
+        if self._witness is None:
+            self._witness = self._select()
+        buffer = np.frombuffer(data, dtype=np.uint8)
+        slots: list[NDArray[np.uint32]] = []
+        values: list[NDArray[np.uint8]] = []
+        for itemsize, start, end, where, elements in self._witness:
+            slots.append(where)
+            values.append(gather(buffer[start:end], itemsize, elements))
+        if not slots:
+            return b"", b""
+        return np.concatenate(slots).tobytes(), np.concatenate(values).tobytes()
+
+    def _select(self) -> list[tuple[int, int, int, Any, Any]]:
+        witness = witness_plan(self.plan)
+        out = []
+        for chunk in self.chunks:
+            slots, elements = witness.select(chunk.tensor, piece_regions(chunk.piece))
+            if len(slots):
+                itemsize = self.plan.filemap.dtypes[chunk.tensor].itemsize
+                out.append((itemsize, chunk.start, chunk.end, slots.astype("<u4"), elements))
+        return out
+
+
+def witness_plan(plan: SavePlan) -> WitnessPlan:
+    """Return where the witness looks; every rank and every reader computes the same."""
+    return WitnessPlan.over(plan.tensors)

@@ -18,10 +18,12 @@ from ckptd.root.opening import root_spec
 from ckptd.root.policy import Every, check_positive
 from ckptd.store import StoreSpec
 
-__all__ = ["LINGER_S", "NEAR", "Local", "Memory", "Peer", "Tier", "TierSpec", "tier_specs"]
+__all__ = ["LINGER_S", "NEAR", "ROOT", "Local", "Memory", "Peer", "Tier", "TierSpec", "tier_specs"]
 
 NEAR = ("memory", "peer", "local")
 """Names of near tiers, nearest first."""
+ROOT = "root"
+"""What the root is called among the tiers of a save."""
 LINGER_S = 600.0
 """How long an agent keeps snapshots for the next life of a job whose trainers died, in seconds."""
 

@@ -30,19 +30,15 @@ from ckptd.runtime.channel import Channel, SocketChannel
 from ckptd.runtime.host import pid_space
 from ckptd.save.arena import Slot, half_staged
 from ckptd.save.commit import commit_attempt, remove_parts
-from ckptd.save.dedup import Unchanged
-from ckptd.save.drain import drain
+from ckptd.save.dedup import ChunkDedup
+from ckptd.save.drain import StagedShard, drain, stage_shard
 from ckptd.save.messages import (
     Abort,
     Committed,
-    Complete,
-    Failed,
     Freed,
     Happened,
     Hello,
     Leave,
-    Lost,
-    NearFailed,
     Neighbours,
     Part,
     Partner,
@@ -54,14 +50,15 @@ from ckptd.save.messages import (
     Sealed,
     Segment,
     SetPlan,
+    Settled,
     Stop,
+    Stored,
     Warned,
-    Written,
 )
-from ckptd.save.neartiers import Near
-from ckptd.save.rankplan import RankPlan
-from ckptd.save.shard import hold_share
-from ckptd.save.uploader import Lanes, Share, as_worker_error
+from ckptd.save.neartiers import NodeTiers
+from ckptd.save.structure import RankPlan
+from ckptd.save.tiers import ROOT
+from ckptd.save.uploader import TierUploader, as_worker_error
 from ckptd.store.base import Store
 
 __all__ = ["Worker", "main"]
@@ -92,12 +89,12 @@ class Worker:
     """
 
     def __init__(
-        self, channel: Channel, store: Store | None = None, near: Near | None = None
+        self, channel: Channel, store: Store | None = None, near: NodeTiers | None = None
     ) -> None:
         self._channel = channel
         self._given_store = store
         self._near = near
-        self._lanes: Lanes | None = None
+        self._uploader: TierUploader | None = None
         self._arena: dict[int, Slot] = {}
         self._sealed: dict[int, Sealed] = {}
         self._heard = threading.Condition()
@@ -137,12 +134,12 @@ class Worker:
             self._store = self._given_store or hello.store.open()
             self._catalogue = Catalogue(self._store)
             self._tier = root_tier(self._store, [t.name for t in hello.tiers])
-            self._unchanged = Unchanged(self._catalogue, hello.rank, hello.world)
+            self._unchanged = ChunkDedup(self._catalogue, hello.rank, hello.world)
             self.tell(self._ready(hello))
             while self._serve_one():
                 pass
         except CkptdError as error:
-            self.tell(Failed(-1, error.to_dict()))
+            self.tell(Ready(os.getpid(), error=error.to_dict()))
         except EOFError:
             self._trainer_died, self.died_at = True, time.monotonic()
         finally:
@@ -152,7 +149,7 @@ class Worker:
         if self._near is None:
             return Ready(os.getpid())
         self._near.prepare(hello.tiers)
-        self._lanes = Lanes(self._near, self.tell, self._share_to_root)
+        self._uploader = TierUploader(self._near, self.tell, self._shard_to_root)
         served = self._near.serve(hello.bind, hello.key) if hello.bind else ()
         ready = Ready(os.getpid(), self._near.here, *served)
         known = self._near.neighbours
@@ -191,10 +188,8 @@ class Worker:
             self._near.set_peer(message.url, message.secret)
         elif isinstance(message, Neighbours) and self._near is not None:
             self._near.neighbours = message.nodes
-        elif isinstance(message, Complete) and self._lanes is not None:
-            self._lanes.completed(message)
-        elif isinstance(message, Lost) and self._lanes is not None:
-            self._lanes.lost(message)
+        elif isinstance(message, Settled) and self._uploader is not None:
+            self._uploader.settled(message)
         elif isinstance(message, Leave):
             self._goes_on, self._left_at = self._near is not None, message.at
             raise EOFError
@@ -204,22 +199,22 @@ class Worker:
     def _finish(self) -> None:
         self._end_waits()
         self._drains.shutdown(wait=True)
-        if self._lanes is not None:
-            self._lanes.finish()
+        if self._uploader is not None:
+            self._uploader.finish()
             self._wait_next_life()
             if not self._goes_on:
-                self._promote(self._lanes)
+                self._promote(self._uploader)
         if self._trainer_died and not self._goes_on:
             for save, plan in self._unsettled:
                 self._orphans.submit(self._commit_as_survivor, save, plan)
         self._orphans.shutdown(wait=True)
         self._commits.shutdown(wait=True)
-        if self.said_goodbye and self._lanes is not None and self._is_ahead(self._lanes):
+        if self.said_goodbye and self._uploader is not None and self._is_ahead(self._uploader):
             # The root could not take the newest snapshot: what is in memory is all there is of it.
             self.said_goodbye, self.died_at = False, time.monotonic()
             _log.error("the root has not got the newest snapshot: it is kept in memory")
         if self._near is not None:
-            self._near.shelf.adopt(self._arena.values())
+            self._near.memory.adopt(self._arena.values())
         else:
             for slot in self._arena.values():
                 slot.close()
@@ -246,7 +241,7 @@ class Worker:
         old = self._arena.pop(slot.number, None)
         if old is not None:
             if self._near is not None:
-                self._near.shelf.forget_slot(old)
+                self._near.memory.forget_slot(old)
             old.close()
         self._arena[slot.number] = slot
 
@@ -299,9 +294,9 @@ class Worker:
 
         try:
             slot = self._slot(save)
-            if self._lanes is not None:
+            if self._uploader is not None:
                 self._belong(save)
-                self._lanes.take(self._share(save, plan, slot))
+                self._uploader.take(self._stage(save, plan, slot))
                 return
             self._check_root(save)
             if not self._is_reported(save):
@@ -344,15 +339,13 @@ class Worker:
     def _give_up(self, save: Save, error: dict[str, str | None]) -> None:
         """Tell that nothing of this rank's share goes anywhere."""
         self._unchanged.end(save)
-        for tier in save.near:
-            self.tell(NearFailed(save.job, tier, error))
-        if save.root:
-            self.tell(Failed(save.job, error))
+        for tier in (*save.near, ROOT) if save.root else save.near:
+            self.tell(Stored(save.job, tier, error))
         self.tell(Freed(save.job))
 
     def _written(self, save: Save, plan: RankPlan) -> None:
         """Say so; what is left is the commit."""
-        self.tell(Written(save.job))
+        self.tell(Stored(save.job, ROOT))
         if not save.root and self._hello.rank == 0:
             self._orphans.submit(self._commit_as_survivor, save, plan)
         elif self._hello.rank == 0:
@@ -386,83 +379,84 @@ class Worker:
 
     # -- near tiers --------------------------------------------------------------------------------
 
-    def _share(self, save: Save, plan: RankPlan, slot: Slot) -> Share:
+    def _stage(self, save: Save, plan: RankPlan, slot: Slot) -> StagedShard:
         """Digest a snapshot as it comes, and return this rank's share of it once it is whole."""
         limit = time.monotonic() + save.timeout_s
 
         def left() -> float:
             return max(1.0, limit - time.monotonic())
 
-        seals: list[Sealed] = []
-
-        def sealed() -> Sealed:
-            if not seals:
-                seals.append(self._wait_sealed(save, slot, left()))
-            return seals[0]
-
         with (
             events.about(tier="memory"),
             saving(self._store, save.name, save.attempt, plan.rank),
         ):
-            held = hold_share(
+            return stage_shard(
                 plan,
                 save,
                 slot,
                 lambda n: self._wait_staged(save, slot, n, left()),
-                sealed,
+                lambda: self._wait_sealed(save, slot, left()),
                 self._root_id,
             )
-        return Share(held, plan, sealed())
 
-    def _share_to_root(self, share: Share, data: memoryview) -> None:
-        save = share.save
+    def _shard_to_root(self, shard: StagedShard, data: memoryview) -> None:
+        save = shard.save
         try:
             self._raise_aborted(save)
             self._check_root(save)
             with events.about(tier=self._tier):
                 if not self._is_reported(save):
-                    share.write(self._store, data, self._unchanged)
+                    drain(
+                        self._store,
+                        shard.plan,
+                        save,
+                        data,
+                        lambda upto, timeout_s: None,
+                        lambda timeout_s: shard.seal,
+                        lambda done, total: None,
+                        self._unchanged,
+                    )
         except CkptdError as error:
             self._unchanged.end(save)
-            self.tell(Failed(save.job, error.to_dict()))
+            self.tell(Stored(save.job, ROOT, error.to_dict()))
             return
         except Exception as error:  # noqa: BLE001 - as above
             self._unchanged.end(save)
-            self.tell(Failed(save.job, as_worker_error(error)))
+            self.tell(Stored(save.job, ROOT, as_worker_error(error)))
             return
-        self._written(save, share.plan)
+        self._written(save, shard.plan)
 
-    def _promote(self, lanes: Lanes) -> None:
+    def _promote(self, uploader: TierUploader) -> None:
         """Bring the newest complete snapshot to the root, if it was kept in memory only.
 
         Every rank's worker does so by itself when its trainer ends, however it ends: what was
         promised nearby is not lost with the memory. A newer life of the job may go on meanwhile:
         then the root refuses it, and nothing is missed.
         """
-        for share in lanes.worth_saving():
-            if share.save.root:
+        for shard in uploader.worth_saving():
+            if shard.save.root:
                 continue  # its own lane has seen to it
             try:
-                if self._is_past(share.save):
+                if self._is_past(shard.save):
                     return
-                self._catalogue.check_not_superseded(share.save.generation)
+                self._catalogue.check_not_superseded(shard.save.generation)
             except CkptdError as error:
-                _log.warning("step %d stays in memory: %s", share.save.step, error.message)
+                _log.warning("step %d stays in memory: %s", shard.save.step, error.message)
                 return
-            self._share_to_root(share, share.held.slot.data)
+            self._shard_to_root(shard, shard.slot.data)
 
-    def _is_ahead(self, lanes: Lanes) -> bool:
+    def _is_ahead(self, uploader: TierUploader) -> bool:
         """Tell whether memory holds a complete snapshot that the root has not got.
 
         Rank 0's worker, perhaps on another node, commits what this one has written.
         """
-        share = lanes.newest()
+        shard = uploader.newest()
         end = time.monotonic() + _SETTLE_S
-        while share is not None:
+        while shard is not None:
             try:
-                if self._is_past(share.save):
+                if self._is_past(shard.save):
                     return False
-                self._catalogue.check_not_superseded(share.save.generation)
+                self._catalogue.check_not_superseded(shard.save.generation)
             except ConflictError:
                 return False
             except CkptdError as error:
@@ -544,7 +538,7 @@ class Worker:
     def _commit_failed(self, save: Save, error: dict[str, str | None]) -> None:
         if self._orphan.is_set():  # nobody else is there to say it
             _log.error("step %d was not committed: %s", save.step, error.get("message"))
-        self.tell(Failed(save.job, error))
+        self.tell(Stored(save.job, ROOT, error))
 
     def tell(self, message: Response) -> None:
         """Tell the trainer, if it still lives."""

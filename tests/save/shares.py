@@ -9,16 +9,14 @@ import msgspec
 
 from ckptd.format.names import CommitName
 from ckptd.save.arena import Slot
+from ckptd.save.drain import StagedShard, stage_shard
 from ckptd.save.messages import Save, Sealed
-from ckptd.save.rankplan import RankPlan
-from ckptd.save.shard import Held, hold_share
-from ckptd.save.structure import SavePlan
-from ckptd.save.uploader import Share
+from ckptd.save.structure import RankPlan, SavePlan
 from ckptd.store.base import Store
 from tests.save.saving import fill, plan_of, values
 from tests.save.snapshotting import save_of
 
-__all__ = ["content", "held_in", "save_for", "share_in", "slot_for"]
+__all__ = ["content", "save_for", "shard_in", "slot_for"]
 
 
 def slot_for(plan: SavePlan, rank: int = 0, number: int = 0) -> Slot:
@@ -33,25 +31,21 @@ def save_for(
     return msgspec.structs.replace(save, job=job, near=tuple(near), root=root)
 
 
-def held_in(
+def shard_in(
     slot: Slot,
     save: Save,
     plan: SavePlan | None = None,
     rank: int = 0,
     arrays: Mapping[str, Any] | None = None,
-) -> Held:
+) -> StagedShard:
     """Copy a state into a slot, seal it, and return the share."""
     plan = plan or plan_of()
     slot.begin(save.job)
     slot.staged = fill(plan, rank, arrays or values(save.job), slot.data)
     slot.seal()
-    return hold_share(
+    return stage_shard(
         RankPlan(plan, rank), save, slot, lambda nbytes: None, lambda: Sealed(save.job)
     )
-
-
-def share_in(slot: Slot, save: Save, plan: SavePlan) -> Share:
-    return Share(held_in(slot, save, plan), RankPlan(plan, 0), Sealed(save.job))
 
 
 def content(store: Store, prefix: str = "data/") -> dict[str, bytes]:

@@ -18,8 +18,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import commit_attempt, plan_key, remove_parts
 from ckptd.save.drain import drain
 from ckptd.save.messages import Save, Sealed
-from ckptd.save.rankplan import RankPlan
-from ckptd.save.structure import SavePlan
+from ckptd.save.structure import RankPlan, SavePlan
 from ckptd.store.base import Store
 from ckptd.types import Box
 from tests.save.saving import fill

@@ -17,9 +17,9 @@ from ckptd.format.invariants import check_files, check_manifest
 from ckptd.format.manifest import FileEntry, encode_manifest
 from ckptd.format.names import CommitName, data_folder, file_key
 from ckptd.save.commit import MOST_REFERS, assemble
+from ckptd.save.dedup import MOST_FOLDERS, Base, Refer, runs_of
 from ckptd.save.messages import Extra, Part, Save
 from ckptd.save.structure import SavePlan
-from ckptd.save.unchanged import MOST_FOLDERS, Base, Refer, runs_of
 from tests.save.saving import plan_of
 
 SHAPES: dict[str, tuple[int, ...]] = {f"layer{i}": (64, 64, 4096) for i in range(5)}

@@ -12,8 +12,8 @@ from ckptd.format.manifest import FileEntry
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import leased
+from ckptd.save.dedup import Base, Refer
 from ckptd.save.messages import Part
-from ckptd.save.unchanged import Base, Refer
 from ckptd.store.memory import MemoryStore, forget_memory
 from tests.root.checkpoints import put_attempt
 from tests.save.referring import is_held

@@ -1,4 +1,4 @@
-"""Unchanged chunks are referred to: what is written, what is read, and what may be deleted."""
+"""ChunkDedup chunks are referred to: what is written, what is read, and what may be deleted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import plan_gc, run_gc
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save import dedup as referring
+from ckptd.save.dedup import FIRST_OFF, MOST_FOLDERS, PATIENCE
 from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import Extra
-from ckptd.save.unchanged import FIRST_OFF, MOST_FOLDERS, PATIENCE
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultSpec, Store
 from ckptd.store.fault import Fault

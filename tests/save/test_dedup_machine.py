@@ -15,7 +15,7 @@ from ckptd.errors import CkptdError
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import plan_gc, run_gc
-from ckptd.save.unchanged import MOST_FOLDERS
+from ckptd.save.dedup import MOST_FOLDERS
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault

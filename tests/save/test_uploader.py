@@ -9,53 +9,54 @@ from pathlib import Path
 import pytest
 
 from ckptd.format.names import CommitName
-from ckptd.save.messages import Complete, Freed, Lost, NearFailed, Reached, Response
-from ckptd.save.neartiers import Near
+from ckptd.save.drain import StagedShard
+from ckptd.save.messages import Freed, Response, Settled, Stored
+from ckptd.save.neartiers import NodeTiers
 from ckptd.save.tiers import TierSpec
-from ckptd.save.uploader import Lanes, Share
+from ckptd.save.uploader import TierUploader
 from ckptd.store import StoreSpec
 from tests.save.nearjob import WAIT_S, until
 from tests.save.saving import fill, plan_of, values
-from tests.save.shares import save_for, share_in, slot_for
+from tests.save.shares import save_for, shard_in, slot_for
 
 PLAN = plan_of()
 SLOTS = 4
 
 
 class World:
-    """Lanes of one rank, and what they told and wrote to the root."""
+    """The uploader of one rank, and what they told and wrote to the root."""
 
     def __init__(self, folder: str) -> None:
         self.told: list[Response] = []
         self.rooted: dict[int, bytes] = {}
         self.root_busy = threading.Event()
         self.root_busy.set()
-        self.near = Near()
+        self.near = NodeTiers()
         self.near.prepare((TierSpec("local", 1, StoreSpec(folder)),))
-        self.lanes = Lanes(self.near, self.told.append, self.to_root)
+        self.uploader = TierUploader(self.near, self.told.append, self.to_root)
         self.slots = [slot_for(PLAN, number=n) for n in range(SLOTS)]
 
-    def to_root(self, share: Share, data: memoryview) -> None:
+    def to_root(self, shard: StagedShard, data: memoryview) -> None:
         assert self.root_busy.wait(WAIT_S)
-        self.rooted[share.save.step] = bytes(data[: share.held.data_bytes])
+        self.rooted[shard.save.step] = bytes(data[: shard.data_bytes])
 
     def take(self, step: int, near: tuple[str, ...], *, root: bool = False) -> None:
         save = save_for(PLAN, step, near, root=root)
-        self.lanes.take(share_in(self.slots[step % SLOTS], save, PLAN))
+        self.uploader.take(shard_in(self.slots[step % SLOTS], save, PLAN))
 
     def freed(self, step: int) -> bool:
         return Freed(step) in self.told
 
     def complete(self, tier: str, step: int) -> None:
-        self.lanes.completed(Complete(tier, step, 1))
+        self.uploader.settled(Settled(tier, step, 1))
         until(lambda: self.near.is_complete(tier, CommitName(step, 1)))
 
     def worth(self) -> list[int]:
-        return [share.save.step for share in self.lanes.worth_saving()]
+        return [shard.save.step for shard in self.uploader.worth_saving()]
 
     def close(self) -> None:
         self.root_busy.set()
-        self.lanes.finish()
+        self.uploader.finish()
         self.near.close()
         for slot in self.slots:
             slot.close()
@@ -81,7 +82,7 @@ def test_the_root_is_written_from_the_folder_and_the_slot_is_free_before(world: 
     world.slots[1].begin(99)
     world.slots[1].data[:] = bytes(len(world.slots[1].data))
     world.root_busy.set()
-    world.lanes.finish()
+    world.uploader.finish()
     assert world.rooted == {1: expected(1)}
 
 
@@ -90,10 +91,10 @@ def test_a_folder_keeps_what_the_root_has_not_yet_got(world: World) -> None:
     world.root_busy.clear()
     for step in (1, 2, 3):
         world.take(step, ("local",), root=True)
-        until(lambda step=step: Reached(step, "local") in world.told)
+        until(lambda step=step: Stored(step, "local") in world.told)
         world.complete("local", step)
     world.root_busy.set()
-    world.lanes.finish()
+    world.uploader.finish()
     assert world.rooted == {step: expected(step) for step in (1, 2, 3)}
 
 
@@ -101,7 +102,7 @@ def test_where_a_folder_gives_no_descriptor_the_slot_is_read(tmp_path: Path) -> 
     world = World(f"fsspec+file://{tmp_path}/folder")
     world.root_busy.clear()
     world.take(1, ("local",), root=True)
-    until(lambda: Reached(1, "local") in world.told)
+    until(lambda: Stored(1, "local") in world.told)
     assert not world.freed(1)
     world.root_busy.set()
     until(lambda: world.freed(1))
@@ -115,22 +116,22 @@ def test_a_folder_that_fails_leaves_the_root_alone(tmp_path: Path) -> None:
     world.take(1, ("memory", "local"), root=True)
     until(lambda: world.freed(1))
     assert world.rooted == {1: expected(1)}
-    assert Reached(1, "memory") in world.told
-    assert [m.tier for m in world.told if isinstance(m, NearFailed)] == ["local"]
+    assert Stored(1, "memory") in world.told
+    assert [m.tier for m in world.told if isinstance(m, Stored) and m.error] == ["local"]
     world.close()
 
 
 def test_no_peer_is_told(world: World) -> None:
     world.take(1, ("peer",))
     until(lambda: world.freed(1))
-    failed = [m for m in world.told if isinstance(m, NearFailed)]
+    failed = [m for m in world.told if isinstance(m, Stored) and m.error]
     assert [(m.tier, m.error["kind"]) for m in failed] == [("peer", "no-peer")]
 
 
 @pytest.mark.parametrize(("tier", "kept"), [("memory", 1), ("peer", 1), ("local", 0)])
 def test_what_peers_keep_is_kept_by_its_owner_as_well(world: World, tier: str, kept: int) -> None:
     world.take(1, (tier,))
-    assert len(world.near.shelf.shares()) == kept
+    assert len(world.near.memory.shares()) == kept
 
 
 def test_worth_saving_is_the_newest_complete_one_and_what_is_later(world: World) -> None:
@@ -139,7 +140,7 @@ def test_worth_saving_is_the_newest_complete_one_and_what_is_later(world: World)
     assert world.worth() == [3, 2, 1]
     world.complete("memory", 2)
     assert world.worth() == [3, 2]
-    world.lanes.lost(Lost("memory", 3, 1))
+    world.uploader.settled(Settled("memory", 3, 1, complete=False))
     until(lambda: world.near.is_lost("memory", CommitName(3, 1)))
     assert world.worth() == [2]
     world.slots[2].begin(9)
@@ -148,6 +149,6 @@ def test_worth_saving_is_the_newest_complete_one_and_what_is_later(world: World)
 
 def test_a_snapshot_that_failed_on_one_tier_only_may_be_complete_on_another(world: World) -> None:
     world.take(1, ("memory", "peer"))
-    world.lanes.lost(Lost("peer", 1, 1))
+    world.uploader.settled(Settled("peer", 1, 1, complete=False))
     until(lambda: world.near.is_lost("peer", CommitName(1, 1)))
     assert world.worth() == [1]

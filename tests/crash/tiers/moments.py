@@ -253,25 +253,26 @@ def hook_trainer(scene: Scene, node: int) -> None:
 def hook_agent() -> None:
     """Make the points of an agent; once, in its own process."""
     import ckptd.save.commit as commit
-    import ckptd.save.uploader as lanes
+    import ckptd.save.uploader as uploader
     import ckptd.save.writer as worker
     from ckptd.root.catalogue import Catalogue
-    from ckptd.save.neartiers import Near, Shelf
+    from ckptd.save.agentmemory import AgentMemoryStore
+    from ckptd.save.neartiers import NodeTiers
 
     worker.ORPHAN_COMMIT_S = ORPHAN_S
     _hook_stores()
-    _wrap(worker, "hold_share", "digest")
+    _wrap(worker, "stage_shard", "digest")
     _wrap(worker, "apply_retention", "retention")
     _wrap(worker.Worker, "_promote", "promote")
-    _wrap(Shelf, "keep", "keep")
-    _wrap(Shelf, "adopt", "adopt")
-    _wrap(Shelf, "put", "shelf_put")
-    _wrap(Shelf, "_put_guest", "guest")
-    _wrap(lanes, "put_share", "to_peer")
-    _wrap(lanes.Share, "write", "share")
+    _wrap(AgentMemoryStore, "keep", "keep")
+    _wrap(AgentMemoryStore, "adopt", "adopt")
+    _wrap(AgentMemoryStore, "put", "shelf_put")
+    _wrap(AgentMemoryStore, "_put_guest", "guest")
+    _wrap(uploader, "put_shard", "to_peer")
+    _wrap(worker, "drain", "share")
     _wrap(commit, "gather_parts", "gather")
     _wrap(Catalogue, "publish", "publish")
-    _wrap(Near, "completed", "completed")
+    _wrap(NodeTiers, "completed", "completed")
 
 
 def _start_hooked(scene: Scene, node: int) -> None:

@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import StoreError
+from ckptd.save.agentmemory import GuestMemory
 from ckptd.save.arena import Slot
-from ckptd.save.neartiers import Segments
 
 
 @pytest.fixture
-def segments() -> Iterator[Segments]:
-    found = Segments()
+def segments() -> Iterator[GuestMemory]:
+    found = GuestMemory()
     yield found
     found.close()
 
 
-def test_one_that_came_back_is_taken_again(segments: Segments) -> None:
+def test_one_that_came_back_is_taken_again(segments: GuestMemory) -> None:
     first = segments.take(1000)
     segments.give_back(first)
     assert segments.take(900) is first
@@ -31,7 +31,7 @@ def test_one_that_came_back_is_taken_again(segments: Segments) -> None:
     segments.give_back(second)
 
 
-def test_a_budget_is_kept(segments: Segments) -> None:
+def test_a_budget_is_kept(segments: GuestMemory) -> None:
     segments.budget = 2500
     taken = [segments.take(1000), segments.take(1000)]
     with pytest.raises(StoreError) as caught:
@@ -45,7 +45,7 @@ def test_a_budget_is_kept(segments: Segments) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5000)), max_size=40))
 def test_nothing_is_given_twice_nor_beyond_the_budget(moves: list[tuple[bool, int]]) -> None:
-    segments = Segments()
+    segments = GuestMemory()
     segments.budget = 12_000
     out: list[Slot] = []
     for take, size in moves:

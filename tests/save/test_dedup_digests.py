@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from ckptd.format.digest import digest
 from ckptd.format.manifest import FileEntry
-from ckptd.save.unchanged import (
+from ckptd.save.dedup import (
     FIRST_OFF,
     LEAST_BYTES,
     LONGEST_OFF,
     MOST_FOLDERS,
     PATIENCE,
+    ChunkDigests,
     Digests,
-    Held,
     Switch,
     after,
     digest_table,
@@ -41,9 +41,9 @@ def table(*words: bytes) -> Digests:
     return digest_table(b"".join(digest(w) for w in words))
 
 
-def held(*words: bytes, nbytes: int = 0) -> Held:
+def held(*words: bytes, nbytes: int = 0) -> ChunkDigests:
     entry = file(OLD, nbytes or BIG * len(words))
-    return Held("plan", (entry,), np.zeros(len(words), dtype=np.int64), table(*words))
+    return ChunkDigests("plan", (entry,), np.zeros(len(words), dtype=np.int64), table(*words))
 
 
 def sizes(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

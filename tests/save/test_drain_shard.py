@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ckptd.errors import SaveError
-from ckptd.save.shard import put_share
+from ckptd.save.drain import put_shard
 from ckptd.store.memory import MemoryStore
 from tests.save import snapshotting
 from tests.save.saving import plan_of, values
-from tests.save.shares import content, held_in, save_for, slot_for
+from tests.save.shares import content, save_for, shard_in, slot_for
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -18,31 +18,31 @@ def test_a_peer_gets_what_a_folder_gets(world: int) -> None:
     peer, folder = MemoryStore(f"peer-{world}"), MemoryStore(f"folder-{world}")
     save = save_for(plan, 7)
     for rank in range(world):
-        held = held_in(slot_for(plan, rank), save, plan, rank)
-        put_share(peer, held)
-        held.slot.close()
+        shard = shard_in(slot_for(plan, rank), save, plan, rank)
+        put_shard(peer, shard)
+        shard.slot.close()
         snapshotting.put_share(folder, plan, rank, values(7), save.name, save.attempt)
     assert content(peer) == content(folder)
 
 
 def test_a_share_whose_slot_was_taken_is_not_put() -> None:
     plan = plan_of()
-    held = held_in(slot_for(plan), save_for(plan, 1), plan)
-    assert held.is_whole
-    held.slot.begin(2)
-    assert not held.is_whole
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    assert shard.is_whole
+    shard.slot.begin(2)
+    assert not shard.is_whole
     store = MemoryStore("taken")
     with pytest.raises(SaveError) as caught:
-        put_share(store, held)
+        put_shard(store, shard)
     assert caught.value.kind == "half-staged"
     assert not content(store)
-    held.slot.close()
-    assert not held.is_whole
+    shard.slot.close()
+    assert not shard.is_whole
 
 
 def test_the_part_goes_last() -> None:
     plan = plan_of()
-    held = held_in(slot_for(plan), save_for(plan, 1), plan)
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
     order: list[str] = []
 
     class Watched(MemoryStore):
@@ -50,6 +50,6 @@ def test_the_part_goes_last() -> None:
             order.append(key)
             super().put(key, data, create_only=create_only)
 
-    put_share(Watched("order"), held)
-    held.slot.close()
+    put_shard(Watched("order"), shard)
+    shard.slot.close()
     assert order[-1].endswith("parts/r00000")

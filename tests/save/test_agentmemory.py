@@ -11,15 +11,15 @@ import pytest
 
 from ckptd.errors import NotFoundError, StoreError
 from ckptd.format.names import CommitName
+from ckptd.save.agentmemory import AgentMemoryStore
 from ckptd.save.arena import CONTROL_BYTES
-from ckptd.save.neartiers import Shelf
 from ckptd.store import StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import StoreServer
 from ckptd.testing.store import StoreContract
 from tests.save import snapshotting
 from tests.save.saving import plan_of, values
-from tests.save.shares import content, held_in, save_for, slot_for
+from tests.save.shares import content, save_for, shard_in, slot_for
 
 
 class TestServedShelf(StoreContract):
@@ -30,7 +30,7 @@ class TestServedShelf(StoreContract):
 
     @pytest.fixture
     def spec(self) -> Iterator[StoreSpec]:
-        shelf = Shelf()
+        shelf = AgentMemoryStore()
         path = Path(os.environ["CKPTD_RUN_DIR"])
         path.mkdir(mode=0o700)
         with StoreServer(shelf, f"ckptd+unix://{path}/s") as server:
@@ -39,24 +39,24 @@ class TestServedShelf(StoreContract):
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    with Shelf() as shelf:
+def shelf() -> Iterator[AgentMemoryStore]:
+    with AgentMemoryStore() as shelf:
         yield shelf
 
 
-def put(shelf: Shelf, key: str, body: bytes) -> None:
+def put(shelf: AgentMemoryStore, key: str, body: bytes) -> None:
     with shelf.writer(key, len(body)) as writer:
         writer.write(memoryview(body))
         writer.commit()
 
 
-def test_own_shares_read_as_what_a_folder_holds(shelf: Shelf) -> None:
+def test_own_shares_read_as_what_a_folder_holds(shelf: AgentMemoryStore) -> None:
     plan = plan_of(world=2)
     folder = MemoryStore("shelf-folder")
     save = save_for(plan, 3)
     slots = [slot_for(plan, rank) for rank in range(2)]
     for rank, slot in enumerate(slots):
-        shelf.keep(held_in(slot, save, plan, rank))
+        shelf.keep(shard_in(slot, save, plan, rank))
         snapshotting.put_share(folder, plan, rank, values(3), save.name, save.attempt)
     expected = content(folder)
     assert content(shelf) == expected
@@ -78,12 +78,12 @@ def test_own_shares_read_as_what_a_folder_holds(shelf: Shelf) -> None:
         slot.close()
 
 
-def test_a_share_whose_slot_is_taken_vanishes_whole(shelf: Shelf) -> None:
+def test_a_share_whose_slot_is_taken_vanishes_whole(shelf: AgentMemoryStore) -> None:
     plan = plan_of(world=2)
     save = save_for(plan, 3)
     slots = [slot_for(plan, rank) for rank in range(2)]
     for rank, slot in enumerate(slots):
-        shelf.keep(held_in(slot, save, plan, rank))
+        shelf.keep(shard_in(slot, save, plan, rank))
     keys = [i.key for i in shelf.list()]
     slots[1].begin(4)
     left = [i.key for i in shelf.list()]
@@ -95,18 +95,18 @@ def test_a_share_whose_slot_is_taken_vanishes_whole(shelf: Shelf) -> None:
         with pytest.raises(NotFoundError):
             shelf.open_file(key)
     assert [held.rank for held in shelf.shares()] == [0]
-    shelf.keep(held_in(slots[1], save_for(plan, 4), plan, 1))
+    shelf.keep(shard_in(slots[1], save_for(plan, 4), plan, 1))
     assert {h.save.step for h in shelf.shares()} == {3, 4}
     shelf.close()
     for slot in slots:
         slot.close()
 
 
-def test_slots_of_a_dead_trainer_live_on_with_what_is_whole(shelf: Shelf) -> None:
+def test_slots_of_a_dead_trainer_live_on_with_what_is_whole(shelf: AgentMemoryStore) -> None:
     plan = plan_of()
     whole, half = slot_for(plan, number=0), slot_for(plan, number=1)
-    shelf.keep(held_in(whole, save_for(plan, 1), plan))
-    shelf.keep(held_in(half, save_for(plan, 2), plan))
+    shelf.keep(shard_in(whole, save_for(plan, 1), plan))
+    shelf.keep(shard_in(half, save_for(plan, 2), plan))
     half.begin(3)
     shelf.adopt([whole, half])
     assert half.fd < 0
@@ -118,11 +118,11 @@ def test_slots_of_a_dead_trainer_live_on_with_what_is_whole(shelf: Shelf) -> Non
 
 
 @pytest.mark.parametrize("guests", [False, True])
-def test_clearing_takes_own_shares_or_guests(shelf: Shelf, guests: bool) -> None:
+def test_clearing_takes_own_shares_or_guests(shelf: AgentMemoryStore, guests: bool) -> None:
     plan = plan_of(world=2)
     slot = slot_for(plan)
     save = save_for(plan, 3)
-    shelf.keep(held_in(slot, save, plan, 0))
+    shelf.keep(shard_in(slot, save, plan, 0))
     snapshotting.put_share(shelf, plan, 1, values(3), save.name, save.attempt)
     shelf.clear_before(CommitName(3, 1), guests=guests)
     assert len({k for k in content(shelf) if "parts/r" in k}) == 2
@@ -135,7 +135,9 @@ def test_clearing_takes_own_shares_or_guests(shelf: Shelf, guests: bool) -> None
     slot.close()
 
 
-def test_segments_of_guests_are_recycled_unless_somebody_reads_them(shelf: Shelf) -> None:
+def test_segments_of_guests_are_recycled_unless_somebody_reads_them(
+    shelf: AgentMemoryStore,
+) -> None:
     def inode(key: str) -> int:
         opened = shelf._objects[key]
         return os.fstat(opened.segment.fd).st_ino  # type: ignore[union-attr]
@@ -154,7 +156,9 @@ def test_segments_of_guests_are_recycled_unless_somebody_reads_them(shelf: Shelf
     os.close(opened.fd)
 
 
-def test_a_guest_that_is_dropped_while_it_is_read_is_never_seen_mixed(shelf: Shelf) -> None:
+def test_a_guest_that_is_dropped_while_it_is_read_is_never_seen_mixed(
+    shelf: AgentMemoryStore,
+) -> None:
     size = 2 << 20
     stop = threading.Event()
 
@@ -179,13 +183,13 @@ def test_a_guest_that_is_dropped_while_it_is_read_is_never_seen_mixed(shelf: She
         thread.join()
 
 
-def test_no_memory_for_a_guest_is_said(shelf: Shelf) -> None:
+def test_no_memory_for_a_guest_is_said(shelf: AgentMemoryStore) -> None:
     with pytest.raises(StoreError) as caught:
         shelf.writer("data/huge", 1 << 50)
     assert caught.value.kind == "no-space"
 
 
-def test_an_aborted_guest_leaves_nothing(shelf: Shelf) -> None:
+def test_an_aborted_guest_leaves_nothing(shelf: AgentMemoryStore) -> None:
     with shelf.writer("data/x", 100) as writer:
         writer.write(memoryview(bytes(50)))
     assert not content(shelf)
