@@ -27,14 +27,14 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckptd.store import PackSpec, Store, StoreSpec
-from ckptd.store.pack import FRAME_BYTES, ZSTD, Frame, decode_frame, encode_frame
+from ckptd.store.pack import FRAME_BYTES, ZSTD, PackFrame, decode_frame, encode_frame
 
 KEY = "a.safetensors"
 PIECE = 8 * common.MIB
 ALONE = "zstd 1, no planes"
 Array = NDArray[Any]
-Pack = Callable[[memoryview], Frame]
-Unpack = Callable[[Frame, memoryview], None]
+Pack = Callable[[memoryview], PackFrame]
+Unpack = Callable[[PackFrame, memoryview], None]
 
 
 def trained(mib: int) -> dict[str, Array]:
@@ -126,7 +126,7 @@ def frames(pack: Pack, unpack: Unpack, data: memoryview, threads: int) -> dict[s
     out = memoryview(bytearray(len(data)))
     places = [out[at : at + FRAME_BYTES] for at in range(0, len(data), FRAME_BYTES)]
     with ThreadPoolExecutor(threads) as pool:
-        packed: list[Frame] = []
+        packed: list[PackFrame] = []
         pack_s = core_seconds(lambda: packed.extend(pool.map(pack, cut)))
         unpack_s = core_seconds(lambda: list(pool.map(unpack, packed, places)))
     assert out == data
@@ -134,15 +134,15 @@ def frames(pack: Pack, unpack: Unpack, data: memoryview, threads: int) -> dict[s
     return {"ratio": ratio, "pack_s": pack_s, "unpack_s": unpack_s}
 
 
-def zstd_alone(frame: memoryview) -> Frame:
-    return Frame(zstandard.ZstdCompressor(level=1).compress(frame), ZSTD, 1, 0)
+def zstd_alone(frame: memoryview) -> PackFrame:
+    return PackFrame(zstandard.ZstdCompressor(level=1).compress(frame), ZSTD, 1, 0)
 
 
-def unpack_alone(frame: Frame, out: memoryview) -> None:
+def unpack_alone(frame: PackFrame, out: memoryview) -> None:
     out[:] = zstandard.ZstdDecompressor().decompress(frame.data)
 
 
-def unpack_planes(frame: Frame, out: memoryview) -> None:
+def unpack_planes(frame: PackFrame, out: memoryview) -> None:
     decode_frame(frame, out, "here")
 
 

@@ -18,8 +18,8 @@ import planning
 
 from ckptd.format.digest import digest_hex
 from ckptd.save.commit import differing_groups
-from ckptd.save.messages import Part
-from ckptd.save.structure import Group, Holders, LocalTensor, Structure, build_plan
+from ckptd.save.messages import RankPart
+from ckptd.save.structure import RankGroup, RankTensor, ReplicaHolders, Structure, build_plan
 
 COMMON = 200
 
@@ -31,11 +31,11 @@ def names() -> list[str]:
 
 def structure(held: list[str]) -> Structure:
     """Return the structure of ranks that hold these tensors and some values."""
-    tensors = tuple(LocalTensor(n, "float32", (8,)) for n in held)
+    tensors = tuple(RankTensor(n, "float32", (8,)) for n in held)
     return Structure((), tensors, tuple(f"value{i}" for i in range(20)))
 
 
-def cases(ranks: int) -> dict[str, list[Group]]:
+def cases(ranks: int) -> dict[str, list[RankGroup]]:
     """Return the structures of each case."""
     every = names()
     stages = min(16, ranks)
@@ -44,24 +44,24 @@ def cases(ranks: int) -> dict[str, list[Group]]:
     for stage in range(stages):
         held = [*shared, *own[stage::stages]]
         members = range(stage * ranks // stages, (stage + 1) * ranks // stages)
-        by_stage.append(Group(structure(held), tuple(members)))
+        by_stage.append(RankGroup(structure(held), tuple(members)))
         sets = min(64, len(members))
         for expert in range(sets):
             more = [f"experts.{stage}.{expert}.{i}" for i in range(24)]
-            group = Group(structure([*held, *more]), tuple(members[expert::sets]))
+            group = RankGroup(structure([*held, *more]), tuple(members[expert::sets]))
             by_expert.append(group)
     alike = structure(every)
     more = structure([*every, "best_val_loss"])
     return {
         "stages": by_stage,
-        "one more": [Group(more, (0,)), Group(alike, tuple(range(1, ranks)))],
+        "one more": [RankGroup(more, (0,)), RankGroup(alike, tuple(range(1, ranks)))],
         "experts": by_expert,
     }
 
 
-def keys(groups: list[Group], rank: int) -> set[str]:
+def keys(groups: list[RankGroup], rank: int) -> set[str]:
     """Return the keys that a rank reports a digest for."""
-    holders = Holders(groups, rank)
+    holders = ReplicaHolders(groups, rank)
     own = next(g.structure for g in groups if rank in g.ranks)
     found = [holders.tensor(t.name) for t in own.tensors]
     found += [holders.object(n) for n in own.objects]
@@ -81,9 +81,9 @@ def measure(ranks: int) -> list[list[object]]:
         parts = []
         for group in groups[:64]:
             said = tuple((key, digest_hex(key.encode())) for key in keys(groups, group.ranks[0]))
-            parts += [Part(rank, "", replicas=said) for rank in group.ranks]
+            parts += [RankPart(rank, "", replicas=said) for rank in group.ranks]
         while len(parts) < ranks:
-            parts.append(Part(len(parts), "", replicas=parts[len(parts) % 64].replicas))
+            parts.append(RankPart(len(parts), "", replicas=parts[len(parts) % 64].replicas))
         start = time.perf_counter()
         differing = differing_groups(parts)
         compared = time.perf_counter()

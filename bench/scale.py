@@ -22,11 +22,11 @@ from ckptd.format.manifest import Manifest, MeshEntry, decode_manifest, encode_m
 from ckptd.layout import sharding
 from ckptd.load.plan import Want, read_plan
 from ckptd.save.commit import assemble
-from ckptd.save.messages import Part, Save
-from ckptd.save.structure import Group, LocalTensor, RankPlan, SavePlan, Structure, build_plan
+from ckptd.save.messages import RankPart, SaveRequest
+from ckptd.save.structure import RankGroup, RankPlan, RankTensor, SavePlan, Structure, build_plan
 
 
-def groups(layout: planning.Layout) -> list[Group]:
+def groups(layout: planning.Layout) -> list[RankGroup]:
     """Return the distinct structures of a job: one a pipeline stage."""
     tensors = planning.model()
     size = int(np.prod(layout.mesh_shape))
@@ -38,18 +38,18 @@ def groups(layout: planning.Layout) -> list[Group]:
         for t in tensors:
             if layout.stage(t) != stage:
                 continue
-            held.append(LocalTensor(f"optim.{t.name}.step", "float32", ()))
+            held.append(RankTensor(f"optim.{t.name}.step", "float32", ()))
             placements = layout.placements(t)
             held += [
-                LocalTensor(f"{state}.{t.name}", "float32", t.shape, 0, placements)
+                RankTensor(f"{state}.{t.name}", "float32", t.shape, 0, placements)
                 for state in ("model", "exp_avg", "exp_avg_sq")
             ]
         ranks = tuple(range(stage * size, (stage + 1) * size))
-        out.append(Group(Structure((mesh,), tuple(held)), ranks))
+        out.append(RankGroup(Structure((mesh,), tuple(held)), ranks))
     return out
 
 
-def parts(plan: SavePlan, world: int) -> list[Part]:
+def parts(plan: SavePlan, world: int) -> list[RankPart]:
     """Return what the ranks would report; sizes as the ranks would find them, each for itself."""
     totals = np.zeros(world, dtype=np.int64)
     weights: dict[tuple[int, int, int, int], int] = {}
@@ -64,7 +64,7 @@ def parts(plan: SavePlan, world: int) -> list[Part]:
             numels = np.multiply.outer(numels, sizes).reshape(-1)
         np.add.at(totals, plan.filemap.owners[owners].array(base), numels * itemsizes)
     return [
-        Part(r, plan.digest, 1 << 16, int(n), f"{(r + 1) * 0x9E3779B97F4A7C15:032x}"[-32:])
+        RankPart(r, plan.digest, 1 << 16, int(n), f"{(r + 1) * 0x9E3779B97F4A7C15:032x}"[-32:])
         for r, n in enumerate(totals)
     ]
 
@@ -119,7 +119,7 @@ def measure(ranks: int) -> Iterator[dict[str, Any]]:
         plan = clock.run("plan save s", lambda f=found: build_plan(f, ranks))
         clock.run("one rank's file s", lambda p=plan: RankPlan(p, ranks // 2))
         reported = parts(plan, ranks)
-        save = Save(1, 1000, 1, "0001", plan.digest, (), (), {}, None, 60.0)
+        save = SaveRequest(1, 1000, 1, "0001", plan.digest, (), (), {}, None, 60.0)
         manifest = clock.run(
             "join parts s", lambda p=plan, r=reported, s=save: assemble(p, r, s, None)
         )

@@ -24,7 +24,7 @@ from ckptd.format.manifest import ObjectEntry, TensorEntry
 from ckptd.format.records import Generation, Parent, decode_record, encode_record
 from ckptd.runtime.channel import SocketChannel
 from ckptd.save.commit import decode_plan
-from ckptd.save.messages import Part, Request, Save
+from ckptd.save.messages import RankPart, Request, SaveRequest
 from ckptd.save.structure import SavePlan, Structure
 from ckptd.store import StoreSpec
 
@@ -58,14 +58,14 @@ def received(kind: object, message: msgspec.Struct) -> Call:
 def calls() -> list[Call]:
     """Return what an agent with several ranks decodes in its threads when a job begins."""
     objects = (ObjectEntry("a", 1),)
-    part = Part(0, "p", objects=objects).encode()
-    save = Save(1, 1, 1, "a", "p", (), objects, {}, None, 1.0)
+    part = RankPart(0, "p", objects=objects).encode()
+    save = SaveRequest(1, 1, 1, "a", "p", (), objects, {}, None, 1.0)
     spec = msgspec.json.encode(StoreSpec("/x"))
     plan = SavePlan(1, (), (), (TensorEntry("t", "float32", (1,), 0, 0),), ()).stamped()
     generation = encode_record(Generation(2, "x", Parent(1, 1), "", 1))
     late = msgspec.msgpack.encode(Late(Inner([1])))
     return [
-        partial(Part.decode, part, "x"),
+        partial(RankPart.decode, part, "x"),
         received(Request, save),
         partial(decode_plan, msgspec.msgpack.encode(plan), "x"),
         partial(Structure.decode, Structure((), ()).encode()),

@@ -19,9 +19,9 @@ from ckptd.errors import CkptdError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
 from ckptd.runtime.agentlink import AgentPlace, locked, peer_of
 from ckptd.runtime.channel import SocketChannel
-from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, Happened, Hello, Request
+from ckptd.save.messages import AgentContents, AskEnd, AskStatus, Happened, Request, WriterHello
 from ckptd.save.neartiers import NodeTiers
-from ckptd.save.writer import Worker
+from ckptd.save.writer import SaveWriter
 
 __all__ = ["NodeAgent", "end_on_signals"]
 
@@ -56,7 +56,7 @@ class NodeAgent:
         """By root: jobs of several, with one ``CKPTD_JOB``, count their steps each by itself."""
         self._lock = threading.Lock()
         self._sessions: dict[threading.Thread, socket.socket] = {}
-        self._workers: dict[threading.Thread, Worker] = {}
+        self._workers: dict[threading.Thread, SaveWriter] = {}
         self._until = time.monotonic() + _FIRST_S
         self._awaited: dict[int, tuple[float, float]] = {}
         """When the trainers of ranks came and were found dead whose next life is not over."""
@@ -114,7 +114,7 @@ class NodeAgent:
         channel = SocketChannel(sock, Request)
         try:
             first, _ = channel.receive(_FIRST_S) or (None, None)
-            if isinstance(first, Hello):
+            if isinstance(first, WriterHello):
                 self._attend(channel, first, pid)
             elif isinstance(first, AskEnd | AskStatus):
                 self._answer(channel, first)
@@ -131,9 +131,9 @@ class NodeAgent:
             with self._lock:
                 self._sessions.pop(threading.current_thread(), None)
 
-    def _attend(self, channel: SocketChannel, hello: Hello, pid: int) -> None:
+    def _attend(self, channel: SocketChannel, hello: WriterHello, pid: int) -> None:
         """Be the worker of a trainer."""
-        worker = Worker(channel, near=self._near_of(hello))
+        worker = SaveWriter(channel, near=self._near_of(hello))
         with self._lock:
             self._workers[threading.current_thread()] = worker
 
@@ -151,7 +151,7 @@ class NodeAgent:
             subscription.close()
             self._left(began, worker)
 
-    def _near_of(self, hello: Hello) -> NodeTiers:
+    def _near_of(self, hello: WriterHello) -> NodeTiers:
         with self._lock:
             near = self._nears.get(hello.store.url)
             if near is None:
@@ -161,7 +161,7 @@ class NodeAgent:
                 self._nears[hello.store.url] = near
             return near
 
-    def _left(self, began: float, worker: Worker) -> None:
+    def _left(self, began: float, worker: SaveWriter) -> None:
         """Decide how long to wait for the next life, now that a trainer of this one is gone.
 
         One that died is awaited. The job is over when the life that came back has said goodbye; a
@@ -235,13 +235,13 @@ class NodeAgent:
         with suppress(WorkerError):  # who asked has gone
             channel.send(self._status())
 
-    def _status(self) -> AgentStatus:
+    def _status(self) -> AgentContents:
         with self._lock:
             ranks = tuple(sorted(worker.rank for worker in self._workers.values()))
             left = max(0.0, self._until - time.monotonic())
             nears = list(self._nears.values())
         awaited = bool(ranks) or (self._stay and not self._ending.is_set())
-        return AgentStatus(
+        return AgentContents(
             job=self._place.job,
             node=self._place.node,
             socket=str(self._place.socket),

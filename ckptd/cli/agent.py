@@ -13,7 +13,7 @@ from ckptd.cli.output import Document, Json, Reply, flag, note, option, print_ro
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, UsageError
 from ckptd.runtime.agentlink import AgentPlace, listen, locked, reach, run_folder
 from ckptd.runtime.host import host_id
-from ckptd.save.messages import AgentStatus, AskEnd, AskStatus, visit
+from ckptd.save.messages import AgentContents, AskEnd, AskStatus, visit
 
 __all__ = ["AgentRunDocument", "AgentStatusDocument", "AgentStopDocument", "agent"]
 
@@ -68,20 +68,20 @@ class AgentStatusDocument(Document, frozen=True, kw_only=True, tag="agent status
     run_folder
         Where sockets of this user's agents lie.
     agents
-        Those that answered; see `AgentStatus`.
+        Those that answered; see `AgentContents`.
     silent
         Sockets of those that did not.
     """
 
     run_folder: str
-    agents: tuple[AgentStatus, ...]
+    agents: tuple[AgentContents, ...]
     silent: tuple[str, ...]
 
 
 class AgentStopDocument(Document, frozen=True, kw_only=True, tag="agent stop"):
     """What ``ckptd agent stop --json`` prints: the agent that was asked, and how."""
 
-    agent: AgentStatus
+    agent: AgentContents
     now: bool
 
 
@@ -173,7 +173,7 @@ def status(
     With ROOT or --job that job's only; the exit code is 4 when there is none. It is 1 when one does
     not answer.
     """
-    found: list[AgentStatus]
+    found: list[AgentContents]
     silent: list[str]
     if root or job:
         found, silent = [_ask(_place(root, job, node), AskStatus())], []
@@ -225,7 +225,7 @@ def _place(root: str | None, job: str | None, node: str | None) -> AgentPlace:
     return AgentPlace(name, node or host_id())
 
 
-def _ask(place: AgentPlace, message: AskStatus | AskEnd) -> AgentStatus:
+def _ask(place: AgentPlace, message: AskStatus | AskEnd) -> AgentContents:
     sock = reach(place.socket)
     if sock is None:
         raise NotFoundError(
@@ -239,9 +239,9 @@ def _ask(place: AgentPlace, message: AskStatus | AskEnd) -> AgentStatus:
     return visit(sock, message)
 
 
-def _everybody() -> tuple[list[AgentStatus], list[str]]:
+def _everybody() -> tuple[list[AgentContents], list[str]]:
     """Return the agents that answer, and the sockets of those that listen and do not."""
-    found: list[AgentStatus] = []
+    found: list[AgentContents] = []
     silent: list[str] = []
     for path in sorted(run_folder().glob("*.sock")):
         sock = reach(path)
@@ -272,7 +272,7 @@ def _show_all(document: AgentStatusDocument) -> None:
         _show(one)
 
 
-def _show(one: AgentStatus) -> None:
+def _show(one: AgentContents) -> None:
     print(f"{one.job} on {one.node}: process {one.pid}, {_trainers(one)}, {_end(one)}")
     if one.folder is not None:
         print(f"folder {one.folder}")
@@ -294,11 +294,11 @@ def _show(one: AgentStatus) -> None:
     )
 
 
-def _trainers(one: AgentStatus) -> str:
+def _trainers(one: AgentContents) -> str:
     return f"trainers {_ranks(one.ranks)}" if one.ranks else "no trainers"
 
 
-def _end(one: AgentStatus) -> str:
+def _end(one: AgentContents) -> str:
     if one.ends_in_s is not None:
         return f"ends in {one.ends_in_s:.0f} s"
     if one.ranks:

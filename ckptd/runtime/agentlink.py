@@ -38,6 +38,8 @@ _LOCK_S = 30.0
 _POLL_S = 0.02
 _MOST_PATH_BYTES = 107 if sys.platform == "linux" else 103
 _CREDENTIALS = struct.Struct("3i")
+_PROTOCOL = 2
+"""Rises with messages that agents of before do not know: trainers then start another agent."""
 
 
 class AgentPlace:
@@ -63,7 +65,7 @@ class AgentPlace:
     def __init__(self, job: str, node: str, folder: str | None = None) -> None:
         self.job = job
         self.node = node
-        name = digest_hex(f"{job}\n{node}".encode())[:20]
+        name = digest_hex(f"{job}\n{node}\n{_PROTOCOL}".encode())[:20]
         self.socket = _short(run_folder(folder) / f"{name}.sock")
         self.lock = self.socket.with_suffix(".lock")
         self.log = self.socket.with_suffix(".log")

@@ -27,27 +27,27 @@ from ckptd.runtime.ranks import Board
 from ckptd.save.arena import KEEPING, Slot, Slots
 from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import (
-    Abort,
+    AbortSave,
     Blob,
-    Committed,
     Freed,
     Happened,
-    Hello,
     Leave,
     Neighbours,
+    NewSlot,
     Partner,
-    Progress,
-    Ready,
     Request,
     Response,
-    Save,
+    SaveCommitted,
+    SaveRequest,
     Sealed,
-    Segment,
     SetPlan,
     Settled,
+    ShardStored,
     Stop,
-    Stored,
     Warned,
+    WriteProgress,
+    WriterHello,
+    WriterReady,
 )
 from ckptd.save.structure import SavePlan
 from ckptd.save.tiers import LINGER_S, ROOT, TierSpec
@@ -71,7 +71,7 @@ class AgentSpec:
     place
         Where it is found, or started.
     tiers, linger_s, bind, key
-        See `Hello`.
+        See `WriterHello`.
     """
 
     place: AgentPlace
@@ -82,7 +82,7 @@ class AgentSpec:
 
 
 def join_agent(
-    agent: AgentSpec, hello: Hello, wanted: Callable[[], bool]
+    agent: AgentSpec, hello: WriterHello, wanted: Callable[[], bool]
 ) -> tuple[Channel, Response | None]:
     """Return a connection to the node's agent, and its first word.
 
@@ -138,7 +138,7 @@ GRACE_S = 30.0
 class _Job:
     handle: SaveHandle
     outcome_key: str
-    save: Save
+    save: SaveRequest
     plan: SavePlan
     slot: Slot
     deadline: float = field(default=float("inf"))
@@ -185,7 +185,7 @@ def _posted(raw: bytes) -> CkptdError:
 
 
 class WriterClient:
-    """Starts a `Worker` and talks to it.
+    """Starts a `SaveWriter` and talks to it.
 
     Rank 0's worker commits. Its client publishes the outcome on the board; the other ranks'
     clients read it there, and post a failure of their own, so that nobody waits for a rank that
@@ -232,8 +232,8 @@ class WriterClient:
         self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._agent = agent
-        self._hello = Hello(spec, board.rank, board.world)
-        self._answer: Ready | None = None
+        self._hello = WriterHello(spec, board.rank, board.world)
+        self._answer: WriterReady | None = None
         self._ready = threading.Event()
         self._connected = threading.Event()
         self._channel: Channel
@@ -251,7 +251,7 @@ class WriterClient:
             return self._answer.pid if self._answer else -1
         return self._process.pid if self._process else os.getpid()
 
-    def answer(self, timeout_s: float = START_S) -> Ready:
+    def answer(self, timeout_s: float = START_S) -> WriterReady:
         """Return what the worker said when it was ready.
 
         Raises
@@ -305,10 +305,10 @@ class WriterClient:
         return SocketChannel(ours, Response)
 
     def _start_thread(self, store: Store) -> Channel:
-        from ckptd.save.writer import Worker  # which most programs have in another process
+        from ckptd.save.writer import SaveWriter  # which most programs have in another process
 
         ours, theirs = queue_pair()
-        worker = Worker(theirs, store)
+        worker = SaveWriter(theirs, store)
         threading.Thread(target=worker.run, name="ckptd-worker", daemon=True).start()
         return ours
 
@@ -365,7 +365,7 @@ class WriterClient:
     def _announce(self, slot: Slot) -> None:
         in_thread = self._agent is None and self._process is None
         fd = os.dup(slot.fd) if in_thread else slot.fd
-        segment = Segment(slot.number, slot.nbytes)
+        segment = NewSlot(slot.number, slot.nbytes)
         self._send(segment, fd, lambda: self._segments.update({slot.number: slot}))
 
     def _withdraw(self, slot: Slot) -> None:
@@ -373,7 +373,7 @@ class WriterClient:
             self._segments.pop(slot.number, None)
 
     def begin(
-        self, save: Save, plan: SavePlan, handle: SaveHandle, outcome_key: str, slot: Slot
+        self, save: SaveRequest, plan: SavePlan, handle: SaveHandle, outcome_key: str, slot: Slot
     ) -> None:
         """Hand a save over; the worker starts writing while the caller still copies."""
         if self._plan != plan.digest:
@@ -429,7 +429,7 @@ class WriterClient:
         if (mine := self._jobs.get(job)) is not None:
             mine.given_up = True
         with contextlib.suppress(CkptdError):  # a worker that is gone must not hide why we stop
-            self._send(Abort(job, reason))
+            self._send(AbortSave(job, reason))
 
     def close(self, timeout_s: float) -> None:
         """Let the worker finish what is staged, and end it. Idempotent; never raises.
@@ -574,7 +574,7 @@ class WriterClient:
         for message in self._told.values():
             send(message)
         for slot in self._segments.values():
-            send(Segment(slot.number, slot.nbytes), slot.fd)
+            send(NewSlot(slot.number, slot.nbytes), slot.fd)
         self._plan = ""
         for number, job in list(self._jobs.items()):
             near = self._wanted_near(number, job, kept)
@@ -609,7 +609,7 @@ class WriterClient:
 
     def _hear(self, message: Response) -> None:
         self._heard = time.monotonic()
-        if isinstance(message, Ready):
+        if isinstance(message, WriterReady):
             if message.error is not None:
                 error = CkptdError.from_dict(message.error)
                 self._worker_gone(error.message, error)
@@ -628,11 +628,11 @@ class WriterClient:
         if isinstance(message, Freed):
             job.freed = True
             self._release(message.job, job)
-        elif isinstance(message, Stored):
+        elif isinstance(message, ShardStored):
             self._stored(message, job)
-        elif isinstance(message, Progress):
+        elif isinstance(message, WriteProgress):
             job.handle._progress(message.done)
-        elif isinstance(message, Committed):
+        elif isinstance(message, SaveCommitted):
             self._finish(message.job)
         elif isinstance(message, Warned):
             _log.warning("after step %d: %s", job.handle.step, message.error.get("message"))
@@ -641,11 +641,11 @@ class WriterClient:
         """Tell whether the worker owes no more answers: only rank 0's has a commit to report."""
         if not job.handle.root:
             return isinstance(message, Freed)
-        if isinstance(message, Stored) and message.tier == ROOT:
+        if isinstance(message, ShardStored) and message.tier == ROOT:
             return message.error is not None or self._board.rank > 0
-        return isinstance(message, Committed)
+        return isinstance(message, SaveCommitted)
 
-    def _stored(self, message: Stored, job: _Job) -> None:
+    def _stored(self, message: ShardStored, job: _Job) -> None:
         error = None if message.error is None else CkptdError.from_dict(message.error)
         if message.tier != ROOT:
             if error is None:
@@ -690,12 +690,12 @@ class WriterClient:
                 raw = self._board.peek(job.outcome_key + "/failed")
                 if raw is not None and not job.aborted:
                     job.aborted, job.reason = True, _posted(raw)
-                    self._send(Abort(number, job.reason.message))
+                    self._send(AbortSave(number, job.reason.message))
             elif (raw := self._board.peek(job.outcome_key)) is not None:
                 outcome = _outcomes.decode(raw)
                 if outcome:
                     job.reason = error = CkptdError.from_dict(outcome)
-                    self._send(Abort(number, error.message))
+                    self._send(AbortSave(number, error.message))
                     self._fail(number, error)
                 else:
                     self._finish(number)
@@ -846,7 +846,7 @@ class WriterClient:
             self._fail_all(number, error)
 
 
-def _deadline(save: Save) -> float:
+def _deadline(save: SaveRequest) -> float:
     return time.monotonic() + 2 * save.timeout_s + GRACE_S
 
 

@@ -40,7 +40,7 @@ from ckptd.root.catalogue import Catalogue, publish_manifest, write_witness
 from ckptd.root.leases import hold
 from ckptd.root.spans import saving
 from ckptd.save.dedup import MOST_FOLDERS, folder_of
-from ckptd.save.messages import Base, Part, Refer, Save
+from ckptd.save.messages import Base, RankPart, Refer, SaveRequest
 from ckptd.save.structure import SavePlan, witness_plan
 from ckptd.store.base import Store
 
@@ -70,7 +70,7 @@ I64 = NDArray[np.int64]
 
 def refer(
     plan: SavePlan,
-    parts: Sequence[Part],
+    parts: Sequence[RankPart],
     folder: str,
     tensors: list[TensorEntry],
     owners: dict[Runs3, int],
@@ -112,7 +112,7 @@ def refer(
     return files
 
 
-def _files(parts: Sequence[Part], folder: str) -> list[FileEntry]:
+def _files(parts: Sequence[RankPart], folder: str) -> list[FileEntry]:
     found: dict[str, FileEntry] = {}
     for part in parts:
         if len(part.refers) > MOST_REFERS:
@@ -127,7 +127,9 @@ def _files(parts: Sequence[Part], folder: str) -> list[FileEntry]:
     return [found[path] for path in sorted(found)]
 
 
-def _moved(plan: SavePlan, parts: Sequence[Part], numbers: dict[str, int]) -> tuple[I64, I64, I64]:
+def _moved(
+    plan: SavePlan, parts: Sequence[RankPart], numbers: dict[str, int]
+) -> tuple[I64, I64, I64]:
     """Return tensor, piece and new file of everything that is referred to, by tensor."""
     tensors: list[I64] = []
     pieces: list[I64] = []
@@ -150,7 +152,7 @@ def _moved(plan: SavePlan, parts: Sequence[Part], numbers: dict[str, int]) -> tu
     return joined[0][order], joined[1][order], joined[2][order]
 
 
-def _numbers(part: Part, refer: Refer, chunks: int) -> I64:
+def _numbers(part: RankPart, refer: Refer, chunks: int) -> I64:
     """Return the chunk numbers of runs that are in range, and rise."""
     end = 0
     for first, count in refer.runs:
@@ -163,7 +165,7 @@ def _numbers(part: Part, refer: Refer, chunks: int) -> I64:
     return np.repeat(skipped, counts) + np.arange(int(counts.sum()))
 
 
-def _bad(part: Part, what: str, found: object) -> SaveError:
+def _bad(part: RankPart, what: str, found: object) -> SaveError:
     return SaveError(
         f"a part refers to {what}",
         kind="structure",
@@ -173,7 +175,7 @@ def _bad(part: Part, what: str, found: object) -> SaveError:
 
 
 @contextlib.contextmanager
-def leased(catalogue: Catalogue, parts: Sequence[Part]) -> Iterator[None]:
+def leased(catalogue: Catalogue, parts: Sequence[RankPart]) -> Iterator[None]:
     """Hold what the parts refer to while a checkpoint is published that refers to it as well.
 
     Raises
@@ -207,7 +209,7 @@ def leased(catalogue: Catalogue, parts: Sequence[Part]) -> Iterator[None]:
         held.release()
 
 
-def _check_folders(parts: Sequence[Part], folders: Sequence[str]) -> None:
+def _check_folders(parts: Sequence[RankPart], folders: Sequence[str]) -> None:
     for part in parts:
         strange = sorted({folder_of(r.file.path) for r in part.refers} - set(folders))
         if strange:
@@ -230,7 +232,7 @@ def _gone(base: Base, found: str) -> SaveError:
     )
 
 
-def check_plans(parts: Sequence[Part], plan: SavePlan) -> None:
+def check_plans(parts: Sequence[RankPart], plan: SavePlan) -> None:
     """Every rank must have written by the same plan.
 
     Raises
@@ -250,7 +252,7 @@ def check_plans(parts: Sequence[Part], plan: SavePlan) -> None:
         )
 
 
-def differing_groups(parts: Sequence[Part]) -> dict[str, dict[str, list[int]]]:
+def differing_groups(parts: Sequence[RankPart]) -> dict[str, dict[str, list[int]]]:
     """Return the replica groups whose ranks do not agree: group, then digest, then ranks."""
     seen: dict[str, dict[str, list[int]]] = {}
     for part in parts:
@@ -260,7 +262,7 @@ def differing_groups(parts: Sequence[Part]) -> dict[str, dict[str, list[int]]]:
 
 
 def assemble(
-    plan: SavePlan, parts: Sequence[Part], save: Save, witness: WitnessEntry | None
+    plan: SavePlan, parts: Sequence[RankPart], save: SaveRequest, witness: WitnessEntry | None
 ) -> Manifest:
     """Return the manifest of an attempt of which every rank has reported.
 
@@ -313,16 +315,16 @@ def assemble(
     )
 
 
-def _file(part: Part, folder: str) -> FileEntry:
+def _file(part: RankPart, folder: str) -> FileEntry:
     return FileEntry(
         file_key(folder, part.rank), part.rank, part.data_start, part.data_bytes, part.index
     )
 
 
-def _extras(parts: Sequence[Part]) -> list[tuple[str, list[tuple[int, int, str]]]]:
+def _extras(parts: Sequence[RankPart]) -> list[tuple[str, list[tuple[int, int, str]]]]:
     """Return chunks of private size: per-rank objects by name, then large replicated ones.
 
-    This is also their order inside each file (`ckptd.save.messages.Save.extra` has it already).
+    This is also their order inside each file (`SaveRequest.extra` has it already).
     """
     found: dict[tuple[bool, str], list[tuple[int, int, str]]] = {}
     for part in parts:
@@ -367,7 +369,7 @@ def _declared(on_change: str) -> str:
     return f'PerRank(on_change="{on_change}")' if on_change else "a value in common"
 
 
-def merge_objects(parts: Sequence[Part]) -> dict[str, ObjectEntry]:
+def merge_objects(parts: Sequence[RankPart]) -> dict[str, ObjectEntry]:
     """Join the objects that group leaders report; pipeline stages share some of them."""
     merged: dict[str, ObjectEntry] = {}
     groups: dict[str, _Groups] = {}
@@ -502,11 +504,11 @@ def decode_plan(raw: bytes, where: str) -> SavePlan:
 def commit_attempt(
     catalogue: Catalogue,
     plan: SavePlan,
-    save: Save,
+    save: SaveRequest,
     stop: Callable[[], str | None],
     timeout_s: float,
     rank: int = 0,
-    heard: Callable[[Sequence[Part]], None] | None = None,
+    heard: Callable[[Sequence[RankPart]], None] | None = None,
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
@@ -554,7 +556,7 @@ def commit_attempt(
 
 
 def finish_attempt(
-    source: Store, target: Store, plan: SavePlan, save: Save, parts: Sequence[Part]
+    source: Store, target: Store, plan: SavePlan, save: SaveRequest, parts: Sequence[RankPart]
 ) -> Manifest:
     """Check the parts of all ranks against each other and return the manifest that they make.
 
@@ -595,7 +597,7 @@ class _SettledError(Exception):
 
 
 def _or_settled(
-    catalogue: Catalogue, save: Save, stop: Callable[[], str | None]
+    catalogue: Catalogue, save: SaveRequest, stop: Callable[[], str | None]
 ) -> Callable[[], str | None]:
     """Return `stop`, which now and then also looks whether the wait has become pointless."""
     asked = time.monotonic()
@@ -615,13 +617,13 @@ def _or_settled(
 
 def gather_parts(
     store: Store, folder: str, world: int, stop: Callable[[], str | None], timeout_s: float
-) -> list[Part]:
+) -> list[RankPart]:
     """Wait for the part of every rank and return them by rank.
 
     On stores whose listing is consistent one listing finds all new parts; elsewhere the missing
     ones are asked for by name.
     """
-    found: dict[int, Part] = {}
+    found: dict[int, RankPart] = {}
     end = time.monotonic() + timeout_s
     pause = _FIRST_POLL_S
     with ThreadPoolExecutor(store.capabilities.parallel) as pool:
@@ -644,7 +646,7 @@ def gather_parts(
     return [found[r] for r in range(world)]
 
 
-def _new(store: Store, folder: str, world: int, found: dict[int, Part]) -> Iterable[int]:
+def _new(store: Store, folder: str, world: int, found: dict[int, RankPart]) -> Iterable[int]:
     if not store.capabilities.consistent_list:
         return [r for r in range(world) if r not in found]
     names = store.children(folder + PARTS)
@@ -652,10 +654,10 @@ def _new(store: Store, folder: str, world: int, found: dict[int, Part]) -> Itera
     return [r for r in ranks if r < world and r not in found]
 
 
-def _peek(store: Store, folder: str, rank: int) -> Part | None:
+def _peek(store: Store, folder: str, rank: int) -> RankPart | None:
     key = part_key(folder, rank)
     try:
-        part = Part.decode(store.get(key), key)
+        part = RankPart.decode(store.get(key), key)
     except NotFoundError:
         return None
     if part.rank != rank:
@@ -663,7 +665,7 @@ def _peek(store: Store, folder: str, rank: int) -> Part | None:
     return part
 
 
-def _raise_failed(part: Part) -> None:
+def _raise_failed(part: RankPart) -> None:
     if part.error is None:
         return
     cause = CkptdError.from_dict(part.error)
@@ -677,7 +679,9 @@ def _raise_failed(part: Part) -> None:
     )
 
 
-def _missing(folder: str, world: int, found: dict[int, Part], timeout_s: float) -> DeadlineError:
+def _missing(
+    folder: str, world: int, found: dict[int, RankPart], timeout_s: float
+) -> DeadlineError:
     missing = [r for r in range(world) if r not in found]
     return DeadlineError(
         "ranks did not write their part in time",
@@ -689,7 +693,7 @@ def _missing(folder: str, world: int, found: dict[int, Part], timeout_s: float) 
     )
 
 
-def _check_replicas(store: Store, folder: str, parts: Sequence[Part]) -> None:
+def _check_replicas(store: Store, folder: str, parts: Sequence[RankPart]) -> None:
     """Raise naming what differs between ranks that should agree."""
     for by_digest in differing_groups(parts).values():
         tables = []

@@ -34,7 +34,7 @@ from ckptd.layout.owners import ABSENT
 from ckptd.load.files import Places, load_index
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Hold, hold
-from ckptd.save.messages import Base, Part, Refer, Save
+from ckptd.save.messages import Base, RankPart, Refer, SaveRequest
 from ckptd.save.structure import RankPlan, SavePlan
 
 __all__ = [
@@ -351,7 +351,7 @@ class ChunkDedup:
         """Tell whether the next save will look for something to refer to."""
         return self._switch.on and bool((plan.sizes >= LEAST_BYTES).any())
 
-    def begin(self, save: Save, plan: RankPlan, alive: Callable[[], None]) -> Search | None:
+    def begin(self, save: SaveRequest, plan: RankPlan, alive: Callable[[], None]) -> Search | None:
         """Return what to compare a save with; None: everything is written.
 
         Parameters
@@ -382,7 +382,7 @@ class ChunkDedup:
         held = self._of(told.base, plan)
         return None if held is None else Search(told.base, frozenset(told.folders), held)
 
-    def wrote(self, save: Save, held: ChunkDigests) -> None:
+    def wrote(self, save: SaveRequest, held: ChunkDigests) -> None:
         """Remember a save, which counts when it is committed."""
         self._held[Base(save.step, save.generation, save.attempt)] = held
         while len(self._held) > _MOST_HELD:
@@ -392,11 +392,11 @@ class ChunkDedup:
         """Learn how many of this rank's bytes a search found unchanged."""
         self._switch.told(nbytes, total)
 
-    def gathered(self, parts: Sequence[Part]) -> None:
+    def gathered(self, parts: Sequence[RankPart]) -> None:
         """Learn from the parts of all ranks who will look for something at the next save."""
         self._others_seek = any(p.seeks for p in parts if p.rank != self._rank)
 
-    def end(self, save: Save, commit: Commit | None = None) -> None:
+    def end(self, save: SaveRequest, commit: Commit | None = None) -> None:
         """Let go of what the save referred to: it ended, by a commit or without one."""
         if commit is not None:
             self._last = commit.name
@@ -407,7 +407,7 @@ class ChunkDedup:
 
     # -- agreeing ------------------------------------------------------------------------------
 
-    def _choose(self, save: Save) -> Announced:
+    def _choose(self, save: SaveRequest) -> Announced:
         if self._skip_once:
             self._skip_once = False
             return Announced()
@@ -453,7 +453,7 @@ class ChunkDedup:
             self._sizes[folder] = sum(o.size for o in files if o.key.endswith(".safetensors"))
         return self._sizes[folder]
 
-    def _hear(self, save: Save, alive: Callable[[], None]) -> Announced:
+    def _hear(self, save: SaveRequest, alive: Callable[[], None]) -> Announced:
         end = time.monotonic() + min(HEAR_S, save.timeout_s)
         pause = _POLL_S
         while time.monotonic() < end:
@@ -566,5 +566,5 @@ def _has_large(plan: SavePlan) -> bool:
     return any(math.prod(t.shape) * d.itemsize >= LEAST_BYTES for t, d in sized)
 
 
-def _key(save: Save) -> str:
+def _key(save: SaveRequest) -> str:
     return f"{save.folder}{PARTS}base"

@@ -39,7 +39,7 @@ from ckptd.save.dedup import (
     refers,
     same_as,
 )
-from ckptd.save.messages import Base, Blob, Part, Refer, Save, Sealed
+from ckptd.save.messages import Base, Blob, RankPart, Refer, SaveRequest, Sealed
 from ckptd.save.structure import RankPlan
 from ckptd.store.base import Store
 from ckptd.types import DTYPES
@@ -48,7 +48,7 @@ __all__ = [
     "DataFile",
     "Digester",
     "FileResult",
-    "Packed",
+    "PackedRanges",
     "RankPlan",
     "StagedShard",
     "data_file",
@@ -123,7 +123,7 @@ class FileResult:
     digests: bytes = b""
 
 
-class Packed:
+class PackedRanges:
     """Ranges of a buffer as one data section; each slice is a copy of its own, page-aligned.
 
     Parameters
@@ -159,7 +159,7 @@ def write_file(
     store: Store,
     key: str,
     header: bytes,
-    data: memoryview | Packed,
+    data: memoryview | PackedRanges,
     ends: Sequence[int],
     wait: Callable[[int], None],
     progress: Callable[[int], None],
@@ -200,7 +200,7 @@ def _write_data(
     store: Store,
     key: str,
     header: bytes,
-    data: memoryview | Packed,
+    data: memoryview | PackedRanges,
     digester: Digester | None,
     wait: Callable[[int], None],
     progress: Callable[[int], None],
@@ -270,7 +270,7 @@ class DataFile:
 
 
 def data_file(
-    rank_plan: RankPlan, save: Save, same: NDArray[np.bool_] | None = None
+    rank_plan: RankPlan, save: SaveRequest, same: NDArray[np.bool_] | None = None
 ) -> DataFile | None:
     """Return what the data file of a save is made of; None when the rank has nothing to write.
 
@@ -301,7 +301,7 @@ def data_file(
 def drain(
     store: Store,
     rank_plan: RankPlan,
-    save: Save,
+    save: SaveRequest,
     data: memoryview,
     wait: Callable[[int, float], None],
     sealed: Callable[[float], Sealed],
@@ -361,17 +361,17 @@ def drain(
 
 def _part(
     rank_plan: RankPlan,
-    save: Save,
+    save: SaveRequest,
     data: memoryview,
     wrote: _Wrote,
     seal: Sealed,
     *,
     seeks: bool = False,
     root: str = "",
-) -> Part:
+) -> RankPart:
     """Return what a rank reports of its share, which lies whole in `data`."""
     slots, values = rank_plan.witness(data)
-    return Part(
+    return RankPart(
         rank=rank_plan.rank,
         plan=save.plan,
         data_start=wrote.file.data_start,
@@ -390,12 +390,12 @@ def _part(
     )
 
 
-def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
+def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> None:
     """Tell the committer, and free the space: a full disk must not fill up with failed attempts.
 
     Nobody can commit what is removed here, since this rank has not reported its part.
     """
-    failed = Part(rank=rank, plan=save.plan, error=error.to_dict())
+    failed = RankPart(rank=rank, plan=save.plan, error=error.to_dict())
     file = file_key(save.folder, rank)
     with contextlib.suppress(CkptdError):  # the caller hears the first error, the cause
         store.delete([file, digests_key(file)])
@@ -403,7 +403,7 @@ def _give_up(store: Store, rank: int, save: Save, error: CkptdError) -> None:
         store.put(part_key(save.folder, rank), failed.encode())
 
 
-def put_blobs(store: Store, save: Save, blobs: Sequence[Blob], *, leaders: bool) -> None:
+def put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leaders: bool) -> None:
     """Store the bodies that parts refer to: the group leader's, or those that are not there yet."""
     for blob in blobs:
         key = blob_key(save.folder, blob.digest)
@@ -424,7 +424,7 @@ class _Wrote:
 def _write(
     store: Store,
     rank_plan: RankPlan,
-    save: Save,
+    save: SaveRequest,
     data: memoryview,
     wait: Callable[[int], None],
     whole: Callable[[], Sealed],
@@ -455,7 +455,7 @@ def _write(
 def _write_changed(
     store: Store,
     rank_plan: RankPlan,
-    save: Save,
+    save: SaveRequest,
     data: memoryview,
     wait: Callable[[int], None],
     progress: Callable[[int, int], None],
@@ -483,7 +483,7 @@ def _write_changed(
 def _write_own(
     store: Store,
     rank_plan: RankPlan,
-    save: Save,
+    save: SaveRequest,
     data: memoryview,
     wait: Callable[[int], None],
     progress: Callable[[int, int], None],
@@ -492,9 +492,9 @@ def _write_own(
     file = data_file(rank_plan, save, same)
     if file is None:
         return FileResult(0, 0, "")
-    source: memoryview | Packed = data
+    source: memoryview | PackedRanges = data
     if same is not None:
-        source = Packed(data, _ranges(rank_plan, same, len(data)))
+        source = PackedRanges(data, _ranges(rank_plan, same, len(data)))
         wait = _no_wait  # the search has seen all of it
     elsewhere = len(data) - file.data_bytes
     result = write_file(
@@ -526,7 +526,7 @@ def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tu
     return out
 
 
-def _entry(rank_plan: RankPlan, save: Save, result: FileResult) -> FileEntry:
+def _entry(rank_plan: RankPlan, save: SaveRequest, result: FileResult) -> FileEntry:
     key = file_key(save.folder, rank_plan.rank)
     return FileEntry(key, rank_plan.rank, result.data_start, result.data_bytes, result.index)
 
@@ -549,7 +549,7 @@ class StagedShard:
         The other objects by key, the part last: whoever finds the part finds everything.
     """
 
-    save: Save
+    save: SaveRequest
     plan: RankPlan
     seal: Sealed
     slot: Slot
@@ -580,7 +580,7 @@ class StagedShard:
 
 def stage_shard(
     plan: RankPlan,
-    save: Save,
+    save: SaveRequest,
     slot: Slot,
     wait: Callable[[int], None],
     sealed: Callable[[], Sealed],
@@ -595,7 +595,7 @@ def stage_shard(
     sealed
         Returns what was said when the snapshot was whole, or raises.
     root
-        See `Part`.
+        See `RankPart`.
 
     Raises
     ------

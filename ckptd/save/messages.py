@@ -24,35 +24,35 @@ from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
 
 __all__ = [
-    "Abort",
-    "AgentStatus",
+    "AbortSave",
+    "AgentContents",
     "AskEnd",
     "AskStatus",
     "Base",
     "Blob",
-    "Committed",
     "Extra",
     "Freed",
     "Happened",
-    "Hello",
     "KeptSnapshot",
     "Leave",
     "Neighbours",
-    "Part",
+    "NewSlot",
     "Partner",
-    "Progress",
-    "Ready",
+    "RankPart",
     "Refer",
     "Request",
     "Response",
-    "Save",
+    "SaveCommitted",
+    "SaveRequest",
     "Sealed",
-    "Segment",
     "SetPlan",
     "Settled",
+    "ShardStored",
     "Stop",
-    "Stored",
     "Warned",
+    "WriteProgress",
+    "WriterHello",
+    "WriterReady",
     "visit",
 ]
 
@@ -104,7 +104,7 @@ class KeptSnapshot(msgspec.Struct, frozen=True):
     complete: tuple[str, ...]
 
 
-class AgentStatus(msgspec.Struct, frozen=True):
+class AgentContents(msgspec.Struct, frozen=True):
     """The answer to a visitor.
 
     Attributes
@@ -137,7 +137,7 @@ class AgentStatus(msgspec.Struct, frozen=True):
 
 def visit(
     sock: socket.socket, message: AskStatus | AskEnd, timeout_s: float = ANSWER_S
-) -> AgentStatus:
+) -> AgentContents:
     """Ask an agent over a fresh connection, which is closed afterwards.
 
     Raises
@@ -147,7 +147,7 @@ def visit(
     DeadlineError
         kind ``agent``: it does not answer within `timeout_s`.
     """
-    channel = SocketChannel(sock, AgentStatus)
+    channel = SocketChannel(sock, AgentContents)
     try:
         channel.send(message)
         item = channel.receive(timeout_s)
@@ -159,7 +159,7 @@ def visit(
         raise DeadlineError(
             "the agent does not answer", kind="agent", wanted=f"within {timeout_s:.0f} s"
         )
-    status: AgentStatus = item[0]
+    status: AgentContents = item[0]
     return status
 
 
@@ -175,7 +175,7 @@ class Extra(msgspec.Struct, frozen=True):
     on_change: str = ""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class WriterHello(msgspec.Struct, frozen=True, tag=True):
     """First message: where to write, and who is asking.
 
     Attributes
@@ -188,7 +188,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         Address on which the agents of other nodes reach this one's; empty: none does.
     key
         What the agent is to ask of other nodes, hexadecimal, derived from the job's secret; empty
-        where the job has none: the agent then draws one, and says it in `Ready`.
+        where the job has none: the agent then draws one, and says it in `WriterReady`.
     """
 
     store: StoreSpec
@@ -235,7 +235,7 @@ class Settled(msgspec.Struct, frozen=True, tag=True):
     complete: bool = True
 
 
-class Segment(msgspec.Struct, frozen=True, tag=True):
+class NewSlot(msgspec.Struct, frozen=True, tag=True):
     """A new slot of `nbytes` bytes; its descriptor travels beside this message."""
 
     slot: int
@@ -256,7 +256,7 @@ class Blob(msgspec.Struct, frozen=True):
     leader: bool
 
 
-class Save(msgspec.Struct, frozen=True, tag=True):
+class SaveRequest(msgspec.Struct, frozen=True, tag=True):
     """Write one attempt; a counter in its slot of the arena tells how far the copying is.
 
     Attributes
@@ -324,7 +324,7 @@ class Sealed(msgspec.Struct, frozen=True, tag=True):
     blobs: tuple[Blob, ...] = ()
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class AbortSave(msgspec.Struct, frozen=True, tag=True):
     """Give job up: another rank failed."""
 
     job: int
@@ -348,13 +348,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = (
-    Hello
+    WriterHello
     | Leave
-    | Segment
+    | NewSlot
     | SetPlan
-    | Save
+    | SaveRequest
     | Sealed
-    | Abort
+    | AbortSave
     | Stop
     | Partner
     | Neighbours
@@ -364,7 +364,7 @@ Request = (
 )
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class WriterReady(msgspec.Struct, frozen=True, tag=True):
     """The worker has opened its store, or could not: then there is an `error`.
 
     Attributes
@@ -394,7 +394,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     error: dict[str, str | None] | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class WriteProgress(msgspec.Struct, frozen=True, tag=True):
     """Bytes of a job that are written."""
 
     job: int
@@ -402,7 +402,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class Stored(msgspec.Struct, frozen=True, tag=True):
+class ShardStored(msgspec.Struct, frozen=True, tag=True):
     """What became of this rank's share on a tier, a near one or the root.
 
     Attributes
@@ -423,7 +423,7 @@ class Freed(msgspec.Struct, frozen=True, tag=True):
     job: int
 
 
-class Committed(msgspec.Struct, frozen=True, tag=True):
+class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
     """The checkpoint exists."""
 
     job: int
@@ -442,7 +442,7 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
     event: AnyEvent
 
 
-Response = Ready | Progress | Stored | Freed | Committed | Warned | Happened
+Response = WriterReady | WriteProgress | ShardStored | Freed | SaveCommitted | Warned | Happened
 
 # Now, and not by the first channel, in whichever thread that is opened.
 msgpack_decoder(Request)
@@ -478,7 +478,7 @@ class Refer(msgspec.Struct, frozen=True):
     runs: tuple[tuple[int, int], ...]
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankPart(msgspec.Struct, frozen=True):
     """What one rank reports of an attempt; kept below ``parts/`` until the commit.
 
     Attributes
@@ -524,7 +524,7 @@ class Part(msgspec.Struct, frozen=True):
         return raw + digest(raw)
 
     @staticmethod
-    def decode(raw: bytes, where: str) -> Part:
+    def decode(raw: bytes, where: str) -> RankPart:
         """Invert `encode`; anything else is a `CorruptError`."""
         body = memoryview(raw)[:-DIGEST_BYTES]
         if raw[-DIGEST_BYTES:] != digest(body):
@@ -537,4 +537,4 @@ class Part(msgspec.Struct, frozen=True):
             ) from None
 
 
-_parts = msgpack_decoder(Part)
+_parts = msgpack_decoder(RankPart)

@@ -24,15 +24,15 @@ from ckptd.load.union import Source, UnionStore
 from ckptd.root.catalogue import write_manifest
 from ckptd.root.index import Index
 from ckptd.save.commit import decode_plan, finish_attempt, plan_key
-from ckptd.save.messages import Part, Save
+from ckptd.save.messages import RankPart, SaveRequest
 from ckptd.save.structure import SavePlan
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
 
 __all__ = [
-    "Candidate",
     "Candidates",
-    "Snapshot",
+    "FoundSnapshot",
+    "LoadCandidate",
     "complete_snapshots",
     "find_candidates",
     "finish_snapshot",
@@ -48,7 +48,7 @@ _MOST_BYTES = 1 << 30
 _log = logging.getLogger("ckptd")
 
 
-class Snapshot(msgspec.Struct, frozen=True, order=True):
+class FoundSnapshot(msgspec.Struct, frozen=True, order=True):
     """An attempt of which all parts were found.
 
     Attributes
@@ -79,7 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True, order=True):
         return data_folder(self.name, self.attempt)
 
 
-def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[Snapshot]:
+def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[FoundSnapshot]:
     """Return the snapshots of which `near` holds every part, rising by step.
 
     One listing of each store, and one read for each part and plan. Snapshots with a part that says
@@ -98,7 +98,7 @@ def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[Snap
         head, found, name = info.key.partition("/" + PARTS)
         if found:
             folders.setdefault(head + "/", {})[name] = info.size
-    out: list[Snapshot] = []
+    out: list[FoundSnapshot] = []
     with ThreadPoolExecutor(union.capabilities.parallel) as pool:
         for folder, sizes in folders.items():
             named = parse_data_folder(folder.removeprefix(DATA))
@@ -110,14 +110,16 @@ def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[Snap
                 if plan is not None:
                     root = _root_of(_parts(union, pool, folder, plan), folder)
                     out.append(
-                        Snapshot(of.step, of.generation, attempt, plan.digest, plan.world, root)
+                        FoundSnapshot(
+                            of.step, of.generation, attempt, plan.digest, plan.world, root
+                        )
                     )
             except CkptdError as error:
                 _log.warning("the snapshot %s is not used: %s", folder, error)
     return sorted(out)
 
 
-def _root_of(parts: Sequence[Part], folder: str) -> str:
+def _root_of(parts: Sequence[RankPart], folder: str) -> str:
     roots = {part.root for part in parts}
     if len(roots) > 1:
         raise CorruptError(
@@ -151,7 +153,9 @@ def _read(union: UnionStore, key: str, decode: Callable[[bytes, str], T]) -> T:
                 raise blame(error, key) from error.__cause__
 
 
-def _parts(union: UnionStore, pool: ThreadPoolExecutor, folder: str, plan: SavePlan) -> list[Part]:
+def _parts(
+    union: UnionStore, pool: ThreadPoolExecutor, folder: str, plan: SavePlan
+) -> list[RankPart]:
     """Return the parts of all ranks, by rank.
 
     Raises
@@ -162,16 +166,16 @@ def _parts(union: UnionStore, pool: ThreadPoolExecutor, folder: str, plan: SaveP
         It cannot be read.
     """
 
-    def read(rank: int) -> Part:
-        def decode(raw: bytes, where: str) -> Part:
-            return _checked(Part.decode(raw, where), rank, plan, where)
+    def read(rank: int) -> RankPart:
+        def decode(raw: bytes, where: str) -> RankPart:
+            return _checked(RankPart.decode(raw, where), rank, plan, where)
 
         return _read(union, part_key(folder, rank), decode)
 
     return list(pool.map(read, range(plan.world)))
 
 
-def _checked(part: Part, rank: int, plan: SavePlan, where: str) -> Part:
+def _checked(part: RankPart, rank: int, plan: SavePlan, where: str) -> RankPart:
     """Check that a part is one of the snapshot; another tier may have a good one instead."""
     if part.error is not None:
         cause = CkptdError.from_dict(part.error)
@@ -192,7 +196,7 @@ def _checked(part: Part, rank: int, plan: SavePlan, where: str) -> Part:
     return part
 
 
-def finish_snapshot(union: UnionStore, scratch: Store, snapshot: Snapshot) -> Manifest:
+def finish_snapshot(union: UnionStore, scratch: Store, snapshot: FoundSnapshot) -> Manifest:
     """Make what a commit of the snapshot would have made: its manifest, and the witness.
 
     Deterministic: every rank that does it gets the same.
@@ -235,9 +239,9 @@ def finish_snapshot(union: UnionStore, scratch: Store, snapshot: Snapshot) -> Ma
     return manifest
 
 
-def _save_of(snapshot: Snapshot) -> Save:
+def _save_of(snapshot: FoundSnapshot) -> SaveRequest:
     """Return the save that the attempt was, as far as a manifest depends on it."""
-    return Save(
+    return SaveRequest(
         job=0,
         step=snapshot.step,
         generation=snapshot.generation,
@@ -251,7 +255,7 @@ def _save_of(snapshot: Snapshot) -> Save:
     )
 
 
-def finished_files(union: UnionStore, snapshot: Snapshot) -> dict[str, str]:
+def finished_files(union: UnionStore, snapshot: FoundSnapshot) -> dict[str, str]:
     """Finish a snapshot; return manifest and witness by key, zstd in base 64: for all ranks.
 
     Raises what `finish_snapshot` does.
@@ -292,12 +296,12 @@ def _scratch() -> Iterator[Store]:
         forget_memory(name)
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class LoadCandidate(msgspec.Struct, frozen=True):
     """A checkpoint to try: a snapshot, or where there is none the commit."""
 
     step: int
     generation: int
-    snapshot: Snapshot | None = None
+    snapshot: FoundSnapshot | None = None
 
     @property
     def name(self) -> CommitName:
@@ -314,7 +318,7 @@ class Candidates(msgspec.Struct, frozen=True):
         Whether the root could be read; else only near tiers are.
     """
 
-    items: tuple[Candidate, ...]
+    items: tuple[LoadCandidate, ...]
     rooted: bool = True
 
 
@@ -363,14 +367,14 @@ def find_candidates(
             error.add_note("near tiers hold snapshots of several roots; only the root tells whose")
             raise
         _log.warning("the root cannot be read, only near tiers are looked at: %s", error)
-        items = [Candidate(s.step, s.generation, s) for s in sorted(found, reverse=True)]
+        items = [LoadCandidate(s.step, s.generation, s) for s in sorted(found, reverse=True)]
         return Candidates(tuple(items), rooted=False)
     if not items and step is not None:
         items = [_committed(index.find(step))]
     return Candidates(tuple(items))
 
 
-def _snapshots(near: UnionStore | None) -> list[Snapshot]:
+def _snapshots(near: UnionStore | None) -> list[FoundSnapshot]:
     if near is None:
         return []
     try:
@@ -380,7 +384,7 @@ def _snapshots(near: UnionStore | None) -> list[Snapshot]:
         return []
 
 
-def _on_line(index: Index, snapshots: list[Snapshot], step: int | None) -> list[Candidate]:
+def _on_line(index: Index, snapshots: list[FoundSnapshot], step: int | None) -> list[LoadCandidate]:
     marker = index.open()
     newest, commits = index.survey()
     if not newest:
@@ -389,14 +393,14 @@ def _on_line(index: Index, snapshots: list[Snapshot], step: int | None) -> list[
     ours = [s for s in snapshots if s.root in ("", marker.root_id)]
     counting = [s for s in ours if _may_count(index, s, newest)]
     names = line(newest, {*commits, *(s.name for s in counting)}, index.ancestor)
-    out: list[Candidate] = []
+    out: list[LoadCandidate] = []
     for name in reversed(names):
         if step not in (None, name.step):
             continue
         same = sorted((s for s in counting if s.name == name), reverse=True)
         if name in commits and same:
             same = _same_attempt(index, name, same)
-        out += [Candidate(s.step, s.generation, s) for s in same]
+        out += [LoadCandidate(s.step, s.generation, s) for s in same]
         if name in commits:
             out.append(_committed(name))
     # Further down the load itself finds out, and goes on to an older one.
@@ -405,11 +409,11 @@ def _on_line(index: Index, snapshots: list[Snapshot], step: int | None) -> list[
     return out
 
 
-def _committed(name: CommitName) -> Candidate:
-    return Candidate(name.step, name.generation)
+def _committed(name: CommitName) -> LoadCandidate:
+    return LoadCandidate(name.step, name.generation)
 
 
-def _may_count(index: Index, snapshot: Snapshot, newest: int) -> bool:
+def _may_count(index: Index, snapshot: FoundSnapshot, newest: int) -> bool:
     """Tell whether a commit of that name could have been made (spec 9.2)."""
     if not 0 < snapshot.generation <= newest:
         return False
@@ -420,7 +424,9 @@ def _may_count(index: Index, snapshot: Snapshot, newest: int) -> bool:
     return parent is None or snapshot.step > parent.step
 
 
-def _same_attempt(index: Index, name: CommitName, found: Iterable[Snapshot]) -> list[Snapshot]:
+def _same_attempt(
+    index: Index, name: CommitName, found: Iterable[FoundSnapshot]
+) -> list[FoundSnapshot]:
     try:
         attempt = index.commit(name).attempt
     except NotFoundError:

@@ -32,10 +32,10 @@ from ckptd.layout.sharding import Placement, nested, owner_array, sharded_grid
 from ckptd.types import dtype_of
 
 __all__ = [
-    "Group",
-    "Holders",
-    "LocalTensor",
+    "RankGroup",
     "RankPlan",
+    "RankTensor",
+    "ReplicaHolders",
     "SavePlan",
     "Shared",
     "Structure",
@@ -48,7 +48,7 @@ SPLIT_BYTES = 4 << 20
 """Replicated tensors below this size are written by one rank whole."""
 
 
-class LocalTensor(msgspec.Struct, frozen=True):
+class RankTensor(msgspec.Struct, frozen=True):
     """One tensor as a rank sees it.
 
     Attributes
@@ -86,7 +86,7 @@ class Structure(msgspec.Struct, frozen=True):
     """
 
     meshes: tuple[MeshEntry, ...]
-    tensors: tuple[LocalTensor, ...]
+    tensors: tuple[RankTensor, ...]
     objects: tuple[str, ...] = ()
     grids: tuple[GridEntry, ...] = ()
     owners: tuple[Runs3, ...] = ()
@@ -105,14 +105,14 @@ class Structure(msgspec.Struct, frozen=True):
 _structures = json_decoder(Structure)
 
 
-class Group(msgspec.Struct, frozen=True):
+class RankGroup(msgspec.Struct, frozen=True):
     """The ranks that share one structure, rising."""
 
     structure: Structure
     ranks: tuple[int, ...]
 
 
-class Cut(msgspec.Struct, frozen=True):
+class RowCut(msgspec.Struct, frozen=True):
     """How a layout cuts a tensor, and who writes each piece."""
 
     grid: GridEntry
@@ -206,7 +206,7 @@ class _Balance:
         return rank
 
 
-def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
+def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     """Decide who writes what, from every distinct structure of the job.
 
     A pure function: all ranks call it with the same arguments and get the same plan. Replicated
@@ -221,13 +221,13 @@ def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
     merged = _merge(groups)
     tables, balance = _Tables(), _Balance(world)
     entries: dict[str, TensorEntry] = {}
-    plain: list[tuple[LocalTensor, tuple[int, ...]]] = []
+    plain: list[tuple[RankTensor, tuple[int, ...]]] = []
     replicas: dict[tuple[int, ...], list[int]] = {}
     for name, (tensor, place, ranks) in merged.items():
         if place is None:
             # One rank's alone: pieces of several ranks would be a mixture.
             plain.append((tensor, ranks[:1] if tensor.own else ranks))
-        elif isinstance(place, Cut):
+        elif isinstance(place, RowCut):
             entries[name] = _cut_entry(tensor, place, ranks, tables, balance)
         else:
             entries[name] = _sharded_entry(tensor, place, ranks, tables, balance, replicas)
@@ -259,15 +259,15 @@ def build_plan(groups: Sequence[Group], world: int) -> SavePlan:
     ).stamped()
 
 
-def _nbytes(tensor: LocalTensor) -> int:
+def _nbytes(tensor: RankTensor) -> int:
     return math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
 
 
-def _bare(tensor: LocalTensor, grid: int) -> TensorEntry:
+def _bare(tensor: RankTensor, grid: int) -> TensorEntry:
     return TensorEntry(tensor.name, tensor.dtype, tensor.shape, grid, 0, 0, tensor.aliases)
 
 
-def _lay(groups: Sequence[Group]) -> str:
+def _lay(groups: Sequence[RankGroup]) -> str:
     """Return the one layout program of all ranks."""
     first = groups[0].structure.lay
     other = next((g for g in groups if g.structure.lay != first), None)
@@ -281,20 +281,20 @@ def _lay(groups: Sequence[Group]) -> str:
     return first
 
 
-_Place: TypeAlias = MeshEntry | Cut | None
+_Place: TypeAlias = MeshEntry | RowCut | None
 
 
-def _place(structure: Structure, tensor: LocalTensor) -> _Place:
+def _place(structure: Structure, tensor: RankTensor) -> _Place:
     if tensor.grid >= 0:
-        return Cut(structure.grids[tensor.grid], structure.owners[tensor.owners], tensor.base)
+        return RowCut(structure.grids[tensor.grid], structure.owners[tensor.owners], tensor.base)
     return structure.meshes[tensor.mesh] if tensor.mesh >= 0 else None
 
 
 def _merge(
-    groups: Sequence[Group],
-) -> dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]]:
+    groups: Sequence[RankGroup],
+) -> dict[str, tuple[RankTensor, _Place, tuple[int, ...]]]:
     """Join the groups' tensors by name, in order of first appearance."""
-    merged: dict[str, tuple[LocalTensor, _Place]] = {}
+    merged: dict[str, tuple[RankTensor, _Place]] = {}
     holding: dict[str, list[int]] = {}
     aliases: dict[str, list[str]] = {}
     for number, group in enumerate(groups):
@@ -317,7 +317,7 @@ def _merge(
                     hint="declare values that differ per rank with ckptd.PerRank, or give tensors "
                     "of different stages different names",
                 )
-            if seen[1] != place and (isinstance(seen[1], Cut) or isinstance(place, Cut)):
+            if seen[1] != place and (isinstance(seen[1], RowCut) or isinstance(place, RowCut)):
                 raise _two_cuts(
                     tensor.name, groups[holding[tensor.name][0]].ranks[0], group.ranks[0]
                 )
@@ -328,7 +328,7 @@ def _merge(
     _check_meanings(groups, merged, aliases)
     # Thousands of names have the same holders: their ranks are joined once.
     ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
-    out: dict[str, tuple[LocalTensor, _Place, tuple[int, ...]]] = {}
+    out: dict[str, tuple[RankTensor, _Place, tuple[int, ...]]] = {}
     for name, (tensor, place) in merged.items():
         key = tuple(holding[name])
         if key not in ranks:
@@ -340,7 +340,7 @@ def _merge(
 
 
 def _check_meanings(
-    groups: Sequence[Group], tensors: Mapping[str, object], aliases: Mapping[str, list[str]]
+    groups: Sequence[RankGroup], tensors: Mapping[str, object], aliases: Mapping[str, list[str]]
 ) -> None:
     """Raise `UsageError` where a name is one thing on one rank and another elsewhere.
 
@@ -357,7 +357,7 @@ def _check_meanings(
                 raise _two_meanings(groups, name)
 
 
-def _two_meanings(groups: Sequence[Group], name: str) -> UsageError:
+def _two_meanings(groups: Sequence[RankGroup], name: str) -> UsageError:
     """Say what each of two ranks has under a name."""
     found: dict[str, int] = {}
     for group in groups:
@@ -393,7 +393,7 @@ def _two_cuts(name: str, first: int, second: int) -> UsageError:
 
 
 def _cut_entry(
-    tensor: LocalTensor, cut: Cut, holders: tuple[int, ...], tables: _Tables, balance: _Balance
+    tensor: RankTensor, cut: RowCut, holders: tuple[int, ...], tables: _Tables, balance: _Balance
 ) -> TensorEntry:
     """Return the entry of a tensor whose pieces and owners a layout says."""
     files = cut.files()
@@ -415,7 +415,7 @@ def _cut_entry(
 
 
 def _sharded_entry(
-    tensor: LocalTensor,
+    tensor: RankTensor,
     mesh: MeshEntry,
     holders: tuple[int, ...],
     tables: _Tables,
@@ -462,7 +462,7 @@ def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
     return Owners(mesh.ranks).array().reshape(mesh.shape)
 
 
-def _cut_rows(tensor: LocalTensor, holders: int, share: int) -> Axis:
+def _cut_rows(tensor: RankTensor, holders: int, share: int) -> Axis:
     rows = tensor.shape[0] if tensor.shape else 1
     parts = min(holders, rows, -(-_nbytes(tensor) // share)) if tensor.shape else 1
     if parts <= 1 or 0 in tensor.shape:
@@ -471,14 +471,14 @@ def _cut_rows(tensor: LocalTensor, holders: int, share: int) -> Axis:
     return Axis.from_sizes([small + 1] * extra + [small] * (parts - extra))
 
 
-def _row_grid(tensor: LocalTensor, rows: Axis) -> Grid:
+def _row_grid(tensor: RankTensor, rows: Axis) -> Grid:
     if not tensor.shape:
         return whole(())
     return Grid((rows, *(Axis(((n, 1),)) for n in tensor.shape[1:])))
 
 
 def _assign(
-    plain: Sequence[tuple[LocalTensor, tuple[int, ...]]],
+    plain: Sequence[tuple[RankTensor, tuple[int, ...]]],
     pieces: dict[str, list[tuple[int, int, int]]],
     balance: _Balance,
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -516,7 +516,7 @@ class Shared:
     alone: bool
 
 
-class Holders:
+class ReplicaHolders:
     """Finds, for each name of one rank, with which others it holds that name in common.
 
     Parameters
@@ -533,7 +533,7 @@ class Holders:
         that nothing can be compared and one of them would be lost.
     """
 
-    def __init__(self, groups: Sequence[Group], rank: int) -> None:
+    def __init__(self, groups: Sequence[RankGroup], rank: int) -> None:
         self._groups = groups
         self._rank = rank
         self._own = next(i for i, g in enumerate(groups) if rank in g.ranks)
@@ -573,7 +573,7 @@ class Holders:
             self._chain.append(link)
         return number
 
-    def _cut(self, tensor: LocalTensor, group: Group, mesh: int, placements: Any) -> _Cut | None:
+    def _cut(self, tensor: RankTensor, group: RankGroup, mesh: int, placements: Any) -> _Cut | None:
         if tensor.grid >= 0:
             return None  # a layout says which part of it a rank holds
         if mesh < 0:
@@ -674,7 +674,7 @@ def _hashable(placements: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(p if isinstance(p, str) else tuple(p) for p in placements)
 
 
-def _cut_twice(name: str, groups: Sequence[Group], one: int, other: int) -> UsageError:
+def _cut_twice(name: str, groups: Sequence[RankGroup], one: int, other: int) -> UsageError:
     def told(number: int) -> str:
         tensor = next(t for t in groups[number].structure.tensors if t.name == name)
         if tensor.grid >= 0:

@@ -23,7 +23,7 @@ from ckptd.format.names import CommitName
 from ckptd.root.spans import saving
 from ckptd.save.arena import KEEPING
 from ckptd.save.drain import StagedShard, put_shard
-from ckptd.save.messages import Freed, Response, Settled, Stored
+from ckptd.save.messages import Freed, Response, Settled, ShardStored
 from ckptd.save.neartiers import NodeTiers
 from ckptd.save.tiers import NEAR, ROOT
 from ckptd.store.base import Store
@@ -72,7 +72,7 @@ class TierUploader:
         else:
             memory.forget_slot(shard.slot)
         if "memory" in save.near:
-            self._tell(Stored(save.job, "memory"))
+            self._tell(ShardStored(save.job, "memory"))
         self._recent[save.name] = shard
         for old in sorted(self._recent, key=_age)[:-_RECENT]:
             del self._recent[old]
@@ -141,7 +141,7 @@ class TierUploader:
         except Exception as caught:  # noqa: BLE001 - a bug must reach the handle, not vanish
             error = as_worker_error(caught)
         done()
-        self._tell(Stored(save.job, tier, error))
+        self._tell(ShardStored(save.job, tier, error))
         return error is None
 
     def _write_root(

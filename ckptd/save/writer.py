@@ -33,27 +33,27 @@ from ckptd.save.commit import commit_attempt, remove_parts
 from ckptd.save.dedup import ChunkDedup
 from ckptd.save.drain import StagedShard, drain, stage_shard
 from ckptd.save.messages import (
-    Abort,
-    Committed,
+    AbortSave,
     Freed,
     Happened,
-    Hello,
     Leave,
     Neighbours,
-    Part,
+    NewSlot,
     Partner,
-    Progress,
-    Ready,
+    RankPart,
     Request,
     Response,
-    Save,
+    SaveCommitted,
+    SaveRequest,
     Sealed,
-    Segment,
     SetPlan,
     Settled,
+    ShardStored,
     Stop,
-    Stored,
     Warned,
+    WriteProgress,
+    WriterHello,
+    WriterReady,
 )
 from ckptd.save.neartiers import NodeTiers
 from ckptd.save.structure import RankPlan
@@ -61,7 +61,7 @@ from ckptd.save.tiers import ROOT
 from ckptd.save.uploader import TierUploader, as_worker_error
 from ckptd.store.base import Store
 
-__all__ = ["Worker", "main"]
+__all__ = ["SaveWriter", "main"]
 
 ORPHAN_COMMIT_S = 60.0
 """How long a worker without a trainer waits for the other ranks' parts, in seconds."""
@@ -75,7 +75,7 @@ TURN_S = 2.0
 _log = logging.getLogger("ckptd")
 
 
-class Worker:
+class SaveWriter:
     """Serves one channel. Jobs run one after the other; commits wait in a thread of their own.
 
     Parameters
@@ -83,7 +83,7 @@ class Worker:
     channel
         The worker's end.
     store
-        Used instead of the one that `Hello` describes (in-process stores).
+        Used instead of the one that `WriterHello` describes (in-process stores).
     near
         The near tiers of the node; only its agent keeps any.
     """
@@ -110,14 +110,14 @@ class Worker:
         """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
         self.said_goodbye = False
         """Whether the trainer ended as it should."""
-        self._unsettled: deque[tuple[Save, RankPlan]] = deque(maxlen=4)
+        self._unsettled: deque[tuple[SaveRequest, RankPlan]] = deque(maxlen=4)
         self._send_lock = threading.Lock()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="ckptd-commit")
         # Side by side: one that waits in vain for a part must not hold up what is complete.
         self._orphans = ThreadPoolExecutor(4, thread_name_prefix="ckptd-orphan")
 
-    def run(self, hello: Hello | None = None) -> None:
+    def run(self, hello: WriterHello | None = None) -> None:
         """Serve until the channel closes or `Stop` comes, then finish what is staged.
 
         Parameters
@@ -128,7 +128,7 @@ class Worker:
         try:
             if hello is None:
                 hello, _ = self._channel.receive(60.0) or (None, None)
-            if not isinstance(hello, Hello):
+            if not isinstance(hello, WriterHello):
                 return
             self._hello = hello
             self._store = self._given_store or hello.store.open()
@@ -139,19 +139,19 @@ class Worker:
             while self._serve_one():
                 pass
         except CkptdError as error:
-            self.tell(Ready(os.getpid(), error=error.to_dict()))
+            self.tell(WriterReady(os.getpid(), error=error.to_dict()))
         except EOFError:
             self._trainer_died, self.died_at = True, time.monotonic()
         finally:
             self._finish()
 
-    def _ready(self, hello: Hello) -> Ready:
+    def _ready(self, hello: WriterHello) -> WriterReady:
         if self._near is None:
-            return Ready(os.getpid())
+            return WriterReady(os.getpid())
         self._near.prepare(hello.tiers)
         self._uploader = TierUploader(self._near, self.tell, self._shard_to_root)
         served = self._near.serve(hello.bind, hello.key) if hello.bind else ()
-        ready = Ready(os.getpid(), self._near.here, *served)
+        ready = WriterReady(os.getpid(), self._near.here, *served)
         known = self._near.neighbours
         return msgspec.structs.replace(ready, pid_space=pid_space(), neighbours=known)
 
@@ -170,7 +170,7 @@ class Worker:
         if item is None:
             return True
         message, fd = item
-        if isinstance(message, Segment) and fd is not None:
+        if isinstance(message, NewSlot) and fd is not None:
             self._drains.submit(self._swap_slot, Slot(message.slot, message.nbytes, fd))
         elif isinstance(message, SetPlan):
             self._plan = RankPlan(message.plan, self._hello.rank)
@@ -178,11 +178,11 @@ class Worker:
             with self._heard:
                 self._sealed[message.job] = message
                 self._heard.notify_all()
-        elif isinstance(message, Abort):
+        elif isinstance(message, AbortSave):
             with self._heard:
                 self._aborted[message.job] = message.reason
                 self._heard.notify_all()
-        elif isinstance(message, Save) and self._plan is not None:
+        elif isinstance(message, SaveRequest) and self._plan is not None:
             self._drains.submit(self._drain, message, self._plan)
         elif isinstance(message, Partner) and self._near is not None:
             self._near.set_peer(message.url, message.secret)
@@ -245,12 +245,12 @@ class Worker:
             old.close()
         self._arena[slot.number] = slot
 
-    def _slot(self, save: Save) -> Slot:
+    def _slot(self, save: SaveRequest) -> Slot:
         if save.slot not in self._arena:
             raise SaveError("there is no such slot", kind="internal", found=save.slot)
         return self._arena[save.slot]
 
-    def _wait_staged(self, save: Save, slot: Slot, upto: int, timeout_s: float) -> None:
+    def _wait_staged(self, save: SaveRequest, slot: Slot, upto: int, timeout_s: float) -> None:
         """Return when the slot holds the first `upto` bytes of this very save."""
 
         def filling() -> bool:
@@ -261,7 +261,7 @@ class Worker:
         slot.wait(save.job, upto, filling, timeout_s)
         self._raise_aborted(save)
 
-    def _wait_sealed(self, save: Save, slot: Slot, timeout_s: float) -> Sealed:
+    def _wait_sealed(self, save: SaveRequest, slot: Slot, timeout_s: float) -> Sealed:
         """Return the seal of this very save: without one what is staged may be half a snapshot."""
         with self._heard:
             self._heard.wait_for(
@@ -278,11 +278,11 @@ class Worker:
             raise half_staged("a sealed snapshot", slot.staged)
         return seal
 
-    def _raise_aborted(self, save: Save) -> None:
+    def _raise_aborted(self, save: SaveRequest) -> None:
         if save.job in self._aborted:
             raise SaveError(self._aborted[save.job], kind="aborted", where=save.folder)
 
-    def _drain(self, save: Save, plan: RankPlan) -> None:
+    def _drain(self, save: SaveRequest, plan: RankPlan) -> None:
         last = 0.0
 
         def progress(done: int, total: int) -> None:
@@ -290,7 +290,7 @@ class Worker:
             now = time.monotonic()
             if now - last > 0.1 or done == total:
                 last = now
-                self.tell(Progress(save.job, done, total))
+                self.tell(WriteProgress(save.job, done, total))
 
         try:
             slot = self._slot(save)
@@ -319,7 +319,7 @@ class Worker:
         self.tell(Freed(save.job))
         self._written(save, plan)
 
-    def _is_reported(self, save: Save) -> bool:
+    def _is_reported(self, save: SaveRequest) -> bool:
         """Tell whether a worker that died has written this rank's share and reported its part.
 
         Then whoever commits may have seen the part, and what it tells of must not be written anew.
@@ -329,23 +329,23 @@ class Worker:
             return False
         key = part_key(save.folder, self._hello.rank)
         try:
-            part = Part.decode(self._store.get(key), key)
+            part = RankPart.decode(self._store.get(key), key)
         except NotFoundError:
             return self._store.exists(commit_key(save.name))
         if part.error is not None:
             raise CkptdError.from_dict(part.error)
         return True
 
-    def _give_up(self, save: Save, error: dict[str, str | None]) -> None:
+    def _give_up(self, save: SaveRequest, error: dict[str, str | None]) -> None:
         """Tell that nothing of this rank's share goes anywhere."""
         self._unchanged.end(save)
         for tier in (*save.near, ROOT) if save.root else save.near:
-            self.tell(Stored(save.job, tier, error))
+            self.tell(ShardStored(save.job, tier, error))
         self.tell(Freed(save.job))
 
-    def _written(self, save: Save, plan: RankPlan) -> None:
+    def _written(self, save: SaveRequest, plan: RankPlan) -> None:
         """Say so; what is left is the commit."""
-        self.tell(Stored(save.job, ROOT))
+        self.tell(ShardStored(save.job, ROOT))
         if not save.root and self._hello.rank == 0:
             self._orphans.submit(self._commit_as_survivor, save, plan)
         elif self._hello.rank == 0:
@@ -353,7 +353,7 @@ class Worker:
         else:
             self._unsettled.append((save, plan))
 
-    def _check_root(self, save: Save) -> None:
+    def _check_root(self, save: SaveRequest) -> None:
         """Raise unless the root of a save is there: what lies at its place may be another one.
 
         Raises
@@ -365,7 +365,7 @@ class Worker:
             self._catalogue.expect(save.root_id)
         self._catalogue.check_root()
 
-    def _belong(self, save: Save) -> None:
+    def _belong(self, save: SaveRequest) -> None:
         """Say whose snapshots these are: what is here of a root that was deleted must go."""
         if self._near is None or (self._root_id and self._root_id == save.root_id):
             return
@@ -379,7 +379,7 @@ class Worker:
 
     # -- near tiers --------------------------------------------------------------------------------
 
-    def _stage(self, save: Save, plan: RankPlan, slot: Slot) -> StagedShard:
+    def _stage(self, save: SaveRequest, plan: RankPlan, slot: Slot) -> StagedShard:
         """Digest a snapshot as it comes, and return this rank's share of it once it is whole."""
         limit = time.monotonic() + save.timeout_s
 
@@ -418,11 +418,11 @@ class Worker:
                     )
         except CkptdError as error:
             self._unchanged.end(save)
-            self.tell(Stored(save.job, ROOT, error.to_dict()))
+            self.tell(ShardStored(save.job, ROOT, error.to_dict()))
             return
         except Exception as error:  # noqa: BLE001 - as above
             self._unchanged.end(save)
-            self.tell(Stored(save.job, ROOT, as_worker_error(error)))
+            self.tell(ShardStored(save.job, ROOT, as_worker_error(error)))
             return
         self._written(save, shard.plan)
 
@@ -467,13 +467,13 @@ class Worker:
             time.sleep(0.1)
         return False
 
-    def _is_past(self, save: Save) -> bool:
+    def _is_past(self, save: SaveRequest) -> bool:
         """Tell whether the root has this step or a later one."""
         self._check_root(save)
         latest = self._catalogue.latest()
         return latest is not None and latest.step >= save.step
 
-    def _commit_as_survivor(self, save: Save, plan: RankPlan) -> None:
+    def _commit_as_survivor(self, save: SaveRequest, plan: RankPlan) -> None:
         """Commit what rank 0 did not: its worker may have died with the trainers.
 
         Only rank 0 commits while its job lives, so what nobody aborted is still wanted.
@@ -485,7 +485,7 @@ class Worker:
                 return
             time.sleep(0.2)
 
-    def _is_settled(self, save: Save) -> bool:
+    def _is_settled(self, save: SaveRequest) -> bool:
         try:
             if save.job in self._aborted or self._store.exists(commit_key(save.name)):
                 return True
@@ -494,11 +494,11 @@ class Worker:
         except CkptdError:
             return False  # the commit itself will say what is wrong with the store
 
-    def _commit(self, save: Save, plan: RankPlan) -> None:
+    def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
         with events.about(tier=self._tier):
             self._commit_and_tell(save, plan)
 
-    def _commit_and_tell(self, save: Save, plan: RankPlan) -> None:
+    def _commit_and_tell(self, save: SaveRequest, plan: RankPlan) -> None:
         orphaned_at: float | None = None
 
         def stop() -> str | None:
@@ -525,7 +525,7 @@ class Worker:
             return
         finally:
             self._unchanged.end(save, commit)
-        self.tell(Committed(save.job))
+        self.tell(SaveCommitted(save.job))
         # From here on the checkpoint exists: nothing that fails may call it a failed save.
         try:
             with saving(self._store, save.name, save.attempt, self._hello.rank):
@@ -535,10 +535,10 @@ class Worker:
         except CkptdError as error:
             self.tell(Warned(save.job, error.to_dict()))
 
-    def _commit_failed(self, save: Save, error: dict[str, str | None]) -> None:
+    def _commit_failed(self, save: SaveRequest, error: dict[str, str | None]) -> None:
         if self._orphan.is_set():  # nobody else is there to say it
             _log.error("step %d was not committed: %s", save.step, error.get("message"))
-        self.tell(Stored(save.job, ROOT, error))
+        self.tell(ShardStored(save.job, ROOT, error))
 
     def tell(self, message: Response) -> None:
         """Tell the trainer, if it still lives."""
@@ -557,7 +557,7 @@ def _turn_s(rank: int) -> float:
 def main() -> None:
     """Entry point of the process: the channel is the socket whose number is the only argument."""
     report_crashes()
-    worker = Worker(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
+    worker = SaveWriter(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
     # A worker in a thread of the trainer tells the same bus, and must not tell it twice.
     events.subscribe(lambda event: worker.tell(Happened(event)))
     worker.run()

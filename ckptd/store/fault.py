@@ -33,13 +33,13 @@ from ckptd.store.base import (
 from ckptd.store.wrap import Wrapper, innermost
 from ckptd.types import ByteRange
 
-__all__ = ["Fault", "Operation"]
+__all__ = ["Fault", "FaultPoint"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class FaultPoint:
     """One operation that a `Fault` saw.
 
     Attributes
@@ -74,7 +74,7 @@ class Fault(Wrapper):
     def __init__(self, inner: Store, spec: FaultSpec | None = None) -> None:
         spec = spec or FaultSpec()
         super().__init__(inner, spec)
-        self.operations: list[Operation] = []
+        self.operations: list[FaultPoint] = []
         self._rules = spec.rules
         self._log = spec.log
         self._matches: Counter[int] = Counter()
@@ -115,7 +115,7 @@ class Fault(Wrapper):
 
     def _begin(self, op: str, key: str, size: int) -> FaultRule | None:
         with self._lock:
-            operation = Operation(len(self.operations) + 1, op, key, size)
+            operation = FaultPoint(len(self.operations) + 1, op, key, size)
             self.operations.append(operation)
             if self._log is not None:
                 self._append_log(operation)
@@ -128,7 +128,7 @@ class Fault(Wrapper):
                         return rule
         return None
 
-    def _append_log(self, operation: Operation) -> None:
+    def _append_log(self, operation: FaultPoint) -> None:
         line = json.dumps(
             {
                 "pid": os.getpid(),
@@ -242,7 +242,7 @@ class _FaultWriter(Writer):
             self._fault.step("abort", self._key, 0, self._inner.abort)
 
 
-def _matches(rule: FaultRule, operation: Operation) -> bool:
+def _matches(rule: FaultRule, operation: FaultPoint) -> bool:
     if rule.number is not None and rule.number != operation.number:
         return False
     if rule.op is not None and not fnmatchcase(operation.op, rule.op):

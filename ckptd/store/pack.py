@@ -47,11 +47,11 @@ __all__ = [
     "STALL_S",
     "WIDTHS",
     "ZSTD",
-    "Frame",
     "Pack",
+    "PackFrame",
     "PackReader",
+    "PackTable",
     "PackWriter",
-    "Table",
     "bound",
     "decode_frame",
     "encode_frame",
@@ -83,7 +83,7 @@ _U8 = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class PackFrame:
     """What is stored of a frame.
 
     Attributes
@@ -104,18 +104,18 @@ class Frame:
     check: int
 
 
-def encode_frame(view: memoryview, level: int) -> Frame:
+def encode_frame(view: memoryview, level: int) -> PackFrame:
     """Pack at most `FRAME_BYTES` bytes; stored as they are where packing saves less than 5 %."""
     raw = np.frombuffer(view, np.uint8)
     width = _best_width(raw, level)
     if width:
         data = _compressor(level).compress(_planes(raw, width).data)
         if len(data) <= _WORTH * len(raw):
-            return Frame(data, ZSTD, width, xxhash.xxh3_64_intdigest(data))
-    return Frame(view, RAW, 1, xxhash.xxh3_64_intdigest(view))
+            return PackFrame(data, ZSTD, width, xxhash.xxh3_64_intdigest(data))
+    return PackFrame(view, RAW, 1, xxhash.xxh3_64_intdigest(view))
 
 
-def decode_frame(frame: Frame, out: memoryview, where: str) -> None:
+def decode_frame(frame: PackFrame, out: memoryview, where: str) -> None:
     """Fill `out`, which is as long as the frame's logical bytes.
 
     Raises
@@ -282,7 +282,7 @@ def table_bytes(size: int, lead: int, frames: Sequence[tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PackTable:
     """Where the frames of one packed object are.
 
     Attributes
@@ -323,15 +323,15 @@ class Table:
             start = self.lead + (index - before) * FRAME_BYTES
         return start, frame_end(start, self.lead, self.size)
 
-    def frame(self, index: int, data: memoryview) -> Frame:
+    def frame(self, index: int, data: memoryview) -> PackFrame:
         """Return frame `index`, whose stored bytes are `data`."""
         row = self.rows[index]
-        return Frame(data, int(row["codec"]), int(row["width"]), int(row["check"]))
+        return PackFrame(data, int(row["codec"]), int(row["width"]), int(row["check"]))
 
 
 def load_table(
     where: str, stored: int, modified: float, read: Callable[[int, int], bytes]
-) -> Table:
+) -> PackTable:
     """Read and check the table of a packed object of `stored` bytes.
 
     Parameters
@@ -366,7 +366,7 @@ def load_table(
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(rows["stored"], out=offsets[1:])
     offsets += len(HEADER)
-    table = Table(size, lead, offsets, rows, digest, stored, modified)
+    table = PackTable(size, lead, offsets, rows, digest, stored, modified)
     _check_rows(table, begin, where)
     return table
 
@@ -375,7 +375,7 @@ def _frame_count(size: int, lead: int) -> int:
     return -(-lead // FRAME_BYTES) + -(-(size - lead) // FRAME_BYTES)
 
 
-def _check_rows(table: Table, end: int, where: str) -> None:
+def _check_rows(table: PackTable, end: int, where: str) -> None:
     """Check every frame's lengths, so that reading one allocates no more than a frame."""
     rows, count = table.rows, len(table.rows)
     before = -(-table.lead // FRAME_BYTES)
@@ -414,7 +414,7 @@ class PackReader:
         self._inner = inner
         self._pool = pool
         self._lock = threading.Lock()
-        self._tables: OrderedDict[str, Table] = OrderedDict()
+        self._tables: OrderedDict[str, PackTable] = OrderedDict()
         self._frames = 0
         # Many small tensors lie in one frame, and are read one by one.
         self._recent: OrderedDict[tuple[bytes, int], memoryview] = OrderedDict()
@@ -432,7 +432,7 @@ class PackReader:
             if table is not None:
                 self._frames -= len(table.rows)
 
-    def table(self, name: str, info: ObjectInfo | None = None) -> Table:
+    def table(self, name: str, info: ObjectInfo | None = None) -> PackTable:
         """Return the table of `name`; `info`, where known, saves asking for the size.
 
         Raises
@@ -449,7 +449,7 @@ class PackReader:
             return kept
         return self._load(name, info or self._inner.stat(name))
 
-    def _load(self, name: str, info: ObjectInfo) -> Table:
+    def _load(self, name: str, info: ObjectInfo) -> PackTable:
         table = load_table(
             f"{self._inner.url}/{name}",
             info.size,
@@ -478,7 +478,7 @@ class PackReader:
     def get(self, name: str, byte_range: ByteRange | None) -> bytes:
         """Return all logical bytes, or exactly `byte_range`; errors as `read`."""
 
-        def act(table: Table) -> bytes:
+        def act(table: PackTable) -> bytes:
             start, end = (byte_range.start, byte_range.end) if byte_range else (0, table.size)
             check_end(f"{self._inner.url}/{name}", end, table.size)  # before it is allocated
             data = bytearray(end - start)
@@ -487,7 +487,7 @@ class PackReader:
 
         return self._with_table(name, act)
 
-    def _with_table(self, name: str, act: Callable[[Table], _T]) -> _T:
+    def _with_table(self, name: str, act: Callable[[PackTable], _T]) -> _T:
         """Do `act`; again where the table was an old one, of an object that was replaced since."""
         known = self.knows(name)
         table = self.table(name)
@@ -499,7 +499,7 @@ class PackReader:
                 raise
             return act(again)
 
-    def _fill(self, name: str, table: Table, offset: int, view: memoryview) -> None:
+    def _fill(self, name: str, table: PackTable, offset: int, view: memoryview) -> None:
         where = f"{self._inner.url}/{name}"
         check_end(where, offset + len(view), table.size)
         if not len(view):
@@ -532,7 +532,9 @@ class PackReader:
             # Until they are over, threads write into the caller's memory.
             wait([f for group in flying for f in group if not f.cancel()], STALL_S)
 
-    def _fill_one(self, name: str, table: Table, index: int, offset: int, view: memoryview) -> None:
+    def _fill_one(
+        self, name: str, table: PackTable, index: int, offset: int, view: memoryview
+    ) -> None:
         """Fill `view` from a single frame: no threads, and the frame is kept for the next call."""
         start, stop = table.span(index)
         with self._lock:
@@ -562,7 +564,7 @@ class PackReader:
 class _Call:
     """One frame to unpack."""
 
-    def __init__(self, table: Table, index: int, data: memoryview) -> None:
+    def __init__(self, table: PackTable, index: int, data: memoryview) -> None:
         self._table = table
         self._index = index
         self._data = data
@@ -582,7 +584,7 @@ class _Call:
         place[:] = whole[lo - start : hi - start]
 
 
-def _groups(table: Table, first: int, end: int) -> Iterator[tuple[int, int]]:
+def _groups(table: PackTable, first: int, end: int) -> Iterator[tuple[int, int]]:
     """Cut frames into runs that are read at once."""
     while first < end:
         stop = first + 1
@@ -653,7 +655,7 @@ class PackWriter(SizedWriter):
         self._held = 0
         self._at = 0  # where the next frame begins
         self._lead = -1  # until the first eight bytes are there
-        self._flying: deque[Future[Frame]] = deque()
+        self._flying: deque[Future[PackFrame]] = deque()
         self._rows: list[tuple[int, int, int, int]] = []
         try:
             inner.write(memoryview(HEADER))

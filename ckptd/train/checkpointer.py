@@ -37,16 +37,17 @@ from ckptd.train.ranks import Agreement, JobBoard, board_of, global_ranks
 from ckptd.train.recorder.recorder import phase
 from ckptd.train.saver import Lazy, Saver
 from ckptd.train.schedule import (
+    GRACE_S,
     Admission,
     Cadence,
     WhenFailed,
     WhenFull,
     check_when_failed,
+    lost,
     rule_of,
 )
 from ckptd.train.session.elastichooks import ElasticHooks, LauncherWatch
 from ckptd.train.session.interrupt import whole
-from ckptd.train.signals import GRACE_S, lost
 
 if TYPE_CHECKING:
     from ckptd.train.layout.program import LayoutSpec

@@ -31,7 +31,7 @@ from ckptd.layout.region import Region
 from ckptd.save.arena import Slot, anonymous_file
 from ckptd.save.structure import SavePlan
 from ckptd.train.cuda import CHUNK_BYTES, CudaCopies, CudaSnapshot, OnDevice
-from ckptd.train.feed import Feed, Group, Mark, Unit, cuts, grouped
+from ckptd.train.feed import CopyFeed, CopyMark, Unit, UnitGroup, cuts, grouped
 from ckptd.train.replicas import Samples
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.leaves import TensorLeaf
@@ -40,17 +40,17 @@ from ckptd.types import Box
 
 __all__ = [
     "PAGE",
+    "CopySources",
     "CopyStep",
     "Count",
     "MappedRange",
+    "MemorySpan",
     "Pages",
     "Range",
     "Snapshot",
-    "Sources",
-    "Span",
-    "Watch",
-    "Watched",
-    "Window",
+    "SpanWatch",
+    "StridedWindow",
+    "WatchedSpans",
     "copy_steps",
     "mappings",
 ]
@@ -312,7 +312,7 @@ _Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MemorySpan:
     """A run of memory that may not change.
 
     Attributes
@@ -331,7 +331,7 @@ class Span:
     slot: int | None
 
 
-class Watch:
+class SpanWatch:
     """Watches the same spans, save for save.
 
     Parameters
@@ -351,7 +351,7 @@ class Watch:
     """
 
     def __init__(
-        self, spans: Sequence[Span], mappings: Sequence[MappedRange], pages: Pages | None
+        self, spans: Sequence[MemorySpan], mappings: Sequence[MappedRange], pages: Pages | None
     ) -> None:
         self.spans = [s for s in spans if s.nbytes]
         self._pages = pages
@@ -393,7 +393,7 @@ class Watch:
         self._fixed = tuple(_ints(p[i] for p in fixed) for i in range(3))
         self._drawn = np.repeat(_ints(w[0] for w in windows), _ints(w[1] for w in windows))
 
-    def begin(self) -> Watched:
+    def begin(self) -> WatchedSpans:
         """Watch from now on. What an earlier call returned must have been asked already."""
         count = None
         if self._pages is not None and self.ranges:
@@ -409,15 +409,15 @@ class Watch:
             spans = np.concatenate((spans, self._drawn))
             offsets = np.concatenate((offsets, drawn))
             sizes = np.concatenate((sizes, np.full(len(drawn), WINDOW_BYTES, np.int64)))
-        return Watched(self, count, self._file, spans, offsets, sizes)
+        return WatchedSpans(self, count, self._file, spans, offsets, sizes)
 
 
-class Watched:
-    """What was there when `Watch.begin` was called."""
+class WatchedSpans:
+    """What was there when `SpanWatch.begin` was called."""
 
     def __init__(
         self,
-        watch: Watch,
+        watch: SpanWatch,
         count: Count | None,
         file: int,
         spans: _Ints,
@@ -487,13 +487,15 @@ def _ints(values: Iterator[int]) -> _Ints:
     return np.fromiter(values, np.int64)
 
 
-def _inner(span: Span) -> Range:
+def _inner(span: MemorySpan) -> Range:
     """Return the pages that are this span's alone."""
     start = -(-span.at // PAGE) * PAGE
     return start, max(start, (span.at + span.nbytes) // PAGE * PAGE)
 
 
-def _countable(spans: Sequence[Span], mappings: Sequence[MappedRange], pages: Pages) -> set[int]:
+def _countable(
+    spans: Sequence[MemorySpan], mappings: Sequence[MappedRange], pages: Pages
+) -> set[int]:
     """Register the mappings of large spans; return the spans that lie in them.
 
     Whole mappings, since a part of one would become a mapping of its own, and a process may not
@@ -554,7 +556,7 @@ SMALL_TENSOR_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StridedWindow:
     """A strided part of a contiguous tensor, in elements."""
 
     shape: tuple[int, ...]
@@ -570,7 +572,7 @@ class CopyStep:
     """
 
     name: str
-    part: Box | Window | None
+    part: Box | StridedWindow | None
     start: int
     end: int
 
@@ -625,7 +627,7 @@ def _local_box(chunk: ChunkRef, regions: Sequence[Region], local_shape: tuple[in
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-class Sources:
+class CopySources:
     """What copy steps read, worked out once for all saves of the same tensors.
 
     Parameters
@@ -684,7 +686,7 @@ class Sources:
         }
 
     @cached_property
-    def watch(self) -> Watch:
+    def watch(self) -> SpanWatch:
         """Finds writes that torch does not count to what is copied late on the host."""
         spans = []
         whole = set()
@@ -693,13 +695,13 @@ class Sources:
             plain = self._plain[unit.step]
             if plain is not None:
                 at = plain.ctypes.data
-                spans.append(Span(step.name, at, plain.nbytes, step.start))
+                spans.append(MemorySpan(step.name, at, plain.nbytes, step.start))
             elif step.name not in whole:
                 whole.add(step.name)
                 local = self.locals[step.name]
                 nbytes = local.numel() * local.element_size()
-                spans.append(Span(step.name, local.data_ptr(), nbytes, None))
-        return Watch(spans, self._mappings, Pages.of_this_process())
+                spans.append(MemorySpan(step.name, local.data_ptr(), nbytes, None))
+        return SpanWatch(spans, self._mappings, Pages.of_this_process())
 
     @cached_property
     def early(self) -> list[int]:
@@ -804,11 +806,11 @@ class _HostLane:
     limit = 1
     free = False
 
-    def __init__(self, slot: Slot, sources: Sources) -> None:
+    def __init__(self, slot: Slot, sources: CopySources) -> None:
         self._slot = slot
         self._sources = sources
 
-    def push(self, group: Group) -> Mark:
+    def push(self, group: UnitGroup) -> CopyMark:
         for unit in group.units:
             self._sources.copy(unit.step, self._slot)
         if group.task is not None:
@@ -854,7 +856,7 @@ class Snapshot:
 
     def __init__(
         self,
-        sources: Sources,
+        sources: CopySources,
         slot: Slot,
         *,
         look: bool = False,
@@ -865,7 +867,7 @@ class Snapshot:
     ) -> None:
         self._steps = steps = sources.steps
         self._slot = slot
-        self._sources: Sources | None = sources
+        self._sources: CopySources | None = sources
         self._samples = samples
         self._shared = cuda
         self._clone = clone
@@ -889,11 +891,11 @@ class Snapshot:
         self._checking = threading.Lock()
         self._changed: list[str] | None = None
         self._on_cuda: CudaSnapshot | None = None
-        self._feed: Feed | None = None
+        self._feed: CopyFeed | None = None
         self.on_device = False
 
     @property
-    def _live(self) -> Sources:
+    def _live(self) -> CopySources:
         if self._sources is None:
             raise SaveError("this snapshot has been copied already", kind="internal")
         return self._sources
@@ -963,12 +965,12 @@ class Snapshot:
         self._feed = self._feed_of(groups, self._on_cuda.placed)
         self.on_device = True
 
-    def _host_groups(self) -> list[Group]:
+    def _host_groups(self) -> list[UnitGroup]:
         lane = _HostLane(self._slot, self._live)
         late = self._live.late_on_host
         groups = list(grouped(lane, late, REPORT_BYTES, len(self._steps)))
         if self._samples is not None:
-            groups.append(Group(lane, (), self._sample_late))
+            groups.append(UnitGroup(lane, (), self._sample_late))
         return groups
 
     def _sample_late(self) -> None:
@@ -976,11 +978,11 @@ class Snapshot:
             for leaf in self._common("cpu", late=True):
                 self._samples(leaf.tensor)
 
-    def _feed_of(self, groups: Iterable[Group], placed: Iterable[int]) -> Feed:
+    def _feed_of(self, groups: Iterable[UnitGroup], placed: Iterable[int]) -> CopyFeed:
         def report(front: int) -> None:
             self._slot.staged = front
 
-        return Feed(self._live.ends, groups, report, (*self._live.placed_early, *placed))
+        return CopyFeed(self._live.ends, groups, report, (*self._live.placed_early, *placed))
 
     # -- in the copying thread -------------------------------------------------------------------
 
@@ -1115,7 +1117,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return reach == tensor.numel()
 
 
-def _part(local: torch.Tensor, part: Box | Window | None) -> torch.Tensor:
+def _part(local: torch.Tensor, part: Box | StridedWindow | None) -> torch.Tensor:
     if isinstance(part, Box):
         for dim, (offset, size) in enumerate(zip(part.offset, part.shape, strict=True)):
             local = local.narrow(dim, offset, size)

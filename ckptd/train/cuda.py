@@ -17,7 +17,7 @@ import torch
 
 from ckptd.errors import UsageError
 from ckptd.save.arena import Slot
-from ckptd.train.feed import Feed, Group, Mark, Unit, grouped
+from ckptd.train.feed import CopyFeed, CopyMark, Unit, UnitGroup, grouped
 from ckptd.train.replicas import Samples, digest_of_sample, sampled_ranges
 from ckptd.train.state.tensors import as_bytes
 
@@ -28,9 +28,9 @@ __all__ = [
     "CudaLane",
     "CudaSnapshot",
     "DeviceSamples",
+    "FirstBytesWatch",
     "OnDevice",
     "Pins",
-    "Unchanged",
     "cloned",
     "device_bytes",
     "is_capturing",
@@ -204,7 +204,7 @@ class _Copied:
     after: Callable[[], None] | None = None
 
     def done(self) -> bool:
-        """See `Mark`."""
+        """See `CopyMark`."""
         if not self.event.query():
             return False
         if self.after is not None:
@@ -254,7 +254,7 @@ class CudaLane:
         ready.record(torch.cuda.current_stream(self.device))
         self._stream.wait_event(ready)
 
-    def push(self, group: Group) -> Mark:
+    def push(self, group: UnitGroup) -> CopyMark:
         """See `Lane`."""
         after = None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
@@ -342,7 +342,7 @@ class CudaCopies:
         return self._buffers[device]
 
 
-def lane_groups(lane: CudaLane, units: Iterable[Unit]) -> list[Group]:
+def lane_groups(lane: CudaLane, units: Iterable[Unit]) -> list[UnitGroup]:
     """Return the groups in which a lane gets these units."""
     return list(grouped(lane, units, CHUNK_BYTES, MOST_UNITS))
 
@@ -447,7 +447,7 @@ def _indexes(nbytes: int, device: torch.device) -> torch.Tensor | None:
     return at.flatten().to(device)
 
 
-class Unchanged:
+class FirstBytesWatch:
     """Watches the first bytes of some tensors: a step that torch does not count changes nearly all.
 
     Parameters
@@ -533,7 +533,7 @@ class CudaSnapshot:
     Attributes
     ----------
     groups
-        For a `Feed`, in the order in which lanes get them.
+        For a `CopyFeed`, in the order in which lanes get them.
     placed
         Indexes of the units that are in place already.
     """
@@ -554,12 +554,12 @@ class CudaSnapshot:
         self._slot = slot
         self._clones: dict[int, torch.Tensor] = {}
         self._live = source
-        self.groups: list[Group] = []
+        self.groups: list[UnitGroup] = []
         self.placed: list[int] = []
         self._lanes = shared.lanes(parts, slot, self._source)
         shared.pins.use(slot, 1)
         self._samples = {device: DeviceSamples() for device in parts}
-        self._watches: list[Unchanged] = []
+        self._watches: list[FirstBytesWatch] = []
         try:
             for device, part in parts.items():
                 at_once = clone and not self._clone(part.early, whole)
@@ -594,12 +594,12 @@ class CudaSnapshot:
     ) -> None:
         samples = self._samples[lane.device]
         samples.take(part.common_early)
-        watch = Unchanged(part.held)
+        watch = FirstBytesWatch(part.held)
         self._watches.append(watch)
         lane.begin()
         early = lane_groups(lane, part.early)
         if at_once:
-            Feed(ends, early, lambda front: None).run(timeout_s)
+            CopyFeed(ends, early, lambda front: None).run(timeout_s)
             self.placed += [unit.index for unit in part.early]
             early = []
 
@@ -608,9 +608,9 @@ class CudaSnapshot:
             samples.fetch(lane)
 
         self.groups += early
-        self.groups.append(Group(lane, (), lambda: samples.take(part.common_late)))
+        self.groups.append(UnitGroup(lane, (), lambda: samples.take(part.common_late)))
         self.groups += lane_groups(lane, part.late)
-        self.groups.append(Group(lane, (), last))
+        self.groups.append(UnitGroup(lane, (), last))
 
     def order(self) -> None:
         """Let what the current streams do from now on come after everything that is pushed."""

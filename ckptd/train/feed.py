@@ -1,7 +1,7 @@
 """In which order copies are handed over, how many are under way, when everything is in place.
 
-Scheduling alone, without torch: what carries a copy out is a `Lane`. A lane on the host copies in
-`push`; one of a GPU enqueues there and is done later (`ckptd.train.cuda`).
+Scheduling alone, without torch: what carries a copy out is a `CopyLane`. A lane on the host copies
+in `push`; one of a GPU enqueues there and is done later (`ckptd.train.cuda`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
-__all__ = ["Feed", "Group", "Lane", "Mark", "Unit", "cuts", "grouped"]
+__all__ = ["CopyFeed", "CopyLane", "CopyMark", "Unit", "UnitGroup", "cuts", "grouped"]
 
 _POLL_S = 0.0005
 
@@ -45,14 +45,14 @@ class Unit:
     end: int
 
 
-class Mark(Protocol):
+class CopyMark(Protocol):
     """Tells when a group is in place."""
 
     def done(self) -> bool:
         """Return whether it is; raise what kept it from it. Never waits."""
 
 
-class Lane(Protocol):
+class CopyLane(Protocol):
     """Carries groups out, in the order in which they are pushed."""
 
     @property
@@ -66,15 +66,15 @@ class Lane(Protocol):
         Who is in a hurry may then push from any thread and beyond `limit`.
         """
 
-    def push(self, group: Group) -> Mark:
+    def push(self, group: UnitGroup) -> CopyMark:
         """Begin to copy a group, then do its task."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class UnitGroup:
     """Units that are pushed together; `task` comes after their copies, on the same lane."""
 
-    lane: Lane
+    lane: CopyLane
     units: Sequence[Unit] = ()
     task: Callable[[], None] | None = None
 
@@ -83,12 +83,12 @@ class Group:
 class _Line:
     """What a lane has before it, and under way."""
 
-    lane: Lane
-    waiting: deque[Group] = field(default_factory=deque)
-    flying: deque[tuple[Group, Mark]] = field(default_factory=deque)
+    lane: CopyLane
+    waiting: deque[UnitGroup] = field(default_factory=deque)
+    flying: deque[tuple[UnitGroup, CopyMark]] = field(default_factory=deque)
 
 
-class Feed:
+class CopyFeed:
     """Hands groups to their lanes until everything is in place.
 
     One thread calls `run`; others may call `hurry` meanwhile.
@@ -108,7 +108,7 @@ class Feed:
     def __init__(
         self,
         ends: Sequence[int],
-        groups: Iterable[Group],
+        groups: Iterable[UnitGroup],
         report: Callable[[int], None],
         placed: Iterable[int] = (),
     ) -> None:
@@ -265,7 +265,7 @@ class Feed:
         return self._error is not None and not all(_is_done(mark) for mark in marks)
 
 
-def _is_done(mark: Mark) -> bool:
+def _is_done(mark: CopyMark) -> bool:
     try:
         return mark.done()
     except Exception:  # noqa: BLE001 - `run` has raised already; all that counts is that it ended
@@ -296,7 +296,7 @@ def cuts(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield Box((i, *box.offset), (1, *box.shape))
 
 
-def grouped(lane: Lane, units: Iterable[Unit], limit: int, most: int) -> Iterator[Group]:
+def grouped(lane: CopyLane, units: Iterable[Unit], limit: int, most: int) -> Iterator[UnitGroup]:
     """Put units that follow one another into groups of at most `most`, and of `limit` bytes.
 
     A unit that is larger is a group of its own.
@@ -306,9 +306,9 @@ def grouped(lane: Lane, units: Iterable[Unit], limit: int, most: int) -> Iterato
     for unit in units:
         nbytes = unit.end - unit.start
         if group and (size + nbytes > limit or len(group) == most):
-            yield Group(lane, group)
+            yield UnitGroup(lane, group)
             group, size = [], 0
         group.append(unit)
         size += nbytes
     if group:
-        yield Group(lane, group)
+        yield UnitGroup(lane, group)

@@ -32,7 +32,7 @@ __all__ = ["Gate"]
 _log = logging.getLogger("ckptd")
 
 
-class OnDevice(Protocol):
+class DeviceCopies(Protocol):
     """The copies of a snapshot, where a device carries some of them out."""
 
     def order(self, timeout_s: float) -> bool:
@@ -57,8 +57,8 @@ class Gate:
         self._timeout_s = timeout_s
         self._copy: Future[None] | None = None
         self._hung: Future[None] | None = None
-        self._on_device: OnDevice | None = None
-        self._earlier: deque[OnDevice] = deque(maxlen=MOST_SLOTS)
+        self._on_device: DeviceCopies | None = None
+        self._earlier: deque[DeviceCopies] = deque(maxlen=MOST_SLOTS)
         self._give_up: Callable[[str], None] | None = None
         self._scope = events.current()
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
@@ -94,7 +94,7 @@ class Gate:
         self,
         copy: Future[None],
         give_up: Callable[[str], None],
-        on_device: OnDevice | None = None,
+        on_device: DeviceCopies | None = None,
     ) -> None:
         """Hold mutations back until `copy` is done; `give_up` is called if it is never.
 

@@ -38,7 +38,7 @@ from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Unheld, hold_or_read
 from ckptd.root.spans import saving, tier_of
-from ckptd.save.recover import Candidate, Candidates, find_candidates, finished_files, unpacked
+from ckptd.save.recover import Candidates, LoadCandidate, find_candidates, finished_files, unpacked
 from ckptd.train.filling import Filling
 from ckptd.train.pauses import no_collection
 from ckptd.train.ranks import Agreement, host_members
@@ -47,7 +47,7 @@ from ckptd.train.state.describe import Describer
 from ckptd.train.state.leaves import Dropped, Leaves
 from ckptd.train.state.restore import (
     Matching,
-    Saved,
+    SavedState,
     apply_objects,
     check_objects,
     match,
@@ -126,9 +126,11 @@ class LoadSources:
         self.unheld = ""
         self._rooted = True
         self._unite()
-        self._aimed: Candidate | None = None
+        self._aimed: LoadCandidate | None = None
 
-    def candidates(self, step: int | None, *, without_root: bool = False) -> tuple[Candidate, ...]:
+    def candidates(
+        self, step: int | None, *, without_root: bool = False
+    ) -> tuple[LoadCandidate, ...]:
         """Return what to try, newest first, the same on every rank.
 
         Raises
@@ -156,7 +158,7 @@ class LoadSources:
         return found.items
 
     @contextmanager
-    def held(self, candidate: Candidate) -> Iterator[None]:
+    def held(self, candidate: LoadCandidate) -> Iterator[None]:
         """Keep a commit from being deleted: rank 0 holds it for all. Snapshots may vanish.
 
         Where no lease can be written, the commit is read without: `unheld` says so.
@@ -178,7 +180,7 @@ class LoadSources:
             self._aim(candidate)
             yield
 
-    def _aim(self, candidate: Candidate) -> None:
+    def _aim(self, candidate: LoadCandidate) -> None:
         """Learn from rank 0 which node holds what of a checkpoint.
 
         A rank then asks nobody who has nothing for it: thousands of ranks that each asked thousands
@@ -270,7 +272,7 @@ class LoadSources:
         with ThreadPoolExecutor(_ASKING_FORMER if sources[0].former else _ASKING) as pool:
             return [*pool.map(look, sources)]
 
-    def _holders(self, candidate: Candidate) -> tuple[str, dict[str, list[int]]]:
+    def _holders(self, candidate: LoadCandidate) -> tuple[str, dict[str, list[int]]]:
         """Return a checkpoint's folder, and by source the ranks whose data files it has."""
         snapshot = candidate.snapshot
         folder = (snapshot or self._catalogue.commit(candidate.name)).folder
@@ -283,7 +285,7 @@ class LoadSources:
     # -- metadata ----------------------------------------------------------------------------------
 
     def manifest(
-        self, candidate: Candidate
+        self, candidate: LoadCandidate
     ) -> tuple[Manifest, FileMap, WitnessPlan, Witness | FullWitness | None]:
         """Return manifest, tables and witness."""
         if candidate.snapshot is None:
@@ -327,7 +329,7 @@ class LoadSources:
 
     # -- what next ---------------------------------------------------------------------------------
 
-    def after(self, error: CkptdError, candidate: Candidate) -> Next:
+    def after(self, error: CkptdError, candidate: LoadCandidate) -> Next:
         """Agree what to do after a try that failed on every rank, on this one by `error`."""
         if error.kind in _NO_AGREEMENT:
             return "raise"
@@ -341,7 +343,7 @@ class LoadSources:
             _log.warning("step %d is read again from other sources: %s", candidate.step, error)
         return agreed
 
-    def _next(self, error: CkptdError, candidate: Candidate) -> Next:
+    def _next(self, error: CkptdError, candidate: LoadCandidate) -> Next:
         lost = candidate.snapshot is not None and isinstance(
             error, (StoreError, SaveError, NotFoundError)
         )
@@ -583,7 +585,7 @@ class Loader:
     def _load_somehow(
         self,
         state: Mapping[str, Any],
-        candidate: Candidate,
+        candidate: LoadCandidate,
         options: _Options,
         sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
@@ -634,7 +636,7 @@ class Loader:
     def _load_one(
         self,
         state: Mapping[str, Any],
-        candidate: Candidate,
+        candidate: LoadCandidate,
         options: _Options,
         sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
@@ -645,7 +647,7 @@ class Loader:
     def _load_held(
         self,
         state: Mapping[str, Any],
-        candidate: Candidate,
+        candidate: LoadCandidate,
         options: _Options,
         sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
@@ -655,7 +657,7 @@ class Loader:
             with no_collection():
                 manifest, filemap, values, witness = sources.manifest(candidate)
             with no_collection(), read_ahead(store, self._likely(manifest, options)):
-                saved = Saved.of(manifest)
+                saved = SavedState.of(manifest)
                 matching, leaves, plan, filling, laid = self._plan(
                     state, saved, filemap, options, store
                 )
@@ -746,7 +748,7 @@ class Loader:
     def _plan(
         self,
         state: Mapping[str, Any],
-        saved: Saved,
+        saved: SavedState,
         filemap: FileMap,
         options: _Options,
         store: UnionStore,

@@ -11,7 +11,7 @@ import xxhash
 
 from ckptd.format.digest import digest_hex
 from ckptd.save.messages import Blob
-from ckptd.save.structure import Holders, Shared
+from ckptd.save.structure import ReplicaHolders, Shared
 from ckptd.train.state.leaves import ObjectLeaf, TensorLeaf
 from ckptd.train.state.tensors import as_bytes, is_dtensor, local_tensor
 
@@ -94,7 +94,7 @@ class Samples:
 
 
 def shards_in_common(
-    tensors: Mapping[str, TensorLeaf], holders: Holders
+    tensors: Mapping[str, TensorLeaf], holders: ReplicaHolders
 ) -> dict[str, torch.Tensor]:
     """Return the tensors with meshes of which another rank holds the same part, by name."""
     return {
@@ -107,7 +107,7 @@ def shards_in_common(
 def replica_digests(
     tensors: Mapping[str, TensorLeaf],
     objects: Mapping[str, ObjectLeaf],
-    holders: Holders,
+    holders: ReplicaHolders,
     known: Mapping[tuple[str, Shared], Mapping[str, str]] | None = None,
     sample: Samples | None = None,
 ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:

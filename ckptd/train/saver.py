@@ -24,9 +24,9 @@ from ckptd.root.policy import Keep
 from ckptd.save.arena import Slot
 from ckptd.save.client import WriterClient, near_key, post_failure
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Blob, Extra, Save
-from ckptd.save.structure import Group, Holders, SavePlan, Structure, build_plan
-from ckptd.train.copy import CopyStep, Snapshot, Sources, copy_steps
+from ckptd.save.messages import Blob, Extra, SaveRequest
+from ckptd.save.structure import RankGroup, ReplicaHolders, SavePlan, Structure, build_plan
+from ckptd.train.copy import CopySources, CopyStep, Snapshot, copy_steps
 from ckptd.train.cuda import CudaCopies, refuse_capture
 from ckptd.train.gate import Gate
 from ckptd.train.pauses import no_collection
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ckptd.train.layout.binder import Laid
     from ckptd.train.layout.saving import LaidLeaves
 
-__all__ = ["Lazy", "Planner", "Saver"]
+__all__ = ["Lazy", "SavePlanner", "Saver"]
 
 
 _groups = json_decoder(dict[str, tuple[int, ...]])
@@ -49,7 +49,7 @@ _groups = json_decoder(dict[str, tuple[int, ...]])
 _FAILED = "structure-failed"
 
 
-class Planner:
+class SavePlanner:
     """Keeps the plan of the last structure.
 
     A rank whose structure did not change goes on with the plan it has and asks nobody. When the
@@ -63,7 +63,7 @@ class Planner:
         self._known = ""
         self.structure = ""
         """Digest of this rank's structure at the last call of `plan`."""
-        self.holders: Holders | None = None
+        self.holders: ReplicaHolders | None = None
         """With whom this rank holds what in common, by the last plan; None in a job of one."""
         self._plan: SavePlan | None = None
         self._planned: Structure | None = None
@@ -108,7 +108,7 @@ class Planner:
             return self._plan
         board = self._agreement.board
         if board.world == 1:
-            groups = [Group(structure, (0,))]
+            groups = [RankGroup(structure, (0,))]
         else:
             try:
                 groups = self._exchange(own, raw, save)
@@ -118,12 +118,12 @@ class Planner:
                     board.add(_FAILED)  # the others have a plan: they hear that it is of no use
                 raise
         plan = build_plan(groups, board.world)
-        self.holders = Holders(groups, board.rank) if board.world > 1 else None
+        self.holders = ReplicaHolders(groups, board.rank) if board.world > 1 else None
         self._plan = plan
         self._known, self._planned = own, structure
         return self._plan
 
-    def _exchange(self, own: str, raw: bytes, save: str) -> list[Group]:
+    def _exchange(self, own: str, raw: bytes, save: str) -> list[RankGroup]:
         board = self._agreement.board
 
         def tabulate(digests: list[bytes]) -> bytes:
@@ -141,7 +141,7 @@ class Planner:
         for digest, ranks in by_digest.items():
             key = f"structure/{digest}"
             body = raw if digest == own else self._agreement.wait(key, ranks[0], 600.0)
-            groups.append(Group(Structure.decode(body), ranks))
+            groups.append(RankGroup(Structure.decode(body), ranks))
         return groups
 
 
@@ -189,13 +189,13 @@ class Saver:
                 found=repr(lazy),
             )
         self._flattener = Flattener()
-        self._planner = Planner(agreement)
+        self._planner = SavePlanner(agreement)
         self._describer = Describer(ranks)
         self._timeout_s = timeout_s
         self._structure: tuple[object, Structure] | None = None
         self._steps: list[CopyStep] = []
         self._steps_of = ""
-        self._sources: tuple[object, Sources] | None = None
+        self._sources: tuple[object, CopySources] | None = None
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
@@ -221,7 +221,7 @@ class Saver:
         self._copier.shutdown(wait=False, cancel_futures=True)
 
     def heed(self, error: CkptdError) -> None:
-        """Plan afresh at the next save if ranks turned out to disagree; see `Planner.heed`."""
+        """Plan afresh at the next save if ranks turned out to disagree; see `SavePlanner.heed`."""
         self._planner.heed(error)
 
     def _heed_all(self) -> None:
@@ -257,7 +257,7 @@ class Saver:
         goes_on
             That the writing process died is not raised, but told by the handle.
         root_id, claim_id
-            See `Save`.
+            See `SaveRequest`.
 
         Raises
         ------
@@ -290,7 +290,7 @@ class Saver:
                 plan = self._planner.plan(structure, key)
             extras, bodies = self._extras(leaves, plan)
             leader = self._board.rank in plan.leaders
-            save = Save(
+            save = SaveRequest(
                 job=job,
                 step=step,
                 generation=generation,
@@ -353,12 +353,12 @@ class Saver:
                 names[0],
             )
 
-    def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> Sources:
+    def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> CopySources:
         held = self._held(leaves)  # each time: optimizers may have lost their hooks
         key = (leaves.known, self._steps_of)
         if self._sources is not None and leaves.known is not None and self._sources[0] == key:
             return self._sources[1]
-        sources = Sources(self._steps, leaves.tensors if laid is None else laid.sources, held)
+        sources = CopySources(self._steps, leaves.tensors if laid is None else laid.sources, held)
         self._sources = (key, sources) if leaves.known is not None and laid is None else None
         return sources
 
@@ -373,7 +373,7 @@ class Saver:
         self,
         leaves: Leaves,
         laid: LaidLeaves | None,
-        holders: Holders | None,
+        holders: ReplicaHolders | None,
         samples: Samples | None,
     ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
         if holders is None or samples is None:
@@ -397,7 +397,7 @@ class Saver:
     def _stage(
         self,
         client: WriterClient,
-        save: Save,
+        save: SaveRequest,
         plan: SavePlan,
         leaves: Leaves,
         laid: LaidLeaves | None,

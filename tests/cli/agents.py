@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.runtime.agentlink import reach
-from ckptd.save.messages import AgentStatus, AskStatus, visit
+from ckptd.save.messages import AgentContents, AskStatus, visit
 from tests.cli.running import COMMAND
 
 DEADLINE_S = 60.0
@@ -149,7 +149,7 @@ class Place:
             text += line
         return process, json.loads(text)
 
-    def statuses(self) -> list[AgentStatus]:
+    def statuses(self) -> list[AgentContents]:
         """Return what the agents that there are say."""
         socks = [reach(path) for path in sorted(self.run.glob("*.sock"))]
         return [visit(sock, AskStatus()) for sock in socks if sock is not None]

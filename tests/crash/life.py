@@ -15,7 +15,7 @@ from ckptd.root.policy import Keep
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Save
+from ckptd.save.messages import SaveRequest
 from ckptd.save.structure import SavePlan
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultSpec, Store, wrap
@@ -124,7 +124,7 @@ def save_on(client: WriterClient, life: Life) -> SaveHandle:
     """Begin the save of `life` and stage all of it."""
     plan = plan_for(life.world, life.large)
     total = plan.filemap.data_bytes(life.rank)
-    save = Save(
+    save = SaveRequest(
         job=client.next_job(),
         step=life.step,
         generation=life.generation,

@@ -45,7 +45,7 @@ from ckptd.runtime.agentlink import AgentPlace
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Save
+from ckptd.save.messages import SaveRequest
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
 from tests.save.saving import fill, plan_of, values
@@ -107,7 +107,7 @@ class Life:
         for number in range(1, 10_000):
             step += 1
             seed = draw.randrange(1 << 30)
-            save = Save(
+            save = SaveRequest(
                 job=client.next_job(),
                 step=step,
                 generation=claimed.generation,

@@ -16,7 +16,7 @@ from ckptd.runtime.agentlink import AgentPlace
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Partner, Save
+from ckptd.save.messages import Partner, SaveRequest
 from ckptd.save.recover import complete_snapshots
 from ckptd.save.structure import SavePlan
 from ckptd.save.tiers import TierSpec
@@ -105,7 +105,7 @@ class NearJob:
     ) -> SaveHandle:
         """Begin a save; without `staged` only half of it is copied."""
         self.attempts += 1
-        save = Save(
+        save = SaveRequest(
             job=self.client.next_job(),
             step=step,
             generation=self.generation,

@@ -12,8 +12,8 @@ from ckptd.root.policy import Keep
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Blob, Extra, Save
-from ckptd.save.structure import Group, LocalTensor, SavePlan, Structure, build_plan
+from ckptd.save.messages import Blob, Extra, SaveRequest
+from ckptd.save.structure import RankGroup, RankTensor, SavePlan, Structure, build_plan
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
@@ -28,8 +28,8 @@ def values(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[st
 
 def plan_of(shapes: Mapping[str, tuple[int, ...]] = SHAPES, world: int = 1) -> SavePlan:
     """Return the plan for replicated float32 tensors of a job of `world` ranks."""
-    tensors = tuple(LocalTensor(n, "float32", s) for n, s in shapes.items())
-    return build_plan([Group(Structure((), tensors), tuple(range(world)))], world)
+    tensors = tuple(RankTensor(n, "float32", s) for n, s in shapes.items())
+    return build_plan([RankGroup(Structure((), tensors), tuple(range(world)))], world)
 
 
 def fill(plan: SavePlan, rank: int, arrays: Mapping[str, Any], data: memoryview) -> int:
@@ -68,7 +68,7 @@ class Job:
         self.generation = generation
         self.client = WriterClient(spec, self.board, store)
 
-    def request(self, step: int, attempt: str = "0001", **changes: Any) -> Save:
+    def request(self, step: int, attempt: str = "0001", **changes: Any) -> SaveRequest:
         """Return the message that a save of `step` sends."""
         fields: dict[str, Any] = {
             "extra": (),
@@ -79,7 +79,7 @@ class Job:
             "plan": self.plan.digest,
         }
         fields |= changes
-        return Save(self.client.next_job(), step, self.generation, attempt, **fields)
+        return SaveRequest(self.client.next_job(), step, self.generation, attempt, **fields)
 
     def save(
         self,

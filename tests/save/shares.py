@@ -10,7 +10,7 @@ import msgspec
 from ckptd.format.names import CommitName
 from ckptd.save.arena import Slot
 from ckptd.save.drain import StagedShard, stage_shard
-from ckptd.save.messages import Save, Sealed
+from ckptd.save.messages import SaveRequest, Sealed
 from ckptd.save.structure import RankPlan, SavePlan
 from ckptd.store.base import Store
 from tests.save.saving import fill, plan_of, values
@@ -25,7 +25,7 @@ def slot_for(plan: SavePlan, rank: int = 0, number: int = 0) -> Slot:
 
 def save_for(
     plan: SavePlan, job: int, near: Sequence[str] = ("memory",), *, root: bool = False
-) -> Save:
+) -> SaveRequest:
     """Return the save whose step is its job."""
     save = save_of(CommitName(job, 1), f"{job:04d}", plan)
     return msgspec.structs.replace(save, job=job, near=tuple(near), root=root)
@@ -33,7 +33,7 @@ def save_for(
 
 def shard_in(
     slot: Slot,
-    save: Save,
+    save: SaveRequest,
     plan: SavePlan | None = None,
     rank: int = 0,
     arrays: Mapping[str, Any] | None = None,

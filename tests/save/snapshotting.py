@@ -17,7 +17,7 @@ from ckptd.load.read import execute
 from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import commit_attempt, plan_key, remove_parts
 from ckptd.save.drain import drain
-from ckptd.save.messages import Save, Sealed
+from ckptd.save.messages import SaveRequest, Sealed
 from ckptd.save.structure import RankPlan, SavePlan
 from ckptd.store.base import Store
 from ckptd.types import Box
@@ -26,8 +26,8 @@ from tests.save.saving import fill
 TIMEOUT_S = 20.0
 
 
-def save_of(name: CommitName, attempt: str, plan: SavePlan) -> Save:
-    return Save(
+def save_of(name: CommitName, attempt: str, plan: SavePlan) -> SaveRequest:
+    return SaveRequest(
         job=0,
         step=name.step,
         generation=name.generation,
@@ -49,7 +49,7 @@ def put_share(
     name: CommitName,
     attempt: str = "0001",
     replicas: tuple[tuple[str, str], ...] = (),
-) -> Save:
+) -> SaveRequest:
     """Write one rank's share of a snapshot, with the plan beside it, as a near tier holds it."""
     save = save_of(name, attempt, plan)
     data = memoryview(bytearray(plan.filemap.data_bytes(rank)))
@@ -73,7 +73,7 @@ def put_snapshot(
     arrays: Mapping[str, Any],
     name: CommitName,
     attempt: str = "0001",
-) -> Save:
+) -> SaveRequest:
     """Write the shares of all ranks, each to one of `stores` in turn."""
     saves = [
         put_share(stores[rank % len(stores)], plan, rank, arrays, name, attempt)

@@ -23,7 +23,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Abort
+from ckptd.save.messages import AbortSave
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
 from ckptd.store.memory import MemoryStore
@@ -229,7 +229,7 @@ def test_a_refused_save_keeps_its_reason_however_fast_the_writer_answers(
 
     def slow(message: object, fd: int | None = None) -> None:
         send(message, fd)  # type: ignore[arg-type]
-        if isinstance(message, Abort):
+        if isinstance(message, AbortSave):
             assert handle._settled(20.0)  # by the writer's answer
 
     monkeypatch.setattr(job.client, "_send", slow)

@@ -18,7 +18,7 @@ from ckptd.format.manifest import FileEntry, encode_manifest
 from ckptd.format.names import CommitName, data_folder, file_key
 from ckptd.save.commit import MOST_REFERS, assemble
 from ckptd.save.dedup import MOST_FOLDERS, Base, Refer, runs_of
-from ckptd.save.messages import Extra, Part, Save
+from ckptd.save.messages import Extra, RankPart, SaveRequest
 from ckptd.save.structure import SavePlan
 from tests.save.saving import plan_of
 
@@ -29,8 +29,8 @@ PLAN = plan_of(SHAPES, world=WORLD)
 INDEX = "0" * 32
 
 
-def save_of(plan: SavePlan = PLAN) -> Save:
-    return Save(1, 9, 1, "0001", plan.digest, (), (), {}, None, 1.0)
+def save_of(plan: SavePlan = PLAN) -> SaveRequest:
+    return SaveRequest(1, 9, 1, "0001", plan.digest, (), (), {}, None, 1.0)
 
 
 def old_file(step: int, rank: int) -> FileEntry:
@@ -38,7 +38,9 @@ def old_file(step: int, rank: int) -> FileEntry:
     return FileEntry(file_key(folder, rank), rank, 4096, 1 << 40, INDEX)
 
 
-def part_of(rank: int, referred: Mapping[FileEntry, Sequence[int]], plan: SavePlan = PLAN) -> Part:
+def part_of(
+    rank: int, referred: Mapping[FileEntry, Sequence[int]], plan: SavePlan = PLAN
+) -> RankPart:
     """Return a part whose own file holds what it does not refer to."""
     chunks = plan.filemap.chunks(rank)
     gone = {n for numbers in referred.values() for n in numbers}
@@ -47,7 +49,7 @@ def part_of(rank: int, referred: Mapping[FileEntry, Sequence[int]], plan: SavePl
         Refer(f, runs_of(np.array(sorted(n)))) for f, n in sorted(referred.items(), key=str) if n
     )
     there = any(i not in gone for i in range(len(chunks)))
-    return Part(
+    return RankPart(
         rank,
         plan.digest,
         4096 if there else 0,

@@ -13,7 +13,7 @@ from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import leased
 from ckptd.save.dedup import Base, Refer
-from ckptd.save.messages import Part
+from ckptd.save.messages import RankPart
 from ckptd.store.memory import MemoryStore, forget_memory
 from tests.root.checkpoints import put_attempt
 from tests.save.referring import is_held
@@ -33,9 +33,9 @@ def catalogue() -> Iterator[Catalogue]:
     forget_memory(name)
 
 
-def part(rank: int, base: Base | None, folder: str = "") -> Part:
+def part(rank: int, base: Base | None, folder: str = "") -> RankPart:
     file = FileEntry(f"{folder}r{rank:05d}.safetensors", rank, 4096, 1, INDEX)
-    return Part(rank, "plan", base=base, refers=(Refer(file, ((0, 1),)),) if folder else ())
+    return RankPart(rank, "plan", base=base, refers=(Refer(file, ((0, 1),)),) if folder else ())
 
 
 def test_the_base_is_held_while_the_block_runs(catalogue: Catalogue) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.save.messages import Neighbours, Ready, Request
+from ckptd.save.messages import Neighbours, Request, WriterReady
 from ckptd.save.peers import (
     MOST_AGO,
     MOST_TOLD,
@@ -129,7 +129,9 @@ def test_what_an_agent_is_told_is_checked(bad: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(raw, type=Request)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(Ready(1, neighbours=(node,))), type=Ready)
+        msgspec.msgpack.decode(
+            msgspec.msgpack.encode(WriterReady(1, neighbours=(node,))), type=WriterReady
+        )
 
 
 def test_an_agent_is_told_of_a_bounded_number() -> None:

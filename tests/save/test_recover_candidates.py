@@ -16,7 +16,7 @@ from ckptd.format.names import CommitName, commit_key, data_folder, part_key
 from ckptd.load.union import UnionStore
 from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import plan_key
-from ckptd.save.messages import Part
+from ckptd.save.messages import RankPart
 from ckptd.save.recover import Candidates, find_candidates
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -47,7 +47,7 @@ def snapshot(
     """Put what makes a snapshot complete; nobody reads its files here."""
     folder = data_folder(CommitName(step, generation), attempt)
     store.put(plan_key(folder), msgspec.msgpack.encode(PLAN))
-    store.put(part_key(folder, 0), Part(0, PLAN.digest, root=root).encode())
+    store.put(part_key(folder, 0), RankPart(0, PLAN.digest, root=root).encode())
 
 
 def found(candidates: Candidates) -> list[tuple[int, int, str]]:

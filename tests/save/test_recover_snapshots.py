@@ -15,7 +15,7 @@ from ckptd.format.names import WITNESS, CommitName, part_key
 from ckptd.load.union import UnionStore
 from ckptd.root.catalogue import Catalogue
 from ckptd.save.commit import commit_attempt, plan_key
-from ckptd.save.messages import Blob, Part
+from ckptd.save.messages import Blob, RankPart
 from ckptd.save.recover import (
     complete_snapshots,
     finish_snapshot,
@@ -108,7 +108,7 @@ def test_newest_attempts_and_steps_in_order(make: Make) -> None:
 
 def broken_part(store: Store, folder: str) -> None:
     error = SaveError("disk full").to_dict()
-    store.put(part_key(folder, 1), Part(1, PLAN.digest, error=error).encode())
+    store.put(part_key(folder, 1), RankPart(1, PLAN.digest, error=error).encode())
 
 
 DAMAGE: dict[str, Callable[[Store, str], None]] = {
@@ -120,7 +120,7 @@ DAMAGE: dict[str, Callable[[Store, str], None]] = {
     "a part is empty": lambda s, f: s.put(part_key(f, 1), b""),
     "a rank failed": broken_part,
     "a part is another rank's": lambda s, f: s.put(part_key(f, 0), s.get(part_key(f, 1))),
-    "another plan": lambda s, f: s.put(part_key(f, 0), Part(0, "other").encode()),
+    "another plan": lambda s, f: s.put(part_key(f, 0), RankPart(0, "other").encode()),
 }
 
 

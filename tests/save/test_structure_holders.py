@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
 from ckptd.format.manifest import MeshEntry
-from ckptd.save.structure import Group, Holders, LocalTensor, Structure, build_plan
+from ckptd.save.structure import RankGroup, RankTensor, ReplicaHolders, Structure, build_plan
 
 PP, DP, TP = 2, 2, 2
 WORLD = PP * DP * TP
@@ -25,18 +25,18 @@ tensors = st.tuples(
 )
 
 
-def structures(held: list[tuple[set[int], tuple | None]]) -> list[Group]:
+def structures(held: list[tuple[set[int], tuple | None]]) -> list[RankGroup]:
     by_structure: dict[Structure, list[int]] = {}
     for rank in range(WORLD):
         own = tuple(
-            LocalTensor(f"t{i}", "float32", (8,), -1 if cut is None else 0, cut or ())
+            RankTensor(f"t{i}", "float32", (8,), -1 if cut is None else 0, cut or ())
             for i, (ranks, cut) in enumerate(held)
             if rank in ranks
         )
         names = tuple(f"o{i}" for i, (ranks, _) in enumerate(held) if rank in ranks)
         meshes = (MESH,) if any(t.mesh == 0 for t in own) else ()
         by_structure.setdefault(Structure(meshes, own, names), []).append(rank)
-    return [Group(s, tuple(r)) for s, r in by_structure.items()]
+    return [RankGroup(s, tuple(r)) for s, r in by_structure.items()]
 
 
 def part(cut: tuple | None, rank: int) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ def test_two_ranks_compare_exactly_what_both_hold(
     held: list[tuple[set[int], tuple | None]],
 ) -> None:
     groups = structures(held)
-    views = [Holders(groups, rank) for rank in range(WORLD)]
+    views = [ReplicaHolders(groups, rank) for rank in range(WORLD)]
     tables: list[dict[str, set[str]]] = [{} for _ in range(WORLD)]
     for i, (ranks, cut) in enumerate(held):
         for rank in ranks:
@@ -74,7 +74,7 @@ def test_two_ranks_compare_exactly_what_both_hold(
 def test_a_name_more_on_one_rank_adds_one_digest() -> None:
     common = [(set(range(WORLD)), None)] * 50
     groups = structures([*common, ({0}, None)])
-    keys = {Holders(groups, 3).tensor(f"t{i}").key for i in range(50)}
+    keys = {ReplicaHolders(groups, 3).tensor(f"t{i}").key for i in range(50)}
     assert len(keys) == 1
 
 
@@ -82,34 +82,39 @@ def test_stages_with_meshes_of_their_own_compare_by_place() -> None:
     groups = []
     for stage in range(2):
         mesh = MeshEntry(("dp",), (2,), ((2 * stage, 1, 2),))
-        tied = LocalTensor("tied", "float32", (4,), 0, (("shard", 0),))
-        own = LocalTensor(f"own{stage}", "float32", (4,), 0, (("shard", 0),))
-        groups.append(Group(Structure((mesh,), (tied, own)), (2 * stage, 2 * stage + 1)))
-    keys = [Holders(groups, rank).tensor("tied").key for rank in range(4)]
+        tied = RankTensor("tied", "float32", (4,), 0, (("shard", 0),))
+        own = RankTensor(f"own{stage}", "float32", (4,), 0, (("shard", 0),))
+        groups.append(RankGroup(Structure((mesh,), (tied, own)), (2 * stage, 2 * stage + 1)))
+    keys = [ReplicaHolders(groups, rank).tensor("tied").key for rank in range(4)]
     assert keys[0] == keys[2] != keys[1] == keys[3]
-    assert [Holders(groups, r).tensor("tied").first for r in range(4)] == [True, True, False, False]
-    assert Holders(groups, 3).tensor("own1").alone
+    assert [ReplicaHolders(groups, r).tensor("tied").first for r in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert ReplicaHolders(groups, 3).tensor("own1").alone
 
 
 def test_a_tensor_that_is_cut_in_two_ways_is_an_error() -> None:
     mesh = MeshEntry(("dp",), (2,), ((0, 1, 2),))
-    cut = LocalTensor("t", "float32", (4,), 0, (("shard", 0),))
+    cut = RankTensor("t", "float32", (4,), 0, (("shard", 0),))
     groups = [
-        Group(Structure((mesh,), (cut,)), (0, 1)),
-        Group(Structure((), (LocalTensor("t", "float32", (4,)),)), (2,)),
+        RankGroup(Structure((mesh,), (cut,)), (0, 1)),
+        RankGroup(Structure((), (RankTensor("t", "float32", (4,)),)), (2,)),
     ]
     with pytest.raises(UsageError) as caught:
-        Holders(groups, 0)
+        ReplicaHolders(groups, 0)
     assert (caught.value.kind, caught.value.where) == ("structure", "t")
     assert "rank 0" in str(caught.value.wanted)
     assert "rank 2" in str(caught.value.found)
 
 
-def plain(*names: str, aliases: tuple[str, ...] = ()) -> tuple[LocalTensor, ...]:
+def plain(*names: str, aliases: tuple[str, ...] = ()) -> tuple[RankTensor, ...]:
     first, *rest = names
     return (
-        LocalTensor(first, "float32", (4,), aliases=aliases),
-        *(LocalTensor(n, "float32", (4,)) for n in rest),
+        RankTensor(first, "float32", (4,), aliases=aliases),
+        *(RankTensor(n, "float32", (4,)) for n in rest),
     )
 
 
@@ -128,14 +133,14 @@ def plain(*names: str, aliases: tuple[str, ...] = ()) -> tuple[LocalTensor, ...]
 )
 def test_a_name_with_two_meanings_is_an_error(one: Structure, other: Structure) -> None:
     with pytest.raises(UsageError, match="two meanings") as caught:
-        build_plan([Group(one, (0,)), Group(other, (1,))], 2)
+        build_plan([RankGroup(one, (0,)), RankGroup(other, (1,))], 2)
     assert caught.value.kind == "structure"
 
 
 def test_aliases_of_all_ranks_are_kept() -> None:
     groups = [
-        Group(Structure((), plain("a", aliases=("b",))), (0,)),
-        Group(Structure((), plain("a", aliases=("c",))), (1,)),
+        RankGroup(Structure((), plain("a", aliases=("b",))), (0,)),
+        RankGroup(Structure((), plain("a", aliases=("c",))), (1,)),
     ]
     (entry,) = build_plan(groups, 2).tensors
     assert entry.aliases == ("b", "c")

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.format.names import CommitName
 from ckptd.save.drain import StagedShard
-from ckptd.save.messages import Freed, Response, Settled, Stored
+from ckptd.save.messages import Freed, Response, Settled, ShardStored
 from ckptd.save.neartiers import NodeTiers
 from ckptd.save.tiers import TierSpec
 from ckptd.save.uploader import TierUploader
@@ -91,7 +91,7 @@ def test_a_folder_keeps_what_the_root_has_not_yet_got(world: World) -> None:
     world.root_busy.clear()
     for step in (1, 2, 3):
         world.take(step, ("local",), root=True)
-        until(lambda step=step: Stored(step, "local") in world.told)
+        until(lambda step=step: ShardStored(step, "local") in world.told)
         world.complete("local", step)
     world.root_busy.set()
     world.uploader.finish()
@@ -102,7 +102,7 @@ def test_where_a_folder_gives_no_descriptor_the_slot_is_read(tmp_path: Path) -> 
     world = World(f"fsspec+file://{tmp_path}/folder")
     world.root_busy.clear()
     world.take(1, ("local",), root=True)
-    until(lambda: Stored(1, "local") in world.told)
+    until(lambda: ShardStored(1, "local") in world.told)
     assert not world.freed(1)
     world.root_busy.set()
     until(lambda: world.freed(1))
@@ -116,15 +116,15 @@ def test_a_folder_that_fails_leaves_the_root_alone(tmp_path: Path) -> None:
     world.take(1, ("memory", "local"), root=True)
     until(lambda: world.freed(1))
     assert world.rooted == {1: expected(1)}
-    assert Stored(1, "memory") in world.told
-    assert [m.tier for m in world.told if isinstance(m, Stored) and m.error] == ["local"]
+    assert ShardStored(1, "memory") in world.told
+    assert [m.tier for m in world.told if isinstance(m, ShardStored) and m.error] == ["local"]
     world.close()
 
 
 def test_no_peer_is_told(world: World) -> None:
     world.take(1, ("peer",))
     until(lambda: world.freed(1))
-    failed = [m for m in world.told if isinstance(m, Stored) and m.error]
+    failed = [m for m in world.told if isinstance(m, ShardStored) and m.error]
     assert [(m.tier, m.error["kind"]) for m in failed] == [("peer", "no-peer")]
 
 

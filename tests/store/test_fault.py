@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.errors import StoreError, TransientStoreError
 from ckptd.store import FaultRule, FaultSpec, StoreSpec
-from ckptd.store.fault import Fault, Operation
+from ckptd.store.fault import Fault, FaultPoint
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from ckptd.testing.store import pattern
@@ -34,15 +34,15 @@ def test_operations_are_counted_in_order() -> None:
     store.exists("x")
     store.delete(["a/b", "a/c"])
     assert store.operations == [
-        Operation(1, "put", "a/b", 2),
-        Operation(2, "put-new", "a/c", 1),
-        Operation(3, "writer", "d", 3),
-        Operation(4, "write", "d", 3),
-        Operation(5, "commit", "d", 3),
-        Operation(6, "abort", "d", 0),
-        Operation(7, "get", "d", 0),
-        Operation(8, "stat", "x", 0),
-        Operation(9, "delete", "a/b", 0),
+        FaultPoint(1, "put", "a/b", 2),
+        FaultPoint(2, "put-new", "a/c", 1),
+        FaultPoint(3, "writer", "d", 3),
+        FaultPoint(4, "write", "d", 3),
+        FaultPoint(5, "commit", "d", 3),
+        FaultPoint(6, "abort", "d", 0),
+        FaultPoint(7, "get", "d", 0),
+        FaultPoint(8, "stat", "x", 0),
+        FaultPoint(9, "delete", "a/b", 0),
     ]
 
 

@@ -22,7 +22,7 @@ from ckptd.store.pack import (
     RAW,
     WIDTHS,
     ZSTD,
-    Frame,
+    PackFrame,
     bound,
     decode_frame,
     encode_frame,
@@ -229,7 +229,7 @@ def test_any_frame_is_decoded_or_refused(data: bytes, width: int, size: int) -> 
     out = memoryview(bytearray(size))
     check = xxhash.xxh3_64_intdigest(data)
     with pytest.raises(CorruptError):
-        decode_frame(Frame(data, ZSTD, width, check), out, "here")
+        decode_frame(PackFrame(data, ZSTD, width, check), out, "here")
 
 
 @settings(deadline=None)

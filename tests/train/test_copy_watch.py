@@ -21,7 +21,15 @@ import ckptd
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 from ckptd.train import copy as copying
-from ckptd.train.copy import PAGE, SAMPLED_BYTES, WHOLE_BYTES, Pages, Span, Watch, mappings
+from ckptd.train.copy import (
+    PAGE,
+    SAMPLED_BYTES,
+    WHOLE_BYTES,
+    MemorySpan,
+    Pages,
+    SpanWatch,
+    mappings,
+)
 
 
 def eyes() -> list[Pages | None]:
@@ -30,9 +38,9 @@ def eyes() -> list[Pages | None]:
     return [None] if pages is None else [pages, None]
 
 
-def watch(tensors: dict[str, torch.Tensor], pages: Pages | None) -> Watch:
-    spans = [Span(n, t.data_ptr(), t.nbytes, None) for n, t in tensors.items()]
-    return Watch(spans, mappings(), pages)
+def watch(tensors: dict[str, torch.Tensor], pages: Pages | None) -> SpanWatch:
+    spans = [MemorySpan(n, t.data_ptr(), t.nbytes, None) for n, t in tensors.items()]
+    return SpanWatch(spans, mappings(), pages)
 
 
 @pytest.mark.parametrize("pages", eyes(), ids=lambda p: "blind" if p is None else "kernel")
@@ -158,8 +166,8 @@ def test_memory_that_is_gone_is_a_change_and_no_crash() -> None:
     at = ctypes.addressof(held)
     memory[:] = b"x" * len(memory)
     for pages in eyes():
-        span = Span("gone", at + 10, 60 * PAGE, None)
-        watched = Watch([span], mappings(), pages)
+        span = MemorySpan("gone", at + 10, 60 * PAGE, None)
+        watched = SpanWatch([span], mappings(), pages)
         look = watched.begin()
         if pages is eyes()[-1]:
             del held
@@ -173,7 +181,7 @@ def test_the_copy_counts_and_not_what_is_there_afterwards() -> None:
     """A swap that is undone before the end leaves the copy of what was swapped in."""
     live = torch.zeros(100, dtype=torch.uint8)
     copy = np.zeros(100, np.uint8)
-    look = Watch([Span("w", live.data_ptr(), 100, 0)], mappings(), None).begin()
+    look = SpanWatch([MemorySpan("w", live.data_ptr(), 100, 0)], mappings(), None).begin()
     live.data.add_(1)
     copy[:] = live.numpy()
     live.data.sub_(1)

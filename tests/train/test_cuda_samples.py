@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptd.train.cuda import MOST_WATCHED, CudaLane, DeviceSamples, Unchanged, device_bytes
+from ckptd.train.cuda import MOST_WATCHED, CudaLane, DeviceSamples, FirstBytesWatch, device_bytes
 from ckptd.train.replicas import Samples, sample_digest
 
 
@@ -62,7 +62,7 @@ def test_nothing_to_sample_is_fine() -> None:
 @pytest.mark.parametrize("count", [1, 5, MOST_WATCHED, 5 * MOST_WATCHED + 1])
 def test_a_change_that_torch_does_not_count_is_seen(count: int) -> None:
     live = {f"w{i:04}": torch.full((i % 7 + 1, 33), float(i)) for i in range(count)}
-    calm, moved = Unchanged(live), Unchanged(live)
+    calm, moved = FirstBytesWatch(live), FirstBytesWatch(live)
     calm.look_again(HostLane())
     assert calm.changed() == []
     for tensor in live.values():
@@ -75,8 +75,8 @@ def test_a_change_that_torch_does_not_count_is_seen(count: int) -> None:
 
 def test_only_what_changed_is_named() -> None:
     live = {f"w{i}": torch.full((100,), float(i)) for i in range(9)}
-    watch = Unchanged(live)
+    watch = FirstBytesWatch(live)
     live["w4"].data[10] = -1.0
     watch.look_again(HostLane())
     assert watch.changed() == ["w4"]
-    Unchanged({}).look_again(HostLane())
+    FirstBytesWatch({}).look_again(HostLane())

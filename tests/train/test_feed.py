@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from ckptd.errors import SaveError
-from ckptd.train.feed import Feed, Group, Unit, cuts, grouped
+from ckptd.train.feed import CopyFeed, Unit, UnitGroup, cuts, grouped
 
 SOURCE = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
 
@@ -41,16 +41,16 @@ class ThreadLane:
         self.target = np.zeros_like(SOURCE)
         self.go = threading.Event()
         self.pushed: list[int] = []
-        self.fail: Callable[[Group], None] = lambda group: None
-        self.refuse: Callable[[Group], None] = lambda group: None
+        self.fail: Callable[[UnitGroup], None] = lambda group: None
+        self.refuse: Callable[[UnitGroup], None] = lambda group: None
         self._thread = ThreadPoolExecutor(1)
 
-    def push(self, group: Group) -> Later:
+    def push(self, group: UnitGroup) -> Later:
         self.refuse(group)
         self.pushed += [unit.index for unit in group.units]
         return Later(self._thread.submit(self._copy, group))
 
-    def _copy(self, group: Group) -> None:
+    def _copy(self, group: UnitGroup) -> None:
         assert self.go.wait(30.0)
         self.fail(group)
         for unit in group.units:
@@ -64,12 +64,12 @@ def units(count: int = 20) -> list[Unit]:
     return [Unit(i, i, None, i * size, (i + 1) * size) for i in range(count)]
 
 
-def feed_of(*lanes: ThreadLane, reports: list[int] | None = None) -> Feed:
+def feed_of(*lanes: ThreadLane, reports: list[int] | None = None) -> CopyFeed:
     """Return a feed of 20 units, dealt to lanes in turn, each a group of its own."""
     dealt = units()
-    groups = [Group(lanes[u.index % len(lanes)], (u,)) for u in dealt]
+    groups = [UnitGroup(lanes[u.index % len(lanes)], (u,)) for u in dealt]
     reported = [] if reports is None else reports
-    return Feed([u.end for u in dealt], groups, reported.append)
+    return CopyFeed([u.end for u in dealt], groups, reported.append)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def running(feed: Feed, timeout_s: float = 60.0) -> Future[None]:
+def running(feed: CopyFeed, timeout_s: float = 60.0) -> Future[None]:
     return ThreadPoolExecutor(1).submit(feed.run, timeout_s)
 
 
@@ -140,8 +140,8 @@ def test_what_is_in_place_already_is_not_awaited() -> None:
     lane = ThreadLane(4)
     lane.go.set()
     reports: list[int] = []
-    groups = [Group(lane, (u,)) for u in dealt[5:]]
-    Feed([u.end for u in dealt], groups, reports.append, range(5)).run(60.0)
+    groups = [UnitGroup(lane, (u,)) for u in dealt[5:]]
+    CopyFeed([u.end for u in dealt], groups, reports.append, range(5)).run(60.0)
     assert reports[0] == dealt[4].end
     assert reports[-1] == len(SOURCE)
 
@@ -151,12 +151,12 @@ def test_tasks_come_in_their_turn() -> None:
     seen: list[str] = []
     dealt = units(2)
     groups = [
-        Group(lane, (), lambda: seen.append("first")),
-        Group(lane, dealt, lambda: seen.append("copied")),
-        Group(lane, (), lambda: seen.append("last")),
+        UnitGroup(lane, (), lambda: seen.append("first")),
+        UnitGroup(lane, dealt, lambda: seen.append("copied")),
+        UnitGroup(lane, (), lambda: seen.append("last")),
     ]
     lane.go.set()
-    Feed([u.end for u in dealt], groups, lambda front: seen.append(f"{front}")).run(60.0)
+    CopyFeed([u.end for u in dealt], groups, lambda front: seen.append(f"{front}")).run(60.0)
     assert [s for s in seen if not s.isdigit()] == ["first", "copied", "last"]
 
 
@@ -164,7 +164,7 @@ def test_tasks_come_in_their_turn() -> None:
 def test_a_failure_is_raised_when_nothing_is_under_way(where: str) -> None:
     lane = ThreadLane(4)
 
-    def fail(group: Group) -> None:
+    def fail(group: UnitGroup) -> None:
         if group.units[0].index == 7:
             raise RuntimeError("the device is lost")
 

@@ -23,7 +23,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save import client
 from ckptd.save import client as joining
-from ckptd.save.messages import Neighbours, Partner, Ready
+from ckptd.save.messages import Neighbours, Partner, WriterReady
 from ckptd.save.peers import Distant, KnownNode
 from ckptd.save.tiers import Local, Memory, Peer
 from ckptd.store import open_store
@@ -146,11 +146,11 @@ class Client:
 
     life = 1
 
-    def __init__(self, ready: Ready) -> None:
+    def __init__(self, ready: WriterReady) -> None:
         self.ready = ready
         self.told: list[Partner | Neighbours] = []
 
-    def answer(self) -> Ready:
+    def answer(self) -> WriterReady:
         return self.ready
 
     def meet(self, partner: Partner) -> None:
@@ -166,7 +166,9 @@ def node_on(board: LocalBoard, name: str, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def agent_at(port: int) -> Any:
-    return Client(Ready(1, memory=f"ckptd://127.0.0.1:{port}", secret="ab" * 16, neighbours=()))
+    return Client(
+        WriterReady(1, memory=f"ckptd://127.0.0.1:{port}", secret="ab" * 16, neighbours=())
+    )
 
 
 def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
@@ -195,8 +197,8 @@ def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
 def test_an_agent_that_knows_no_neighbours_is_told_of_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    raw = msgspec.msgpack.encode({"type": "Ready", "pid": 1, "memory": "ckptd://127.0.0.1:1"})
-    before, now = Client(msgspec.msgpack.decode(raw, type=Ready)), agent_at(1)
+    raw = msgspec.msgpack.encode({"type": "WriterReady", "pid": 1, "memory": "ckptd://127.0.0.1:1"})
+    before, now = Client(msgspec.msgpack.decode(raw, type=WriterReady)), agent_at(1)
     for agent in (before, now):
         node_on(LocalBoard(), "n0", monkeypatch).meet(agent)
     assert not any(isinstance(message, Neighbours) for message in before.told)

@@ -20,8 +20,7 @@ from ckptd.root.auto import ENOUGH
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.handle import SaveHandle
 from ckptd.train.ranks import Agreement
-from ckptd.train.schedule import Cadence, StepTimes
-from ckptd.train.signals import SignalWatch
+from ckptd.train.schedule import Cadence, SignalWatch, StepTimes
 from tests.root.test_auto_lives import history
 
 

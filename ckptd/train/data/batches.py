@@ -25,7 +25,7 @@ from ckptd.train.data.sampler import ElasticSampler
 from ckptd.train.data.workerdraws import watch_workers
 from ckptd.train.replicas import sample_digest
 from ckptd.train.state.leaves import derive_seed
-from ckptd.train.state.rng import OwnStreams, Streams
+from ckptd.train.state.rng import OwnStreams, RngStreams
 
 __all__ = ["Batches"]
 
@@ -64,7 +64,7 @@ class _Position:
     epoch: int = 0
     taken: int | None = None
     seed: int | None = None
-    streams: Streams | None = None
+    streams: RngStreams | None = None
     generators: tuple[bytes, ...] = ()
     reused: bool = False
     inner: Any = None
@@ -147,7 +147,7 @@ class Batches:
         self._turn: object = None
         self._goes_on = False
         self._led_back = False
-        self._outside: Streams | None = None
+        self._outside: RngStreams | None = None
         self._marks: deque[_Position] = deque(maxlen=ahead)
         self._since_load = 0
         self._pace = _Pace(ahead)
@@ -259,7 +259,7 @@ class Batches:
                 _as_begun(source, at)
             if at.taken is None:
                 # The global streams are those of these batches here.
-                at = replace(at, **_begin(source), streams=Streams.now(), seed=self._seed())
+                at = replace(at, **_begin(source), streams=RngStreams.now(), seed=self._seed())
         led_back, self._led_back = self._led_back, False
         skip = at.taken or 0 if self._kind == "loader" else 0
         self._at = replace(at, taken=at.taken or 0)
@@ -370,7 +370,7 @@ class Batches:
             taken, so that what the program draws until then shifts nothing.
         """
         self._pace = _Pace(self._ahead, step)
-        self._outside = Streams.now() if streams else None
+        self._outside = RngStreams.now() if streams else None
 
     def shared_out(self, states: list[Any]) -> dict[str, Any]:
         """Return this rank's position, from those that another number of ranks saved.
@@ -402,7 +402,7 @@ class Batches:
         if len({s["seed"] for s in states}) > 1 and own["seed"] is not None:
             seeds = [s["seed"] for s in states]
             own["seed"] = derive_seed([seeds, own["drawn"]], rank, world)
-            own["streams"] = Streams.of_seed(own["seed"]).values()
+            own["streams"] = RngStreams.of_seed(own["seed"]).values()
         return own
 
 
@@ -561,7 +561,7 @@ def _position_of(state: Any, kind: _Kind) -> _Position:
             epoch=state["epoch"],
             taken=state["taken"],
             seed=seed,
-            streams=None if streams is None else Streams.of_values(streams),
+            streams=None if streams is None else RngStreams.of_values(streams),
             generators=tuple(bytes(raw) for raw in state["generators"]),
             reused=bool(state["reused"]),
             inner=state["inner"],
@@ -600,10 +600,10 @@ def _no_share(saved: int, world: int, found: str) -> MismatchError:
     )
 
 
-def _after_opening(own: OwnStreams, at: _Position) -> Streams:
+def _after_opening(own: OwnStreams, at: _Position) -> RngStreams:
     if at.taken is not None and at.streams is not None:
         return at.streams
-    return Streams.of_seed(keyed_seed("epoch", own.seed, at.epoch))
+    return RngStreams.of_seed(keyed_seed("epoch", own.seed, at.epoch))
 
 
 def _begin(loader: Any) -> dict[str, Any]:

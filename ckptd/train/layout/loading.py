@@ -23,9 +23,8 @@ from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.source import LaidSource
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.flatten import collect
-from ckptd.train.state.leaves import Leaves, SavedNames, TensorLeaf
+from ckptd.train.state.leaves import Leaves, SavedNames, Sink, TensorLeaf
 from ckptd.train.state.restore import MAX_LISTED, Matching
-from ckptd.train.state.sink import Sink
 from ckptd.train.state.walk import walk
 from ckptd.types import Box, DType, dtype_of
 

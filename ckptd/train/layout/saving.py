@@ -23,9 +23,9 @@ from ckptd.layout.lay.modifiers import Replicas
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredTensor, local_cells
 from ckptd.layout.region import flat_regions
-from ckptd.save.structure import Holders, Shared, Structure
-from ckptd.save.structure import LocalTensor as Held
-from ckptd.train.copy import CopyStep, Window
+from ckptd.save.structure import RankTensor as Held
+from ckptd.save.structure import ReplicaHolders, Shared, Structure
+from ckptd.train.copy import CopyStep, StridedWindow
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.program import combined
 from ckptd.train.replicas import Samples
@@ -129,7 +129,7 @@ class LaidLeaves:
             first = sum(o * s for o, s in zip(region.box.offset, strides, strict=True))
             at = first - part.piece.lo + part.piece.at
             start = chunk.start + region.start * size
-            window = Window(region.box.shape, strides, at)
+            window = StridedWindow(region.box.shape, strides, at)
             yield CopyStep(name, window, start, start + region.numel * size)
 
     def _cells(self, rule: RuleForm) -> Mapping[tuple[int, ...], Box]:
@@ -258,7 +258,7 @@ def _renamed(group: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def replica_tables(
-    laid: LaidLeaves, holders: Holders, sample: Samples
+    laid: LaidLeaves, holders: ReplicaHolders, sample: Samples
 ) -> dict[tuple[str, Shared], dict[str, str]]:
     """Return digests by name, for each group of ranks that hold the same.
 

@@ -21,7 +21,7 @@ from ckptd.reshard.compose import source_keys
 from ckptd.reshard.layouts import Program, compare, read_text
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.program import Spelling, refuse_quantized, spelling_of
-from ckptd.train.state.restore import Saved
+from ckptd.train.state.restore import SavedState
 from ckptd.types import DType
 
 __all__ = ["LaidSource", "source_program"]
@@ -29,7 +29,7 @@ __all__ = ["LaidSource", "source_program"]
 _log = logging.getLogger("ckptd")
 
 
-def source_program(saved: Saved, given: Program | None, job: JobLayout) -> Program:
+def source_program(saved: SavedState, given: Program | None, job: JobLayout) -> Program:
     """Return the program of a checkpoint: the one given, the one it keeps, or the job's own.
 
     Raises
@@ -63,7 +63,7 @@ class _Fitted:
     names: _Names
 
     @classmethod
-    def of(cls, program: Program, saved: Saved) -> _Fitted:
+    def of(cls, program: Program, saved: SavedState) -> _Fitted:
         """Fit a program to a checkpoint; raises as `LaidSource`."""
         resolved = program.resolve()
         refuse_quantized(resolved)
@@ -102,7 +102,9 @@ class LaidSource:
         A layout does not fit the checkpoint, or the two do not fit each other.
     """
 
-    def __init__(self, job: JobLayout, program: Program, saved: Saved, filemap: FileMap) -> None:
+    def __init__(
+        self, job: JobLayout, program: Program, saved: SavedState, filemap: FileMap
+    ) -> None:
         self.job = job
         self.saved = saved
         self.filemap = filemap
@@ -148,12 +150,14 @@ class LaidSource:
         return self.composition.source
 
     @cached_property
-    def rest(self) -> Saved:
+    def rest(self) -> SavedState:
         """What the checkpoint's layout does not name."""
         known = {*self.names.tensors, *self.names.scalars, *self.names.dropped}
         tensors = {n: i for n, i in self.saved.tensors.items() if n not in known}
         aliases = {a: n for a, n in self.saved.aliases.items() if n in tensors and a not in known}
-        return Saved(self.saved.manifest, tensors, self.saved.objects, self.saved.per_rank, aliases)
+        return SavedState(
+            self.saved.manifest, tensors, self.saved.objects, self.saved.per_rank, aliases
+        )
 
     # --- where tensors come from ----------------------------------------------------------------
 
@@ -277,7 +281,7 @@ def _sorted(names: Mapping[str, int], templates: Templates, matcher: Matcher) ->
     return _Names(tensors, scalars, frozenset(dropped))
 
 
-def _unknown(saved: Saved, program: Program) -> UsageError:
+def _unknown(saved: SavedState, program: Program) -> UsageError:
     return UsageError(
         "the checkpoint's tensors are not those of the layout",
         kind="lay-use",

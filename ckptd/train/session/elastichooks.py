@@ -15,9 +15,9 @@ from ckptd.errors import RefusedError
 from ckptd.root.index import Index
 from ckptd.runtime.ranks import Board
 from ckptd.save.handle import SaveHandle
+from ckptd.train.schedule import SAVE, SignalWatch
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import check_lease, guard_steps
-from ckptd.train.signals import SAVE, SignalWatch
 
 if TYPE_CHECKING:
     from ckptd.elastic.workerwire import Welcome

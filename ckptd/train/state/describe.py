@@ -13,7 +13,7 @@ from ckptd.format.manifest import MeshEntry
 from ckptd.layout.owners import Owners
 from ckptd.layout.region import Region, box_region
 from ckptd.layout.sharding import Placement, ambiguous, local_regions, local_shape, nested
-from ckptd.save.structure import LocalTensor, Structure
+from ckptd.save.structure import RankTensor, Structure
 from ckptd.train.state.leaves import TensorLeaf
 from ckptd.train.state.tensors import dtype_name, is_dtensor
 from ckptd.types import Box
@@ -21,11 +21,11 @@ from ckptd.types import Box
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Describer", "Held"]
+__all__ = ["Describer", "LocalRegions"]
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalRegions:
     """What this rank holds of one tensor.
 
     Attributes
@@ -71,7 +71,7 @@ class Describer:
             else:
                 number, placements = -1, ()
             tensors.append(
-                LocalTensor(
+                RankTensor(
                     name,
                     dtype_name(tensor.dtype),
                     tuple(tensor.shape),
@@ -83,7 +83,7 @@ class Describer:
             )
         return Structure(tuple(meshes), tuple(tensors), tuple(sorted(objects)))
 
-    def held(self, name: str, tensor: torch.Tensor) -> Held:
+    def held(self, name: str, tensor: torch.Tensor) -> LocalRegions:
         """Return what this rank holds of a tensor.
 
         Raises
@@ -93,7 +93,7 @@ class Describer:
         """
         if not is_dtensor(tensor):
             shape = tuple(tensor.shape)
-            return Held(tensor, (box_region(Box((0,) * len(shape), shape)),))
+            return LocalRegions(tensor, (box_region(Box((0,) * len(shape), shape)),))
         entry, coordinate, placements = self._sharding(name, tensor)
         shape = tuple(tensor.shape)
         cuts = nested(entry.shape, placements) or placements
@@ -108,7 +108,7 @@ class Describer:
                 found=f"{tuple(local.shape)} for {tensor.placements} of {shape}",
                 hint="redistribute() it to Shard or Replicate placements before saving",
             )
-        return Held(local, tuple(local_regions(shape, entry.shape, cuts, coordinate)))
+        return LocalRegions(local, tuple(local_regions(shape, entry.shape, cuts, coordinate)))
 
     def _sharding(
         self, name: str, tensor: DTensor

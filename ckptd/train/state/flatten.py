@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.train.data.batches import Batches
-from ckptd.train.state.leaves import Leaves, PerRank, Place, can_reseed
+from ckptd.train.state.leaves import Leaves, PerRank, Sink, StatePlace, can_reseed
 from ckptd.train.state.modules import add_module, reshard
 from ckptd.train.state.objects import call_with, replace_in_place
-from ckptd.train.state.optimizers import Owners, add_groups, add_optimizer
+from ckptd.train.state.optimizers import ParameterOwners, add_groups, add_optimizer
 from ckptd.train.state.rng import Rng
-from ckptd.train.state.sink import Sink
 from ckptd.train.state.tensors import is_dtensor, local_tensor
 from ckptd.train.state.values import add_array, add_value
 from ckptd.train.state.walk import Site, is_stateful, walk
@@ -212,7 +211,7 @@ class Flattener:
 
     def __init__(self) -> None:
         self._recall = Recall()
-        self._owners = Owners(())
+        self._owners = ParameterOwners(())
 
     def flatten(self, state: Mapping[str, Any]) -> Leaves:
         """Return the leaves of `state`."""
@@ -264,15 +263,15 @@ def flatten(state: Mapping[str, Any]) -> Leaves:
     return Flattener().flatten(state)
 
 
-def collect(sink: Sink, sites: list[Site]) -> Owners:
+def collect(sink: Sink, sites: list[Site]) -> ParameterOwners:
     """Add the leaves of all sites to `sink`; return who owns which parameter."""
-    owners = Owners(sites)
+    owners = ParameterOwners(sites)
     for site in sites:
         _add(sink, site, owners)
     return owners
 
 
-def _add(sink: Sink, site: Site, owners: Owners) -> None:
+def _add(sink: Sink, site: Site, owners: ParameterOwners) -> None:
     place, value = site.place, site.value
     if isinstance(value, PerRank):
         _add_per_rank(sink, site, value)
@@ -328,7 +327,7 @@ def _add_per_rank(sink: Sink, site: Site, declared: PerRank) -> None:
     )
 
 
-def _no_position(place: Place) -> UsageError:
+def _no_position(place: StatePlace) -> UsageError:
     return UsageError(
         "a DataLoader does not tell where in the data it is",
         kind="unsavable",

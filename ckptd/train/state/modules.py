@@ -19,14 +19,14 @@ from ckptd.format.names import escape_fqn
 from ckptd.train.state.leaves import (
     Leaves,
     OwnKind,
-    Pending,
-    Place,
+    PendingState,
     SavedNames,
+    Sink,
+    StatePlace,
     TensorKind,
     TensorLeaf,
 )
 from ckptd.train.state.objects import call_with
-from ckptd.train.state.sink import Sink
 from ckptd.train.state.tensors import is_dtensor, is_fsdp1, is_fsdp2
 
 __all__ = [
@@ -84,7 +84,7 @@ def materialise(
         names = (leaf.name, *leaf.aliases)
         if leaf.origin.is_meta and any(saved.tensor(n) is not None for n in names):
             change = partial(_swap, leaf, _make(leaf, device), held.get(id(leaf.origin)))
-            swaps.append(Pending(leaf.name, change))
+            swaps.append(PendingState(leaf.name, change))
     leaves.pending[:0] = swaps
 
 
@@ -188,7 +188,7 @@ def reshard(module: nn.Module) -> None:
             inner.reshard()
 
 
-def module_tensors(module: nn.Module, place: Place) -> Iterator[ModuleTensor]:
+def module_tensors(module: nn.Module, place: StatePlace) -> Iterator[ModuleTensor]:
     """Yield parameters and persistent buffers in order; tied ones under each of their names.
 
     Raises
@@ -211,7 +211,7 @@ def module_tensors(module: nn.Module, place: Place) -> Iterator[ModuleTensor]:
                 yield ModuleTensor(fqn, "buffer", buffer, inner._buffers, key, own)
 
 
-def add_module(sink: Sink, place: Place, module: nn.Module) -> None:
+def add_module(sink: Sink, place: StatePlace, module: nn.Module) -> None:
     """Add the leaves of `module`. Changes nothing, but see `reshard`."""
     reshard(module)
     for entry in module_tensors(module, place):
@@ -247,7 +247,7 @@ class _Wrapper:
 def _named_modules(
     module: nn.Module,
     prefix: str,
-    place: Place,
+    place: StatePlace,
     around: tuple[nn.Module, ...] = (),
     wrapper: _Wrapper | None = None,
 ) -> Iterator[tuple[str, nn.Module, _Wrapper | None]]:
@@ -271,7 +271,7 @@ def _named_modules(
         yield from _named_modules(child, inner, place, (*around, module), wrapper)
 
 
-def _check_module(module: nn.Module, prefix: str, place: Place) -> None:
+def _check_module(module: nn.Module, prefix: str, place: StatePlace) -> None:
     where = place.child(prefix.removesuffix("."), "").name
     if is_fsdp1(module):
         raise UsageError(

@@ -18,14 +18,13 @@ from torch.optim import Optimizer
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format.manifest import OPTIMIZER_CLASS
 from ckptd.format.names import escape_key
-from ckptd.train.state.leaves import Pending, Place, SavedNames
+from ckptd.train.state.leaves import PendingState, SavedNames, Sink, StatePlace
 from ckptd.train.state.modules import module_tensors, reshard, target_device
-from ckptd.train.state.sink import Sink
 from ckptd.train.state.tensors import torch_dtype
 from ckptd.train.state.values import add_value
 from ckptd.train.state.walk import Site, unseen_state
 
-__all__ = ["Owners", "add_groups", "add_optimizer", "misfit", "record"]
+__all__ = ["ParameterOwners", "add_groups", "add_optimizer", "misfit", "record"]
 
 
 _CLASSES, _DEFAULTS = "classes", "defaults"
@@ -152,7 +151,7 @@ def _text(live: list[str], saved: list[str]) -> str:
 _NOT_HYPER = ("params", "param_names", OPTIMIZER_CLASS)
 
 
-class Owners:
+class ParameterOwners:
     """Who of the state owns a parameter, and what it is called there.
 
     A parameter's name in an optimizer is its FQN in the one module of the state that owns all
@@ -179,7 +178,7 @@ class Owners:
             for at, tensor in _tensors_in(name, site.value):
                 self._full.setdefault(id(tensor), at)
 
-    def names(self, optimizer: Optimizer, place: Place) -> dict[int, str]:
+    def names(self, optimizer: Optimizer, place: StatePlace) -> dict[int, str]:
         """Return the parameters' names by ``id(parameter)``; looked up once for each place.
 
         Raises
@@ -191,7 +190,7 @@ class Owners:
             self._names[place.name] = self._find(optimizer, place)
         return self._names[place.name]
 
-    def _find(self, optimizer: Optimizer, place: Place) -> dict[int, str]:
+    def _find(self, optimizer: Optimizer, place: StatePlace) -> dict[int, str]:
         ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
         for own in self._by_owner.values():
             if all(i in own for i in ids):
@@ -208,7 +207,9 @@ class Owners:
         return {i: self._full[i] for i in ids}
 
 
-def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners) -> None:
+def add_optimizer(
+    sink: Sink, place: StatePlace, optimizer: Optimizer, owners: ParameterOwners
+) -> None:
     """Add the leaves of `optimizer`: ``<place>.<fqn>.<state>`` and ``<place>.groups``.
 
     In a load, state that the checkpoint has and the optimizer has not (it has not stepped) is
@@ -240,7 +241,7 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
             entries = saved.get(fqn, {})
             if known and not entries:
                 forget = partial(optimizer.state.pop, parameter, None)
-                sink.leaves.pending.append(Pending(at.name, forget, at.name))
+                sink.leaves.pending.append(PendingState(at.name, forget, at.name))
                 continue
             param = _Parameter(
                 sink, place.child(fqn, f".state[{fqn}]"), optimizer, group, parameter, at.name
@@ -251,8 +252,10 @@ def add_optimizer(sink: Sink, place: Place, optimizer: Optimizer, owners: Owners
                 param.add(key, entries.get(key))
 
 
-def add_groups(sink: Sink, place: Place, optimizer: Optimizer, names: Mapping[int, str]) -> Place:
-    """Add the hyperparameters of an optimizer; return where. `names` are those of `Owners`."""
+def add_groups(
+    sink: Sink, place: StatePlace, optimizer: Optimizer, names: Mapping[int, str]
+) -> StatePlace:
+    """Add the hyperparameters of an optimizer; return where. `ParameterOwners` has the `names`."""
     at = _groups_at(place)
     put = partial(_put_groups, optimizer, names)
 
@@ -263,7 +266,7 @@ def add_groups(sink: Sink, place: Place, optimizer: Optimizer, names: Mapping[in
     return at
 
 
-def _groups_at(place: Place) -> Place:
+def _groups_at(place: StatePlace) -> StatePlace:
     return place.child("groups", ".param_groups")
 
 
@@ -273,7 +276,7 @@ class _Parameter:
     def __init__(
         self,
         sink: Sink,
-        place: Place,
+        place: StatePlace,
         optimizer: Optimizer,
         group: dict[str, Any],
         parameter: torch.Tensor,
@@ -298,7 +301,7 @@ class _Parameter:
             new = self._make(key, place.name)
             self._sink.add_tensor(place, new, "optim")
             self._sink.leaves.pending.append(
-                Pending(place.name, partial(self._put, key, new), self._unit)
+                PendingState(place.name, partial(self._put, key, new), self._unit)
             )
 
     def _put(self, key: str, value: Any) -> None:
@@ -331,7 +334,7 @@ def _tensors_in(name: str, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
             yield from _tensors_in(f"{name}.{i}", item)
 
 
-def _check_optimizer(optimizer: Optimizer, place: Place) -> None:
+def _check_optimizer(optimizer: Optimizer, place: StatePlace) -> None:
     if hidden := unseen_state(optimizer):
         raise UsageError(
             "an optimizer's state is not where optimizers have theirs",

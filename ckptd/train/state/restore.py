@@ -21,12 +21,19 @@ from torch import nn
 from ckptd.errors import MismatchError
 from ckptd.format.manifest import Manifest
 from ckptd.train.state.flatten import collect
-from ckptd.train.state.leaves import Dropped, Leaves, PerRankLeaf, Reseed, SavedNames
+from ckptd.train.state.leaves import Dropped, Leaves, PerRankLeaf, Reseed, SavedNames, Sink
 from ckptd.train.state.modules import check_buffers, materialise
-from ckptd.train.state.sink import Sink
 from ckptd.train.state.walk import walk
 
-__all__ = ["Matching", "Saved", "apply_objects", "check_objects", "match", "prepare", "selector"]
+__all__ = [
+    "Matching",
+    "SavedState",
+    "apply_objects",
+    "check_objects",
+    "match",
+    "prepare",
+    "selector",
+]
 
 
 _log = logging.getLogger("ckptd")
@@ -35,7 +42,7 @@ MAX_LISTED = 40
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedState:
     """A manifest, by name.
 
     Attributes
@@ -57,14 +64,14 @@ class Saved:
     aliases: dict[str, str]
 
     @staticmethod
-    def of(manifest: Manifest) -> Saved:
+    def of(manifest: Manifest) -> SavedState:
         """Index a manifest."""
         encoded = {o.tensor for o in manifest.objects if o.tensor}
         tensors = {t.name: i for i, t in enumerate(manifest.tensors) if t.name not in encoded}
         aliases = {a: t.name for t in manifest.tensors for a in t.aliases}
         objects = {o.name: i for i, o in enumerate(manifest.objects) if not o.per_rank}
         per_rank = {o.name: i for i, o in enumerate(manifest.objects) if o.per_rank}
-        return Saved(manifest, tensors, objects, per_rank, aliases)
+        return SavedState(manifest, tensors, objects, per_rank, aliases)
 
     def doubtful(self) -> list[str]:
         """Return the names that mean several things: a tensor and a value, or a rank's own."""
@@ -99,7 +106,7 @@ def selector(only: str | Iterable[str] | Callable[[str], bool] | None) -> Callab
 
 
 def saved_names(
-    saved: Saved, live: Callable[[str], str], wanted: Callable[[str], bool]
+    saved: SavedState, live: Callable[[str], str], wanted: Callable[[str], bool]
 ) -> SavedNames:
     """Return the manifest's contents in live names, as `prepare` takes them."""
     table = saved.manifest.tensors
@@ -125,7 +132,7 @@ def saved_names(
 
 def match(
     leaves: Leaves,
-    saved: Saved,
+    saved: SavedState,
     wanted: Callable[[str], bool],
     to_saved: Callable[[str], str],
     *,
@@ -192,7 +199,7 @@ def match(
 def _match_objects(
     found: Matching,
     leaves: Leaves,
-    saved: Saved,
+    saved: SavedState,
     wanted: Callable[[str], bool],
     to_saved: Callable[[str], str],
     used: set[str],
@@ -214,7 +221,7 @@ def _match_objects(
 
 
 def _error(
-    found: Matching, differences: list[str], saved: Saved, leaves: Leaves, strict: bool
+    found: Matching, differences: list[str], saved: SavedState, leaves: Leaves, strict: bool
 ) -> MismatchError:
     lines = list(differences)
     if strict:

@@ -14,11 +14,11 @@ import torch
 
 from ckptd.errors import CorruptError
 
-__all__ = ["OwnStreams", "Rng", "Streams"]
+__all__ = ["OwnStreams", "Rng", "RngStreams"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Streams:
+class RngStreams:
     """Where the global random streams of a process stand.
 
     `cpu` is that of torch; `cuda` is that of the current device; None where CUDA was not in use.
@@ -30,29 +30,29 @@ class Streams:
     cuda: torch.Tensor | None
 
     @staticmethod
-    def now() -> Streams:
+    def now() -> RngStreams:
         """Return where the global streams stand; draws nothing."""
         cuda = torch.cuda.get_rng_state() if _cuda_in_use() else None
-        return Streams(
+        return RngStreams(
             torch.get_rng_state(), np.random.get_state(legacy=True), random.getstate(), cuda
         )
 
     @staticmethod
-    def of_seed(seed: int) -> Streams:
+    def of_seed(seed: int) -> RngStreams:
         """Return streams that begin at a seed; the global ones stay where they are."""
         # Generators of their own: `torch.manual_seed` before the first use of CUDA would leave
         # the seed behind for the global stream of CUDA.
         cuda = None
         if _cuda_in_use():
             cuda = torch.Generator("cuda").manual_seed(seed).get_state()
-        return Streams(
+        return RngStreams(
             torch.Generator().manual_seed(seed).get_state(),
             np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=True),
             random.Random(seed).getstate(),
             cuda,
         )
 
-    def forked(self, *, cuda: int) -> Streams:
+    def forked(self, *, cuda: int) -> RngStreams:
         """Return other streams that follow from these, each from its own alone.
 
         A program that seeds torch and nothing else is to get the same from torch each time.
@@ -64,15 +64,17 @@ class Streams:
         """
         seeds = [_seed_of(self.cpu.numpy().tobytes())]
         seeds += [_seed_of(repr(x).encode()) for x in (self._numpy_key(), self.python)]
-        others = [Streams.of_seed(seed) for seed in seeds]
-        return Streams(others[0].cpu, others[1].numpy, others[2].python, Streams.of_seed(cuda).cuda)
+        others = [RngStreams.of_seed(seed) for seed in seeds]
+        return RngStreams(
+            others[0].cpu, others[1].numpy, others[2].python, RngStreams.of_seed(cuda).cuda
+        )
 
     def _numpy_key(self) -> tuple[Any, ...]:
         name, keys, *rest = self.numpy
         return (name, keys.tolist(), *rest)
 
     @staticmethod
-    def of_values(state: dict[str, Any]) -> Streams:
+    def of_values(state: dict[str, Any]) -> RngStreams:
         """Return what `values` told.
 
         Raises
@@ -83,7 +85,7 @@ class Streams:
         try:
             name, keys, position, has_gauss, gauss = state["numpy"]
             version, words, python_gauss = state["python"]
-            streams = Streams(
+            streams = RngStreams(
                 _bytes_tensor(state["torch"]),
                 (name, keys, position, has_gauss, gauss),
                 (version, tuple(int(w) for w in words), python_gauss),
@@ -132,9 +134,9 @@ class OwnStreams:
         Where they stand, if not at the begin.
     """
 
-    def __init__(self, seed: int, at: Streams | None = None) -> None:
+    def __init__(self, seed: int, at: RngStreams | None = None) -> None:
         self.seed = seed
-        self.at = at if at is not None else Streams.of_seed(seed)
+        self.at = at if at is not None else RngStreams.of_seed(seed)
 
     @staticmethod
     def fork() -> OwnStreams:
@@ -142,23 +144,23 @@ class OwnStreams:
 
         Others that are forked at the same place are different.
         """
-        before = Streams.now()
+        before = RngStreams.now()
         seed = int(torch.empty((), dtype=torch.int64).random_())
         return OwnStreams(seed, before.forked(cuda=seed))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Make them the global streams within the block; the others come back, also on errors."""
-        outside = Streams.now()
+        outside = RngStreams.now()
         if self.at.cuda is None and outside.cuda is not None:
-            self.at = Streams(
-                self.at.cpu, self.at.numpy, self.at.python, Streams.of_seed(self.seed).cuda
+            self.at = RngStreams(
+                self.at.cpu, self.at.numpy, self.at.python, RngStreams.of_seed(self.seed).cuda
             )
         self.at.set()
         try:
             yield
         finally:
-            self.at = Streams.now()
+            self.at = RngStreams.now()
             outside.set()
 
 
@@ -176,7 +178,7 @@ class Rng:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the streams as plain values; draws nothing."""
-        return Streams.now().values()
+        return RngStreams.now().values()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the streams. A CUDA stream is left out on a machine without CUDA.
@@ -186,7 +188,7 @@ class Rng:
         CorruptError
             `state` was not made by `state_dict`.
         """
-        Streams.of_values(state).set()
+        RngStreams.of_values(state).set()
 
     def reseed(self, seed: int) -> None:
         """Start all streams anew from `seed`, an int in ``[0, 2**63)``."""

@@ -12,9 +12,8 @@ import torch
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format import codec
 from ckptd.format.names import escape_key
-from ckptd.train.state.leaves import Place, SavedNames, TensorKind
+from ckptd.train.state.leaves import SavedNames, Sink, StatePlace, TensorKind
 from ckptd.train.state.objects import TensorRef, map_refs, refs
-from ckptd.train.state.sink import Sink
 from ckptd.train.state.tensors import is_dtensor, torch_dtype
 from ckptd.train.state.walk import fqn_segment, is_state_dict, refuse_optimizer_ids
 from ckptd.types import DTYPES
@@ -25,7 +24,7 @@ __all__ = ["add_array", "add_value"]
 Array = np.ndarray[Any, Any]
 
 
-def add_array(sink: Sink, place: Place, array: Array, put: Callable[[Any], None]) -> None:
+def add_array(sink: Sink, place: StatePlace, array: Array, put: Callable[[Any], None]) -> None:
     """Add `array`, in its own memory where torch can write to it; else `put` replaces it.
 
     Raises
@@ -39,7 +38,7 @@ def add_array(sink: Sink, place: Place, array: Array, put: Callable[[Any], None]
         leaf.assign = lambda new: put(_as_array(new, array.dtype))
 
 
-def _as_tensor(array: Array, place: Place) -> tuple[bool, torch.Tensor]:
+def _as_tensor(array: Array, place: StatePlace) -> tuple[bool, torch.Tensor]:
     name = array.dtype.name
     if name not in DTYPES:
         raise UsageError(
@@ -69,7 +68,7 @@ def _as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
 
 def add_value(
     sink: Sink,
-    place: Place,
+    place: StatePlace,
     value: Any,
     put: Callable[[Any], None],
     *,
@@ -86,7 +85,7 @@ def add_value(
     UsageError
         The value contains itself, or something that cannot be saved.
     """
-    inner: dict[str, tuple[Place, torch.Tensor]] = {}
+    inner: dict[str, tuple[StatePlace, torch.Tensor]] = {}
     bare = _take_tensors(place, value, inner, {})
     if sink.saved is not None and place.name in sink.saved.objects:
         inner = _adopt(sink.saved, place, inner)
@@ -110,9 +109,9 @@ def add_value(
 
 
 def _take_tensors(
-    place: Place,
+    place: StatePlace,
     value: Any,
-    inner: dict[str, tuple[Place, torch.Tensor]],
+    inner: dict[str, tuple[StatePlace, torch.Tensor]],
     around: dict[int, str],
 ) -> Any:
     """Return `value` with references for tensors; note the tensors in `inner`."""
@@ -145,7 +144,7 @@ def _take_tensors(
     )
 
 
-def _check_nesting(place: Place, value: Any, around: dict[int, str]) -> None:
+def _check_nesting(place: StatePlace, value: Any, around: dict[int, str]) -> None:
     if id(value) in around:
         raise UsageError(
             "a container of the state contains itself",
@@ -162,10 +161,10 @@ def _segment(key: Any) -> str:
 
 
 def _adopt(
-    saved: SavedNames, place: Place, inner: dict[str, tuple[Place, torch.Tensor]]
-) -> dict[str, tuple[Place, torch.Tensor]]:
+    saved: SavedNames, place: StatePlace, inner: dict[str, tuple[StatePlace, torch.Tensor]]
+) -> dict[str, tuple[StatePlace, torch.Tensor]]:
     """Return the tensors that the checkpoint has below `place`, live ones where they fit."""
-    adopted: dict[str, tuple[Place, torch.Tensor]] = {}
+    adopted: dict[str, tuple[StatePlace, torch.Tensor]] = {}
     for name in saved.tensors_below(place.name):
         entry = saved.tensor(name)
         if entry is None:
@@ -178,7 +177,7 @@ def _adopt(
         device = None if live is None or live.is_meta else live.device
         new = torch.zeros(shape, dtype=torch_dtype(dtype, name), device=device)
         path = at.path if at is not None else f"{place.path} -> {name}"
-        adopted[name] = (at or Place(name, path, place.section), new)
+        adopted[name] = (at or StatePlace(name, path, place.section), new)
     return adopted
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ckptd.errors import UsageError
 from ckptd.format import codec
 from ckptd.format.names import canonical_fqn, escape_fqn, escape_key, unescape_key
-from ckptd.train.state.leaves import PerRank, Place, SavedNames
+from ckptd.train.state.leaves import PerRank, SavedNames, StatePlace
 from ckptd.train.state.objects import replace_in_place
 
 __all__ = [
@@ -250,7 +250,7 @@ def _container(value: Any, where: str, inner: Sequence[_Inner]) -> UsageError:
 class Site:
     """A value that is no container: `put` puts another value in its place."""
 
-    place: Place
+    place: StatePlace
     value: Any
     put: Callable[[Any], None]
 
@@ -294,7 +294,7 @@ def walk(state: Mapping[str, Any], saved: SavedNames | None = None) -> list[Site
         site
         for key, value in state.items()
         for site in walker.visit(
-            Place(escape_key(key), f"state[{key!r}]", key), value, _put_item(state, key)
+            StatePlace(escape_key(key), f"state[{key!r}]", key), value, _put_item(state, key)
         )
     ]
     return _without_wrappers(sites)
@@ -333,7 +333,7 @@ def is_state_dict(value: dict[Any, Any]) -> bool:
     return hasattr(value, "_metadata") or all(isinstance(v, torch.Tensor) for v in value.values())
 
 
-def refuse_optimizer_ids(value: dict[Any, Any], place: Place) -> None:
+def refuse_optimizer_ids(value: dict[Any, Any], place: StatePlace) -> None:
     """Raise `UsageError` (kind ``optimizer-ids``) for what `Optimizer.state_dict()` returns."""
     groups = value.get("param_groups")
     if "state" not in value or not isinstance(groups, list):
@@ -370,7 +370,7 @@ class _Walker:
     def leave(self, container: Any) -> None:
         del self._open[id(container)]
 
-    def visit(self, place: Place, value: Any, put: Callable[[Any], None]) -> Iterator[Site]:
+    def visit(self, place: StatePlace, value: Any, put: Callable[[Any], None]) -> Iterator[Site]:
         if is_live(value) or not isinstance(value, dict | list | tuple):
             yield Site(place, value, put)
             return
@@ -384,7 +384,7 @@ class _Walker:
         self.leave(value)
 
     def _visit_dict(
-        self, place: Place, value: dict[Any, Any], put: Callable[[Any], None]
+        self, place: StatePlace, value: dict[Any, Any], put: Callable[[Any], None]
     ) -> Iterator[Site]:
         refuse_optimizer_ids(value, place)
         replace = partial(_put_container, value, put)
@@ -412,7 +412,7 @@ class _Walker:
                 yield from self.visit(child, item, _put_item(value, key))
 
     def _visit_sequence(
-        self, place: Place, value: list[Any] | tuple[Any, ...], put: Callable[[Any], None]
+        self, place: StatePlace, value: list[Any] | tuple[Any, ...], put: Callable[[Any], None]
     ) -> Iterator[Site]:
         items = value if isinstance(value, list) else list(value)
 
@@ -442,10 +442,10 @@ class _Walker:
                 return True
         return False
 
-    def _saved_as_one(self, place: Place) -> bool:
+    def _saved_as_one(self, place: StatePlace) -> bool:
         return self._saved is not None and place.name in self._saved.objects
 
-    def _saved_below(self, place: Place, value: dict[Any, Any]) -> list[str]:
+    def _saved_below(self, place: StatePlace, value: dict[Any, Any]) -> list[str]:
         if self._saved is None or value:
             return []
         return [n for n in self._saved.objects if n.startswith(place.name + ".")]
@@ -464,12 +464,12 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and not is_live(value)
 
 
-def _adopt(place: Place, value: dict[Any, Any], names: list[str]) -> Iterator[Site]:
+def _adopt(place: StatePlace, value: dict[Any, Any], names: list[str]) -> Iterator[Site]:
     """Give an empty dict a site for each value that was saved below it."""
     for name in names:
         keys = [unescape_key(s) for s in name[len(place.name) + 1 :].split(".")]
         path = place.path + "".join(f"[{k!r}]" for k in keys)
-        yield Site(Place(name, path, place.section), None, partial(_put_deep, value, keys))
+        yield Site(StatePlace(name, path, place.section), None, partial(_put_deep, value, keys))
 
 
 def _put_deep(container: dict[Any, Any], keys: list[str | int], new: Any) -> None:

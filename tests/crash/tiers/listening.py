@@ -9,7 +9,7 @@ from ckptd.errors import CkptdError
 from ckptd.format.names import CommitName
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Save
+from ckptd.save.messages import SaveRequest
 from ckptd.train.lineage import Lineage
 from tests.crash.tiers.ledger import Claiming, Held, Ledger, Promised, Refused
 
@@ -29,7 +29,7 @@ def listen(ledger: Ledger, life: int, rank: int, on_agent: Callable[[int], None]
     _listen_to_handles(ledger, life, rank)
     begin, claim = WriterClient.begin, Lineage.claim_for_load
 
-    def told_begin(self: WriterClient, save: Save, *args: Any) -> None:
+    def told_begin(self: WriterClient, save: SaveRequest, *args: Any) -> None:
         on_agent(self.pid)
         ledger.write(
             Held(

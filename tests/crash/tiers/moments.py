@@ -263,7 +263,7 @@ def hook_agent() -> None:
     _hook_stores()
     _wrap(worker, "stage_shard", "digest")
     _wrap(worker, "apply_retention", "retention")
-    _wrap(worker.Worker, "_promote", "promote")
+    _wrap(worker.SaveWriter, "_promote", "promote")
     _wrap(AgentMemoryStore, "keep", "keep")
     _wrap(AgentMemoryStore, "adopt", "adopt")
     _wrap(AgentMemoryStore, "put", "shelf_put")

@@ -7,7 +7,7 @@ import torch
 
 from ckptd.errors import MismatchError
 from ckptd.format.manifest import Manifest, ObjectEntry, TensorEntry
-from ckptd.train.state.restore import Matching, Saved, match, prepare, saved_names
+from ckptd.train.state.restore import Matching, SavedState, match, prepare, saved_names
 
 
 def matched(state: dict[str, object], *, strict: bool, per_rank: str = "") -> Matching:
@@ -23,7 +23,7 @@ def matched(state: dict[str, object], *, strict: bool, per_rank: str = "") -> Ma
         tensors=(TensorEntry("t", "float32", (2,), 0, 0, 0, ("a",)),),
         objects=(ObjectEntry("a", 3, per_rank=per_rank),),
     )
-    saved = Saved.of(manifest)
+    saved = SavedState.of(manifest)
     names = saved_names(saved, lambda n: n, lambda n: True)
     return match(prepare(state, names), saved, lambda n: True, lambda n: n, strict=strict)
 

@@ -21,7 +21,7 @@ from ckptd.errors import DeadlineError, UsageError
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
-from ckptd.train.signals import SAVE, STOP, SignalWatch
+from ckptd.train.schedule import SAVE, STOP, SignalWatch
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
@@ -142,7 +142,7 @@ def test_after_close_a_signal_does_what_it_did_before() -> None:
     # In a thread the handler cannot be put back: it must not swallow what ends the process.
     code = """
 import os, signal, threading
-from ckptd.train.signals import SignalWatch
+from ckptd.train.schedule import SignalWatch
 watch = SignalWatch(signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGTERM)
 thread = threading.Thread(target=watch.close)
