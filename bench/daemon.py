@@ -31,8 +31,7 @@ import msgspec
 import numpy as np
 
 from ckptd.daemon.client import DaemonClient
-from ckptd.monitor.gather import merge
-from ckptd.monitor.report import NodeReport, pack, unpack_report
+from ckptd.monitor.report import NodeReport, merge, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings
 from ckptd.net.signing import CHALLENGE_PATH, MAC_HEADER, SHEETS_PATH, sign_request
 from ckptd_simulated.feed import Simulation, mesh_for

@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 
 from ckptd.monitor import simulator
-from ckptd.monitor.gather import from_views, merge
 from ckptd.monitor.job import CALL, JobView, Phase, RankView
-from ckptd.monitor.report import STEP, GroupInfo, NodeReport, pack, unpack_report
+from ckptd.monitor.report import STEP, GroupInfo, NodeReport, from_views, merge, pack, unpack_report
 from ckptd.monitor.watch import JobWatch
 from ckptd_simulated.job import Fault, Mesh, Planted, own_times, play, views
 

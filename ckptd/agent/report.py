@@ -17,9 +17,15 @@ from ckptd.agent.processes import Process
 from ckptd.agent.rings import Ring, Rings
 from ckptd.agent.totals import Sums, Tally
 from ckptd.errors import CkptdError
-from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.job import Phase, RankView
-from ckptd.monitor.report import AgentState, GroupInfo, NodeReport, ReportLimits
+from ckptd.monitor.report import (
+    AgentState,
+    GroupInfo,
+    NodeReport,
+    RankNote,
+    ReportLimits,
+    from_views,
+)
 from ckptd.monitor.ring import Counter, process_birth
 
 __all__ = ["ReportMaker", "Unborn"]

@@ -29,7 +29,6 @@ from ckptd.daemon.ingest import Ingest
 from ckptd.daemon.tape import MessageBuffer
 from ckptd.errors import TransientStoreError
 from ckptd.monitor.collectives import Book, Outbox
-from ckptd.monitor.gather import merge
 from ckptd.monitor.report import (
     GAP,
     AgentOrders,
@@ -38,6 +37,7 @@ from ckptd.monitor.report import (
     LinkProbe,
     NodeReport,
     ReportLimits,
+    merge,
 )
 from ckptd.monitor.stats import Array
 from ckptd.net.signing import CHALLENGE_PATH, FOUND_PATH, SHEETS_PATH

@@ -34,6 +34,8 @@ __all__ = [
     "join",
     "no_job",
     "phase_name",
+    "rank_row",
+    "stacked",
 ]
 
 
@@ -326,48 +328,51 @@ def join(views: Iterable[RankView], agents: Iterable[AgentView] = ()) -> JobView
     rows = []
     for v in views:
         node = nodes.setdefault(v.node, len(nodes))
-        rows.append(_row(v, node))
+        rows.append(tuple(rank_row(v, node).values()))
         for group, ranks in v.members.items():
             members.setdefault(group, ranks)
     at = np.array([v.at for v in views])
-    calls = _joined([v.calls for v in views], JOINED_CALL)
+    calls = stacked([v.calls for v in views], JOINED_CALL)
     calls["start"] -= at[calls["row"]]
     calls["end"] -= at[calls["row"]]
     return JobView(
         world=max((v.world for v in views), default=0),
         nodes=tuple(nodes),
         ranks=np.array(rows, RANK),
-        groups=_joined([v.groups for v in views], JOINED_GROUP),
+        groups=stacked([v.groups for v in views], JOINED_GROUP),
         calls=calls,
         members=members,
         agents=tuple(agents),
     )
 
 
-def _row(v: RankView, node: int) -> tuple[Any, ...]:
-    return (
-        v.rank,
+def rank_row(view: RankView, node: int) -> dict[str, Any]:
+    """Return the columns of `RANK` of one view; `node` is an index of the job's nodes."""
+    values = (
+        view.rank,
         node,
-        v.pid,
-        v.alive,
-        NO_EXIT if v.exit_code is None else v.exit_code,
-        v.process_state.encode(),
-        -1 if v.answers is None else v.answers,
-        v.at - v.heartbeat,
-        v.at - v.moved,
-        v.phase,
-        v.step,
-        v.steps_done,
-        v.pending_group,
-        v.pending_seq,
-        v.at - v.pending_since,
+        view.pid,
+        view.alive,
+        NO_EXIT if view.exit_code is None else view.exit_code,
+        view.process_state.encode(),
+        -1 if view.answers is None else view.answers,
+        view.at - view.heartbeat,
+        view.at - view.moved,
+        view.phase,
+        view.step,
+        view.steps_done,
+        view.pending_group,
+        view.pending_seq,
+        view.at - view.pending_since,
     )
+    return dict(zip(RANK.names or (), values, strict=True))
 
 
-def _joined(tables: list[Array], dtype: np.dtype[Any]) -> Array:
-    sizes = [len(t) for t in tables]
+def stacked(tables: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Return all tables as one of `dtype`, with the index of each one's table as ``row``."""
+    sizes = [len(table) for table in tables]
     out = np.zeros(sum(sizes), dtype)
-    if tables:
+    if len(out):
         out["row"] = np.repeat(np.arange(len(tables)), sizes)
         whole = np.concatenate(tables)
         for name in whole.dtype.names or ():

@@ -1,13 +1,15 @@
-"""What agents and the daemon say to each other: sheets and findings go up, orders come down.
+"""What agents and the daemon send each other: reports and evidence go up, orders come down.
 
-A sheet is what the ranks of one node show at a moment (of several nodes, from a forwarder). It
-holds ages in place of times, so that clocks never cross nodes. All of it is untrusted where it
-arrives: `unpack_report` checks everything before anybody uses it.
+A `NodeReport` is what the ranks of one node show at a moment (of several nodes, from a forwarder).
+It holds ages in place of times, so that clocks never cross nodes. Each of its tables is declared
+once, with the bounds of its columns: `from_views` clips to them, `unpack_report` refuses what lies
+outside, since all of a report is untrusted where it arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,17 +19,26 @@ import zstandard
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CorruptError
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, WORD
-from ckptd.monitor.job import JOINED_CALL, JOINED_GROUP, RANK, Phase
+from ckptd.monitor.job import (
+    JOINED_CALL,
+    JOINED_GROUP,
+    RANK,
+    AgentView,
+    JobView,
+    Phase,
+    RankView,
+    rank_row,
+    stacked,
+)
+from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.stats import Array
 
 __all__ = [
     "GAP",
-    "SHEET_RANK",
-    "STATES",
+    "REPORT_RANK",
     "STEP",
     "SUM",
     "TABLES",
-    "VERSION",
     "AgentOrders",
     "AgentState",
     "EvidenceReport",
@@ -36,13 +47,15 @@ __all__ = [
     "LinkProbe",
     "NodeReport",
     "ProbeResult",
+    "RankNote",
     "ReportLimits",
     "Stack",
-    "bad",
-    "check_evidence",
-    "check_orders",
-    "check_report",
+    "from_views",
+    "gathered",
+    "job_of",
+    "merge",
     "pack",
+    "selected",
     "unpack_evidence",
     "unpack_fencing",
     "unpack_orders",
@@ -52,7 +65,7 @@ __all__ = [
 
 VERSION = 1
 
-SHEET_RANK: np.dtype[Any] = np.dtype(
+REPORT_RANK: np.dtype[Any] = np.dtype(
     [
         # The process id stands where it stood before the columns of a job had it.
         *[
@@ -105,7 +118,7 @@ SUM: np.dtype[Any] = np.dtype(
 """One row for each checksum or norm that a rank took and that was not told before."""
 
 TABLES: Mapping[str, np.dtype[Any]] = {
-    "ranks": SHEET_RANK,
+    "ranks": REPORT_RANK,
     "groups": JOINED_GROUP,
     "calls": JOINED_CALL,
     "gaps": GAP,
@@ -113,7 +126,48 @@ TABLES: Mapping[str, np.dtype[Any]] = {
     "sums": SUM,
     "collectives": COLLECTIVE,
 }
-"""Tables of a sheet, by the name of their field."""
+"""Tables of a report, by the name of their field."""
+
+_COUNT = 1 << 62
+_LONGEST_S = 1e9
+"""Ages above 30 years are nonsense."""
+_PHASES = (0, max(Phase))
+
+BOUNDS: Mapping[str, Mapping[str, tuple[int, int]]] = {
+    "ranks": {
+        "alive": (0, 1),
+        "answers": (-1, 1),
+        "phase": _PHASES,
+        "step": (-1, _COUNT),
+        "steps_done": (0, _COUNT),
+        "pending_seq": (0, _COUNT),
+        "pid": (0, 1 << 32),
+        "generation": (0, 1 << 32),
+        "recorder": (0, max(RecorderState)),
+        "lost": (0, _COUNT),
+        "written": (0, _COUNT),
+    },
+    "groups": {"entered": (0, _COUNT), "completed": (0, _COUNT)},
+    "calls": {
+        "seq": (0, _COUNT),
+        "bytes": (-1, _COUNT),
+        "root": (-1, 1 << 30),
+        "step": (-1, _COUNT),
+        "phase": _PHASES,
+    },
+    "gaps": {"phase": _PHASES},
+    "steps": {"step": (0, _COUNT), "phase": _PHASES},
+    "sums": {"step": (-1, _COUNT), "what": (0, 1)},
+    "collectives": {"size": (0, len(SIZES))},
+}
+"""Least and largest value of columns of integers."""
+
+_AGES: Mapping[str, Mapping[str, bool]] = {
+    "ranks": {"idle": True, "heartbeat": False, "pending_age": False, "lived": False},
+    "gaps": {"seconds": True},
+    "steps": {"self_s": False, "inside_s": False, "wall_s": False},
+}
+"""Columns of ages, and whether each row must have one (NaN is unknown)."""
 
 
 class AgentState(msgspec.Struct, frozen=True, kw_only=True):
@@ -401,12 +455,8 @@ class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
     stack: int = 1 << 18
 
 
-_LONGEST_S = 1e9
-"""Ages above 30 years are nonsense."""
-_COUNT = 1 << 62
 STATES = frozenset([b"", *(bytes([letter]) for letter in b"RSDTtZXxKWPI")])
 """Letters of the kernel for the state of a process."""
-_RECORDER_STATES = 4
 
 
 def bad(wanted: str, found: object) -> CorruptError:
@@ -427,6 +477,11 @@ def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
         size, most = len(getattr(sheet, name)), getattr(limits, name, limits.rows)
         _need(size % dtype.itemsize == 0, f"whole rows of {name}", size)
         _need(size <= most * dtype.itemsize, f"at most {most} rows of {name}", size)
+        rows = sheet.table(name)
+        for column, (low, high) in BOUNDS[name].items():
+            _within(rows[column], low, high, f"{column} of {name}")
+        for column, known in _AGES.get(name, {}).items():
+            _ages(rows[column], f"{column} of {name}", known=known)
     ranks = sheet.table("ranks")
     _check_ranks(ranks, len(sheet.nodes), limits)
     for name, ordered in (("groups", True), ("calls", True), ("steps", False), ("sums", False)):
@@ -435,7 +490,6 @@ def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
         if ordered:
             _need(bool((rows[1:] >= rows[:-1]).all()), f"{name} in the order of ranks", "not")
     _check_calls(sheet)
-    _check_told(sheet)
     _check_collectives(sheet)
     _check_members(sheet, limits)
 
@@ -468,59 +522,20 @@ def _check_ranks(ranks: Array, nodes: int, limits: ReportLimits) -> None:
     _within(ranks["world"], 1, limits.world, "world")
     _need(bool((ranks["rank"] >= 0).all()), "ranks from 0", "less")
     _need(bool((ranks["rank"] < ranks["world"]).all()), "ranks below the world", "more")
-    for name, low, high in (
-        ("node", 0, nodes - 1),
-        ("alive", 0, 1),
-        ("answers", -1, 1),
-        ("phase", 0, max(Phase)),
-        ("step", -1, _COUNT),
-        ("steps_done", 0, _COUNT),
-        ("pending_seq", 0, _COUNT),
-        ("pid", 0, 1 << 32),
-        ("generation", 0, 1 << 32),
-        ("recorder", 0, _RECORDER_STATES - 1),
-        ("lost", 0, _COUNT),
-        ("written", 0, _COUNT),
-    ):
-        _within(ranks[name], low, high, name)
+    _within(ranks["node"], 0, nodes - 1, "node")
     _need(
         bool(np.isin(ranks["state"], list(STATES)).all()), "states of processes", "another letter"
     )
-    _ages(ranks["idle"], "idle", known=True)
-    for name in ("heartbeat", "pending_age", "lived"):
-        _ages(ranks[name], name)
     inside = ranks["pending_group"] != 0
     _need(not np.isnan(ranks["pending_age"][inside]).any(), "an age of each pending call", "NaN")
 
 
 def _check_calls(sheet: NodeReport) -> None:
     groups, calls = sheet.table("groups"), sheet.table("calls")
-    for name in ("entered", "completed"):
-        _within(groups[name], 0, _COUNT, name)
     _need(bool((groups["group"] != 0).all()), "groups other than 0", "0")
-    for name, low, high in (
-        ("seq", 0, _COUNT),
-        ("bytes", -1, _COUNT),
-        ("root", -1, 1 << 30),
-        ("step", -1, _COUNT),
-        ("phase", 0, max(Phase)),
-    ):
-        _within(calls[name], low, high, name)
     _ages(-calls["start"], "start of a call", known=True)
     _ages(-calls["end"], "end of a call")
     _need(not (calls["end"] < calls["start"]).any(), "calls that end after they start", "before")
-
-
-def _check_told(sheet: NodeReport) -> None:
-    gaps, steps, sums = (sheet.table(name) for name in ("gaps", "steps", "sums"))
-    _within(gaps["phase"], 0, max(Phase), "phase")
-    _ages(gaps["seconds"], "gap", known=True)
-    _within(steps["step"], 0, _COUNT, "step")
-    _within(steps["phase"], 0, max(Phase), "phase")
-    for name in ("self_s", "inside_s", "wall_s"):
-        _ages(steps[name], name)
-    _within(sums["step"], -1, _COUNT, "step")
-    _within(sums["what"], 0, 1, "what")
 
 
 def _check_collectives(sheet: NodeReport) -> None:
@@ -529,7 +544,6 @@ def _check_collectives(sheet: NodeReport) -> None:
     _need(bool((rows["op"] != b"").all()), "an operation", "none")
     for text in {*rows["op"].tolist(), *rows["kind"].tolist()}:
         _need(WORD.fullmatch(text) is not None, "the word for a label", repr(text))
-    _within(rows["size"], 0, len(SIZES), "size")
     values = rows["values"]
     _need(bool(((values >= 0) & (values < _COUNT)).all()), "increments", "negative or endless")
 
@@ -713,3 +727,279 @@ def _plain(data: bytes, limits: ReportLimits) -> bytes | memoryview:
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=size)
     except zstandard.ZstdError as error:
         raise bad("a zstd frame", str(error)) from error
+
+
+# --- reports from views, and a job from reports ---------------------------------------------------
+
+
+_CLIPPED_S = 9e8
+
+
+class RankNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a rank beside its view; see `ckptd.monitor.report.REPORT_RANK`."""
+
+    generation: int = 0
+    lived: float = float("nan")
+    recorder: RecorderState = RecorderState.CALLS
+    lost: int = 0
+    written: int = 0
+
+
+def from_views(
+    views: Sequence[RankView],
+    *,
+    job: str,
+    source: str,
+    number: int,
+    notes: Mapping[int, RankNote] | None = None,
+    agents: Mapping[str, AgentState] | None = None,
+    members: Mapping[int, GroupInfo] | None = None,
+    texts: Mapping[int, str] | None = None,
+    after: int = 0,
+    **tables: Array,
+) -> NodeReport:
+    """Return the sheet of `views`, one view a rank.
+
+    What a damaged ring makes a view say is brought within bounds, so that the sheet as a whole
+    can be taken.
+
+    Parameters
+    ----------
+    views
+        Of the ranks of a node, or of several.
+    job, source, number
+        Head of the sheet.
+    notes
+        By rank.
+    agents
+        By name of node. A node without ranks is told if it is here.
+    members, texts
+        To be told this time; members default to those of the views.
+    after
+        As of `NodeReport`.
+    **tables
+        Rows of ``gaps``, ``steps``, ``sums`` and ``collectives``.
+    """
+    agents, notes = agents or {}, notes or {}
+    nodes = tuple(dict.fromkeys([*(v.node for v in views), *agents]))
+    place = {node: i for i, node in enumerate(nodes)}
+    plain = RankNote()
+    ranks = [_row(v, place[v.node], notes.get(v.rank, plain)) for v in views]
+    if members is None:
+        told = {g: r for v in views for g, r in v.members.items()}
+        members = {g: GroupInfo.of(r) for g, r in told.items()}
+    sheet = NodeReport(
+        job=job,
+        source=source,
+        number=number,
+        nodes=nodes,
+        agents=tuple(agents.get(node, AgentState()) for node in nodes),
+        ranks=np.array(ranks, REPORT_RANK).tobytes(),
+        groups=_groups(views).tobytes(),
+        calls=_calls(views).tobytes(),
+        members=dict(members),
+        texts=dict(texts or {}),
+        after=after,
+    )
+    packed = {n: t.astype(TABLES[n], copy=False).tobytes() for n, t in tables.items()}
+    return msgspec.structs.replace(sheet, **packed)
+
+
+def _row(v: RankView, node: int, note: RankNote) -> tuple[object, ...]:
+    row = rank_row(v, node)
+    row["state"] = row["state"] if row["state"] in STATES else b""
+    row["heartbeat"] = _age(row["heartbeat"])
+    row["idle"] = np.nan_to_num(_age(row["idle"]), nan=0.0)
+    pending = np.nan_to_num(_age(row["pending_age"]))
+    row["pending_age"] = pending if v.pending_group else np.nan
+    row |= msgspec.structs.asdict(note) | {"world": v.world, "lived": _age(note.lived)}
+    return tuple(row[name] for name in REPORT_RANK.names or ())
+
+
+def _age(seconds: float) -> float:
+    # A stamp may be newer than the moment at which the view was begun.
+    return min(max(seconds, 0.0), _CLIPPED_S) if seconds == seconds else seconds
+
+
+def _clipped(table: Array, name: str) -> Array:
+    """Bring the columns of a table within their bounds."""
+    for column, (low, high) in BOUNDS[name].items():
+        table[column] = np.clip(table[column], low, high)
+    return table
+
+
+def _groups(views: Sequence[RankView]) -> Array:
+    out = stacked([v.groups for v in views], JOINED_GROUP)
+    return _clipped(out[out["group"] != 0], "groups")
+
+
+def _calls(views: Sequence[RankView]) -> Array:
+    out = _clipped(stacked([v.calls for v in views], JOINED_CALL), "calls")
+    at = np.array([v.at for v in views])[out["row"]]
+    out["start"] = -np.clip(at - out["start"], 0, _CLIPPED_S)
+    out["end"] = np.maximum(-np.clip(at - out["end"], 0, _CLIPPED_S), out["start"])
+    return out
+
+
+# --- many into one ------------------------------------------------------------------------------
+
+
+def merge(
+    sheets: Sequence[NodeReport],
+    ages: Sequence[float],
+    *,
+    job: str,
+    source: str,
+    number: int,
+    members: Mapping[int, GroupInfo] | None = None,
+    texts: Mapping[int, str] | None = None,
+    collectives: Array | None = None,
+    after: int = 0,
+) -> NodeReport:
+    """Return one sheet with everything of `sheets`: what a forwarder passes on.
+
+    Parameters
+    ----------
+    sheets
+        The newest of each source. Gaps, steps and sums of those that were passed on before must
+        have been taken out.
+    ages
+        Seconds since each arrived; added to the age of its agents.
+    job, source, number
+        Head of the sheet.
+    members, texts
+        To be told this time; those of the sheets if left out.
+    collectives, after
+        What all sheets so far add up to, as of `ckptd.monitor.collectives.Outbox`: increments of
+        several sources, which begin at different moments, are not added here.
+    """
+    nodes: dict[str, AgentState] = {}
+    for sheet, age in zip(sheets, ages, strict=True):
+        for node, agent in zip(sheet.nodes, sheet.agents, strict=True):
+            nodes[node] = msgspec.structs.replace(agent, age_s=agent.age_s + age)
+    names = tuple(nodes)
+    if members is None:
+        members = {g: info for sheet in sheets for g, info in sheet.members.items()}
+    if texts is None:
+        texts = {h: text for sheet in sheets for h, text in sheet.texts.items()}
+    sheet = NodeReport(
+        job=job,
+        source=source,
+        number=number,
+        nodes=names,
+        agents=tuple(nodes.values()),
+        members=dict(members),
+        texts=dict(texts),
+        after=after,
+    )
+    stacked = (name for name in TABLES if name != "collectives")
+    tables = {name: _stacked(sheets, name, names).tobytes() for name in stacked}
+    tables["collectives"] = b"" if collectives is None else collectives.tobytes()
+    return msgspec.structs.replace(sheet, **tables)
+
+
+def _stacked(sheets: Sequence[NodeReport], name: str, nodes: Sequence[str]) -> Array:
+    """Return all rows of one table, with rows and nodes numbered anew.
+
+    Bytes are put together, and not tables: numpy copies tables column by column.
+    """
+    out = np.frombuffer(b"".join([getattr(s, name) for s in sheets]), TABLES[name]).copy()
+    counts = [len(getattr(s, name)) // TABLES[name].itemsize for s in sheets]
+    if name == "ranks":
+        place = {node: i for i, node in enumerate(nodes)}
+        offset = np.cumsum([0, *(len(s.nodes) for s in sheets)])[:-1]
+        table = np.array([place[node] for s in sheets for node in s.nodes], np.int32)
+        if len(out):
+            out["node"] = table[out["node"] + np.repeat(offset, counts)]
+    elif "row" in (out.dtype.names or ()):
+        ranks = [len(s.ranks) // REPORT_RANK.itemsize for s in sheets]
+        out["row"] += np.repeat(np.cumsum([0, *ranks])[:-1], counts)
+    return out
+
+
+def job_of(
+    sheets: Sequence[NodeReport],
+    members: Mapping[int, Sequence[int]],
+    agents: Sequence[AgentView] = (),
+    silent: Collection[str] = (),
+) -> JobView:
+    """Return the columns of the job that `sheets` show; see `gathered`."""
+    return gathered(sheets, members, agents, silent)[0]
+
+
+def gathered(
+    sheets: Sequence[NodeReport],
+    members: Mapping[int, Sequence[int]],
+    agents: Sequence[AgentView] = (),
+    silent: Collection[str] = (),
+    fenced: int = 0,
+) -> tuple[JobView, Array]:
+    """Return the columns of the job that `sheets` show, one row a rank, and its `REPORT_RANK` rows.
+
+    Of a rank that several sheets tell, the process that runs counts, then the newer generation,
+    then the younger process. Dead processes of earlier generations are left out.
+
+    Ages are those of the sheets' moments: what a rank did since its sheet is not known, and
+    ageing it with the sheet would make a pause of an agent a hang of its ranks.
+
+    Parameters
+    ----------
+    sheets
+        The newest of each source.
+    members
+        Global ranks of groups, where told.
+    agents
+        Agents of which something is to be said.
+    silent
+        Nodes whose rows do not count: their forwarder has not heard of them for long.
+    fenced
+        Ranks of a generation from 1 to before this one do not count: they end on purpose.
+    """
+    nodes = tuple(dict.fromkeys(node for s in sheets for node in s.nodes))
+    ranks = _stacked(sheets, "ranks", nodes)
+    groups, calls = _stacked(sheets, "groups", nodes), _stacked(sheets, "calls", nodes)
+    kept = _living(ranks) & ~ended_on_purpose(ranks, fenced)
+    if silent:
+        kept &= ~np.isin(ranks["node"], [i for i, node in enumerate(nodes) if node in silent])
+    if not kept.all():
+        ranks, groups, calls = ranks[kept], _of(groups, kept), _of(calls, kept)
+    columns = np.zeros(len(ranks), RANK)
+    for name in RANK.names or ():
+        columns[name] = ranks[name]
+    world = int(ranks["world"].max()) if len(ranks) else 0
+    return JobView(world, nodes, columns, groups, calls, members, tuple(agents)), ranks
+
+
+def ended_on_purpose(ranks: Array, fenced: int) -> Array:
+    """Return which rows are of a life that a controller ends; one without a number is none."""
+    generation = ranks["generation"]
+    out: Array = (generation > 0) & (generation < fenced)
+    return out
+
+
+def selected(job: JobView, kept: Array) -> JobView:
+    """Return `job` with those rows of ranks only that `kept` says."""
+    groups, calls = _of(job.groups, kept), _of(job.calls, kept)
+    return replace(job, ranks=job.ranks[kept], groups=groups, calls=calls)
+
+
+def _living(ranks: Array) -> Array:
+    """Return which rows stand for their rank."""
+    newest = int(ranks["generation"].max()) if len(ranks) else 0
+    kept: Array = (ranks["alive"] != 0) | (ranks["generation"] == newest)
+    if len(np.unique(ranks["rank"])) < len(ranks):
+        order = np.lexsort(
+            (-ranks["lived"], ranks["generation"], ranks["alive"], kept, ranks["rank"])
+        )
+        last = np.append(ranks["rank"][order][1:] != ranks["rank"][order][:-1], True)
+        chosen = np.zeros(len(ranks), bool)
+        chosen[order[last]] = True
+        kept &= chosen
+    return kept
+
+
+def _of(table: Array, kept: Array) -> Array:
+    number = np.cumsum(kept) - 1
+    out: Array = table[kept[table["row"]]]
+    out["row"] = number[out["row"]]
+    return out

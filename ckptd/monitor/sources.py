@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.report import SHEET_RANK, AgentState, GroupInfo, NodeReport
+from ckptd.monitor.report import REPORT_RANK, AgentState, GroupInfo, NodeReport
 from ckptd.monitor.settings import WatchSettings
 
 __all__ = ["AgentHealth", "ReportSource", "ReportSources"]
@@ -211,7 +211,7 @@ def _loopback(address: str) -> bool:
 
 
 def _count(sheet: NodeReport) -> int:
-    return len(sheet.ranks) // SHEET_RANK.itemsize
+    return len(sheet.ranks) // REPORT_RANK.itemsize
 
 
 def old(source: str, taken: int, number: int) -> RefusedError:

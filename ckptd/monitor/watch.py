@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 
 from ckptd.errors import RefusedError
-from ckptd.monitor.gather import gathered, job_of, selected
 from ckptd.monitor.incidents import (
     Changes,
     Incident,
@@ -22,7 +21,16 @@ from ckptd.monitor.incidents import (
 )
 from ckptd.monitor.job import AgentView, JobView
 from ckptd.monitor.links import LinkMatrix, LinkProber
-from ckptd.monitor.report import GAP, AgentOrders, EvidenceReport, Fencing, NodeReport
+from ckptd.monitor.report import (
+    GAP,
+    AgentOrders,
+    EvidenceReport,
+    Fencing,
+    NodeReport,
+    gathered,
+    job_of,
+    selected,
+)
 from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.corruption import SumBook
 from ckptd.monitor.rules.diagnose import diagnose

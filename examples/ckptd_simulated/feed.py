@@ -26,7 +26,7 @@ from ckptd.events.sink import JsonlSink
 from ckptd.monitor.collectives import COLLECTIVE, SIZES, TIMES, TIMES_S, bus_factor
 from ckptd.monitor.job import JobView, Phase
 from ckptd.monitor.report import (
-    SHEET_RANK,
+    REPORT_RANK,
     STEP,
     AgentOrders,
     AgentState,
@@ -461,7 +461,7 @@ def _stages(mesh: Mesh) -> dict[int, GroupInfo]:
 
 
 def _ranks(job: JobView, elapsed_s: float, generation: int) -> Array:
-    out = np.zeros(len(job.ranks), SHEET_RANK)
+    out = np.zeros(len(job.ranks), REPORT_RANK)
     for name in job.ranks.dtype.names or ():
         out[name] = job.ranks[name]
     out["world"], out["generation"] = job.world, generation

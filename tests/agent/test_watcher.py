@@ -20,9 +20,8 @@ from ckptd.agent.uplink import Uplink
 from ckptd.agent.watched import floors_of
 from ckptd.agent.watcher import Watcher
 from ckptd.errors import UsageError
-from ckptd.monitor.gather import job_of
 from ckptd.monitor.job import Phase
-from ckptd.monitor.report import AgentOrders, LinkProbe
+from ckptd.monitor.report import AgentOrders, LinkProbe, job_of
 from ckptd.monitor.rules.hang import hangs
 from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.runtime.host import node_name

@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from ckptd.daemon.response import RUN_POLICY
-from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.job import RankView
 from ckptd.monitor.recording import replay
-from ckptd.monitor.report import pack
+from ckptd.monitor.report import RankNote, from_views, pack
 from tests.daemon.controllers import controller, nodes
 from tests.daemon.daemons import JOB, Running, quick_settings, running, until
 from tests.daemon.test_metrics import samples

@@ -15,8 +15,7 @@ import pytest
 from ckptd.daemon.access import Access
 from ckptd.daemon.forward import Forwarder, _with_rows_of
 from ckptd.daemon.server import Serving, url_of
-from ckptd.monitor.gather import merge
-from ckptd.monitor.report import SHEET_RANK, STEP, AgentState, NodeReport
+from ckptd.monitor.report import REPORT_RANK, STEP, AgentState, NodeReport, merge
 from ckptd.net.address import listen_at
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
 from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
@@ -105,7 +104,7 @@ def test_agent_that_fell_silent_is_silent_above(
 
 
 def table(ranks: list[int], steps: list[tuple[int, int]], number: int) -> NodeReport:
-    rows = np.zeros(len(ranks), SHEET_RANK)
+    rows = np.zeros(len(ranks), REPORT_RANK)
     rows["rank"] = ranks
     told = np.zeros(len(steps), STEP)
     told["row"] = [ranks.index(rank) for rank, _ in steps]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.errors import CorruptError
-from ckptd.monitor.gather import RankNote
 from ckptd.monitor.job import RankView
 from ckptd.monitor.recording import FENCING, ROUND, SHEET, RecordedFrame, encode, replay
-from ckptd.monitor.report import Fencing, pack, unpack_fencing
+from ckptd.monitor.report import Fencing, RankNote, pack, unpack_fencing
 from tests.monitor.jobs import changed
 from tests.monitor.test_lives import gone, notes, starting, training
 from tests.monitor.watched import Fed, told

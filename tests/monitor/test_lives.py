@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pytest
 
-from ckptd.monitor.gather import RankNote
 from ckptd.monitor.job import Phase, RankView
+from ckptd.monitor.report import RankNote
 from ckptd.monitor.ring import RecorderState
 from ckptd_simulated.job import Mesh, play, views
 from tests.monitor.jobs import changed, inside, outside

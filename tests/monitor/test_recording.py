@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError, NotFoundError, StoreError
-from ckptd.monitor.gather import from_views
 from ckptd.monitor.recording import (
     FOUND,
     ROUND,
@@ -20,7 +19,7 @@ from ckptd.monitor.recording import (
     encode,
     replay,
 )
-from ckptd.monitor.report import EvidenceReport, pack, unpack_report
+from ckptd.monitor.report import EvidenceReport, from_views, pack, unpack_report
 from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.watch import JobWatch
 from ckptd_simulated.job import Fault, Mesh, Planted, play, views

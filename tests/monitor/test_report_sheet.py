@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError
 from ckptd.monitor.collectives import COLLECTIVE
-from ckptd.monitor.gather import RankNote, from_views, job_of
 from ckptd.monitor.report import (
     SUM,
     TABLES,
@@ -23,8 +22,11 @@ from ckptd.monitor.report import (
     LinkProbe,
     NodeReport,
     ProbeResult,
+    RankNote,
     ReportLimits,
     Stack,
+    from_views,
+    job_of,
     pack,
     unpack_evidence,
     unpack_orders,

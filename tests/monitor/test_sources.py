@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from ckptd.monitor import sources
-from ckptd.monitor.gather import from_views
-from ckptd.monitor.report import AgentState, GroupInfo, NodeReport
+from ckptd.monitor.report import AgentState, GroupInfo, NodeReport, from_views
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.sources import ReportSources
 from tests.monitor.jobs import view

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from ckptd.errors import NotFoundError, RefusedError
-from ckptd.monitor.gather import RankNote, from_views, merge
 from ckptd.monitor.job import Phase, RankView
 from ckptd.monitor.report import (
     AgentState,
@@ -15,7 +14,10 @@ from ckptd.monitor.report import (
     GroupInfo,
     NodeReport,
     ProbeResult,
+    RankNote,
     Stack,
+    from_views,
+    merge,
     pack,
     unpack_report,
 )

@@ -10,10 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckptd.monitor.gather import RankNote, from_views
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.job import JobView, Phase, RankView
-from ckptd.monitor.report import STEP, AgentState, GroupInfo, NodeReport, pack, unpack_report
+from ckptd.monitor.report import (
+    STEP,
+    AgentState,
+    GroupInfo,
+    NodeReport,
+    RankNote,
+    from_views,
+    pack,
+    unpack_report,
+)
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch
 from ckptd_simulated.job import Mesh, _hash, play, views

@@ -28,7 +28,7 @@ class Stopped:
         Parameters
         ----------
         rows
-            Rows of `ckptd.monitor.report.SHEET_RANK`, of this round.
+            Rows of `ckptd.monitor.report.REPORT_RANK`, of this round.
         seconds
             How long is long.
         """
@@ -76,7 +76,7 @@ class Endings:
         job
             The moment.
         rows
-            Rows of `ckptd.monitor.report.SHEET_RANK`, as of ``job.ranks``.
+            Rows of `ckptd.monitor.report.REPORT_RANK`, as of ``job.ranks``.
         now
             The moment, seconds.
         """

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.gather import RankNote, from_views, gathered
 from ckptd.monitor.job import CallFlag, Phase, RankView
+from ckptd.monitor.report import RankNote, from_views, gathered
 from ckptd.monitor.ring import RecorderState
 from ckptd.monitor.rules.crash import crashes, ended
 from ckptd.monitor.rules.endings import Endings

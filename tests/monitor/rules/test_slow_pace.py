@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptd.monitor.gather import RankNote
-from ckptd.monitor.report import AgentState
+from ckptd.monitor.report import AgentState, RankNote
 from ckptd_simulated.job import Mesh, own_times
 from tests.monitor.watched import Fed, told
 

@@ -3,9 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.monitor.gather import RankNote, from_views, gathered, job_of, merge
 from ckptd.monitor.job import JobView, RankView
-from ckptd.monitor.report import AgentState, NodeReport, pack, unpack_report
+from ckptd.monitor.report import (
+    AgentState,
+    NodeReport,
+    RankNote,
+    from_views,
+    gathered,
+    job_of,
+    merge,
+    pack,
+    unpack_report,
+)
 from ckptd_simulated.job import Fault, Mesh, Planted, play, views
 from tests.monitor.jobs import changed, view
 
