@@ -25,8 +25,8 @@ from ckptd.elastic.messages import (
     Lost,
     NodeUp,
     Progress,
-    Save,
     Saved,
+    SaveNow,
     Start,
     Suspected,
     Tick,
@@ -361,7 +361,7 @@ class _Month(_Time):
                 if not self.ticking:
                     self.ticking = True
                     self.later(self.now + 1.0, self.tick)
-            case Save(generation=generation):
+            case SaveNow(generation=generation):
                 self.step += 1
                 saved = Saved(generation=generation, step=self.step)
                 self.later(self.now + self.system.cost.durable_s, lambda: self.hear(saved))

@@ -13,11 +13,10 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from ckptd.cli.output import Document, Json, Reply, flag, option, print_rows, time_text
-from ckptd.elastic.messages import Order, OrderKind
+from ckptd.elastic.messages import NodeRow, Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
 from ckptd.elastic.signpost import signposts
-from ckptd.elastic.wire import NodeRow, Status
 from ckptd.errors import CkptdError, DeadlineError, NotFoundError, RefusedError
 from ckptd.net.signing import job_secret
 from ckptd.runtime.agentlink import run_folder
@@ -39,7 +38,7 @@ _ENDED = ("done", "aborted")
 
 
 class CtlStatusDocument(Document, frozen=True, kw_only=True, tag="ctl status"):
-    """What ``ckptd ctl status --json`` prints: `ckptd.elastic.wire.Status`."""
+    """What ``ckptd ctl status --json`` prints: `ckptd.elastic.messages.Status`."""
 
     status: Status
 

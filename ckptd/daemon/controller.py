@@ -12,9 +12,17 @@ import msgspec
 
 from ckptd.decoding import converter, msgpack_decoder
 from ckptd.elastic.dial import dial
-from ckptd.elastic.messages import Order, OrderKind, Suspected
+from ckptd.elastic.messages import (
+    Announce,
+    Answer,
+    Order,
+    OrderKind,
+    Status,
+    Subscribe,
+    Suspected,
+    ToOperator,
+)
 from ckptd.elastic.operator import OperatorLink
-from ckptd.elastic.wire import Announce, Answer, Status, Subscribe, ToOperator
 from ckptd.errors import CkptdError, UsageError
 from ckptd.net.connection import Connection
 

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
 from ckptd.daemon.rounds import RankTable, RoundResult
-from ckptd.elastic.wire import Answer, Status
+from ckptd.elastic.messages import Answer, Status
 from ckptd.events.event import STALL_PHASES
 from ckptd.events.profile import SaveProfile
 from ckptd.monitor.incidents import Incident

@@ -15,7 +15,7 @@ import numpy as np
 from ckptd.daemon.documents import CheckpointsDocument, GenerationDocument, GoodputDocument
 from ckptd.daemon.history import History
 from ckptd.daemon.rounds import RoundResult
-from ckptd.elastic.wire import Status
+from ckptd.elastic.messages import Status
 from ckptd.errors import CkptdError
 from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles

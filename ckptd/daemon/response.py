@@ -21,8 +21,7 @@ from ckptd.daemon.documents import ControllerDocument, ControllerLinkDocument, P
 from ckptd.daemon.lifetime import RecoveryCounts
 from ckptd.daemon.rounds import Rounds
 from ckptd.daemon.tape import MessageBuffer
-from ckptd.elastic.messages import Suspected
-from ckptd.elastic.wire import Answer, NodeRow, Status
+from ckptd.elastic.messages import Answer, NodeRow, Status, Suspected
 from ckptd.errors import CkptdError, ConflictError, NotFoundError, TransientStoreError
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.recording import FENCING, RecordedFrame

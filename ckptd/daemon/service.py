@@ -34,8 +34,7 @@ from ckptd.daemon.response import Responder
 from ckptd.daemon.rounds import RankTable, RoundResult, Rounds
 from ckptd.daemon.tape import MessageBuffer
 from ckptd.daemon.webhook import Webhook
-from ckptd.elastic.messages import Order
-from ckptd.elastic.wire import Answer
+from ckptd.elastic.messages import Answer, Order
 from ckptd.errors import NotFoundError
 from ckptd.monitor.collectives import Book
 from ckptd.monitor.incidents import Changes, Incident

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ckptd.elastic.goodput import Goodput
+from ckptd.elastic.messages import Timed
 from ckptd.elastic.splits import Recovery, Splitter
 from ckptd.elastic.states import Move, State
-from ckptd.elastic.wire import Timed
 
 __all__ = ["Chronicle"]
 

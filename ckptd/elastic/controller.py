@@ -24,10 +24,21 @@ from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.messages import (
     Abort,
     Action,
+    Announce,
+    Answer,
     Append,
+    Ask,
+    Beat,
+    Begin,
+    Bye,
+    DaemonAt,
+    Do,
+    Echo,
     Event,
     Fence,
+    FenceNow,
     Finish,
+    Hosting,
     Left,
     Lost,
     NodeUp,
@@ -37,34 +48,20 @@ from ckptd.elastic.messages import (
     Relaunch,
     Reseat,
     Reseated,
-    Save,
-    Start,
-    Tell,
-    Tick,
-)
-from ckptd.elastic.parts import Parts
-from ckptd.elastic.statemachine import StateMachine
-from ckptd.elastic.wire import (
-    Announce,
-    Answer,
-    Ask,
-    Beat,
-    Begin,
-    Bye,
-    DaemonAt,
-    Do,
-    Echo,
-    FenceNow,
-    Hosting,
     Said,
     SaveNow,
+    Start,
     Status,
     StoreAt,
     Subscribe,
     Taken,
+    Tell,
+    Tick,
     Timed,
     exit_code,
 )
+from ckptd.elastic.parts import Parts
+from ckptd.elastic.statemachine import StateMachine
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.net.address import is_loopback
 
@@ -86,7 +83,7 @@ class Ending(NamedTuple):
     Attributes
     ----------
     kind, text, code
-        Of the job, as in `ckptd.elastic.wire.Bye`.
+        Of the job, as in `ckptd.elastic.messages.Bye`.
     """
 
     kind: str
@@ -469,7 +466,7 @@ class Controller:
             self.put(Reseated(generation=action.generation))
         elif isinstance(action, Start):
             self._start(action)
-        elif isinstance(action, Save):
+        elif isinstance(action, SaveNow):
             self._save(action)
         elif isinstance(action, Relaunch):
             # Operators that start launchers, a plug-in's supervisor, see it in the status.
@@ -516,7 +513,7 @@ class Controller:
         node.peer.send(begin)
         self._tell_store(node, begin.generation)
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: SaveNow) -> None:
         record = self.machine.record
         for name in record.nodes if record is not None else ():
             node = self._nodes.get(name)

@@ -11,7 +11,7 @@ import msgspec
 
 from ckptd.decoding import converter, msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE
-from ckptd.elastic.wire import FromNode, FromOperator
+from ckptd.elastic.messages import FromNode, FromOperator
 from ckptd.errors import CkptdError, CorruptError, RefusedError
 from ckptd.net.connection import Codec, Greeting, Refusal, tune
 

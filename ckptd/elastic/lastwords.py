@@ -20,7 +20,7 @@ from types import TracebackType
 import msgspec
 
 from ckptd.decoding import json_decoder
-from ckptd.elastic.workerwire import LAUNCHER_VARIABLE
+from ckptd.elastic.messages import LAUNCHER_VARIABLE
 
 __all__ = [
     "FOLDER",

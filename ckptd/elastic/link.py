@@ -12,21 +12,21 @@ from collections.abc import Callable
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
-from ckptd.elastic.messages import NodeUp
-from ckptd.elastic.operator import OperatorLink
-from ckptd.elastic.wire import (
+from ckptd.elastic.messages import (
     Beat,
     Begin,
     Bye,
     Echo,
     FenceNow,
     Hosting,
+    NodeUp,
     Said,
     SaidEvent,
     Taken,
     Timed,
     ToNode,
 )
+from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.net.connection import Connection
 

@@ -10,8 +10,18 @@ from typing import Any, Self
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
-from ckptd.elastic.messages import Notice, Order, Suspected
-from ckptd.elastic.wire import Answer, Ask, Do, DoneEvent, Status, Subscribe, ToOperator
+from ckptd.elastic.messages import (
+    Answer,
+    Ask,
+    Do,
+    DoneEvent,
+    Notice,
+    Order,
+    Status,
+    Subscribe,
+    Suspected,
+    ToOperator,
+)
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.net.connection import Connection
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptd.elastic.membership import Record
-from ckptd.elastic.wire import Begin, Seat
+from ckptd.elastic.messages import Begin, Seat
 
 __all__ = ["Parts"]
 

@@ -19,12 +19,12 @@ from ckptd.elastic.controller import Controller, Ending
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.leader import LOOK_S, Outlook, seat_taken
 from ckptd.elastic.membership import Record
+from ckptd.elastic.messages import Status
 from ckptd.elastic.places import Places
 from ckptd.elastic.policy import Job
 from ckptd.elastic.statemachine import StateMachine
 from ckptd.elastic.states import ControllerSettings
 from ckptd.elastic.status import Setting, status_of
-from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError, ConflictError, StoreError
 
 __all__ = ["Setup", "run_controller"]

@@ -38,8 +38,8 @@ from ckptd.elastic.messages import (
     Relaunch,
     Reseat,
     Reseated,
-    Save,
     Saved,
+    SaveNow,
     Start,
     Suspected,
     Tell,
@@ -340,7 +340,7 @@ class StateMachine:
             # Without it the job only waits: it trains on as long as it can.
             self._out.append(Tell(text=f"{text}. Nothing fits without it"))
             if self.record is not None and self.state is State.RUNNING:
-                self._out.append(Save(generation=self.record.generation))
+                self._out.append(SaveNow(generation=self.record.generation))
             return
         self._planned(text, now, within_s=max(event.seconds, 0.0), leaving=True)
 
@@ -689,7 +689,7 @@ class StateMachine:
                 return
             self._become(State.SUSPECT, reason, now)
             self._save_until = now + min(self.settings.save_s, within_s)
-            self._out.append(Save(generation=self.record.generation))
+            self._out.append(SaveNow(generation=self.record.generation))
         elif self.state in _ACTIVE:
             self._fence(reason, now, planned=True)
         elif self.state is not State.FENCE and self._then is not State.PLAN:

@@ -7,10 +7,9 @@ import time
 from dataclasses import dataclass
 
 from ckptd.elastic.chronicle import Chronicle
-from ckptd.elastic.messages import Relaunch
+from ckptd.elastic.messages import NodeRow, Relaunch, Status
 from ckptd.elastic.roster import Node
 from ckptd.elastic.statemachine import StateMachine
-from ckptd.elastic.wire import NodeRow, Status
 
 __all__ = ["Setting", "status_of"]
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptd.elastic.launchers.base import Launcher, Machine, MachineState
-from ckptd.elastic.messages import Notice, Order, OrderKind
+from ckptd.elastic.messages import Notice, Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
-from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError, NotFoundError
 
 __all__ = ["Outcome", "Supervisor", "SupervisorSettings"]
@@ -58,8 +57,8 @@ class Outcome:
     Attributes
     ----------
     kind
-        That of `ckptd.elastic.wire.Bye`; ``lost`` if it did not end in `SupervisorSettings.stop_s`
-        after it was told to.
+        That of `ckptd.elastic.messages.Bye`; ``lost`` if it did not end in
+        `SupervisorSettings.stop_s` after it was told to.
     text
         For people.
     requeue

@@ -16,20 +16,20 @@ from typing import ClassVar, Literal
 import msgspec
 
 from ckptd.elastic.lease import Lease
-from ckptd.elastic.workerwire import (
+from ckptd.elastic.messages import (
     LAUNCHER_VARIABLE,
     LEASE_VARIABLE,
     MOST_BYTES,
     Attach,
-    BrokenNow,
-    Committed,
+    Broken,
     Done,
     FromWorker,
+    Loaded,
     Mark,
     Out,
-    SavedNow,
-    SaveSoon,
-    StateLoaded,
+    Progress,
+    Saved,
+    SaveNow,
     ToWorker,
     Welcome,
 )
@@ -150,7 +150,7 @@ class WorkerLink:
                 return
             self._loaded = step
         self.mark("loaded")
-        self.tell(StateLoaded(generation, step))
+        self.tell(Loaded(generation=generation, step=step))
 
     def committed(self, generation: int, step: int) -> None:
         """Say that `step` is where a restart would find it, for every rank; see `loaded`."""
@@ -162,9 +162,9 @@ class WorkerLink:
             if answered:
                 self._serving = None
         self.mark("stepped")
-        self.tell(Committed(generation, step))
+        self.tell(Progress(generation=generation, step=step))
         if answered:
-            self.tell(SavedNow(generation, step))
+            self.tell(Saved(generation=generation, step=step))
 
     @property
     def save_asked(self) -> bool:
@@ -188,7 +188,7 @@ class WorkerLink:
 
     def broken(self, reason: str) -> None:
         """Say that a call failed though nobody had interrupted it."""
-        self.tell(BrokenNow(self.generation, reason[:2000]))
+        self.tell(Broken(generation=self.generation, reason=reason[:2000]))
 
     def done(self) -> None:
         """Say that the session has returned; returns when it is said, or after two seconds."""
@@ -276,7 +276,7 @@ class WorkerLink:
                 self._gone = True
             elif isinstance(message, Welcome):
                 self.welcome = message
-            elif isinstance(message, SaveSoon) and message.generation == self.generation:
+            elif isinstance(message, SaveNow) and message.generation == self.generation:
                 self._asked = True
             hooks = tuple(self._hooks)
             self._changed.notify_all()

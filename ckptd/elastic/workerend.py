@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.elastic.workerwire import MOST_BYTES, Attach, FromWorker, ToWorker
+from ckptd.elastic.messages import MOST_BYTES, Attach, FromWorker, ToWorker
 from ckptd.errors import WorkerError
 from ckptd.runtime.agentlink import peer_of
 from ckptd.runtime.channel import SocketChannel

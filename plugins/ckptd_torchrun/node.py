@@ -77,7 +77,7 @@ class JobOver(Exception):
     Attributes
     ----------
     kind, text, code
-        See `ckptd.elastic.wire.Bye`.
+        See `ckptd.elastic.messages.Bye`.
     """
 
     def __init__(self, bye: Bye) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from ckptd.elastic.launchers import (
     Attach,
     Begin,
-    Committed,
     FromWorker,
     LauncherEnd,
     Loaded,
@@ -18,9 +17,7 @@ from ckptd.elastic.launchers import (
     Progress,
     SaidEvent,
     Saved,
-    SavedNow,
-    SaveSoon,
-    StateLoaded,
+    SaveNow,
     Timed,
     Welcome,
     WorkerEnd,
@@ -86,7 +83,7 @@ class Reports:
         """Ask the workers for a save; return whether any was there to ask."""
         with self._lock:
             asked = list(self._ends.values()) if self._generation == generation else []
-        told = [end.send(SaveSoon(generation)) for end in asked]
+        told = [end.send(SaveNow(generation=generation)) for end in asked]
         return any(told)
 
     def close(self) -> None:
@@ -112,13 +109,11 @@ class Reports:
                     worker.send(welcome)
                 case Mark():
                     self._mark(message.name, rank)
-                case StateLoaded():
+                case Loaded():
                     self._loaded[rank] = message.step
                     self._look_loaded()
-                case Committed():
-                    self._tell(Progress(generation=begin.generation, step=message.step))
-                case SavedNow():
-                    self._tell(Saved(generation=begin.generation, step=message.step))
+                case Progress() | Saved() if message.generation == begin.generation:
+                    self._tell(message)
 
     def _mark(self, name: str, rank: int) -> None:
         self._marked.setdefault(name, set()).add(rank)

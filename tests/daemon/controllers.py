@@ -9,8 +9,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptd.elastic.link import NodeLink
-from ckptd.elastic.messages import Fenced, Loaded, NodeUp, Progress, Saved
-from ckptd.elastic.wire import Begin, FenceNow, Hosting, SaveNow, ToNode
+from ckptd.elastic.messages import (
+    Begin,
+    Fenced,
+    FenceNow,
+    Hosting,
+    Loaded,
+    NodeUp,
+    Progress,
+    Saved,
+    SaveNow,
+    ToNode,
+)
 from tests.daemon.daemons import JOB, SECRET, WAIT_S
 
 CONTROLLER = """

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.client import DaemonClient
+from ckptd.elastic.messages import Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.elastic.places import open_places
-from ckptd.elastic.wire import Status
 from ckptd.errors import CkptdError
 from tests.cli.running import COMMAND
 from tests.daemon.test_controller_run import SCRIPT

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ckptd.daemon.response import RUN_POLICY, Response, is_over, response
+from ckptd.elastic.messages import NodeRow, Status
 from ckptd.elastic.policy import Shape
-from ckptd.elastic.wire import NodeRow, Status
 from ckptd.monitor.incidents import Incident
 from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
 

@@ -15,9 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.elastic.link import NodeLink, OperatorLink
-from ckptd.elastic.messages import Ended, Fenced, Loaded, NodeUp, Progress, Saved
+from ckptd.elastic.messages import (
+    Begin,
+    Bye,
+    Ended,
+    Fenced,
+    FenceNow,
+    Hosting,
+    Loaded,
+    NodeUp,
+    Progress,
+    Saved,
+    SaveNow,
+    Status,
+    StoreAt,
+    ToNode,
+)
 from ckptd.elastic.places import open_places
-from ckptd.elastic.wire import Begin, Bye, FenceNow, Hosting, SaveNow, Status, StoreAt, ToNode
 from tests.cli.running import COMMAND
 
 SECRET = "0123456789abcdef0123456789abcdef"

@@ -32,8 +32,8 @@ from ckptd.elastic.messages import (
     Relaunch,
     Reseat,
     Reseated,
-    Save,
     Saved,
+    SaveNow,
     Start,
     Tick,
 )
@@ -226,7 +226,7 @@ class World(Nodes):
                 self.relaunch(names)
             case Reseat(generation=generation):
                 self.later(self.rng.uniform(0.01, 0.5), lambda: self.reseat(boss, generation))
-            case Save(generation=generation):
+            case SaveNow(generation=generation):
                 if self.rng.random() < 0.9:
                     self.later(self.rng.uniform(0.05, 3.0), lambda: self.save(generation))
             case Abort() | Finish():

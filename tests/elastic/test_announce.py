@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptd.daemon.controller import ControllerLink
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import dial
-from ckptd.elastic.wire import Announce, Answer, DaemonAt, ToOperator
+from ckptd.elastic.messages import Announce, Answer, DaemonAt, ToOperator
 from tests.elastic.controlled import (
     SECRET,
     ControllerProcess,

@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.elastic.messages import Fenced, NodeUp
-from ckptd.elastic.wire import Beat, Hosting, Said, StoreAt, Timed
+from ckptd.elastic.messages import Beat, Fenced, Hosting, NodeUp, Said, StoreAt, Timed
 from ckptd.errors import RefusedError
 from tests.elastic.test_controller_peers import At, Made
 

@@ -12,8 +12,22 @@ import pytest
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import PURPOSE
-from ckptd.elastic.messages import Fenced, NodeUp, Order, OrderKind, Progress, Saved
-from ckptd.elastic.wire import Beat, Begin, Echo, FenceNow, Said, SaveNow, StoreAt, ToNode
+from ckptd.elastic.messages import (
+    Beat,
+    Begin,
+    Echo,
+    Fenced,
+    FenceNow,
+    NodeUp,
+    Order,
+    OrderKind,
+    Progress,
+    Said,
+    Saved,
+    SaveNow,
+    StoreAt,
+    ToNode,
+)
 from ckptd.net.address import parse_address
 from ckptd.net.connection import Challenge, ClientProof, Codec, Greeting, ServerProof, _proof
 from tests.elastic.controlled import LONG_S, SECRET, controlled

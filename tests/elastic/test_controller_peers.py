@@ -15,10 +15,25 @@ from ckptd.elastic.controller import Controller
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.log import MembershipLog
-from ckptd.elastic.messages import Broken, Ended, Left, Loaded, Lost, NodeUp, Progress, Tick
+from ckptd.elastic.messages import (
+    Beat,
+    Broken,
+    Bye,
+    Echo,
+    Ended,
+    Left,
+    Loaded,
+    Lost,
+    NodeUp,
+    Progress,
+    Said,
+    Status,
+    Subscribe,
+    Taken,
+    Tick,
+)
 from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.status import Setting, status_of
-from ckptd.elastic.wire import Beat, Bye, Echo, Said, Status, Subscribe, Taken
 from ckptd.store import open_store
 from tests.elastic.driven import JOB
 

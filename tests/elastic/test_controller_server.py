@@ -14,8 +14,7 @@ import pytest
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.dial import MOST_FRAME_BYTES, PURPOSE, dial
-from ckptd.elastic.messages import Left, NodeUp
-from ckptd.elastic.wire import Beat, Echo, Said, ToNode
+from ckptd.elastic.messages import Beat, Echo, Left, NodeUp, Said, ToNode
 from ckptd.errors import RefusedError, StoreError
 from ckptd.net.address import parse_address
 from ckptd.net.connection import Connection, greet_server

@@ -15,8 +15,8 @@ from ckptd.elastic.messages import (
     OrderKind,
     Progress,
     Relaunch,
-    Save,
     Saved,
+    SaveNow,
     Start,
     Suspected,
 )
@@ -104,7 +104,7 @@ def test_a_pause_that_was_ordered_is_carried_out_by_a_follower(driver: Driver) -
     again.hear(Progress(generation=1, step=2))  # nodes say again what they said
     again.up("a", "b", "c", "d")
     out = again.pass_time(1, "a", "b", "c", "d")
-    one(out, Save)
+    one(out, SaveNow)
     again.hear(Saved(generation=1, step=9))
     again.all_fenced("a", "b", "c", "d")
     assert again.machine.state is State.PARKED

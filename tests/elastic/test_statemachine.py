@@ -22,8 +22,8 @@ from ckptd.elastic.messages import (
     Relaunch,
     Reseat,
     Reseated,
-    Save,
     Saved,
+    SaveNow,
     Start,
     Suspected,
     Tell,
@@ -73,9 +73,9 @@ def test_a_stand_in_controller_leaves_out_whom_people_ordered_out(driver: Driver
     again.up("a", "b", "c")
     again.hear(Tick())
     again.hear(Progress(generation=record.generation, step=record.step + 1))
-    assert none(again.pass_time(5, "a", "b", "c"), Save)
+    assert none(again.pass_time(5, "a", "b", "c"), SaveNow)
     again.hear(Order(kind=OrderKind.ADD, nodes=("c",)))
-    one(again.pass_time(5, "a", "b", "c"), Save)  # it is taken in
+    one(again.pass_time(5, "a", "b", "c"), SaveNow)  # it is taken in
 
 
 def test_a_job_that_is_started_anew_has_all_its_nodes(driver: Driver) -> None:
@@ -117,7 +117,7 @@ def test_a_node_that_is_gone_is_replaced_by_fewer_replicas_and_grown_again(drive
     assert record.nodes == {"a", "b"}
     driver.hear(Progress(generation=record.generation, step=2))
     driver.life["c"], driver.running["c"] = "2", 0
-    save = one(driver.pass_time(15, "a", "b", "c"), Save)
+    save = one(driver.pass_time(15, "a", "b", "c"), SaveNow)
     assert save.generation == record.generation
     driver.hear(Saved(generation=record.generation, step=9))
     grown = one(driver.all_fenced("a", "b", "c"), Start).record
@@ -242,7 +242,7 @@ def test_a_worker_that_fails_by_itself_costs_its_node_a_fault_a_little_later() -
 
 
 def test_drain_saves_first_and_leaves_the_node_out(driver: Driver) -> None:
-    one(driver.hear(Order(kind=OrderKind.DRAIN, nodes=("a",), reason="maintenance")), Save)
+    one(driver.hear(Order(kind=OrderKind.DRAIN, nodes=("a",), reason="maintenance")), SaveNow)
     assert driver.machine.state is State.SUSPECT
     driver.hear(Saved(generation=1, step=7))
     out = [*driver.all_fenced("a", "b", "c"), *driver.pass_time(2, "a", "b", "c")]
@@ -263,7 +263,7 @@ def test_a_job_that_tells_nothing_is_not_waited_for_to_save() -> None:
     d.pass_time(3, "a", "b", "c")
     assert d.machine.state is State.RUNNING
     actions = d.hear(Order(kind=OrderKind.RESTART))
-    assert none(actions, Save)
+    assert none(actions, SaveNow)
     assert d.machine.state is State.FENCE
 
 
@@ -476,13 +476,13 @@ def test_a_broken_collective_without_a_cause_is_a_fault(driver: Driver) -> None:
 
 
 def test_a_node_that_will_be_taken_away_is_saved_from_and_left_out(driver: Driver) -> None:
-    one(driver.hear(Notice(node="b", seconds=10.0, reason="pre-empted")), Save)
+    one(driver.hear(Notice(node="b", seconds=10.0, reason="pre-empted")), SaveNow)
     driver.hear(Saved(generation=1, step=5))
     record = one(restart(driver, "a", "b", "c"), Start).record
     assert (record.nodes, record.step) == ({"a", "c"}, 5)
     driver.life["b"], driver.fenced["b"] = "2", 0  # another machine, under its name
     driver.hear(Progress(generation=record.generation, step=6))
-    assert not none(driver.pass_time(15, "a", "b", "c"), Save)
+    assert not none(driver.pass_time(15, "a", "b", "c"), SaveNow)
 
 
 def test_what_cannot_do_without_a_node_only_saves_when_it_will_be_taken_away() -> None:
@@ -490,7 +490,7 @@ def test_what_cannot_do_without_a_node_only_saves_when_it_will_be_taken_away() -
     d.up("a")
     d.hear(Progress(generation=1, step=1))
     actions = d.hear(Notice(node="a", seconds=10.0))
-    assert not none(actions, Save)
+    assert not none(actions, SaveNow)
     assert d.machine.state is State.RUNNING
 
 
@@ -506,7 +506,7 @@ def test_sessions_that_commit_each_step_grow_without_a_save(driver: Driver) -> N
         with_sessions(driver, "a", "b")
         out += driver.hear(driver.said("c"))
         out += driver.hear(Tick(), 1.0)
-    assert none(out, Save)
+    assert none(out, SaveNow)
     assert next(a for a in out if isinstance(a, Fence) and a.level == 0)
 
 
@@ -516,7 +516,7 @@ def test_who_is_drained_saves_first_also_where_each_step_is_kept_in_memory(drive
     for step in (2, 3):
         driver.hear(Progress(generation=1, step=step))
     with_sessions(driver, "a", "b", "c")
-    one(driver.hear(Order(kind=OrderKind.DRAIN, nodes=("a",))), Save)
+    one(driver.hear(Order(kind=OrderKind.DRAIN, nodes=("a",))), SaveNow)
     driver.hear(Saved(generation=1, step=4))
     assert driver.machine.state is State.FENCE
     assert driver.machine.level == 0

@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 
 from ckptd.elastic.lease import Lease, LeaseFile
-from ckptd.elastic.worker import WorkerLink
-from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.elastic.workerwire import (
+from ckptd.elastic.messages import (
     Attach,
-    Committed,
+    FenceNow,
     FromWorker,
     Go,
-    Interrupt,
+    Loaded,
     Mark,
     Out,
-    SavedNow,
-    SaveSoon,
-    StateLoaded,
+    Progress,
+    Saved,
+    SaveNow,
     ToWorker,
     Welcome,
 )
+from ckptd.elastic.worker import WorkerLink
+from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from ckptd.errors import WorkerError
 
 Heard = queue.Queue[tuple[WorkerEnd, FromWorker | None]]
@@ -98,20 +98,20 @@ def test_what_is_told_twice_is_sent_once(link: WorkerLink, heard: Heard) -> None
     said = [next_of(heard)[1] for _ in range(5)]
     assert said == [
         Mark(3, "loaded"),
-        StateLoaded(3, 5),
+        Loaded(generation=3, step=5),
         Mark(3, "stepped"),
-        Committed(3, 6),
-        Committed(3, 7),
+        Progress(generation=3, step=6),
+        Progress(generation=3, step=7),
     ]
 
 
 def test_a_save_that_is_asked_for(link: WorkerLink, heard: Heard) -> None:
     worker, _ = next_of(heard)
-    assert worker.send(SaveSoon(2))  # of a generation that is over
+    assert worker.send(SaveNow(generation=2))  # of a generation that is over
     assert worker.send(Welcome(3, 1.5, 60.0))
     assert link.wait_welcome(_DEADLINE_S) == Welcome(3, 1.5, 60.0)
     assert not link.save_asked
-    worker.send(SaveSoon(3))
+    worker.send(SaveNow(generation=3))
     until(lambda: link.save_asked)
     assert link.take_save()
     assert not link.take_save()
@@ -119,15 +119,20 @@ def test_a_save_that_is_asked_for(link: WorkerLink, heard: Heard) -> None:
     link.committed(3, 7)  # began before it was asked for
     link.committed(3, 8)
     said = [next_of(heard)[1] for _ in range(4)]
-    assert said == [Mark(3, "stepped"), Committed(3, 7), Committed(3, 8), SavedNow(3, 8)]
+    assert said == [
+        Mark(3, "stepped"),
+        Progress(generation=3, step=7),
+        Progress(generation=3, step=8),
+        Saved(generation=3, step=8),
+    ]
 
 
 def test_another_generation(link: WorkerLink, heard: Heard) -> None:
     worker, _ = next_of(heard)
     said: queue.Queue[ToWorker | None] = queue.Queue()
     link.listen(said.put)
-    worker.send(Interrupt(3))
-    assert said.get(timeout=_DEADLINE_S) == Interrupt(3)
+    worker.send(FenceNow(4, 0))
+    assert said.get(timeout=_DEADLINE_S) == FenceNow(4, 0)
     link.out(3)
     assert next_of(heard)[1] == Out(3)
     worker.send(Go(4, {"RANK": "0"}))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptd
+from ckptd.elastic.messages import Welcome
 from ckptd.elastic.worker import WorkerLink
-from ckptd.elastic.workerwire import Welcome
 from ckptd.format.records import Generation
 from ckptd.root.auto import ENOUGH
 from ckptd.runtime.ranks import LocalBoard

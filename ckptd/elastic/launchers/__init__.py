@@ -15,35 +15,35 @@ if TYPE_CHECKING:
     from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor
     from ckptd.elastic.lease import LeaseFile
     from ckptd.elastic.link import NodeLink, OperatorLink
-    from ckptd.elastic.messages import Ended, Fenced, Left, Loaded, NodeUp, Progress, Saved
-    from ckptd.elastic.places import open_places
-    from ckptd.elastic.supervisor import Outcome, Supervisor
-    from ckptd.elastic.wire import (
+    from ckptd.elastic.messages import (
         EXIT_CODES,
+        LAUNCHER_VARIABLE,
+        LEASE_VARIABLE,
+        Attach,
         Begin,
         Bye,
+        Ended,
+        Fenced,
         FenceNow,
+        FromWorker,
         Hosting,
+        Left,
+        Loaded,
+        Mark,
+        NodeUp,
+        Progress,
         SaidEvent,
+        Saved,
         SaveNow,
         StoreAt,
         Timed,
         ToNode,
+        Welcome,
         exit_code,
     )
+    from ckptd.elastic.places import open_places
+    from ckptd.elastic.supervisor import Outcome, Supervisor
     from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-    from ckptd.elastic.workerwire import (
-        LAUNCHER_VARIABLE,
-        LEASE_VARIABLE,
-        Attach,
-        Committed,
-        FromWorker,
-        Mark,
-        SavedNow,
-        SaveSoon,
-        StateLoaded,
-        Welcome,
-    )
     from ckptd.net.address import Address, is_here, parse_address
     from ckptd.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
     from ckptd.runtime.agentlink import run_folder
@@ -61,7 +61,6 @@ __all__ = [
     "Begin",
     "Bye",
     "Command",
-    "Committed",
     "ControllerSupervisor",
     "Ended",
     "FenceNow",
@@ -84,10 +83,7 @@ __all__ = [
     "Progress",
     "SaidEvent",
     "SaveNow",
-    "SaveSoon",
     "Saved",
-    "SavedNow",
-    "StateLoaded",
     "StoreAt",
     "Supervisor",
     "Timed",
@@ -107,13 +103,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "runtime.host": ("address_towards",),
-    "elastic.launchers.node": ("NO_ORDER",),
-    "elastic.launchers.nodename": ("claim_name",),
-    "elastic.launchers.sidecars": (
-        "CKPTD",
-        "ControllerSupervisor",
-    ),
     "elastic.launchers.base": (
         "Command",
         "Hint",
@@ -121,53 +110,56 @@ _MODULES = {
         "Machine",
         "MachineState",
     ),
+    "elastic.launchers.node": ("NO_ORDER",),
+    "elastic.launchers.nodename": ("claim_name",),
+    "elastic.launchers.sidecars": (
+        "CKPTD",
+        "ControllerSupervisor",
+    ),
     "elastic.lease": ("LeaseFile",),
     "elastic.link": (
         "NodeLink",
         "OperatorLink",
     ),
     "elastic.messages": (
+        "Attach",
+        "Begin",
+        "Bye",
+        "EXIT_CODES",
         "Ended",
+        "FenceNow",
         "Fenced",
+        "FromWorker",
+        "Hosting",
+        "LAUNCHER_VARIABLE",
+        "LEASE_VARIABLE",
         "Left",
         "Loaded",
+        "Mark",
         "NodeUp",
         "Progress",
+        "SaidEvent",
+        "SaveNow",
         "Saved",
+        "StoreAt",
+        "Timed",
+        "ToNode",
+        "Welcome",
+        "exit_code",
     ),
     "elastic.places": ("open_places",),
     "elastic.supervisor": (
         "Outcome",
         "Supervisor",
     ),
-    "elastic.wire": (
-        "Begin",
-        "Bye",
-        "EXIT_CODES",
-        "FenceNow",
-        "Hosting",
-        "SaidEvent",
-        "SaveNow",
-        "StoreAt",
-        "Timed",
-        "ToNode",
-        "exit_code",
-    ),
     "elastic.workerend": (
         "LauncherEnd",
         "WorkerEnd",
     ),
-    "elastic.workerwire": (
-        "Attach",
-        "Committed",
-        "FromWorker",
-        "LAUNCHER_VARIABLE",
-        "LEASE_VARIABLE",
-        "Mark",
-        "SaveSoon",
-        "SavedNow",
-        "StateLoaded",
-        "Welcome",
+    "net.address": (
+        "Address",
+        "is_here",
+        "parse_address",
     ),
     "net.signing": (
         "SECRET_VARIABLE",
@@ -175,12 +167,8 @@ _MODULES = {
         "job_secret",
         "secret_of",
     ),
-    "net.address": (
-        "Address",
-        "is_here",
-        "parse_address",
-    ),
     "runtime.agentlink": ("run_folder",),
+    "runtime.host": ("address_towards",),
 }
 
 

@@ -27,8 +27,7 @@ from ckptd.elastic.launchers.zygotewire import (
     Ready,
     Reap,
 )
-from ckptd.elastic.wire import Begin, Seat, StoreAt
-from ckptd.elastic.workerwire import Go
+from ckptd.elastic.messages import Begin, Go, Seat, StoreAt
 from ckptd.net.address import LOCALHOST
 
 __all__ = ["Crew", "Program", "programs"]

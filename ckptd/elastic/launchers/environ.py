@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ckptd.elastic.wire import Begin, Seat
-from ckptd.elastic.workerwire import LAUNCHER_VARIABLE, LEASE_VARIABLE
+from ckptd.elastic.messages import LAUNCHER_VARIABLE, LEASE_VARIABLE, Begin, Seat
 
 __all__ = ["SIGNALS_TO_HANDLE", "Told", "common", "of_seat", "of_store"]
 

@@ -27,42 +27,32 @@ from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import (
-    Broken,
-    Ended,
-    Fenced,
-    Left,
-    Loaded,
-    NodeUp,
-    Notice,
-    Progress,
-    Saved,
-)
-from ckptd.elastic.wire import (
+    LEASE_EXIT_CODE,
+    Attach,
     Begin,
+    Broken,
     Bye,
     DaemonAt,
+    Ended,
+    Fenced,
     FenceNow,
+    FromWorker,
     Hosting,
+    Left,
+    Loaded,
+    Mark,
+    NodeUp,
+    Notice,
+    Out,
+    Progress,
+    Saved,
     SaveNow,
     StoreAt,
     Timed,
     ToNode,
-)
-from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.elastic.workerwire import (
-    LEASE_EXIT_CODE,
-    Attach,
-    BrokenNow,
-    Committed,
-    FromWorker,
-    Interrupt,
-    Mark,
-    Out,
-    SavedNow,
-    SaveSoon,
-    StateLoaded,
     Welcome,
 )
+from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from ckptd.net.signing import SECRET_VARIABLE, secret_path
 from ckptd.runtime.agentlink import run_folder
 
@@ -388,9 +378,7 @@ class NodeLauncher:
         for worker in self._unfenced():
             leaves = order.level == 0 and worker.session and not is_stopped(worker.pid)
             end = worker.end
-            if worker.killed or (
-                leaves and end is not None and end.send(Interrupt(worker.generation))
-            ):
+            if worker.killed or (leaves and end is not None and end.send(order)):
                 continue
             worker.kill()
         if order.level == 0:
@@ -459,7 +447,7 @@ class NodeLauncher:
     def _save(self, order: SaveNow) -> None:
         for worker in self._crew.workers.live(lambda w: w.generation == order.generation):
             if worker.end is not None:
-                worker.end.send(SaveSoon(order.generation))
+                worker.end.send(order)
 
     # --- what workers do --------------------------------------------------------------------------
 
@@ -544,7 +532,7 @@ class NodeLauncher:
 
     def _hear(self, end: WorkerEnd, message: FromWorker | None) -> None:
         worker = self._crew.workers.of_session(end.pid)
-        if worker is None or (worker.dead and not isinstance(message, Committed)):
+        if worker is None or (worker.dead and not isinstance(message, Progress)):
             return  # a step that it told of before it died counts
         if message is None:
             worker.end = None if worker.end is end else worker.end
@@ -571,23 +559,21 @@ class NodeLauncher:
         node, generation = self._s.node, self._running
         if isinstance(message, Mark):
             worker.marks.add(message.name)
-        elif isinstance(message, StateLoaded):
+        elif isinstance(message, Loaded):
             worker.loaded = max(worker.loaded, message.step)
             live = self._crew.workers.live(self._is_current)
             if self._loaded_of < generation and all(w.loaded >= 0 for w in live):
                 self._loaded_of = generation
                 step = min((w.loaded for w in live), default=-1)
                 self._link.tell(Loaded(node=node, generation=generation, step=step))
-        elif isinstance(message, Committed):
-            self._link.tell(Progress(generation=generation, step=message.step))
-        elif isinstance(message, SavedNow):
-            self._link.tell(Saved(generation=generation, step=message.step))
-            if self._leaving:
+        elif isinstance(message, Progress | Saved):
+            self._link.tell(message)
+            if self._leaving and isinstance(message, Saved):
                 # Where others go on without this node, it is fenced now; else its workers have the
                 # rest of their time.
                 self._tell_to_end(signal.SIGTERM)
-        elif isinstance(message, BrokenNow):
-            self._link.tell(Broken(node=node, generation=generation, reason=message.reason))
+        elif isinstance(message, Broken):
+            self._link.tell(msgspec.structs.replace(message, node=node))
 
     def _settle_marks(self) -> None:
         """Tell how far the slowest worker is."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ckptd.elastic.wire import Seat
+from ckptd.elastic.messages import Seat
 from ckptd.elastic.workerend import WorkerEnd
 
 __all__ = ["Worker", "Workers", "is_stopped"]

@@ -20,7 +20,7 @@ from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import check_lease, guard_steps
 
 if TYPE_CHECKING:
-    from ckptd.elastic.workerwire import Welcome
+    from ckptd.elastic.messages import Welcome
     from ckptd.store import Store
 
 __all__ = ["ElasticHooks", "LauncherWatch", "abandon_all", "launcher_says"]

@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 
 from ckptd.elastic.lastwords import note_step
 from ckptd.elastic.lease import Lease
-from ckptd.elastic.workerwire import LEASE_EXIT_CODE, LEASE_VARIABLE
+from ckptd.elastic.messages import LEASE_EXIT_CODE, LEASE_VARIABLE
 
 __all__ = ["BEFORE_STEP", "check_lease", "end_if_over", "guard_steps", "note_first_step"]
 

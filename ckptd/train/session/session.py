@@ -15,8 +15,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ckptd.elastic.messages import LEASE_EXIT_CODE, FenceNow, Go, Quit, ToWorker
 from ckptd.elastic.worker import WorkerLink
-from ckptd.elastic.workerwire import LEASE_EXIT_CODE, Go, Interrupt, Quit, ToWorker
 from ckptd.errors import StoreError, UsageError
 from ckptd.train.ranks import forget_boards
 from ckptd.train.recorder.recorder import regroup
@@ -217,13 +217,14 @@ class _Session:
 
     def _hear(self, message: ToWorker | None) -> None:
         with self._changed:
-            if isinstance(message, Interrupt):
-                self._interrupted = max(self._interrupted, message.generation)
+            if isinstance(message, FenceNow):
+                over = message.generation - 1
+                self._interrupted = max(self._interrupted, over)
                 if self._training and self._is_over():
                     self._interrupter.interrupt()
-                elif self._idle and message.generation > self._link.generation:
+                elif self._idle and over > self._link.generation:
                     # It has a seat there, and was not told yet, or has not begun: it never will.
-                    self._link.out(message.generation)
+                    self._link.out(over)
             elif isinstance(message, Go):
                 self._go = message
             elif isinstance(message, Quit):

@@ -22,7 +22,7 @@ import msgspec
 from ckptd.decoding import msgpack_decoder
 from ckptd.elastic.lastwords import first_to_say, note_end
 from ckptd.elastic.launchers.zygotewire import Fork
-from ckptd.elastic.workerwire import LEASE_VARIABLE
+from ckptd.elastic.messages import LEASE_VARIABLE
 
 __all__ = ["THREADS_VARIABLE", "become", "die_with", "run_program"]
 

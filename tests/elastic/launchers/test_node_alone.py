@@ -16,11 +16,9 @@ from ckptd.elastic.launchers.crew import Crew, Program
 from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
 from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workers import Worker
-from ckptd.elastic.messages import Ended
+from ckptd.elastic.messages import Attach, Begin, Ended, FenceNow, FromWorker, Said, Seat, StoreAt
 from ckptd.elastic.policy import Shape
-from ckptd.elastic.wire import Begin, FenceNow, Said, Seat, StoreAt
 from ckptd.elastic.workerend import WorkerEnd
-from ckptd.elastic.workerwire import Attach, FromWorker
 from ckptd.runtime.channel import SocketChannel
 from tests.elastic.controlled import SECRET, PretendedNode, controlled, until
 

@@ -15,8 +15,7 @@ import psutil
 
 from ckptd.elastic.link import OperatorLink
 from ckptd.elastic.log import MembershipLog
-from ckptd.elastic.messages import Order, OrderKind
-from ckptd.elastic.wire import Status
+from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.errors import CkptdError
 from ckptd.store import open_store
 from ckptd_demo.elasticjob import FINISH, ElasticSpec, RankRow, TrainedRow

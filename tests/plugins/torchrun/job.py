@@ -16,9 +16,8 @@ from typing import Any, Self
 
 import psutil
 
-from ckptd.elastic.messages import Order, OrderKind
+from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
-from ckptd.elastic.wire import Status
 from ckptd.net.signing import job_secret
 
 __all__ = ["TorchrunJob"]

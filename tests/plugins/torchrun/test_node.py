@@ -12,9 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.messages import Ended, Event, Fenced, Left, Saved
+from ckptd.elastic.messages import (
+    Begin,
+    Bye,
+    Ended,
+    Event,
+    Fenced,
+    FenceNow,
+    Hosting,
+    Left,
+    Saved,
+    SaveNow,
+    StoreAt,
+    Timed,
+)
 from ckptd.elastic.policy import Shape
-from ckptd.elastic.wire import Begin, Bye, FenceNow, Hosting, SaveNow, StoreAt, Timed
 from ckptd.errors import NotFoundError, TransientStoreError
 from ckptd_torchrun.node import JobOver, Joined, TorchrunNode
 

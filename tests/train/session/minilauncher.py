@@ -20,19 +20,19 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from ckptd.elastic.lease import LeaseFile
-from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.elastic.workerwire import (
+from ckptd.elastic.messages import (
     Attach,
-    BrokenNow,
-    Committed,
+    Broken,
     Done,
+    FenceNow,
     FromWorker,
     Go,
-    Interrupt,
+    Loaded,
     Out,
-    StateLoaded,
+    Progress,
     Welcome,
 )
+from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from tests.processes import agents_in
 
 DEADLINE_S = 90.0
@@ -89,7 +89,7 @@ class MiniNode:
         while time.monotonic() < end:
             for at, message in list(self.log):
                 if (
-                    isinstance(message, Committed)
+                    isinstance(message, Progress)
                     and message.generation == generation
                     and message.step >= step
                 ):
@@ -178,18 +178,18 @@ class MiniJob:
         for name in self.members:
             end = self.nodes[name].end
             assert end is not None
-            end.send(Interrupt(self.generation))
+            end.send(FenceNow(self.generation + 1, 0))
         return max(self.nodes[n].until(Out, self.generation)[0] for n in self.members)
 
     def loaded(self) -> dict[str, tuple[float, int]]:
         """Wait until all have their state; return when, and of which step, by node."""
-        found = {n: self.nodes[n].until(StateLoaded, self.generation) for n in self.members}
+        found = {n: self.nodes[n].until(Loaded, self.generation) for n in self.members}
         return {n: (at, message.step) for n, (at, message) in found.items()}
 
     def broken(self, name: str) -> bool:
         """Whether a worker said of this generation that a call failed."""
         return any(
-            isinstance(m, BrokenNow) and m.generation == self.generation
+            isinstance(m, Broken) and m.generation == self.generation
             for _, m in list(self.nodes[name].log)
         )
 

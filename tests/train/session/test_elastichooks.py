@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import ckptd
+from ckptd.elastic.messages import FromWorker, Out, Progress
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd
-from ckptd.elastic.workerwire import Committed, FromWorker, Out
 from ckptd.errors import CkptdError, RefusedError, StoreError, WorkerError
 from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
@@ -104,7 +104,7 @@ def steps_told(link: WorkerLink, heard: queue.SimpleQueue[FromWorker | None]) ->
     link.out(2)
     told = []
     while not isinstance(said := heard.get(timeout=60.0), Out):
-        told += [said.step] if isinstance(said, Committed) else []
+        told += [said.step] if isinstance(said, Progress) else []
     return told
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import ckptd
 from ckptd.elastic import World, session
+from ckptd.elastic.messages import LEASE_EXIT_CODE, Broken, FenceNow, Go, Out, Quit
 from ckptd.elastic.policy import Shape
-from ckptd.elastic.workerwire import LEASE_EXIT_CODE, BrokenNow, Go, Interrupt, Out, Quit
 from ckptd.errors import UsageError
 from ckptd.train.session import interrupt
 from ckptd.train.session.interrupt import Interrupted, Interrupter, _groups_with, whole
@@ -108,7 +108,7 @@ def test_what_a_program_may_be_in(make_job: MakeJob) -> None:
             path = job.folder / f"{job.generation}-{name}"
             wait_for(path.exists, f"{name} does not come to {what}: {job.nodes[name].log[-3:]}")
         for name in names if what == "pending" else ():
-            job.nodes[name].until(BrokenNow, job.generation)
+            job.nodes[name].until(Broken, job.generation)
         job.interrupt()
     for name in names:
         assert f"{name} left {len(waits)}" in job.nodes[name].output.read_text()
@@ -120,14 +120,14 @@ def test_what_a_session_tells(make_job: MakeJob) -> None:
     job = make_job(PROGRAMS, "fails")
     job.begin("a")
     node = job.nodes["a"]
-    node.until(BrokenNow, 1)
+    node.until(Broken, 1)
     assert node.end is not None
     assert node.process is not None
-    node.end.send(Interrupt(1))
+    node.end.send(FenceNow(2, 0))
     node.until(Out, 1)
-    node.end.send(Interrupt(1))  # once more, for a generation that is left
+    node.end.send(FenceNow(2, 0))  # once more, for a generation that is left
     job.begin("a")
-    node.until(BrokenNow, 2)
+    node.until(Broken, 2)
     assert node.process.wait(DEADLINE_S) == 1
     said = node.output.read_text()
     assert "[rank0]: RuntimeError: of its own" in said
@@ -145,7 +145,7 @@ def test_an_idle_worker_ends(make_job: MakeJob) -> None:
     a, b, c = (job.nodes[name] for name in "abc")
     assert a.end is not None
     # It was to be in a second generation, which ended before it was told to go.
-    a.end.send(Interrupt(2))
+    a.end.send(FenceNow(3, 0))
     a.until(Out, 2)
     a.end.send(Go(2, {}))  # overtaken
     a.end.send(Quit())
