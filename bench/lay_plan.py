@@ -24,10 +24,9 @@ from typing import Any
 from common import arguments, in_fresh_process, median, publish, table
 
 from ckptd.layout.lay.copies import compose
-from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.resolve import resolve
+from ckptd.layout.lay.resolve import Bound, resolve
 from ckptd.layout.lay.stored import StoredForm
+from ckptd.layout.lay.syntax import parse
 
 RANKS = (16, 256, 1024, 4096, 16384)
 

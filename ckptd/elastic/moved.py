@@ -18,11 +18,10 @@ from ckptd.elastic.placement import Coordinate, Slot
 from ckptd.elastic.policy import Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.copies import compose
-from ckptd.layout.lay.cut import Ints
-from ckptd.layout.lay.equation import Bound, MeshShape
 from ckptd.layout.lay.holders import Holders
 from ckptd.layout.lay.live import LivePlan, Transfers
 from ckptd.layout.lay.local import LocalTensor
+from ckptd.layout.lay.resolve import Bound, Ints, MeshShape
 from ckptd.layout.lay.ruleform import RuleForm
 
 __all__ = ["SOURCES", "Moved", "moved", "moved_whole"]

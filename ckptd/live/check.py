@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ckptd.format.witness import splitmix64
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
-from ckptd.layout.lay.modifiers import Average, Replicas
 from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.syntax import Average, Replicas
 from ckptd.live.plan import Outgoing
 from ckptd.reshard.elements import find, place
 

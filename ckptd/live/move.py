@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, MismatchError, UsageError
 from ckptd.layout.lay.lattice import reach
 from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.modifiers import Average
 from ckptd.layout.lay.regions import Fill
+from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
 from ckptd.live.check import Sampler
 from ckptd.live.header import PREFIX_BYTES, Table, check_prefix, prefix, table_bytes

@@ -10,7 +10,7 @@ import numpy as np
 from ckptd.errors import MismatchError
 from ckptd.format.manifest import GridEntry, MeshEntry, TensorEntry
 from ckptd.layout.grid import Axis, Grid, whole
-from ckptd.layout.lay.equation import Resolved
+from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.owners import Owners
 from ckptd.reshard.compose import Composed, Link

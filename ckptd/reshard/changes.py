@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.layout.block import Block
-from ckptd.layout.lay.equation import Equation
-from ckptd.layout.lay.modifiers import Affine, Cast, Modifier, Quantized
 from ckptd.layout.lay.promise import PROMISES, Promise, promise
+from ckptd.layout.lay.resolve import Equation
+from ckptd.layout.lay.syntax import Affine, Cast, Modifier, Quantized
 from ckptd.layout.lay.values import Values
 from ckptd.types import DType, dtype_of
 

@@ -16,18 +16,17 @@ from ckptd.errors import MismatchError
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid, Piece, coordinates_of, strides_of, whole
+from ckptd.layout.lay.bind import bind_sizes, bind_stored
 from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.copies import Composition, Copy, compose
-from ckptd.layout.lay.equation import Bound, Equation, Resolved
-from ckptd.layout.lay.finding import raise_first
-from ckptd.layout.lay.matching import Matcher, Templates
-from ckptd.layout.lay.modifiers import Affine, Alias
-from ckptd.layout.lay.observe import bind_sizes, bind_stored
+from ckptd.layout.lay.matching import Matcher, NameTemplates
 from ckptd.layout.lay.promise import PROMISES, Promise
 from ckptd.layout.lay.regions import box_parts
+from ckptd.layout.lay.resolve import Bound, Equation, Resolved, raise_first
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
+from ckptd.layout.lay.syntax import Affine, Alias
 from ckptd.layout.lay.values import Values
 from ckptd.layout.owners import single_owner
 from ckptd.layout.region import flat_regions
@@ -488,7 +487,7 @@ def _named_shapes(source: Resolved, stock: Stock) -> dict[str, tuple[int, ...]]:
 
     A program may name a tied weight by its other name only, or by both as if they were two.
     """
-    matcher, templates = Matcher(source, stored=True), Templates(source)
+    matcher, templates = Matcher(source, stored=True), NameTemplates(source)
     out = dict(stock.shapes)
     for tensor in stock.tensors:
         for name in () if tensor.encoded else tensor.aliases:
@@ -499,7 +498,7 @@ def _named_shapes(source: Resolved, stock: Stock) -> dict[str, tuple[int, ...]]:
 
 
 def _rule_of(
-    source: Resolved, matcher: Matcher, templates: Templates, name: str
+    source: Resolved, matcher: Matcher, templates: NameTemplates, name: str
 ) -> Equation | None:
     """Return the rule of a stored name; None if there is none, or it leaves the name out."""
     undressed = templates.take(name)
@@ -573,7 +572,7 @@ def _dropped(source: Resolved, stock: Stock) -> list[str]:
         return []
     bare = replace(source, equations=(), drops=source.drops, drop_places=(0,) * len(source.drops))
     drops, rules = Matcher(bare, stored=True), Matcher(source, stored=True)
-    templates = Templates(source)
+    templates = NameTemplates(source)
     out = []
     for name in stock.shapes:
         undressed = templates.take(name)
@@ -587,9 +586,9 @@ def _dropped(source: Resolved, stock: Stock) -> list[str]:
 # --- what may not get lost ----------------------------------------------------------------------
 
 
-def _templates(form: StoredForm) -> Templates:
+def _templates(form: StoredForm) -> NameTemplates:
     """Return what takes the names of a stored form apart."""
-    return Templates(form.bound.layout)
+    return NameTemplates(form.bound.layout)
 
 
 def alias_names(form: StoredForm) -> dict[str, tuple[str, ...]]:

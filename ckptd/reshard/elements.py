@@ -22,10 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.cut import MAX_DEPTH, Scope, evaluate, part
-from ckptd.layout.lay.dims import Atom, Dim, One, Pad, Product, Split, Sum
-from ckptd.layout.lay.equation import Equation, Tags
-from ckptd.layout.lay.name import Index
+from ckptd.layout.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
+from ckptd.layout.lay.syntax import Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
 __all__ = ["At", "Found", "Placed", "entries", "extent", "find", "place"]
 
@@ -79,7 +77,7 @@ class _Entry:
     axes: Mapping[str, I64]
 
 
-def extent(dim: Dim, scope: Scope, at: At = None, depth: int = 0) -> int:
+def extent(dim: Dim, scope: ValueScope, at: At = None, depth: int = 0) -> int:
     """Return the number of entries of a dimension, in stored form or on a rank."""
     if depth > MAX_DEPTH:
         raise UsageError("a dimension is nested too deeply", kind="lay-value")
@@ -102,7 +100,7 @@ def extent(dim: Dim, scope: Scope, at: At = None, depth: int = 0) -> int:
     raise UsageError("_ and ... only stand in a default", kind="lay-value")
 
 
-def _window(dim: Split, scope: Scope, at: At, depth: int = 0) -> tuple[int, int]:
+def _window(dim: Split, scope: ValueScope, at: At, depth: int = 0) -> tuple[int, int]:
     """Return which entries of what is split there are."""
     n = extent(dim.inner, scope, at, depth + 1)
     if at is None:
@@ -110,13 +108,13 @@ def _window(dim: Split, scope: Scope, at: At, depth: int = 0) -> tuple[int, int]
     return part(n, dim.how, scope.extent(dim.axis), at[dim.axis], scope)
 
 
-def entries(dim: Dim, numbers: I64, scope: Scope, at: At = None) -> list[_Entry]:
+def entries(dim: Dim, numbers: I64, scope: ValueScope, at: At = None) -> list[_Entry]:
     """Return what entries number `numbers` of a dimension are, by the way through its sums."""
     which = np.arange(len(numbers), dtype=np.int64)
     return list(_entries(dim, numbers, which, scope, at))
 
 
-def _entries(dim: Dim, numbers: I64, which: I64, scope: Scope, at: At) -> Iterator[_Entry]:
+def _entries(dim: Dim, numbers: I64, which: I64, scope: ValueScope, at: At) -> Iterator[_Entry]:
     if not len(which):
         return
     match dim:
@@ -146,7 +144,7 @@ def _entries(dim: Dim, numbers: I64, which: I64, scope: Scope, at: At) -> Iterat
 
 
 def _product(
-    parts: Sequence[Dim], numbers: I64, which: I64, scope: Scope, at: At
+    parts: Sequence[Dim], numbers: I64, which: I64, scope: ValueScope, at: At
 ) -> Iterator[_Entry]:
     if not parts:
         yield _Entry(which, (), {})
@@ -171,7 +169,7 @@ def find(
     equation: Equation,
     numbers: Mapping[str, int],
     positions: I64,
-    scope: Scope,
+    scope: ValueScope,
     at: At = None,
 ) -> list[Found]:
     """Return which logical elements lie at positions of a tensor; fills are left out.
@@ -210,7 +208,7 @@ def find(
 
 
 def place(
-    equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: Scope, at: At = None
+    equation: Equation, tags: Tags, axes: Mapping[str, I64], scope: ValueScope, at: At = None
 ) -> Placed:
     """Return where logical elements stand in the tensors of a rule.
 
@@ -243,7 +241,7 @@ def place(
         column = _position(dim, left, mine, scope, at, len(which))
         positions = _inner(positions, column, extent(dim, scope, at))
     here = positions >= 0
-    names = [p.axis for p in equation.name.parts if isinstance(p, Index) and p.axis in mine]
+    names = [p.axis for p in equation.name.parts if isinstance(p, NameIndex) and p.axis in mine]
     return Placed(which[here], {a: mine[a][here] for a in names}, positions[here])
 
 
@@ -253,7 +251,7 @@ def _inner(outer: I64, inner: I64, n: int) -> I64:
 
 
 def _position(
-    dim: Dim, tags: list[str], axes: Mapping[str, I64], scope: Scope, at: At, count: int
+    dim: Dim, tags: list[str], axes: Mapping[str, I64], scope: ValueScope, at: At, count: int
 ) -> I64:
     """Return the entry of a dimension that has given indexes; tags are used up from the left."""
     match dim:

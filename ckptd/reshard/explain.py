@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ckptd.format.digest import BLOCK_BYTES
-from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
+from ckptd.layout.lay.syntax import show
 from ckptd.load.plan import BlockLine, Runs
 from ckptd.reshard.compose import Composed, Link
 from ckptd.reshard.execute import Budget, Executor

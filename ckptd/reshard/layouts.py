@@ -12,38 +12,44 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ckptd.errors import MismatchError, NotFoundError, UsageError
-from ckptd.layout.lay import library
 from ckptd.layout.lay.closed import found_sizes
-from ckptd.layout.lay.dims import Atom, Number, Operation, Size
-from ckptd.layout.lay.equation import Bound, Resolved
-from ckptd.layout.lay.grammar import show
-from ckptd.layout.lay.name import Index, Name, NamePart, Text, join
-from ckptd.layout.lay.parser import parse, parse_statement
-from ckptd.layout.lay.program import (
-    Family,
+from ckptd.layout.lay.regions import box_parts
+from ckptd.layout.lay.resolve import Bound, Resolved, is_recipe, resolve
+from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.stored import StoredForm, TensorKey
+from ckptd.layout.lay.syntax import (
+    Arithmetic,
+    Atom,
     File,
     Files,
     Flat,
+    FollowedState,
     Layout,
     Let,
     Mesh,
+    Name,
+    NameIndex,
+    NamePart,
+    Number,
     Object,
     Pipe,
     Reshard,
     Rule,
     Scalar,
+    Size,
     Space,
-    State,
+    SpaceTensor,
     Statement,
     Stored,
+    Text,
     Use,
+    join,
+    library,
+    parse,
+    parse_statement,
+    read_toml,
+    show,
 )
-from ckptd.layout.lay.recipe import is_recipe
-from ckptd.layout.lay.regions import box_parts
-from ckptd.layout.lay.resolve import resolve
-from ckptd.layout.lay.ruleform import RuleForm
-from ckptd.layout.lay.stored import StoredForm, TensorKey
-from ckptd.layout.lay.toml import read_toml
 from ckptd.reshard.elements import find
 from ckptd.types import Box
 
@@ -324,7 +330,7 @@ def _replaced(item: object, by: Iterable[object]) -> bool:
 
 def _is_size(item: object) -> bool:
     """Tell a size from a refinement: ``let hd = 128`` and ``let hd = (two half)`` are both true."""
-    return isinstance(item, Let) and isinstance(item.value, Number | Operation | Size)
+    return isinstance(item, Let) and isinstance(item.value, Number | Arithmetic | Size)
 
 
 def _fixes_size(rule: str) -> bool:
@@ -539,12 +545,12 @@ def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> Program:
     families, rules = [], []
     for number, (name, shape) in enumerate(_grouped(params)):
         atoms = tuple(f"d{number}_{i}" for i in range(len(shape)))
-        families.append(Family(name, atoms))
+        families.append(SpaceTensor(name, atoms))
         rules.append(Rule(name, name, tuple(Atom(a) for a in atoms)))
     space = Space(
         NAME,
         tuple(families),
-        tuple(State(_SHORT.get(s, s), s) for s in _with_known(states, scalars)),
+        tuple(FollowedState(_SHORT.get(s, s), s) for s in _with_known(states, scalars)),
         tuple(Scalar(s) for s in scalars),
     )
     stored = (Stored(f"{prefix}{{name}}"),) if prefix else ()
@@ -636,6 +642,6 @@ def _pattern(name: str, axes: Sequence[str]) -> Name:
     parts: list[NamePart] = []
     at = 0
     for number, found in enumerate(_NUMBER.finditer(name)):
-        parts += [Text(name[at : found.start()]), Index(axes[number])]
+        parts += [Text(name[at : found.start()]), NameIndex(axes[number])]
         at = found.end()
     return Name(join([*parts, Text(name[at:])]))

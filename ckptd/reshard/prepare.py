@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Literal
 
 from ckptd.errors import CkptdError, MismatchError, RefusedError
-from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.observe import bind_stored
+from ckptd.layout.lay.bind import bind_stored
+from ckptd.layout.lay.resolve import Bound
 from ckptd.reshard.assemble import Assembled, assemble_target
 from ckptd.reshard.compose import Composed, Link, compose_layouts
 from ckptd.reshard.layouts import Program, compare, infer, other_sizes, read_text, wrapped

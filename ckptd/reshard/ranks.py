@@ -20,16 +20,14 @@ from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.format.container import Chunk
 from ckptd.layout.block import Block
 from ckptd.layout.grid import strides_of
-from ckptd.layout.lay.equation import MeshShape, Resolved
-from ckptd.layout.lay.expressions import show_name
+from ckptd.layout.lay.bind import bind_ranks
 from ckptd.layout.lay.indexes import write_name
 from ckptd.layout.lay.local import LocalPiece, local_tensors
-from ckptd.layout.lay.matching import Matcher, Templates
-from ckptd.layout.lay.modifiers import Average, Replicas
-from ckptd.layout.lay.name import Index, Text
-from ckptd.layout.lay.observe import bind_ranks
+from ckptd.layout.lay.matching import Matcher, NameTemplates
+from ckptd.layout.lay.resolve import MeshShape, Resolved
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
+from ckptd.layout.lay.syntax import Average, NameIndex, Replicas, Text, show_name
 from ckptd.reshard.clip import clip, restride
 from ckptd.reshard.feed import Take
 from ckptd.reshard.folder import BY_CODE, FolderSource, HeaderOf, read_headers
@@ -258,7 +256,11 @@ def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
 def _files_of(store: Store, layout: Resolved) -> list[str]:
     """Return the files whose names are like those of ranks, in folders as well."""
     expression = "".join(
-        re.escape(p.text) if isinstance(p, Text) else "[0-9]+" if isinstance(p, Index) else "[^/]*"
+        re.escape(p.text)
+        if isinstance(p, Text)
+        else "[0-9]+"
+        if isinstance(p, NameIndex)
+        else "[^/]*"
         for p in (layout.files.parts if layout.files else ())
     )
     *folders, last = expression.split("/")
@@ -309,7 +311,7 @@ def _check_all_held(
             hint="make the mesh as large as the job was: -e 'from: mesh ...'",
         )
     held = {number for mine in places for number, _ in mine.values()}
-    drops, templates = Matcher(layout, stored=False), Templates(layout)
+    drops, templates = Matcher(layout, stored=False), NameTemplates(layout)
     mesh = layout.mesh or MeshShape(1, {}, {})
     lost = []
     for number, (file, chunk) in enumerate(source.chunks):

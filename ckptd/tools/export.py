@@ -27,8 +27,8 @@ from ckptd.errors import (
 )
 from ckptd.format.container import build_header
 from ckptd.format.names import unescape_fqn
-from ckptd.layout.lay.equation import Resolved
-from ckptd.layout.lay.matching import Templates
+from ckptd.layout.lay.matching import NameTemplates
+from ckptd.layout.lay.resolve import Resolved
 from ckptd.readers.reader import Array, CheckpointReader, batches
 from ckptd.reshard.layouts import read_text
 from ckptd.store.local import LocalStore
@@ -191,7 +191,7 @@ def _states(reader: CheckpointReader) -> Callable[[str], bool]:
     groups = [o.name for o in reader.entries if o.kind == "groups"]
     prefixes = tuple({_STATES, *(n.removesuffix("groups") for n in groups if n != "groups")})
     layout = _layout(reader)
-    templates = None if layout is None else Templates(layout)
+    templates = None if layout is None else NameTemplates(layout)
 
     def is_state(name: str) -> bool:
         found = templates.take(name) if templates is not None else None

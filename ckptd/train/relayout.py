@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.layout.lay.agree import agreed
+from ckptd.layout.lay.bind import bind_sizes
 from ckptd.layout.lay.copies import Composition
-from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
-from ckptd.layout.lay.observe import bind_sizes
+from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.live.memory import ArrayMemory, Memory
 from ckptd.live.move import Mover, MoveReport, Watch, message_bytes

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 import ckptd
 from ckptd.cli.address import opened
 from ckptd.layout.lay.build import files
-from ckptd.layout.lay.grammar import show
-from ckptd.layout.lay.parser import parse_statement
+from ckptd.layout.lay.syntax import parse_statement, show
 from ckptd.load.reader import CkptdReader
 from tests.cli.running import Cli
 from tests.load.builder import Array

@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 
 from ckptd.errors import CkptdError, MismatchError
-from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.library import load
-from ckptd.layout.lay.observe import bind_sizes, bind_stored
-from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.program import Reshard
-from ckptd.layout.lay.resolve import resolve
+from ckptd.layout.lay.bind import bind_sizes, bind_stored
+from ckptd.layout.lay.resolve import Bound, resolve
 from ckptd.layout.lay.stored import StoredForm
+from ckptd.layout.lay.syntax import Reshard, load, parse
 from ckptd.reshard.elements import find
 from ckptd.reshard.layouts import Comparison, compare
 from ckptd.store import open_store
-from tests.layout.lay.mutations import mutants
-from tests.layout.lay.test_mutations import PROGRAMS, SIZES
+from tests.layout.lay.agreement.mutations import mutants
+from tests.layout.lay.agreement.test_mutations import PROGRAMS, SIZES
 from tests.reshard.llama import (
     HF,
     MEGATRON,

@@ -99,7 +99,7 @@ def check(
     The exit code is 1 when there are errors; warnings alone are fine.
     """
     from ckptd.layout.lay.check import check_program
-    from ckptd.layout.lay.finding import render
+    from ckptd.layout.lay.resolve import render
 
     read, names = _programs(program, rule or ())
     shapes = _shapes(against) if against else None
@@ -151,7 +151,7 @@ def fmt(
     json: Json = False,
 ) -> Reply:
     """Put programs in normal form; comments stay."""
-    from ckptd.layout.lay.formatter import format_text
+    from ckptd.layout.lay.syntax import format_text
 
     changed = []
     for path in files:
@@ -191,7 +191,7 @@ def show(
     Sizes come from --against, or from 'let' statements in the program or with -e.
     """
     from ckptd.cli.layouts.picture import drawing, picture, text_of
-    from ckptd.layout.lay.observe import bind_sizes, bind_stored
+    from ckptd.layout.lay.bind import bind_sizes, bind_stored
     from ckptd.layout.lay.stored import StoredForm
     from ckptd.reshard.layouts import read_program
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.grid import strides_of
-from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.regions import box_parts
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, local_cells
+from ckptd.layout.lay.syntax import show
 from ckptd.readers.words import ranks_text
 from ckptd.types import Box
 

@@ -17,9 +17,7 @@ from ckptd.elastic.moved import Moved, moved, moved_whole
 from ckptd.elastic.placement import Slot
 from ckptd.elastic.policy import Job, Memory, Shape
 from ckptd.errors import UsageError
-from ckptd.layout.lay import library
-from ckptd.layout.lay.grammar import show
-from ckptd.layout.lay.program import File, Mesh
+from ckptd.layout.lay.syntax import File, Mesh, library, show
 from ckptd.reshard.compose import compose_layouts
 from ckptd.reshard.layouts import Program, infer, read_program, wrapped
 from ckptd.reshard.prepare import source_program

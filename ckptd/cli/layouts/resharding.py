@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptd.cli.address import Address, held, opened, spec_of
 from ckptd.cli.output import progress_bar
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.layout.lay.equation import Resolved
+from ckptd.layout.lay.resolve import Resolved
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.duplicates import check_duplicates
 from ckptd.reshard.execute import Budget

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from ckptd.errors import MismatchError
 from ckptd.layout.lay.boxes import Line, Sequence, sequence
-from ckptd.layout.lay.cut import Scope
-from ckptd.layout.lay.dims import Atom, Dim, Product
-from ckptd.layout.lay.equation import Axes, Bound
+from ckptd.layout.lay.resolve import Axes, Bound, ValueScope
 from ckptd.layout.lay.stored import StoredForm
+from ckptd.layout.lay.syntax import Atom, Dim, Product
 
 __all__ = ["agreed"]
 
@@ -54,12 +53,12 @@ def _check_refined(refined: Mapping[str, Dim], sizes: Mapping[str, int]) -> None
     """The parts of an atom make up its length, where both are known."""
     for name, dim in refined.items():
         known = name in sizes and all(a in sizes for a in _leaves((name,), refined))
-        if known and sequence(dim, Scope(sizes, {}, refined)).length != sizes[name]:
+        if known and sequence(dim, ValueScope(sizes, {}, refined)).length != sizes[name]:
             raise MismatchError(
                 f"the parts of {name} do not make up its length",
                 kind="lay-fit",
                 wanted=f"{name} = {sizes[name]}",
-                found=sequence(dim, Scope(sizes, {}, refined)).length,
+                found=sequence(dim, ValueScope(sizes, {}, refined)).length,
             )
 
 
@@ -67,7 +66,7 @@ def _leaves(axes: Axes, refined: Mapping[str, Dim]) -> Iterator[str]:
     """Yield axes with refined atoms replaced by their parts."""
     sizes = dict.fromkeys(_named(axes, refined), 1)
     for axis in axes:
-        yield from _lines(sequence(Atom(axis), Scope(sizes, {}, refined)))
+        yield from _lines(sequence(Atom(axis), ValueScope(sizes, {}, refined)))
 
 
 def _named(axes: Axes, refined: Mapping[str, Dim]) -> Iterator[str]:

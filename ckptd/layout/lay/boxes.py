@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from ckptd.errors import UsageError
 from ckptd.layout.grid import MAX_EXTENT
-from ckptd.layout.lay.cut import MAX_DEPTH, Scope, evaluate, part
-from ckptd.layout.lay.dims import Atom, Dim, One, Pad, Product, Split, Sum
-from ckptd.layout.lay.equation import Tags
+from ckptd.layout.lay.resolve import MAX_DEPTH, Tags, ValueScope, evaluate, part
+from ckptd.layout.lay.syntax import Atom, Dim, One, Pad, Product, Split, Sum
 
 __all__ = [
     "DimBox",
@@ -119,7 +118,7 @@ Sequence: TypeAlias = Line | Cross | Chain | Window | Filled
 
 
 def sequence(
-    dim: Dim, scope: Scope, coordinates: Mapping[str, int] | None = None, depth: int = 0
+    dim: Dim, scope: ValueScope, coordinates: Mapping[str, int] | None = None, depth: int = 0
 ) -> Sequence:
     """Look a dimension up.
 
@@ -163,7 +162,7 @@ def sequence(
     raise _wrong("_ and ... only stand in a default")
 
 
-def padded(n: int, dim: Pad, scope: Scope) -> int:
+def padded(n: int, dim: Pad, scope: ValueScope) -> int:
     """Return the length of a sequence of `n` after padding.
 
     Raises
@@ -198,7 +197,9 @@ def _chain(found: list[tuple[str, Sequence]]) -> Sequence:
     return Chain(tuple(branches), at)
 
 
-def _window(inner: Sequence, dim: Split, scope: Scope, coordinates: Mapping[str, int]) -> Sequence:
+def _window(
+    inner: Sequence, dim: Split, scope: ValueScope, coordinates: Mapping[str, int]
+) -> Sequence:
     if dim.axis not in coordinates:
         raise _wrong(f"no coordinate on mesh axis {dim.axis}")
     extent = scope.extent(dim.axis)
@@ -206,7 +207,7 @@ def _window(inner: Sequence, dim: Split, scope: Scope, coordinates: Mapping[str,
     return Window(inner, start, stop - start)
 
 
-def length(dim: Dim, coordinates: Mapping[str, int] | None, scope: Scope) -> int:
+def length(dim: Dim, coordinates: Mapping[str, int] | None, scope: ValueScope) -> int:
     """Return the number of entries of a dimension on a rank.
 
     Raises
@@ -218,7 +219,7 @@ def length(dim: Dim, coordinates: Mapping[str, int] | None, scope: Scope) -> int
 
 
 def boxes(
-    dim: Dim, coordinates: Mapping[str, int] | None, lo: int, hi: int, scope: Scope
+    dim: Dim, coordinates: Mapping[str, int] | None, lo: int, hi: int, scope: ValueScope
 ) -> list[Found]:
     """Return entries ``[lo, hi)`` of a dimension's sequence as boxes over axes, and fills.
 

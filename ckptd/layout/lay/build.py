@@ -19,50 +19,18 @@ from dataclasses import replace
 from typing import Literal, TypeAlias, TypeVar
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay import modifiers as m
-from ckptd.layout.lay.dims import (
-    EVEN,
-    Branch,
-    Dim,
-    Even,
-    How,
-    Number,
-    Pad,
-    Product,
-    Rest,
-    Split,
-    Sum,
-    Value,
-    Widths,
-    Wild,
-)
-from ckptd.layout.lay.expressions import DIM, FILE_NAME, FORMS
-from ckptd.layout.lay.grammar import SPACE, Shown, show
-from ckptd.layout.lay.modifiers import Modifier
-from ckptd.layout.lay.name import Name
-from ckptd.layout.lay.parser import parse_dim, parse_name, parse_value, read
-from ckptd.layout.lay.program import (
-    Default,
-    Family,
-    File,
-    Files,
-    Flat,
-    FlatGroup,
-    Layout,
-    Let,
-    Mesh,
-    MeshAxis,
-    Object,
-    Order,
-    Pipe,
-    Reshard,
-    Rule,
-    Scalar,
-    Space,
-    State,
-    Statement,
-    Stored,
-    Use,
+from ckptd.layout.lay.syntax import (
+    DIM,
+    FILE_NAME,
+    FORMS,
+    SPACE,
+    Shown,
+    parse_dim,
+    parse_name,
+    parse_value,
+    read,
+    show,
+    tree,
 )
 
 __all__ = [
@@ -106,9 +74,9 @@ __all__ = [
     "wild",
 ]
 
-DimLike: TypeAlias = Dim | str | int
-ValueLike: TypeAlias = Value | str | int
-NameLike: TypeAlias = Name | str
+DimLike: TypeAlias = tree.Dim | str | int
+ValueLike: TypeAlias = tree.Value | str | int
+NameLike: TypeAlias = tree.Name | str
 
 N = TypeVar("N", bound=Shown)
 
@@ -116,20 +84,20 @@ N = TypeVar("N", bound=Shown)
 # --- what stands in for nodes -------------------------------------------------------------------
 
 
-def _dim(given: DimLike) -> Dim:
+def _dim(given: DimLike) -> tree.Dim:
     return parse_dim(str(given)) if isinstance(given, int | str) else given
 
 
-def _value(given: ValueLike) -> Value:
+def _value(given: ValueLike) -> tree.Value:
     return parse_value(str(given)) if isinstance(given, int | str) else given
 
 
-def _name(given: NameLike) -> Name:
+def _name(given: NameLike) -> tree.Name:
     return parse_name(given) if isinstance(given, str) else given
 
 
-def _how(given: How | Literal["even", "ceil", "bal"]) -> How:
-    return Even(given) if isinstance(given, str) else given
+def _how(given: tree.How | Literal["even", "ceil", "bal"]) -> tree.How:
+    return tree.Even(given) if isinstance(given, str) else given
 
 
 def _checked(node: N) -> N:
@@ -142,7 +110,7 @@ def _checked(node: N) -> N:
     """
     text = show(node)
     # The form of a split by itself would leave no dimension to cut.
-    found = read(DIM if isinstance(node, Dim) else FORMS[type(node)], text, "<built>")
+    found = read(DIM if isinstance(node, tree.Dim) else FORMS[type(node)], text, "<built>")
     if found != node:
         raise _wrong("a part of a program", "words and numbers that read back as given", node)
     return node
@@ -155,120 +123,124 @@ def _wrong(what: str, wanted: str, found: object) -> UsageError:
 # --- dimensions ---------------------------------------------------------------------------------
 
 
-def even(rule: Literal["even", "ceil", "bal"] = "even", grain: ValueLike = 1) -> Even:
+def even(rule: Literal["even", "ceil", "bal"] = "even", grain: ValueLike = 1) -> tree.Even:
     """Return how to split by formula, in units of `grain` elements."""
-    return Even(rule, _value(grain))
+    return tree.Even(rule, _value(grain))
 
 
-def widths(*sizes: int) -> Widths:
+def widths(*sizes: int) -> tree.Widths:
     """Return how to split into parts of recorded widths."""
-    return Widths(sizes)
+    return tree.Widths(sizes)
 
 
-def split(inner: DimLike, axis: str, how: How | Literal["even", "ceil", "bal"] = EVEN) -> Split:
+def split(
+    inner: DimLike, axis: str, how: tree.How | Literal["even", "ceil", "bal"] = tree.EVEN
+) -> tree.Split:
     """Return ``inner@axis``."""
-    return _checked(Split(_dim(inner), axis, _how(how)))
+    return _checked(tree.Split(_dim(inner), axis, _how(how)))
 
 
-def prod(*parts: DimLike) -> Product:
+def prod(*parts: DimLike) -> tree.Product:
     """Return ``(a b)``: all combinations, the first part outermost."""
-    return _checked(Product(tuple(map(_dim, parts))))
+    return _checked(tree.Product(tuple(map(_dim, parts))))
 
 
-def cat(**branches: DimLike) -> Sum:
+def cat(**branches: DimLike) -> tree.Sum:
     """Return ``(q:a|k:b)``: one after the other, by tag."""
-    return _checked(Sum(tuple(Branch(tag, _dim(inner)) for tag, inner in branches.items())))
+    return _checked(
+        tree.Sum(tuple(tree.Branch(tag, _dim(inner)) for tag, inner in branches.items()))
+    )
 
 
-def pad(inner: DimLike, multiple: ValueLike, fill: float = 0.0) -> Pad:
+def pad(inner: DimLike, multiple: ValueLike, fill: float = 0.0) -> tree.Pad:
     """Return ``pad(inner, multiple, fill)``."""
-    return _checked(Pad(_dim(inner), _value(multiple), fill))
+    return _checked(tree.Pad(_dim(inner), _value(multiple), fill))
 
 
-def wild() -> Wild:
+def wild() -> tree.Wild:
     """Return ``_``: the dimension of the imported rule."""
-    return Wild()
+    return tree.Wild()
 
 
-def rest() -> Rest:
+def rest() -> tree.Rest:
     """Return ``...``: all further dimensions of the imported rule."""
-    return Rest()
+    return tree.Rest()
 
 
 # --- modifiers ----------------------------------------------------------------------------------
 
 
-def same() -> m.Replicas:
+def same() -> tree.Replicas:
     """Return ``same``: replicas must be equal."""
-    return m.Replicas("same")
+    return tree.Replicas("same")
 
 
-def any_of() -> m.Replicas:
+def any_of() -> tree.Replicas:
     """Return ``any``: take one of the replicas."""
-    return m.Replicas("any")
+    return tree.Replicas("any")
 
 
-def average(axis: str) -> m.Average:
+def average(axis: str) -> tree.Average:
     """Return ``avg(axis)``: the mean over a mesh axis."""
-    return _checked(m.Average("avg", axis))
+    return _checked(tree.Average("avg", axis))
 
 
-def total(axis: str) -> m.Average:
+def total(axis: str) -> tree.Average:
     """Return ``sum(axis)``: the sum over a mesh axis."""
-    return _checked(m.Average("sum", axis))
+    return _checked(tree.Average("sum", axis))
 
 
-def cast(dtype: str) -> m.Cast:
+def cast(dtype: str) -> tree.Cast:
     """Return ``cast(dtype)``."""
-    return _checked(m.Cast(dtype))
+    return _checked(tree.Cast(dtype))
 
 
-def quantized(dtype: str, block: Iterable[int], scale: NameLike) -> m.Quantized:
+def quantized(dtype: str, block: Iterable[int], scale: NameLike) -> tree.Quantized:
     """Return ``q(dtype, [block], scale=name)``."""
-    return _checked(m.Quantized(dtype, tuple(block), _name(scale)))
+    return _checked(tree.Quantized(dtype, tuple(block), _name(scale)))
 
 
-def affine(scale: float, shift: float) -> m.Affine:
+def affine(scale: float, shift: float) -> tree.Affine:
     """Return ``affine(scale, shift)``: physical = scale * logical + shift."""
-    return _checked(m.Affine(float(scale), float(shift)))
+    return _checked(tree.Affine(float(scale), float(shift)))
 
 
-def on(axis: str, coordinate: int | Literal["last"]) -> m.On:
+def on(axis: str, coordinate: int | Literal["last"]) -> tree.On:
     """Return ``on axis=coordinate``: only these ranks hold the tensor."""
-    return _checked(m.On(axis, coordinate))
+    return _checked(tree.On(axis, coordinate))
 
 
-def only(axis: str, *numbers: int | slice) -> m.For:
+def only(axis: str, *numbers: int | slice) -> tree.For:
     """Return ``for axis=numbers``; ``slice(3, None)`` is ``3..``, ``slice(0, 3)`` is ``0..2``."""
-    return _checked(m.For(axis, tuple(map(_range, numbers))))
+    return _checked(tree.For(axis, tuple(map(_range, numbers))))
 
 
-def _range(given: int | slice) -> m.Range:
+def _range(given: int | slice) -> tree.Range:
     if isinstance(given, int):
         given = slice(given, given + 1)
     last = None if given.stop is None else given.stop - 1
-    return m.Range(given.start or 0, last, given.step or 1)
+    return tree.Range(given.start or 0, last, given.step or 1)
 
 
-def follow_rows(name: NameLike) -> m.FollowRows:
+def follow_rows(name: NameLike) -> tree.FollowRows:
     """Return ``follow rows(name)``: the first dimension is cut like that tensor's."""
-    return _checked(m.FollowRows(_name(name)))
+    return _checked(tree.FollowRows(_name(name)))
 
 
-def alias() -> m.Alias:
+def alias() -> tree.Alias:
     """Return ``alias``: another copy of what a different rule holds."""
-    return m.Alias()
+    return tree.Alias()
 
 
-def drop() -> m.Drop:
+def drop() -> tree.Drop:
     """Return ``drop``: left out on purpose."""
-    return m.Drop()
+    return tree.Drop()
 
 
 # --- statements ---------------------------------------------------------------------------------
 
 
-def rule(name: NameLike, reference: NameLike | None, *rest: DimLike | Modifier) -> Rule:
+def rule(name: NameLike, reference: NameLike | None, *rest: DimLike | tree.Modifier) -> tree.Rule:
     """Return ``name = reference[dimensions] modifiers``.
 
     Parameters
@@ -287,19 +259,21 @@ def rule(name: NameLike, reference: NameLike | None, *rest: DimLike | Modifier) 
     """
     dims, modifiers = _parted(rest)
     found = None if reference is None else _name(reference)
-    return _checked(Rule(_name(name), found, dims, modifiers))
+    return _checked(tree.Rule(_name(name), found, dims, modifiers))
 
 
-def default(*rest: DimLike | Modifier) -> Default:
+def default(*rest: DimLike | tree.Modifier) -> tree.Default:
     """Return ``default [dimensions] modifiers``."""
-    return _checked(Default(*_parted(rest)))
+    return _checked(tree.Default(*_parted(rest)))
 
 
-def _parted(given: Iterable[DimLike | Modifier]) -> tuple[tuple[Dim, ...], tuple[Modifier, ...]]:
-    dims: list[Dim] = []
-    modifiers: list[Modifier] = []
+def _parted(
+    given: Iterable[DimLike | tree.Modifier],
+) -> tuple[tuple[tree.Dim, ...], tuple[tree.Modifier, ...]]:
+    dims: list[tree.Dim] = []
+    modifiers: list[tree.Modifier] = []
     for one in given:
-        if isinstance(one, Modifier):
+        if isinstance(one, tree.Modifier):
             modifiers.append(one)
         elif modifiers:
             raise _wrong("a modifier", "dimensions first, then modifiers", one)
@@ -310,33 +284,35 @@ def _parted(given: Iterable[DimLike | Modifier]) -> tuple[tuple[Dim, ...], tuple
 
 def flat(
     axis: str,
-    *modifiers: Modifier,
+    *modifiers: tree.Modifier,
     states: Iterable[str] = ("*",),
-    how: How | Literal["even", "ceil", "bal"] = EVEN,
+    how: tree.How | Literal["even", "ceil", "bal"] = tree.EVEN,
     group: NameLike | None = None,
     bucket: int | None = None,
-    order: Order = "module",
+    order: tree.Order = "module",
     start: ValueLike = 1,
     end: ValueLike = 1,
-) -> Flat:
+) -> tree.Flat:
     """Return ``flat each @axis of states``, or with `group` or `bucket` a buffer of several."""
-    kind = FlatGroup("each")
+    kind = tree.FlatGroup("each")
     if bucket is not None:
-        kind = FlatGroup("bucket", elements=bucket)
+        kind = tree.FlatGroup("bucket", elements=bucket)
     elif group is not None:
-        kind = FlatGroup("group", _name(group))
+        kind = tree.FlatGroup("group", _name(group))
     cut = (axis, _how(how))
-    return _checked(Flat(kind, cut, tuple(states), order, _value(start), _value(end), modifiers))
+    return _checked(
+        tree.Flat(kind, cut, tuple(states), order, _value(start), _value(end), modifiers)
+    )
 
 
-def use(name: str) -> Use:
+def use(name: str) -> tree.Use:
     """Return ``use name``."""
-    return _checked(Use(name))
+    return _checked(tree.Use(name))
 
 
-def pipe(axis: str, splits: Iterable[str], stages: str) -> Pipe:
+def pipe(axis: str, splits: Iterable[str], stages: str) -> tree.Pipe:
     """Return ``pipe axis@split "stages"``."""
-    return _checked(Pipe(axis, tuple(splits), stages))
+    return _checked(tree.Pipe(axis, tuple(splits), stages))
 
 
 def obj(
@@ -344,74 +320,80 @@ def obj(
     *axes: str,
     on_change: Literal["error", "drop", "reseed", "reduce"],
     reduce: str = "",
-) -> Object:
+) -> tree.Object:
     """Return ``obj name[axes] on-change ...``; `reduce` names the reduction of ``reduce``."""
-    return _checked(Object(name, axes, on_change, reduce))
+    return _checked(tree.Object(name, axes, on_change, reduce))
 
 
-def files(name: NameLike) -> Files:
+def files(name: NameLike) -> tree.Files:
     """Return ``files "name"``; a text is read as it would be within the quotes."""
-    return _checked(Files(read(FILE_NAME, f'"{name}"') if isinstance(name, str) else name))
+    return _checked(tree.Files(read(FILE_NAME, f'"{name}"') if isinstance(name, str) else name))
 
 
-def stored(params: str = "{name}", states: str = "optim.{name}.{state}") -> Stored:
+def stored(params: str = "{name}", states: str = "optim.{name}.{state}") -> tree.Stored:
     """Return ``stored "params" states "states"``."""
-    return _checked(Stored(params, states))
+    return _checked(tree.Stored(params, states))
 
 
 # --- programs -----------------------------------------------------------------------------------
 
 
-def axis(name: str, extent: int, *parts: MeshAxis) -> MeshAxis:
+def axis(name: str, extent: int, *parts: tree.MeshAxis) -> tree.MeshAxis:
     """Return ``name:extent=(parts)``."""
-    return _checked(MeshAxis(name, extent, parts))
+    return _checked(tree.MeshAxis(name, extent, parts))
 
 
 def mesh(
-    name: str, axes: Mapping[str, int] | Iterable[MeshAxis], local: Mapping[str, int] | None = None
-) -> Mesh:
+    name: str,
+    axes: Mapping[str, int] | Iterable[tree.MeshAxis],
+    local: Mapping[str, int] | None = None,
+) -> tree.Mesh:
     """Return ``mesh name = axes local axes``; axes outer first, as a mapping to their lengths."""
-    return _checked(Mesh(name, _axes(axes), _axes(local or {})))
+    return _checked(tree.Mesh(name, _axes(axes), _axes(local or {})))
 
 
-def _axes(given: Mapping[str, int] | Iterable[MeshAxis]) -> tuple[MeshAxis, ...]:
+def _axes(given: Mapping[str, int] | Iterable[tree.MeshAxis]) -> tuple[tree.MeshAxis, ...]:
     if isinstance(given, Mapping):
         return tuple(axis(name, extent) for name, extent in given.items())
     return tuple(given)
 
 
-def let(name: str, value: Dim | Value | Name | int) -> Let:
+def let(name: str, value: tree.Dim | tree.Value | tree.Name | int) -> tree.Let:
     """Return ``let name = value``; wrap a text in the parser that says what it is."""
-    return _checked(Let(name, Number(value) if isinstance(value, int) else value))
+    return _checked(tree.Let(name, tree.Number(value) if isinstance(value, int) else value))
 
 
-def tensor(name: NameLike, *atoms: str | m.For) -> Family:
+def tensor(name: NameLike, *atoms: str | tree.For) -> tree.SpaceTensor:
     """Return ``name[atoms]``, a tensor of a space; `only` behind the axes says which there are."""
     axes = tuple(a for a in atoms if isinstance(a, str))
-    only = tuple(a for a in atoms if isinstance(a, m.For))
-    return _checked(Family(_name(name), axes, only))
+    only = tuple(a for a in atoms if isinstance(a, tree.For))
+    return _checked(tree.SpaceTensor(_name(name), axes, only))
 
 
-def state(name: str, stored: str | None = None) -> State:
+def state(name: str, stored: str | None = None) -> tree.FollowedState:
     """Return a state that follows each parameter; `stored` is its name in checkpoints."""
-    return _checked(State(name, name if stored is None else stored))
+    return _checked(tree.FollowedState(name, name if stored is None else stored))
 
 
-def scalar(name: str, per: Literal["param", "group", "global"] = "param") -> Scalar:
+def scalar(name: str, per: Literal["param", "group", "global"] = "param") -> tree.Scalar:
     """Return ``scalar name(per)``."""
-    return _checked(Scalar(name, per))
+    return _checked(tree.Scalar(name, per))
 
 
-def space(name: str, *items: Family | State | Scalar | Let) -> Space:
+def space(
+    name: str, *items: tree.SpaceTensor | tree.FollowedState | tree.Scalar | tree.Let
+) -> tree.Space:
     """Return ``space name { ... }``."""
     # Its items are checked already.
-    return SPACE.put(_checked(Space(name)), items)
+    return SPACE.put(_checked(tree.Space(name)), items)
 
 
-def layout(name: str, *statements: Statement, of: str = "", on: str | Iterable[str] = ()) -> Layout:
+def layout(
+    name: str, *statements: tree.Statement, of: str = "", on: str | Iterable[str] = ()
+) -> tree.Layout:
     """Return ``layout name of space on meshes { ... }``; without `on`, whole tensors."""
     meshes = (on,) if isinstance(on, str) else on
-    return replace(_checked(Layout(name, of, tuple(meshes))), statements=statements)
+    return replace(_checked(tree.Layout(name, of, tuple(meshes))), statements=statements)
 
 
 def reshard(
@@ -419,11 +401,13 @@ def reshard(
     target: str,
     via: Literal["disk", "memory", "peer"] = "disk",
     budget: int | None = None,
-) -> Reshard:
+) -> tree.Reshard:
     """Return ``reshard source -> target via disk``; `budget` is in bytes."""
-    return _checked(Reshard(source, target, via, budget))
+    return _checked(tree.Reshard(source, target, via, budget))
 
 
-def file(*items: Mesh | Let | Space | Layout | Reshard | Use) -> File:
+def file(
+    *items: tree.Mesh | tree.Let | tree.Space | tree.Layout | tree.Reshard | tree.Use,
+) -> tree.File:
     """Return a whole program."""
-    return File(items)
+    return tree.File(items)

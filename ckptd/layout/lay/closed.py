@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptd.layout.lay.dims import Number
-from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.program import Let
+from ckptd.layout.lay.resolve import Bound
+from ckptd.layout.lay.syntax import Let, Number
 
 __all__ = ["found_sizes"]
 

@@ -18,11 +18,10 @@ from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.boxes import Run
-from ckptd.layout.lay.equation import Bound, Tags
 from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
 from ckptd.layout.lay.meet import Meeting, every_meeting, meetings, piece_blocks
-from ckptd.layout.lay.numbers import ALL
 from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts
+from ckptd.layout.lay.resolve import ALL, Bound, Tags
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.values import Values, values

@@ -15,7 +15,7 @@ import numpy as np
 
 from ckptd.errors import UsageError
 from ckptd.layout.grid import MAX_EXTENT, Axis
-from ckptd.layout.lay.cut import Ints
+from ckptd.layout.lay.resolve import Ints
 from ckptd.types import Box
 
 __all__ = ["Packed", "Slot", "cell_cuts", "flat_axis", "pack", "shares"]

@@ -16,8 +16,8 @@ import numpy as np
 from ckptd.errors import UsageError
 from ckptd.layout.grid import Axis
 from ckptd.layout.lay.boxes import padded, sequence
-from ckptd.layout.lay.cut import Ints, Scope, parts
-from ckptd.layout.lay.dims import Dim, Pad, Product, Split, Sum
+from ckptd.layout.lay.resolve import Ints, ValueScope, parts
+from ckptd.layout.lay.syntax import Dim, Pad, Product, Split, Sum
 
 __all__ = ["Held", "held", "split_axes"]
 
@@ -111,7 +111,7 @@ def split_axes(dim: Dim) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def held(dim: Dim, scope: Scope, coordinates: Mapping[str, Ints], count: int) -> Held:
+def held(dim: Dim, scope: ValueScope, coordinates: Mapping[str, Ints], count: int) -> Held:
     """Return what each of `count` coordinates holds of a dimension.
 
     Parameters
@@ -151,7 +151,7 @@ def _whole(n: int, count: int) -> Held:
     return Held(n, np.full(count, n, dtype=np.int64), who, zero, zero, np.full_like(who, n))
 
 
-def _split(inner: Held, dim: Split, scope: Scope, coordinates: Mapping[str, Ints]) -> Held:
+def _split(inner: Held, dim: Split, scope: ValueScope, coordinates: Mapping[str, Ints]) -> Held:
     """Clip the segments to each coordinate's part of its local sequence."""
     extent = scope.extent(dim.axis)
     start, stop = parts(inner.lengths, dim.how, extent, coordinates[dim.axis], scope)
@@ -163,7 +163,7 @@ def _split(inner: Held, dim: Split, scope: Scope, coordinates: Mapping[str, Ints
     return Held(inner.extent, stop - start, who, lo - start[who], stored, hi - lo)
 
 
-def _pad(inner: Held, dim: Pad, scope: Scope) -> Held:
+def _pad(inner: Held, dim: Pad, scope: ValueScope) -> Held:
     """Fills that all coordinates share have a place in the stored sequence; others have none."""
     longer = np.array([padded(n, dim, scope) for n in inner.lengths.tolist()], dtype=np.int64)
     extent = padded(inner.extent, dim, scope)

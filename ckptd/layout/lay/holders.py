@@ -10,9 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.layout.lay.cut import Ints
-from ckptd.layout.lay.equation import MeshShape
 from ckptd.layout.lay.places import free_ranges
+from ckptd.layout.lay.resolve import Ints, MeshShape
 from ckptd.layout.lay.ruleform import RuleForm
 
 __all__ = ["Holders", "choose", "holders_of"]

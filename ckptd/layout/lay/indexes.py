@@ -11,13 +11,9 @@ from itertools import product
 import numpy as np
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.lay.cut import Scope
-from ckptd.layout.lay.dims import Atom, Dim, Split
-from ckptd.layout.lay.equation import Resolved
-from ckptd.layout.lay.grammar import show
 from ckptd.layout.lay.held import held
-from ckptd.layout.lay.name import Glob, Index, Name, Text
-from ckptd.layout.lay.pipe import stage_parts
+from ckptd.layout.lay.resolve import Resolved, ValueScope, stage_parts
+from ckptd.layout.lay.syntax import Atom, Dim, Glob, Name, NameIndex, Split, Text, show
 
 __all__ = ["IndexCut", "index_cut", "write_name"]
 
@@ -87,7 +83,7 @@ class IndexCut:
         return at
 
 
-def index_cut(layout: Resolved, index: Index, scope: Scope) -> IndexCut:
+def index_cut(layout: Resolved, index: NameIndex, scope: ValueScope) -> IndexCut:
     """Return how an index is cut: as a ``pipe`` over its mesh axes says, or as it says itself.
 
     Raises
@@ -122,7 +118,7 @@ def index_cut(layout: Resolved, index: Index, scope: Scope) -> IndexCut:
     return _from_split(dim, said, size, scope)
 
 
-def _from_split(dim: Dim, axes: tuple[str, ...], size: int, scope: Scope) -> IndexCut:
+def _from_split(dim: Dim, axes: tuple[str, ...], size: int, scope: ValueScope) -> IndexCut:
     extents = tuple(scope.extent(a) for a in axes)
     count = int(np.prod(extents))
     found = np.unravel_index(np.arange(count), extents)
@@ -155,7 +151,7 @@ def write_name(name: Name, numbers: Mapping[str, int]) -> str:
 def _written(part: object, name: Name, numbers: Mapping[str, int]) -> str:
     if isinstance(part, Text):
         return part.text
-    if isinstance(part, Index) and part.axis in numbers:
+    if isinstance(part, NameIndex) and part.axis in numbers:
         return str(numbers[part.axis]).zfill(part.width)
     if isinstance(part, Glob):
         raise UsageError("a name with globs is no tensor's name", kind="lay-rule", found=name.parts)
@@ -164,5 +160,5 @@ def _written(part: object, name: Name, numbers: Mapping[str, int]) -> str:
         kind="lay-rule",
         where=show(name),
         wanted="an axis of the tensor, or a mesh axis that the rule is cut over",
-        found=show(part) if isinstance(part, Index) else part,
+        found=show(part) if isinstance(part, NameIndex) else part,
     )

@@ -18,15 +18,15 @@ import numpy as np
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Axis, strides_of
 from ckptd.layout.lay.copies import Composition, gap
-from ckptd.layout.lay.cut import Ints
 from ckptd.layout.lay.flats import flat_axis, shares
 from ckptd.layout.lay.holders import Holders, choose, holders_of
 from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
 from ckptd.layout.lay.meet import Crossing, Meeting, Step, block, crossings, cut_flat
-from ckptd.layout.lay.modifiers import Average
 from ckptd.layout.lay.regions import Fill, Parts, box_parts
+from ckptd.layout.lay.resolve import Ints
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, local_cells
+from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
 from ckptd.layout.templates import Templates
 from ckptd.types import Box

@@ -13,14 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.equation import Equation, Resolved
 from ckptd.layout.lay.indexes import IndexCut
-from ckptd.layout.lay.modifiers import On, Quantized
-from ckptd.layout.lay.name import Glob, Index, Name, NamePart, Text, join
-from ckptd.layout.lay.numbers import Numbers
-from ckptd.layout.lay.pattern import Lookup, found_regex
+from ckptd.layout.lay.resolve import Equation, Lookup, Numbers, Resolved, found_regex
+from ckptd.layout.lay.syntax import Glob, Name, NameIndex, NamePart, On, Quantized, Text, join
 
-__all__ = ["Match", "Matcher", "Templates", "Undressed", "alike", "holds", "stored_name"]
+__all__ = ["Match", "Matcher", "NameTemplates", "Undressed", "alike", "holds", "stored_name"]
 
 _NUMBERS = re.compile("[0-9]+")
 _MAX_COMPARED = 20_000_000
@@ -72,8 +69,8 @@ class _Pattern:
     @cached_property
     def groups(self) -> tuple[str | None, ...]:
         """Axis of each group; None for globs."""
-        parts = (p for p in self.name.parts if isinstance(p, Index | Glob))
-        return tuple(p.axis if isinstance(p, Index) else None for p in parts)
+        parts = (p for p in self.name.parts if isinstance(p, NameIndex | Glob))
+        return tuple(p.axis if isinstance(p, NameIndex) else None for p in parts)
 
     def match(self, name: str) -> Match | None:
         if self.text is not None:
@@ -101,7 +98,7 @@ class Matcher:
     """
 
     def __init__(
-        self, resolved: Resolved, stored: bool, cuts: Mapping[Index, IndexCut] | None = None
+        self, resolved: Resolved, stored: bool, cuts: Mapping[NameIndex, IndexCut] | None = None
     ) -> None:
         local = resolved.mesh.local if resolved.mesh else ()
         drops: dict[int, list[Name]] = {k: [] for k in range(len(resolved.equations) + 1)}
@@ -158,7 +155,7 @@ class Matcher:
     ) -> bool:
         """Whether a rule has the numbers of a name, as far as it is known."""
         for part in pattern.name.parts:
-            if not isinstance(part, Index) or part.axis not in pattern.only:
+            if not isinstance(part, NameIndex) or part.axis not in pattern.only:
                 continue
             number = numbers[part.axis]
             if part.local and not self._stored:
@@ -194,7 +191,7 @@ def _alike(name: Name) -> re.Pattern[str]:
 
 def alike(pattern: Name, name: Name) -> bool:
     """Whether a pattern matches some of a name's, if all numbers are taken for the same."""
-    parts = (Text("0") if isinstance(p, Index) else p for p in name.parts)
+    parts = (Text("0") if isinstance(p, NameIndex) else p for p in name.parts)
     texts = [p.text for p in parts if isinstance(p, Text)]
     return _alike(pattern).fullmatch(_NUMBERS.sub("0", "".join(texts))) is not None
 
@@ -203,7 +200,7 @@ def stored_name(name: Name, local: Iterable[str]) -> Name:
     """Return a name as checkpoints have it: without the indexes of local mesh axes."""
     gone = set(local)
     parts: Iterator[NamePart] = (
-        p for p in name.parts if not (isinstance(p, Index) and p.axis in gone)
+        p for p in name.parts if not (isinstance(p, NameIndex) and p.axis in gone)
     )
     return Name(join(parts), at=name.at)
 
@@ -233,7 +230,7 @@ def _scales(equation: Equation, name: Name) -> Iterator[Name]:
         if isinstance(modifier, Quantized):
             parts: list[NamePart] = []
             for part in modifier.scale.parts:
-                mine = isinstance(part, Index) and part.axis == "name"
+                mine = isinstance(part, NameIndex) and part.axis == "name"
                 parts += name.parts if mine else (part,)
             yield Name(join(parts), at=modifier.at)
 
@@ -260,7 +257,7 @@ class Undressed:
     scalar: bool = False
 
 
-class Templates:
+class NameTemplates:
     """Takes the names of parameters, states and scalars apart."""
 
     def __init__(self, resolved: Resolved) -> None:

@@ -10,15 +10,20 @@ from itertools import groupby
 
 import numpy as np
 
-from ckptd.layout.lay.cut import Ints, Scope, evaluate, parts
-from ckptd.layout.lay.equation import MeshShape, Resolved
 from ckptd.layout.lay.flats import Packed, Slot, pack
 from ckptd.layout.lay.indexes import IndexCut, index_cut
-from ckptd.layout.lay.name import Index
-from ckptd.layout.lay.pattern import found_regex
 from ckptd.layout.lay.places import apart
-from ckptd.layout.lay.program import Flat
+from ckptd.layout.lay.resolve import (
+    Ints,
+    MeshShape,
+    Resolved,
+    ValueScope,
+    evaluate,
+    found_regex,
+    parts,
+)
 from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.syntax import Flat, NameIndex
 
 __all__ = ["Buffer", "Packing"]
 
@@ -51,7 +56,7 @@ class Packing:
 
     layout: Resolved
     mesh: MeshShape
-    scope: Scope
+    scope: ValueScope
     rules: tuple[RuleForm, ...]
 
     def flat_of(self, rule: int, indexes: tuple[int, ...], state: str) -> int | None:
@@ -78,7 +83,7 @@ class Packing:
         if found is None:
             return None
         # The pattern's groups are its indexes and globs, in order; only indexes tell apart.
-        kinds = [isinstance(p, Index) for p in name.parts if type(p).__name__ != "Text"]
+        kinds = [isinstance(p, NameIndex) for p in name.parts if type(p).__name__ != "Text"]
         return tuple(g for g, is_index in zip(found.groups(), kinds, strict=True) if is_index)
 
     def _candidates(self, rule: int, state: str) -> tuple[int, ...]:
@@ -171,17 +176,17 @@ class Packing:
                 fixed = {**coordinates, **self._said(index, number)}
                 yield from self._modules(found, fixed, {**numbers, index.axis: number}, depth + 1)
 
-    def _is_local(self, index: Index) -> bool:
+    def _is_local(self, index: NameIndex) -> bool:
         return index.axis in self.mesh.extents
 
-    def _said(self, index: Index, number: int) -> Mapping[str, int]:
+    def _said(self, index: NameIndex, number: int) -> Mapping[str, int]:
         """Return the coordinates on local axes that a number says."""
         if self._is_local(index):
             return {index.axis: number}
         said = self._cut(index).coordinates(number)
         return {a: c for a, c in said.items() if not self.mesh.strides[a]}
 
-    def _numbers(self, index: Index, coordinates: Mapping[str, int]) -> Sequence[int]:
+    def _numbers(self, index: NameIndex, coordinates: Mapping[str, int]) -> Sequence[int]:
         """Return the numbers that an index has on a rank."""
         if self._is_local(index):
             if index.axis in coordinates:
@@ -195,17 +200,17 @@ class Packing:
         return found
 
     @cached_property
-    def _dealt(self) -> dict[tuple[Index, tuple[int | None, ...]], list[int]]:
+    def _dealt(self) -> dict[tuple[NameIndex, tuple[int | None, ...]], list[int]]:
         return {}
 
-    def _cut(self, index: Index) -> IndexCut:
+    def _cut(self, index: NameIndex) -> IndexCut:
         found = self._cuts.get(index)
         if found is None:
             found = self._cuts[index] = index_cut(self.layout, index, self.scope)
         return found
 
     @cached_property
-    def _cuts(self) -> dict[Index, IndexCut]:
+    def _cuts(self) -> dict[NameIndex, IndexCut]:
         return {}
 
     # --- buffers --------------------------------------------------------------------------------
@@ -300,10 +305,10 @@ def _takes(flat: Flat, state: str) -> bool:
     return "*" in flat.states or (state or "params") in flat.states
 
 
-def _beginning(rule: RuleForm, depth: int) -> tuple[tuple[object, ...], Index] | None:
+def _beginning(rule: RuleForm, depth: int) -> tuple[tuple[object, ...], NameIndex] | None:
     """Return a rule's name up to the index behind the first `depth`, and that index; or None."""
     parts = rule.equation.name.parts
-    found = [(i, p) for i, p in enumerate(parts) if isinstance(p, Index)]
+    found = [(i, p) for i, p in enumerate(parts) if isinstance(p, NameIndex)]
     if depth >= len(found):
         return None
     at, index = found[depth]

@@ -11,8 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.cut import Ints
-from ckptd.layout.lay.equation import Axes, MeshShape
+from ckptd.layout.lay.resolve import Axes, Ints, MeshShape
 
 __all__ = ["Places", "apart", "free_ranges"]
 

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from ckptd.layout.lay.dims import Dim, Pad, Product, Split, Sum
-from ckptd.layout.lay.equation import Equation, Resolved
-from ckptd.layout.lay.modifiers import Affine, Average, Cast, Drop, Quantized, Replicas
+from ckptd.layout.lay.resolve import Equation, Resolved
+from ckptd.layout.lay.syntax import (
+    Affine,
+    Average,
+    Cast,
+    Dim,
+    Drop,
+    Pad,
+    Product,
+    Quantized,
+    Replicas,
+    Split,
+    Sum,
+)
 
 __all__ = ["PROMISES", "Promise", "promise", "promises"]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import DimFill, Found, Run, restrict
 from ckptd.layout.lay.boxes import Sequence as Line
-from ckptd.layout.lay.equation import Axes, Tags
+from ckptd.layout.lay.resolve import Axes, Tags
 from ckptd.layout.region import Region, flat_regions
 from ckptd.types import Box
 

@@ -14,14 +14,12 @@ from numpy.typing import NDArray
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.lay.boxes import DimBox, Sequence, restrict, sequence
-from ckptd.layout.lay.cut import Ints, Scope
-from ckptd.layout.lay.equation import Equation, MeshShape, Resolved, Tags
 from ckptd.layout.lay.held import Held, held, split_axes
 from ckptd.layout.lay.indexes import IndexCut, index_cut, write_name
 from ckptd.layout.lay.matching import stored_name
-from ckptd.layout.lay.modifiers import On
-from ckptd.layout.lay.name import Index, Name
 from ckptd.layout.lay.places import Places, apart
+from ckptd.layout.lay.resolve import Equation, Ints, MeshShape, Resolved, Tags, ValueScope
+from ckptd.layout.lay.syntax import Name, NameIndex, On
 
 __all__ = ["RuleForm", "Who"]
 
@@ -49,7 +47,7 @@ class RuleForm:
     equation: Equation
     layout: Resolved
     mesh: MeshShape
-    scope: Scope
+    scope: ValueScope
 
     # --- the tensor -----------------------------------------------------------------------------
 
@@ -83,7 +81,7 @@ class RuleForm:
         found = {
             p.axis: index_cut(self.layout, p, self.scope)
             for p in self.equation.name.parts
-            if isinstance(p, Index) and p.axis not in self.mesh.extents
+            if isinstance(p, NameIndex) and p.axis not in self.mesh.extents
         }
         count = math.prod(c.size for c in found.values())
         if count > _MAX_NAMES:
@@ -144,7 +142,7 @@ class RuleForm:
         fixed = self.fixed(indexes)
         numbers = self._numbers(indexes)
         for p in self.equation.name.parts:
-            if isinstance(p, Index) and p.local and p.axis in self.indexes:
+            if isinstance(p, NameIndex) and p.local and p.axis in self.indexes:
                 numbers[p.axis] -= self.cuts[p.axis].start(fixed)
         return write_name(self.equation.name, numbers)
 

@@ -6,10 +6,9 @@ import numpy as np
 
 from ckptd.errors import MismatchError
 from ckptd.layout.grid import Axis, Grid
-from ckptd.layout.lay.modifiers import Quantized
-from ckptd.layout.lay.name import Index, Name, NamePart, Text, join
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredForm, StoredTensor
+from ckptd.layout.lay.syntax import Name, NameIndex, NamePart, Quantized, Text, join
 from ckptd.layout.owners import Owners
 
 __all__ = ["scale_tensor"]
@@ -68,6 +67,6 @@ def _cut(
 def _name(pattern: Name, name: str) -> str:
     """Return a scale's name: ``{name}`` stands for that of the tensor."""
     parts: list[NamePart] = [
-        Text(name) if isinstance(p, Index) and p.axis == "name" else p for p in pattern.parts
+        Text(name) if isinstance(p, NameIndex) and p.axis == "name" else p for p in pattern.parts
     ]
     return "".join(p.text for p in join(parts) if isinstance(p, Text))

@@ -17,13 +17,11 @@ import numpy as np
 
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.grid import Axis, Grid
-from ckptd.layout.lay.cut import Ints, Scope, scope_of
-from ckptd.layout.lay.dims import Dim
-from ckptd.layout.lay.equation import Bound, MeshShape
 from ckptd.layout.lay.flats import cell_cuts, flat_axis, shares
-from ckptd.layout.lay.modifiers import Alias
 from ckptd.layout.lay.packing import Packing
+from ckptd.layout.lay.resolve import Bound, Ints, MeshShape, ValueScope, scope_of
 from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.syntax import Alias, Dim
 from ckptd.layout.owners import Owners
 from ckptd.types import Box
 
@@ -81,11 +79,11 @@ class StoredForm:
     refined: Mapping[str, Dim] = field(default_factory=dict)
 
     @cached_property
-    def scope(self) -> Scope:
+    def scope(self) -> ValueScope:
         """What names stand for."""
         own = scope_of(self.bound)
         sizes = {**self.sizes, **own.sizes}
-        return Scope(sizes, own.extents, {**self.refined, **own.refined})
+        return ValueScope(sizes, own.extents, {**self.refined, **own.refined})
 
     @cached_property
     def mesh(self) -> MeshShape:

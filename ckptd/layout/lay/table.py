@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ckptd.errors import MismatchError
-from ckptd.layout.lay.equation import Bound
+from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm
 
 __all__ = ["Row", "bucket_table", "check_table"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ckptd.layout.lay.equation import Equation
-from ckptd.layout.lay.modifiers import Affine, Average, Cast, Modifier, Quantized
+from ckptd.layout.lay.resolve import Equation
+from ckptd.layout.lay.syntax import Affine, Average, Cast, Modifier, Quantized
 
 __all__ = ["MASTER", "Values", "values"]
 

@@ -18,11 +18,11 @@ import numpy as np
 from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.digest import digest_hex
-from ckptd.layout.lay.equation import Bound, Resolved
+from ckptd.layout.lay.bind import bind_ranks, bind_stored
 from ckptd.layout.lay.local import LocalTensor, local_tensors
-from ckptd.layout.lay.matching import Matcher, Templates
-from ckptd.layout.lay.observe import bind_ranks, bind_stored
+from ckptd.layout.lay.matching import Matcher, NameTemplates
 from ckptd.layout.lay.places import free_ranges
+from ckptd.layout.lay.resolve import Bound, Resolved
 from ckptd.layout.lay.stored import StoredForm, StoredTensor
 from ckptd.reshard.layouts import Program
 from ckptd.train.layout.program import LayoutSpec, Spelling, read_layout, spelling_of
@@ -177,8 +177,8 @@ class JobLayout:
         return {self.form.rules[rule].local_name(at): (rule, at) for rule, at in pairs}
 
     @cached_property
-    def _templates(self) -> Templates:
-        return Templates(self.form.bound.layout)
+    def _templates(self) -> NameTemplates:
+        return NameTemplates(self.form.bound.layout)
 
     @cached_property
     def _matcher(self) -> Matcher:
@@ -363,7 +363,7 @@ class Laid:
         if found is None or self.rank is None:
             return _Post(None, None, {})
         resolved = found.put_into(self._resolved)
-        templates, matcher = Templates(resolved), Matcher(resolved, stored=self.whole)
+        templates, matcher = NameTemplates(resolved), Matcher(resolved, stored=self.whole)
         mesh, rank = self._resolved.mesh, self.rank
         at = mesh.coordinates(rank) if mesh and rank is not None else None
         shapes = {}

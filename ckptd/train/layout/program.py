@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckptd.errors import UsageError
-from ckptd.layout.lay.equation import Resolved
 from ckptd.layout.lay.matching import Matcher
-from ckptd.layout.lay.modifiers import Average, Quantized
-from ckptd.layout.lay.program import File, Layout
+from ckptd.layout.lay.resolve import Resolved
+from ckptd.layout.lay.syntax import Average, File, Layout, Quantized
 from ckptd.reshard.layouts import Program, read_program, read_text
 
 __all__ = ["LayoutSpec", "Spelling", "combined", "read_layout", "refuse_quantized", "spelling_of"]

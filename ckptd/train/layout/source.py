@@ -10,11 +10,11 @@ from typing import Any
 
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.filemap import FileMap
+from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.copies import Composition, compose
-from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.local import LocalTensor
-from ckptd.layout.lay.matching import Matcher, Templates
-from ckptd.layout.lay.observe import bind_stored
+from ckptd.layout.lay.matching import Matcher, NameTemplates
+from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm, TensorKey
 from ckptd.reshard.changes import changed_dtype
 from ckptd.reshard.compose import source_keys
@@ -78,7 +78,7 @@ class _Fitted:
         if spelling is None:
             raise _unknown(saved, program)
         resolved = spelling.put_into(resolved)
-        names = _sorted(everything, Templates(resolved), Matcher(resolved, stored=True))
+        names = _sorted(everything, NameTemplates(resolved), Matcher(resolved, stored=True))
         table = saved.manifest.tensors
         shapes = {n: table[i].shape for n, i in names.tensors.items()}
         return cls(bind_stored(resolved, shapes), spelling, names)
@@ -263,7 +263,7 @@ class LaidSource:
         )
 
 
-def _sorted(names: Mapping[str, int], templates: Templates, matcher: Matcher) -> _Names:
+def _sorted(names: Mapping[str, int], templates: NameTemplates, matcher: Matcher) -> _Names:
     tensors, scalars, dropped = {}, {}, set()
     for name, number in names.items():
         undressed = templates.take(name)

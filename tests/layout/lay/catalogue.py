@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.observe import bind_sizes
-from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.program import File, Layout
-from ckptd.layout.lay.resolve import resolve
+from ckptd.layout.lay.bind import bind_sizes
+from ckptd.layout.lay.resolve import Bound, resolve
+from ckptd.layout.lay.syntax import File, Layout, parse
 
 __all__ = ["CATALOGUE", "Program"]
 

@@ -12,8 +12,8 @@ from typing import TypeAlias
 from hypothesis import strategies as st
 
 from ckptd.layout.lay.boxes import DimBox, Found
-from ckptd.layout.lay.cut import Scope, evaluate
-from ckptd.layout.lay.dims import (
+from ckptd.layout.lay.resolve import ValueScope, evaluate
+from ckptd.layout.lay.syntax import (
     Atom,
     Branch,
     Dim,
@@ -31,7 +31,7 @@ from ckptd.layout.lay.dims import (
 Entry: TypeAlias = tuple[tuple[str, ...], dict[str, int]] | float
 
 
-def part_of(n: int, how: How, extent: int, coordinate: int, scope: Scope) -> range:
+def part_of(n: int, how: How, extent: int, coordinate: int, scope: ValueScope) -> range:
     """Deal the elements out one by one."""
     if isinstance(how, Widths):
         start = sum(how.widths[:coordinate])
@@ -51,7 +51,7 @@ def part_of(n: int, how: How, extent: int, coordinate: int, scope: Scope) -> ran
     return range(mine[0], mine[-1] + 1) if mine else range(0)
 
 
-def seq(dim: Dim, scope: Scope, coordinates: Mapping[str, int] | None) -> list[Entry]:
+def seq(dim: Dim, scope: ValueScope, coordinates: Mapping[str, int] | None) -> list[Entry]:
     """All entries of a dimension; None: the stored form."""
     match dim:
         case Atom() if dim.name in scope.refined:
@@ -119,10 +119,10 @@ EXTENTS = {"tp": 2, "dp": 3, "ep": 2}
 
 
 @st.composite
-def dimensions(draw: st.DrawFn, *, inner_pads: bool = True) -> tuple[Dim, Scope]:
+def dimensions(draw: st.DrawFn, *, inner_pads: bool = True) -> tuple[Dim, ValueScope]:
     """Draw a dimension whose axes are all different on each way, and its scope."""
     sizes: dict[str, int] = {}
-    scope = Scope(sizes, EXTENTS)
+    scope = ValueScope(sizes, EXTENTS)
     counter = iter(range(1000))
 
     def atom() -> Dim:

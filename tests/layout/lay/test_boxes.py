@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.boxes import DimBox, DimFill, Run, boxes, length
-from ckptd.layout.lay.cut import Scope
-from ckptd.layout.lay.dims import Atom, Branch, Dim, Number, One, Pad, Product, Split, Sum
+from ckptd.layout.lay.resolve import ValueScope
+from ckptd.layout.lay.syntax import Atom, Branch, Dim, Number, One, Pad, Product, Split, Sum
 from tests.layout.lay.meaning import dimensions, elements, places, seq
 
 KV, REP, HD, F = Atom("kv"), Atom("rep"), Atom("hd"), Atom("f")
-SCOPE = Scope({"kv": 8, "rep": 4, "hd": 16, "f": 24}, {"tp": 2, "dp": 3})
+SCOPE = ValueScope({"kv": 8, "rep": 4, "hd": 16, "f": 24}, {"tp": 2, "dp": 3})
 QKV = Product(
     (Split(KV, "tp"), Sum((Branch("q", REP), Branch("k", One()), Branch("v", One()))), HD)
 )
@@ -61,7 +61,9 @@ def test_an_interval_of_three_axes_is_five_boxes() -> None:
 
 
 def test_refined_atom() -> None:
-    scope = Scope({"two": 2, "half": 4, "h": 3}, {}, {"hd": Product((Atom("two"), Atom("half")))})
+    scope = ValueScope(
+        {"two": 2, "half": 4, "h": 3}, {}, {"hd": Product((Atom("two"), Atom("half")))}
+    )
     assert boxes(Atom("hd"), None, 2, 8, scope) == [
         DimBox((), (Run("two", 0, 1, 4), Run("half", 2, 2, 1)), 2),
         DimBox((), (Run("two", 1, 1, 4), Run("half", 0, 4, 1)), 4),
@@ -69,7 +71,7 @@ def test_refined_atom() -> None:
 
 
 @given(dimensions(), st.data())
-def test_same_as_the_definition(drawn: tuple[Dim, Scope], data: st.DataObject) -> None:
+def test_same_as_the_definition(drawn: tuple[Dim, ValueScope], data: st.DataObject) -> None:
     dim, scope = drawn
     place = data.draw(st.sampled_from([None, *places()]))
     entries = seq(dim, scope, place)

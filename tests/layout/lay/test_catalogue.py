@@ -9,18 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ckptd.layout.lay.bind import bind_ranks, bind_sizes, bind_stored
 from ckptd.layout.lay.check import check, check_bound
 from ckptd.layout.lay.copies import Copy, compose
-from ckptd.layout.lay.equation import Bound
-from ckptd.layout.lay.formatter import format_text
 from ckptd.layout.lay.live import LivePlan, Transfers
-from ckptd.layout.lay.modifiers import Affine, Average, Cast, Modifier, Quantized
-from ckptd.layout.lay.observe import bind_ranks, bind_sizes, bind_stored
-from ckptd.layout.lay.parser import parse
 from ckptd.layout.lay.promise import PROMISES, Promise, promises
-from ckptd.layout.lay.resolve import resolve
-from tests.layout.lay.brute import Brute, Numbering, filled, load, save
-from tests.layout.lay.brute_judge import Judge, apply, piece_of
+from ckptd.layout.lay.resolve import Bound, resolve
+from ckptd.layout.lay.syntax import Affine, Average, Cast, Modifier, Quantized, format_text, parse
+from tests.layout.lay.agreement.brute import Brute, Numbering, filled, load, save
+from tests.layout.lay.agreement.brute_judge import Judge, apply, piece_of
 from tests.layout.lay.catalogue import CATALOGUE, Program
 
 Floats = NDArray[Any]

@@ -4,13 +4,13 @@ import pytest
 
 from ckptd.errors import MismatchError
 from ckptd.layout.grid import whole
+from ckptd.layout.lay.bind import bind_sizes
 from ckptd.layout.lay.copies import Composition, compose
-from ckptd.layout.lay.observe import bind_sizes
-from ckptd.layout.lay.parser import parse
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.resolve import resolve
 from ckptd.layout.lay.stored import StoredForm
-from tests.layout.lay.brute_judge import Judge
+from ckptd.layout.lay.syntax import parse
+from tests.layout.lay.agreement.brute_judge import Judge
 from tests.layout.lay.world import bound, execute, local_elements, piece_elements
 
 SPACE = """

@@ -4,21 +4,21 @@ import numpy as np
 from hypothesis import given
 
 from ckptd.layout.lay.boxes import sequence
-from ckptd.layout.lay.cut import Scope
-from ckptd.layout.lay.dims import Atom, Branch, Dim, Even, Number, Pad, Split, Sum
 from ckptd.layout.lay.held import Held, held, split_axes
+from ckptd.layout.lay.resolve import ValueScope
+from ckptd.layout.lay.syntax import Atom, Branch, Dim, Even, Number, Pad, Split, Sum
 from tests.layout.lay.meaning import EXTENTS, dimensions, places, seq
 
-SCOPE = Scope({"f": 7, "v": 10}, {"tp": 2, "dp": 3})
+SCOPE = ValueScope({"f": 7, "v": 10}, {"tp": 2, "dp": 3})
 
 
-def all_held(dim: Dim, scope: Scope) -> Held:
+def all_held(dim: Dim, scope: ValueScope) -> Held:
     coordinates = {a: np.array([p[a] for p in places()]) for a in EXTENTS}
     return held(dim, scope, coordinates, len(places()))
 
 
 @given(dimensions())
-def test_same_as_the_definition(drawn: tuple[Dim, Scope]) -> None:
+def test_same_as_the_definition(drawn: tuple[Dim, ValueScope]) -> None:
     dim, scope = drawn
     found = all_held(dim, scope)
     stored = seq(dim, scope, None)
@@ -38,7 +38,7 @@ def test_same_as_the_definition(drawn: tuple[Dim, Scope]) -> None:
 
 
 @given(dimensions())
-def test_cells_tile_the_dimension(drawn: tuple[Dim, Scope]) -> None:
+def test_cells_tile_the_dimension(drawn: tuple[Dim, ValueScope]) -> None:
     dim, scope = drawn
     found = all_held(dim, scope)
     assert found.axis.extent == found.extent

@@ -5,11 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptd.layout.lay.dims import Atom, Dim, Number, Pad, Product, Split
-from ckptd.layout.lay.equation import Equation
-from ckptd.layout.lay.modifiers import Affine, Average, Cast, Modifier, Quantized, Replicas
-from ckptd.layout.lay.name import Name, Text
 from ckptd.layout.lay.promise import promise
+from ckptd.layout.lay.resolve import Equation
+from ckptd.layout.lay.syntax import (
+    Affine,
+    Atom,
+    Average,
+    Cast,
+    Dim,
+    Modifier,
+    Name,
+    Number,
+    Pad,
+    Product,
+    Quantized,
+    Replicas,
+    Split,
+    Text,
+)
 
 PLAIN = Atom("v")
 PADDED = Split(Pad(Atom("v"), Number(8)), "tp")

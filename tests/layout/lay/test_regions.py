@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import Run, sequence
-from ckptd.layout.lay.cut import Scope
-from ckptd.layout.lay.dims import Atom, Branch, Dim, One, Product, Split, Sum
 from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts, region
+from ckptd.layout.lay.resolve import ValueScope
+from ckptd.layout.lay.syntax import Atom, Branch, Dim, One, Product, Split, Sum
 from ckptd.layout.region import Region
 from ckptd.types import Box
 from tests.layout.lay.meaning import Entry, dimensions, places, seq
 
-SCOPE = Scope({"kv": 4, "rep": 2, "hd": 8, "h": 6, "e": 4, "f": 3}, {"tp": 2})
+SCOPE = ValueScope({"kv": 4, "rep": 2, "hd": 8, "h": 6, "e": 4, "f": 3}, {"tp": 2})
 GROUP = Sum((Branch("q", Atom("rep")), Branch("k", One()), Branch("v", One())))
 QKV = Product((Split(Atom("kv"), "tp"), GROUP, Atom("hd")))
 
@@ -67,7 +67,7 @@ def test_no_dimensions() -> None:
 
 
 @given(st.lists(dimensions(), max_size=2), st.data())
-def test_same_as_the_definition(drawn: list[tuple[Dim, Scope]], data: st.DataObject) -> None:
+def test_same_as_the_definition(drawn: list[tuple[Dim, ValueScope]], data: st.DataObject) -> None:
     place = data.draw(st.sampled_from([None, *places()]))
     entries = [seq(dim, scope, place) for dim, scope in drawn]
     dims = [sequence(dim, scope, place) for dim, scope in drawn]

@@ -16,11 +16,10 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptd.layout.lay.copies import TargetPlan
-from ckptd.layout.lay.equation import Bound
 from ckptd.layout.lay.local import LocalTensor
-from ckptd.layout.lay.parser import parse
-from ckptd.layout.lay.resolve import resolve
+from ckptd.layout.lay.resolve import Bound, resolve
 from ckptd.layout.lay.stored import StoredForm, StoredTensor
+from ckptd.layout.lay.syntax import parse
 from tests.layout.lay.meaning import Entry, seq
 
 Elements = NDArray[Any]

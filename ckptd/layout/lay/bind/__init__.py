@@ -1,0 +1,21 @@
+"""A layout and what was observed: sizes, extents, and rules that would fit."""
+
+from __future__ import annotations
+
+from ckptd.layout.lay.bind.axes import sorted_ranks
+from ckptd.layout.lay.bind.fit import fit_findings, with_fits
+from ckptd.layout.lay.bind.layouts import bind_all, bind_ranks, bind_sizes, bind_stored
+from ckptd.layout.lay.bind.observed import Observed, from_stored, unmatched
+
+__all__ = [
+    "Observed",
+    "bind_all",
+    "bind_ranks",
+    "bind_sizes",
+    "bind_stored",
+    "fit_findings",
+    "from_stored",
+    "sorted_ranks",
+    "unmatched",
+    "with_fits",
+]

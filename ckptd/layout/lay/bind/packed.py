@@ -1,0 +1,93 @@
+"""Rules whose tensors ranks hold in buffers only: nothing of them can be observed by name.
+
+They are kept with the sizes that other tensors or the program say, and the lengths of the buffers
+are compared with what the rules make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from ckptd.errors import CkptdError
+from ckptd.layout.lay.bind.observed import Observed, axes_of
+from ckptd.layout.lay.matching import alike, holds
+from ckptd.layout.lay.resolve import Bound, Equation, Finding, MeshShape, Resolved, independent
+from ckptd.layout.lay.stored import StoredForm
+from ckptd.layout.lay.syntax import Flat, On
+
+__all__ = ["buffer_findings", "is_packed"]
+
+_MAX_SHOWN = 4
+
+
+def is_packed(equation: Equation, resolved: Resolved, observed: Observed) -> bool:
+    """Whether parameters of a rule lie in a buffer with others, on a rank that was observed."""
+    mesh = resolved.mesh or MeshShape(1, {}, {})
+    flats = [f for f in resolved.flats if {"params", "*"} & set(f.states)]
+    here = (holds(equation, mesh.coordinates(r), mesh.extents) for r in observed.ranks)
+    return any(here) and next((_shares(f) for f in flats if _takes(f, equation, mesh)), False)
+
+
+def _shares(flat: Flat) -> bool:
+    """Whether a flat's buffers have names of their own."""
+    return flat.group.kind != "each"
+
+
+def _takes(flat: Flat, equation: Equation, mesh: MeshShape) -> bool:
+    on = {m.axis for m in equation.modifiers if isinstance(m, On)}
+    axes = [a for a in axes_of(equation) | on if mesh.strides.get(a)]
+    name = flat.group.name
+    return all(independent(mesh, (a, flat.split[0])) for a in axes) and (
+        name is None or alike(name, equation.name)
+    )
+
+
+def buffer_findings(
+    bound: Bound, observed: Observed, kept: Sequence[Equation]
+) -> Iterator[Finding]:
+    """Yield where the lengths of buffers are not those that the rules make.
+
+    Parameters
+    ----------
+    bound
+        The layout and its sizes, all of them.
+    observed
+        What was observed.
+    kept
+        Rules of which nothing was observed.
+    """
+    form = StoredForm(bound)
+    notes = tuple(
+        f"nothing of it but the buffers was observed: {e.text}" for e in kept[:_MAX_SHOWN]
+    )
+    for rank, found in observed.buffers.items():
+        try:
+            wanted = _lengths(form, rank)
+        except CkptdError:
+            # What is wrong with the rules themselves is told elsewhere.
+            return
+        names = [n for n in {**wanted, **found} if wanted.get(n) != found.get(n)]
+        for name in names[:1]:
+            message = (
+                f"{name} of rank {rank} has {found.get(name, 'no')} elements, and the rules make "
+                f"{wanted.get(name, 'none')}"
+            )
+            yield Finding(
+                "buffer", message, rule=f"layout {bound.layout.name}", notes=notes, fit=True
+            )
+            return
+
+
+def _lengths(form: StoredForm, rank: int) -> Mapping[str, int]:
+    """Return the length of each buffer of a rank."""
+    out: dict[str, int] = {}
+    for state in form.states:
+        number = 0
+        for flat in form.packing.packed_flats(state, rank):
+            axis = form.bound.layout.flats[flat].split[0]
+            at = form.mesh.coordinates(rank)[axis]
+            for length in form.packing.buffers(flat, state, rank).packed.lengths:
+                starts = form.packing.starts(flat, length)
+                out[f"flat.{number}.{state or 'params'}"] = int(starts[at + 1] - starts[at])
+                number += 1
+    return out

@@ -1,0 +1,7 @@
+"""Everything that can be said of a layout without data."""
+
+from __future__ import annotations
+
+from ckptd.layout.lay.check.layouts import check, check_bound, check_program
+
+__all__ = ["check", "check_bound", "check_program"]

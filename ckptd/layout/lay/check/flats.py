@@ -1,0 +1,53 @@
+"""Check of flats: buffers can be made and divide over the ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptd.errors import CkptdError
+from ckptd.layout.lay.resolve import Bound, Finding, has_globs
+from ckptd.layout.lay.stored import StoredForm
+from ckptd.layout.lay.syntax import show
+
+__all__ = ["flat_findings"]
+
+_MAX_RANKS = 32
+
+
+def flat_findings(bound: Bound) -> Iterator[Finding]:
+    """Yield the flats whose alignment or split does not fit the tensors that they pack.
+
+    Ranks are looked at until a flat is wrong, at most some of them, from all over the mesh:
+    buffers differ by pipeline stage and where a split is uneven. What is not known is not checked.
+    """
+    equations = bound.layout.equations
+    axes = {a for e in equations for f in e.families.values() for a in f.axes}
+    known = axes <= set(bound.sizes) and not any(has_globs(e.name) for e in equations)
+    if not bound.layout.flats or not known:
+        return
+    form = StoredForm(bound)
+    world = form.mesh.world
+    count = min(world, _MAX_RANKS)
+    told: set[int] = set()
+    for rank in (i * (world - 1) // max(1, count - 1) for i in range(count)):
+        for number, error in _wrong(form, rank):
+            if number not in told:
+                told.add(number)
+                flat = bound.layout.flats[number]
+                notes = tuple(f"{k}: {v}" for k, v in _said(error).items() if v is not None)
+                yield Finding("flat", error.message, flat.at, show(flat), notes, fit=True)
+
+
+def _wrong(form: StoredForm, rank: int) -> Iterator[tuple[int, CkptdError]]:
+    """Yield the flats that fail on a rank."""
+    for number in range(len(form.bound.layout.flats)):
+        try:
+            for state in form.states:
+                for length in form.packing.buffers(number, state, rank).packed.lengths:
+                    form.packing.starts(number, length)
+        except CkptdError as error:
+            yield number, error
+
+
+def _said(error: CkptdError) -> dict[str, object]:
+    return {"wanted": error.wanted, "found": error.found, "hint": error.hint}

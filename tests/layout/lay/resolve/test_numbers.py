@@ -1,0 +1,56 @@
+"""Sets of numbers agree with Python's sets, as far as one looks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.errors import UsageError
+from ckptd.layout.lay.resolve import ALL, Numbers
+from ckptd.layout.lay.resolve.numbers import numbers_of
+from ckptd.layout.lay.syntax import For
+from ckptd.layout.lay.syntax.tree import Range
+
+FAR = 200
+
+RANGES = st.one_of(
+    st.builds(lambda a, n, s: Range(a, a + n, s), *[st.integers(0, 12)] * 2, st.integers(1, 4)),
+    st.builds(lambda a, s: Range(a, None, s), st.integers(0, 12), st.integers(1, 4)),
+)
+CONDITIONS = st.lists(RANGES, min_size=1, max_size=3).map(lambda r: For("l", tuple(r)))
+
+
+def meant(condition: For) -> set[int]:
+    """Return the numbers of a condition below some number, one by one."""
+    out: set[int] = set()
+    for r in condition.ranges:
+        out |= set(range(r.first, FAR if r.last is None else r.last + 1, r.step))
+    return out
+
+
+def found(numbers: Numbers) -> set[int]:
+    return set(numbers.below(FAR))
+
+
+@given(CONDITIONS, CONDITIONS)
+def test_sets(one: For, two: For) -> None:
+    a, b = (numbers_of([c])["l"] for c in (one, two))
+    assert found(a) == meant(one)
+    assert found(a & b) == meant(one) & meant(two) == found(numbers_of([one, two])["l"])
+    assert found(a | b) == meant(one) | meant(two)
+    assert found(a - b) == meant(one) - meant(two)
+    assert a.covers(b) == (meant(one) >= meant(two))
+    assert bool(a & b) == bool(meant(one) & meant(two))
+    assert ALL.covers(a)
+    assert [a.count(n) for n in range(FAR)] == [len(a.below(n)) for n in range(FAR)]
+    assert a.mask(np.arange(FAR)).nonzero()[0].tolist() == sorted(meant(one))
+
+
+def test_absurd_numbers_are_refused() -> None:
+    with pytest.raises(UsageError, match="too high"):
+        numbers_of([For("l", (Range(10**9, None),))])
+    steps = [For("l", (Range(0, None, n),)) for n in (251, 257, 263)]
+    with pytest.raises(UsageError, match="repeat too late"):
+        numbers_of(steps)
