@@ -24,7 +24,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import LEASE_S, Hold, hold_or_read
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
-__all__ = ["Address", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
+__all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
 
 Root = Annotated[str, Parameter(help="Path or URL of a root.")]
 Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
@@ -37,7 +37,7 @@ _ADDRESS = re.compile(r"(.+)@(?:latest|([0-9]{1,12})(?:-g([0-9]{1,8}))?)", re.DO
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class CheckpointAddress:
     """A root and, unless the newest checkpoint is meant, a step and perhaps a generation."""
 
     root: str
@@ -45,13 +45,15 @@ class Address:
     generation: int | None = None
 
     @staticmethod
-    def of(text: str) -> Address:
+    def of(text: str) -> CheckpointAddress:
         """Parse what a user gave."""
         found = _ADDRESS.fullmatch(text)
         if not found:
-            return Address(text)
+            return CheckpointAddress(text)
         root, step, generation = found.groups()
-        return Address(root, int(step) if step else None, int(generation) if generation else None)
+        return CheckpointAddress(
+            root, int(step) if step else None, int(generation) if generation else None
+        )
 
     def find(self, catalogue: Catalogue, *, everywhere: bool = False) -> CommitName:
         """Return the commit that is meant.
@@ -75,9 +77,9 @@ class Address:
         return latest
 
 
-def needs_step(text: str) -> Address:
+def needs_step(text: str) -> CheckpointAddress:
     """Parse an address that must name a step, for verbs where "the newest" is not obvious."""
-    address = Address.of(text)
+    address = CheckpointAddress.of(text)
     if address.step is None:
         raise UsageError(
             "say which step",

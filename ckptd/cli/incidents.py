@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ckptd.cli.options import Daemon, DaemonJob
 from ckptd.cli.output import (
     Document,
     Json,
@@ -49,11 +50,8 @@ def incidents(
     ident: Annotated[str | None, option("Id of one incident, to show its evidence.")] = None,
     /,
     *,
-    daemon: Annotated[
-        str | None,
-        Parameter(help="URL that ckptd serve printed; by default that of --job on this machine."),
-    ] = None,
-    job: Annotated[str | None, Parameter(help="Whose daemon; CKPTD_JOB.")] = None,
+    daemon: Daemon = None,
+    job: DaemonJob = None,
     history: Annotated[
         Path | None, Parameter(help="Read this history file instead of asking a daemon.")
     ] = None,

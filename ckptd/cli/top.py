@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from ckptd.cli.options import Daemon, DaemonJob
 from ckptd.cli.output import Document, Json, Reply, flag, option, time_text
 from ckptd.errors import TransientStoreError, UsageError
 
@@ -41,11 +42,8 @@ class TopDocument(Document, frozen=True, kw_only=True, tag="top"):
 
 def top(
     *,
-    daemon: Annotated[
-        str | None,
-        Parameter(help="URL that ckptd serve printed; by default that of --job on this machine."),
-    ] = None,
-    job: Annotated[str | None, Parameter(help="Whose daemon; CKPTD_JOB.")] = None,
+    daemon: Daemon = None,
+    job: DaemonJob = None,
     every: Annotated[float, Parameter(help="Seconds between two looks.")] = 1.0,
     limit: Annotated[
         int | None,

@@ -25,8 +25,8 @@ __all__ = [
     "ENOUGH",
     "NODE_MTBF_HOURS",
     "Auto",
-    "Choice",
     "Cost",
+    "IntervalChoice",
     "Mtbf",
     "beyond_near",
     "choose",
@@ -148,7 +148,7 @@ class Mtbf:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class IntervalChoice:
     """An interval and why; ``str()`` says it in one sentence.
 
     Attributes
@@ -253,7 +253,7 @@ def waste(
     return max(0.0, 1.0 - kept * (interval_s / mtbf_s) / math.expm1(exponent))
 
 
-def choose(auto: Auto, cost: Cost, mtbf: Mtbf, restart_s: float = 0.0) -> Choice:
+def choose(auto: Auto, cost: Cost, mtbf: Mtbf, restart_s: float = 0.0) -> IntervalChoice:
     """Return the interval for saves of this cost.
 
     It is the optimum, but not above `Auto.max_minutes`, and whatever that says not below the time
@@ -266,7 +266,7 @@ def choose(auto: Auto, cost: Cost, mtbf: Mtbf, restart_s: float = 0.0) -> Choice
     if interval < cost.durable_s:
         interval, bound = cost.durable_s, "drain"
     lost = waste(interval, cost.total_s, cost.durable_s, mtbf.seconds, restart_s)
-    return Choice(cost, mtbf, best, interval, bound, lost, restart_s)
+    return IntervalChoice(cost, mtbf, best, interval, bound, lost, restart_s)
 
 
 def beyond_near(auto: Auto, mtbf: Mtbf) -> Mtbf:

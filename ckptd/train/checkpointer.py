@@ -21,7 +21,7 @@ from ckptd.errors import CkptdError, UsageError
 from ckptd.events.metrics import Metrics
 from ckptd.format.names import CommitName, check_step
 from ckptd.monitor.job import Phase
-from ckptd.root.auto import Auto, Choice, recent
+from ckptd.root.auto import Auto, IntervalChoice, recent
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
 from ckptd.root.policy import Every, Keep, check_positive
@@ -551,7 +551,7 @@ class Checkpointer:
         return self._cadence.stop_requested
 
     @property
-    def cadence(self) -> Choice | None:
+    def cadence(self) -> IntervalChoice | None:
         """What `Auto` chose and why; ``str()`` says it in a sentence.
 
         None before the first save is durable, with other rules, and on ranks that do not decide.

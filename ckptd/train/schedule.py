@@ -21,8 +21,8 @@ from ckptd.format.records import Generation
 from ckptd.monitor.job import Phase
 from ckptd.root.auto import (
     Auto,
-    Choice,
     Cost,
+    IntervalChoice,
     Mtbf,
     beyond_near,
     choose,
@@ -494,7 +494,7 @@ class Cadence:
         self._posted: set[str] = set()
         self._told_s: float | None = None
         self.urgent = False
-        self.choice: Choice | None = None
+        self.choice: IntervalChoice | None = None
         self.stop_requested = False
 
     # -- the calls -------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ class Cadence:
             self.choice = self._chosen(self._rule)
             self._tell(self.choice)
 
-    def _chosen(self, auto: Auto) -> Choice:
+    def _chosen(self, auto: Auto) -> IntervalChoice:
         """Choose by what the controller says of this life of the job; it may learn meanwhile."""
         link = WorkerLink.current()
         said = None if link is None else link.welcome
@@ -646,7 +646,7 @@ class Cadence:
             _log.warning("the failures of earlier lives cannot be read: %s", error.message)
             return []
 
-    def _tell(self, choice: Choice) -> None:
+    def _tell(self, choice: IntervalChoice) -> None:
         before = self._told_s
         if before is None or abs(choice.interval_s - before) > _WORTH_TELLING * before:
             self._told_s = choice.interval_s

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.cli.address import Address, held, needs_step, opened
+from ckptd.cli.address import CheckpointAddress, held, needs_step, opened
 from ckptd.errors import NotFoundError, StoreError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
@@ -21,24 +21,24 @@ from tests.cli.running import Cli
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("run", Address("run")),
-        ("run@10", Address("run", 10)),
-        ("run@000000000010", Address("run", 10)),
-        ("run@10-g2", Address("run", 10, 2)),
-        ("run@000000000010-g00000002", Address("run", 10, 2)),
-        ("run@latest", Address("run")),
-        ("run@5@latest", Address("run@5")),
-        ("run@5@10", Address("run@5", 10)),
-        ("s3://user@host/run", Address("s3://user@host/run")),
-        ("s3://bucket/run@10", Address("s3://bucket/run", 10)),
-        ("run@10-g", Address("run@10-g")),
-        ("run@ten", Address("run@ten")),
-        ("run@\u0661", Address("run@\u0661")),  # a digit of another script
-        ("@10", Address("@10")),
+        ("run", CheckpointAddress("run")),
+        ("run@10", CheckpointAddress("run", 10)),
+        ("run@000000000010", CheckpointAddress("run", 10)),
+        ("run@10-g2", CheckpointAddress("run", 10, 2)),
+        ("run@000000000010-g00000002", CheckpointAddress("run", 10, 2)),
+        ("run@latest", CheckpointAddress("run")),
+        ("run@5@latest", CheckpointAddress("run@5")),
+        ("run@5@10", CheckpointAddress("run@5", 10)),
+        ("s3://user@host/run", CheckpointAddress("s3://user@host/run")),
+        ("s3://bucket/run@10", CheckpointAddress("s3://bucket/run", 10)),
+        ("run@10-g", CheckpointAddress("run@10-g")),
+        ("run@ten", CheckpointAddress("run@ten")),
+        ("run@\u0661", CheckpointAddress("run@\u0661")),  # a digit of another script
+        ("@10", CheckpointAddress("@10")),
     ],
 )
-def test_parsing(text: str, wanted: Address) -> None:
-    assert Address.of(text) == wanted
+def test_parsing(text: str, wanted: CheckpointAddress) -> None:
+    assert CheckpointAddress.of(text) == wanted
 
 
 def test_some_verbs_want_a_step() -> None:

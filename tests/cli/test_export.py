@@ -14,7 +14,7 @@ import safetensors
 from safetensors.numpy import load_file
 
 from ckptd.cli.address import opened
-from ckptd.cli.sizes import size_of
+from ckptd.cli.options import size_of
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
 from ckptd.load.reader import CkptdReader

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.cli.address import opened
-from ckptd.cli.roots.gc import duration_s
+from ckptd.cli.options import duration_s
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
 from ckptd.root.leases import hold

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.cli.layouts.resharding import open_stock
-from ckptd.cli.sizes import size_of
+from ckptd.cli.options import size_of
 from ckptd.elastic.explain import Explanation, Row, cluster_of, explain, row_of, survivors_of
 from ckptd.elastic.moved import Moved, moved, moved_whole
 from ckptd.elastic.placement import Slot

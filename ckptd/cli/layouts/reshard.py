@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from ckptd.cli.options import size_of
 from ckptd.cli.output import (
     Document,
     Json,
@@ -18,7 +19,6 @@ from ckptd.cli.output import (
     shorten,
     size_text,
 )
-from ckptd.cli.sizes import size_of
 from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport, SourceProgram
 
 __all__ = ["ReshardDocument", "reshard"]

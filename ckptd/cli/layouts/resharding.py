@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptd.cli.address import Address, held, opened, spec_of
+from ckptd.cli.address import CheckpointAddress, held, opened, spec_of
 from ckptd.cli.output import progress_bar
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.resolve import Resolved
@@ -40,7 +40,7 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
 
     With a layout that says which file is which rank's, these are files of ranks.
     """
-    address = Address.of(source)
+    address = CheckpointAddress.of(source)
     try:
         with opened(address.root) as catalogue:
             with held(catalogue, address.find(catalogue), "reshard") as commit:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ckptd.cli.address import Address, Where, held, opened, spec_of
+from ckptd.cli.address import CheckpointAddress, Where, held, opened, spec_of
 from ckptd.cli.output import Document, Json, Reply, flag, progress_bar, size_text
 from ckptd.errors import UsageError
 from ckptd.format.names import CommitName
@@ -50,7 +50,7 @@ def cp(
     A copy that is killed leaves the target as it was; started again, it goes on where it stopped.
     It claims a generation of the target, so a job that saves there is told to stop.
     """
-    address = Address.of(source)
+    address = CheckpointAddress.of(source)
     if all and address.step is not None:
         raise UsageError("--all copies every step", where=source, wanted="ROOT without @STEP")
     with opened(address.root) as catalogue, spec_of(target).open() as store:

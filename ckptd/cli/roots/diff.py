@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.cli.output import (
     Document,
     Json,
@@ -101,7 +101,7 @@ def diff(
     The exit code is 0 when they are equal, 1 when they differ. Layouts are shown and do not count:
     the same values cut another way are equal.
     """
-    a, b = Address.of(left), Address.of(right)
+    a, b = CheckpointAddress.of(left), CheckpointAddress.of(right)
     with opened(a.root) as mine, opened(b.root) as other:
         with held(mine, a.find(mine), "diff") as x, held(other, b.find(other), "diff") as y:
             readers = CkptdReader(mine, x), CkptdReader(other, y)

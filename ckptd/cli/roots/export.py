@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.address import CheckpointAddress, Where, held, opened
+from ckptd.cli.options import size_of
 from ckptd.cli.output import Document, Json, Reply, flag, option, progress_bar, size_text
-from ckptd.cli.sizes import size_of
 from ckptd.errors import UsageError
 from ckptd.load.reader import CkptdReader
 from ckptd.tools.export import ExportedFile, Rename, plan_export, run_export
@@ -89,7 +89,7 @@ def export(
     """
     rules = [_rule(text) for text in rename or ()]
     most = size_of(max_shard_size, "--max-shard-size")
-    address = Address.of(where)
+    address = CheckpointAddress.of(where)
     with opened(address.root) as catalogue:
         with held(catalogue, address.find(catalogue), "export") as commit:
             reader = CkptdReader(catalogue, commit)

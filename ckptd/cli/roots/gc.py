@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from datetime import timedelta
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ckptd.cli.address import Root, opened
+from ckptd.cli.options import duration_s
 from ckptd.cli.output import (
     Document,
     Json,
@@ -24,9 +24,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.gc import GcItem, GcKept, GcPlan, GcReport, plan_gc, run_gc
 from ckptd.root.policy import Best, Keep, metric_of
 
-__all__ = ["GcDocument", "Skipped", "duration_s", "gc"]
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+__all__ = ["GcDocument", "Skipped", "gc"]
 
 
 class Skipped(GcItem, frozen=True, kw_only=True):
@@ -180,22 +178,6 @@ def _best(text: str) -> Best:
         wanted="METRIC:min:N or METRIC:max:N",
         found=text,
     )
-
-
-def duration_s(text: str, where: str) -> float:
-    """Return a duration such as ``90s``, ``30m``, ``6h``, ``7d`` or ``2w`` in seconds.
-
-    Raises
-    ------
-    UsageError
-        It is none.
-    """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
-    if not found:
-        raise UsageError(
-            "not a duration", kind="bad-argument", where=where, wanted="30m, 6h, 7d", found=text
-        )
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def _confirm(plan: GcPlan, root: str, *, yes: bool, ask: bool) -> None:

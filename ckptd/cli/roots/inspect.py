@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ckptd.cli.address import Address, Where, opened
+from ckptd.cli.address import CheckpointAddress, Where, opened
 from ckptd.cli.output import (
     Document,
     Json,
@@ -303,7 +303,7 @@ def inspect(
     json: Json = False,
 ) -> Reply:
     """Show what a checkpoint holds: tensors, layouts, objects, files."""
-    address = Address.of(where)
+    address = CheckpointAddress.of(where)
     with opened(address.root) as catalogue:
         document = describe(catalogue, address.find(catalogue), tensor, chunks)
     return Reply(document, lambda d: _show(d, depth, full, objects=not tensor))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from ckptd.cli.address import Address, Root, Where, needs_step, opened
+from ckptd.cli.address import CheckpointAddress, Root, Where, needs_step, opened
 from ckptd.cli.output import Document, Json, Reply, note, option, print_rows
 from ckptd.cli.output import time_text as when
 from ckptd.errors import CorruptError, NotFoundError
@@ -57,7 +57,7 @@ def pin(
     json: Json = False,
 ) -> Reply:
     """Keep a checkpoint for ever: no retention and no gc deletes it."""
-    address = Address.of(where)
+    address = CheckpointAddress.of(where)
     with opened(address.root) as catalogue:
         name = address.find(catalogue)
         catalogue.pin(name, reason)
@@ -115,7 +115,7 @@ def _row(catalogue: Catalogue, name: CommitName) -> PinRow:
     return PinRow(name.step, name.generation, record.created, record.reason, exists)
 
 
-def _pinned(catalogue: Catalogue, address: Address) -> CommitName:
+def _pinned(catalogue: Catalogue, address: CheckpointAddress) -> CommitName:
     """Return the pin that is meant; its checkpoint need not exist any more."""
     found = [
         name

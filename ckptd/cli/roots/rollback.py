@@ -12,12 +12,12 @@ from ckptd.errors import CorruptError
 from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
 
-__all__ = ["Left", "RollbackDocument", "rollback"]
+__all__ = ["AbandonedCommit", "RollbackDocument", "rollback"]
 
 _MOST_SHOWN = 8
 
 
-class Left(msgspec.Struct, frozen=True, order=True):
+class AbandonedCommit(msgspec.Struct, frozen=True, order=True):
     """A commit that counted before and no longer does."""
 
     step: int
@@ -44,7 +44,7 @@ class RollbackDocument(Document, frozen=True, kw_only=True, tag="rollback"):
     step: int
     generation: int
     claimed: int
-    abandoned: tuple[Left, ...]
+    abandoned: tuple[AbandonedCommit, ...]
 
 
 def rollback(
@@ -71,7 +71,7 @@ def rollback(
             step=name.step,
             generation=name.generation,
             claimed=claimed.generation,
-            abandoned=tuple(sorted(Left(n.step, n.generation) for n in left)),
+            abandoned=tuple(sorted(AbandonedCommit(n.step, n.generation) for n in left)),
         )
     return Reply(document, _show)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckptd.cli.address import Address, Where, held, opened
+from ckptd.cli.address import CheckpointAddress, Where, held, opened
 from ckptd.cli.output import (
     Document,
     Json,
@@ -66,7 +66,7 @@ def verify(
 
     The exit code is 3 when something is.
     """
-    address = Address.of(where)
+    address = CheckpointAddress.of(where)
     if all and address.step is not None:
         raise UsageError("--all checks every step", where=where, wanted="ROOT without @STEP")
     with opened(address.root) as catalogue:
