@@ -17,7 +17,7 @@ CASES = 3
 """Most cases of a parametrised test that run."""
 # Starting a process, or something that does: a checkpointer has a writer, a store's server is one.
 STARTS = re.compile(
-    r"\b(?:subprocess|multiprocessing|Popen|os\.fork|os\.posix_spawn|run_ranks|moto)\b"
+    r"\b(?:subprocess|multiprocessing|Popen|os\.fork|os\.posix_spawn|run_ranks|[Zz]ygote|moto)\b"
     r"|\bckptd\.testing\.ranks\b|\b(?:Checkpointer|serving)\("
 )
 MARKS = ("long", "dist", "slow", "s3", "slurm", "cuda")

@@ -124,6 +124,7 @@ def test_a_hostile_line_is_skipped(tmp_path: Path, line: bytes) -> None:
     assert (found, seen.skipped) == ([1, 2], 1)
 
 
+@pytest.mark.slow
 def test_a_line_without_end_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:

@@ -342,6 +342,7 @@ def campaign(name: str, count: int, seed: int, report: Callable[[str], None]) ->
 SHORT, LONG = 4000, 400_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_short_campaign(name: str, report: Callable[[str], None]) -> None:
@@ -355,6 +356,7 @@ def test_long_campaign(name: str, report: Callable[[str], None]) -> None:
     campaign(name, int(LONG * CASES[name].share), time.time_ns() % 2**32, report)
 
 
+@pytest.mark.slow
 def test_mutations_reach_every_check() -> None:
     """A campaign that meets one kind of error only tests one check."""
     met: set[str] = set()

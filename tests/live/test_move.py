@@ -60,6 +60,7 @@ def test_shapes_of_moves(case: str, budget: int) -> None:
             assert np.array_equal(found[name], values), (case, name)
 
 
+@pytest.mark.slow
 def test_many_messages_of_a_small_budget() -> None:
     composition = pair("t:3;a = a[n@t:ceil m]", "t:2;a = a[m@t:ceil n]", n=700, m=130)
     done = move(composition, 6 * 2 * 4096)

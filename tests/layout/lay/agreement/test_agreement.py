@@ -58,12 +58,14 @@ def campaign(
     assert set(seen) - {""} == set(CONSTRUCTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_agreement(part: int, report: Callable[[str], None]) -> None:
     first, last = SHORT * part // PARTS, SHORT * (part + 1) // PARTS
     campaign(range(first, last), report, f"seeds {first} to {last - 1}", live_every=10)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(pairs())
 def test_agreement_shrinks(drawn: Pair) -> None:
@@ -78,6 +80,7 @@ def test_long_agreement(report: Callable[[str], None]) -> None:
     campaign(range(first, first + LONG), report, f"seeds {first} to {first + LONG - 1}")
 
 
+@pytest.mark.slow
 def test_what_is_right_is_not_found_fault_with() -> None:
     """Nothing is said against random programs, and they bind to their tensors' shapes."""
     for seed in range(100):
@@ -111,6 +114,7 @@ def _unplaced(equations: Iterable[Equation]) -> list[Equation]:
     return [replace(e, at=NOWHERE) for e in equations]
 
 
+@pytest.mark.slow
 def test_the_judge_sees_a_difference() -> None:
     """A plan for a layout with all products and sums turned around is not one for the layout."""
     found = 0

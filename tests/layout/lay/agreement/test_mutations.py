@@ -82,6 +82,7 @@ def campaign(chosen: Callable[[str, list[Mutant]], Iterable[Mutant]], report: Re
     assert total["witness"]
 
 
+@pytest.mark.slow
 def test_mutations(report: Report) -> None:
     """A few of each program, the same each time."""
     rng = random.Random(4)
