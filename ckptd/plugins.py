@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["SIMULATIONS", "VERBS", "Verb", "entries", "origin"]
+__all__ = ["DUMPS", "SIMULATIONS", "VERBS", "Verb", "entries", "origin"]
 
+DUMPS = "ckptd.dumps"
+"""Group of the entry point that diagnoses a folder of dumps of PyTorch's flight recorder."""
 SIMULATIONS = "ckptd.simulations"
 """Group of the entry point that feeds a daemon with a job that does not exist."""
 VERBS = "ckptd.verbs"

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.cli.main import app
-    from ckptd.cli.output import Document, Json, flag, json_text, note, print_document, print_table
+    from ckptd.cli.output import (
+        Document,
+        Json,
+        flag,
+        json_text,
+        note,
+        print_document,
+        print_table,
+        shorten,
+    )
     from ckptd.cli.run import separated, slots_of
     from ckptd.cli.watch_parts import DaemonSupervisor
 
@@ -22,12 +31,22 @@ __all__ = [
     "print_document",
     "print_table",
     "separated",
+    "shorten",
     "slots_of",
 ]
 
 _MODULES = {
     "main": ("app",),
-    "output": ("Document", "Json", "flag", "json_text", "note", "print_document", "print_table"),
+    "output": (
+        "Document",
+        "Json",
+        "flag",
+        "json_text",
+        "note",
+        "print_document",
+        "print_table",
+        "shorten",
+    ),
     "run": ("separated", "slots_of"),
     "watch_parts": ("DaemonSupervisor",),
 }

@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter
 
-from ckptd.cli.flight import show_dumps
 from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, shorten
 from ckptd.errors import UsageError
 from ckptd.monitor.incidents import Incident
@@ -16,6 +15,7 @@ from ckptd.monitor.recording import Replay
 from ckptd.monitor.recording import replay as replay_recording
 from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.verdict import Suspect
+from ckptd.plugins import DUMPS, entries
 
 __all__ = ["ReplayDocument", "ReplayedIncident", "replay"]
 
@@ -112,7 +112,7 @@ def replay(
 ) -> Reply | int:
     """Run the diagnosis again over what a daemon was told."""
     if flight_recorder is not None and file is None:
-        return show_dumps(flight_recorder, json=json)
+        return _show_dumps(flight_recorder, json)
     if file is None or flight_recorder is not None:
         raise UsageError("give a recording, or --flight-recorder and a folder")
     settings = WatchSettings()
@@ -201,3 +201,16 @@ def _suspects(incident: ReplayedIncident) -> str:
     more = len(incident.suspects) - len(named)
     text = ", ".join(named) + (f" and {more} more" if more > 0 else "")
     return shorten(text, _SUSPECTS_WIDTH)
+
+
+def _show_dumps(folder: str, json: bool) -> int:
+    found = entries(DUMPS)
+    if not found:
+        raise UsageError(
+            "dumps of the flight recorder need ckptd_nccl, which is not installed",
+            kind="missing-package",
+            where="--flight-recorder",
+            hint="install ckptd from its wheel or its source tree: both hold it",
+        )
+    code: int = found[0].load()(folder, json=json)
+    return code

@@ -1,6 +1,7 @@
 """Communicator health: what each rank shows, and what is wrong with whom.
 
-What is public here belongs to a training program: it needs torch, and is imported on first use.
+What a training program uses of it needs torch. The rest is for other packages that show ranks to
+the diagnosis. All of it is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,20 +10,51 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView, join
+    from ckptd.monitor.ring import text_hash
+    from ckptd.monitor.rules.diagnose import diagnose
+    from ckptd.monitor.rules.limits import HangLimits
+    from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
     from ckptd.train.recorder.recorder import attach, detach, phase, step
     from ckptd.train.recorder.replicas import check_replicas, watch_gradients
 
-__all__ = ["attach", "check_replicas", "detach", "phase", "step", "watch_gradients"]
+__all__ = [
+    "CALL",
+    "GROUP",
+    "CallFlag",
+    "HangLimits",
+    "Phase",
+    "RankView",
+    "Suspect",
+    "SuspectKind",
+    "Verdict",
+    "VerdictKind",
+    "attach",
+    "check_replicas",
+    "detach",
+    "diagnose",
+    "join",
+    "phase",
+    "step",
+    "text_hash",
+    "watch_gradients",
+]
 
-_MODULES = dict.fromkeys(("attach", "detach", "phase", "step"), "recorder") | dict.fromkeys(
-    ("check_replicas", "watch_gradients"), "replicas"
-)
+_MODULES = {
+    "monitor.job": ("CALL", "GROUP", "CallFlag", "Phase", "RankView", "join"),
+    "monitor.ring": ("text_hash",),
+    "monitor.rules.diagnose": ("diagnose",),
+    "monitor.rules.limits": ("HangLimits",),
+    "monitor.verdict": ("Suspect", "SuspectKind", "Verdict", "VerdictKind"),
+    "train.recorder.recorder": ("attach", "detach", "phase", "step"),
+    "train.recorder.replicas": ("check_replicas", "watch_gradients"),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"ckptd.train.recorder.{_MODULES[name]}")
-    value: object = getattr(module, name)
-    globals()[name] = value
-    return value
+    for module, names in _MODULES.items():
+        if name in names:
+            value: object = getattr(importlib.import_module(f"ckptd.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.cli.running import Cli
 
-REAL = Path(__file__).parents[1] / "monitor" / "flight"
+REAL = Path(__file__).parent / "flight"
 
 
 def test_who_did_not_come(cli: Cli) -> None:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from ckptd.errors import CorruptError
-from ckptd.monitor.ncclras import parse, stuck
 from ckptd.monitor.verdict import Verdict
+from ckptd_nccl.ras import parse, stuck
 
 
 def _rank(rank: int, reduced: int) -> dict[str, Any]:

@@ -23,10 +23,8 @@ import xxhash
 
 from ckptd.decoding import converter, json_decoder
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.monitor.job import CALL, GROUP, CallFlag, Phase, RankView
-from ckptd.monitor.plainpickle import loads
-from ckptd.monitor.ring import text_hash
-from ckptd.monitor.rules.limits import HangLimits
+from ckptd.monitor import CALL, GROUP, CallFlag, HangLimits, Phase, RankView, text_hash
+from ckptd_nccl.plainpickle import loads
 
 __all__ = ["STUCK", "FlightRecords", "read", "read_folder"]
 

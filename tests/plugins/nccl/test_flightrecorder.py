@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from ckptd.errors import CkptdError, CorruptError, NotFoundError
-from ckptd.monitor.flightrecorder import FILE_BYTES, STUCK, read, read_folder
 from ckptd.monitor.job import join
 from ckptd.monitor.rules.diagnose import diagnose
 from ckptd.monitor.verdict import Verdict
+from ckptd_nccl.flightrecorder import FILE_BYTES, STUCK, read, read_folder
 from tests.monitor import jobs
 
 REAL = Path(__file__).parent / "flight"

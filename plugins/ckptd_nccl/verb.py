@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptd.cli.output import Document, note, print_document, shorten
-from ckptd.monitor.flightrecorder import STUCK, read_folder
-from ckptd.monitor.job import join
-from ckptd.monitor.rules.diagnose import diagnose
-from ckptd.monitor.verdict import Verdict
+from ckptd.cli import Document, note, print_document, shorten
+from ckptd.monitor import Verdict, diagnose, join
+from ckptd_nccl.flightrecorder import STUCK, read_folder
 
 __all__ = ["FlightDocument", "show_dumps"]
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError
-from ckptd.monitor.plainpickle import loads
+from ckptd_nccl.plainpickle import loads
 
 PLAIN = st.recursive(
     st.none()

@@ -15,7 +15,7 @@ import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.errors import CorruptError
-from ckptd.monitor.verdict import Suspect, SuspectKind, Verdict, VerdictKind
+from ckptd.monitor import Suspect, SuspectKind, Verdict, VerdictKind
 
 __all__ = ["RasCommunicator", "RasMissing", "RasRank", "RasReport", "parse", "stuck"]
 
