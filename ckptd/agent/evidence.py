@@ -166,7 +166,7 @@ class EvidenceTaker:
     secret
         The job's, for probes.
     report
-        Is told, in one of these threads, what was asked for.
+        Called in one of these threads with what was asked for.
     """
 
     def __init__(self, secret: bytes, report: _Report) -> None:
@@ -221,7 +221,7 @@ class EvidenceTaker:
             )
 
     def forget(self, rank: int) -> None:
-        """Drop what was kept of a rank, of whose next life nothing of it is true."""
+        """Drop what was kept of a rank: none of it is true of the rank's next process."""
         with self._lock:
             self._kept.pop(rank, None)
 
@@ -270,7 +270,7 @@ class EvidenceTaker:
         try:
             waiting.put_nowait(work)
         except queue.Full:
-            _log.warning("%s: too much is asked for at once", name)
+            _log.warning("%s: too many requests at once; one is dropped", name)
 
 
 def _serve(waiting: _Work) -> None:

@@ -184,7 +184,7 @@ def take_part(
     try:
         host = own_host
         if is_loopback(host) and not is_loopback(coordinator[0]):
-            host = "::" if ":" in host else "0.0.0.0"  # the coordinator tells others where
+            host = "::" if ":" in host else "0.0.0.0"  # the coordinator sends others the address
         with Answerer(host, secret) as answerer:
             wire.send(NodeHello(member.name, member.rank, own_host, answerer.port))
             while True:
@@ -286,7 +286,7 @@ class PreflightPlan:
     probe_bytes
         Bytes of a probe.
     seed
-        Draws who probes whom when.
+        Seed of the order of probes.
     """
 
     nodes: int
@@ -370,7 +370,7 @@ class _Gathered:
 def coordinate(
     listener: socket.socket, secret: bytes, plan: PreflightPlan, tell: Tell
 ) -> Preflight:
-    """Run a check over the nodes that come to `listener`, and tell them what came of it.
+    """Run a check over the nodes that come to `listener`, and send them the outcome.
 
     Parameters
     ----------
@@ -390,7 +390,7 @@ def coordinate(
         found = check.run()
         outcome = PreflightOutcome(found.healthy, found.findings[:_MOST_TOLD])
         for node in check.live():
-            with contextlib.suppress(CkptdError):  # whoever is gone needs no answer
+            with contextlib.suppress(CkptdError):  # a node that is gone needs no answer
                 node.wire.send(outcome)
         return found
     finally:

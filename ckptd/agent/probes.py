@@ -239,8 +239,8 @@ _MOST_ERROR = 200
 def listen_for_probes(secret: bytes, towards: str = "localhost") -> Answerer:
     """Answer the probes of other nodes, at the address by which `towards` reaches this one.
 
-    Beside a daemon on this machine that is the loopback; see `address_towards`. Whoever asks proves
-    first that it knows the job's secret.
+    Beside a daemon on this machine that is the loopback; see `address_towards`. A node that asks
+    proves first that it knows the job's secret.
 
     Raises
     ------
@@ -261,7 +261,7 @@ def listen_for_probes(secret: bytes, towards: str = "localhost") -> Answerer:
 
 
 def shown_address(answerer: Answerer, towards: str = "localhost") -> str:
-    """Return ``host:port`` as others are told it."""
+    """Return ``host:port`` as it is announced to other nodes."""
     host = address_towards(towards)
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -153,21 +153,21 @@ FEW_CALLS = 16
 MORE_CALLS = 64
 """Of one that looks stuck."""
 MANY_CALLS = 512
-"""Of one whose calls were asked for, or differ from those of others."""
+"""Of a rank whose calls were ordered, or differ from those of others."""
 
 _WIDE_S = 1.5
-"""For so long many calls are told of all ranks when calls of some differ."""
+"""For this long many calls of all ranks are sent when calls of some differ."""
 _TICKS = 100  # of the kernel's clock in /proc, the same on all Linux machines of today
 _LIMITS = ReportLimits()
 
 
 class ReportMaker:
-    """Makes sheets of `rings`, numbered from 1.
+    """Makes reports of `rings`, numbered from 1.
 
     Parameters
     ----------
     job, node
-        Whose sheets they are.
+        Names in the reports.
     rings
         What is read.
     tally
@@ -197,22 +197,22 @@ class ReportMaker:
         self._texts: dict[int, str] = {}
 
     def tell_again(self) -> None:
-        """Tell everything with the next sheet, as to somebody new."""
+        """Send everything with the next report, as to a new daemon."""
         self._again = True
 
     def make(
         self, now: float, stuck: Collection[int], asked: Collection[int], taken: int = 0
     ) -> NodeReport:
-        """Return the next sheet.
+        """Return the next report.
 
         Parameters
         ----------
         now
             Monotonic seconds.
         stuck, asked
-            Ranks of which more of the last calls are told, and of which many are.
+            Ranks of which more of the last calls are sent, and of which many are.
         taken
-            Number of the last sheet that is known to have arrived.
+            Number of the last report that is known to have arrived.
         """
         again, self._again = self._again, False
         if again:
@@ -223,7 +223,7 @@ class ReportMaker:
         texts: dict[int, str] = {}
         views, notes = [], {}
         if self._tally.differing.some():
-            self._wide_until = now + _WIDE_S  # any one sheet may be overtaken by the next
+            self._wide_until = now + _WIDE_S  # any one report may be overtaken by the next
         many = set(self._rings.ranks) if now < self._wide_until else set(asked)
         for rank, ring in sorted(self._rings.ranks.items()):
             calls = MORE_CALLS if rank in stuck or not ring.alive else FEW_CALLS
@@ -297,7 +297,7 @@ class ReportMaker:
     def _news(
         self, ring: Ring, view: RankView, members: dict[int, GroupInfo], texts: dict[int, str]
     ) -> None:
-        """Add the groups and texts of a ring that were not told before."""
+        """Add the groups and texts of a ring that were not sent before."""
         infos = {
             ident: (name, kind, limit) for ident, name, kind, limit in ring.reader.group_infos()
         }

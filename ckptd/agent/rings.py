@@ -123,7 +123,7 @@ class Ring:
             What the caller knows of it from its pidfd; None if nothing.
         """
         if not self.alive:
-            # Its parent may have collected it since, and only now the kernel tells how it ended.
+            # Its parent may have collected it since, and only now the kernel shows how it ended.
             if self.exit_code is None and self.process is not None:
                 self.exit_code = self.process.exit_code()
             return False
@@ -170,7 +170,7 @@ class Ring:
         self.state, self.answers = "", -1
 
     def _thaw(self, now: float) -> int:
-        """Tell a process whose GIL is held from one that is frozen, once its heart stands still.
+        """Return whether a process without heartbeat has its GIL held (1) or is frozen (0).
 
         Python's thread of the heartbeat wakes every few milliseconds while it waits for the GIL,
         which the kernel counts; in a frozen process nobody wakes.
@@ -197,9 +197,9 @@ class Rings:
     folder
         Where ranks put them; need not exist yet.
     job
-        Whose rings are meant, as the ranks state it; None takes all.
+        Job of the rings that are wanted, as the ranks state it; None takes all.
     node
-        Name of the node whose ranks are meant, likewise.
+        Node of the ranks that are wanted, likewise.
     """
 
     def __init__(self, folder: Path, job: str | None = None, node: str | None = None) -> None:
@@ -286,7 +286,7 @@ class Rings:
         header = ring.header
         if self._job not in (None, header.job) or self._node not in (None, header.node):
             return False
-        # What ended before anybody watched is not this watch's to tell.
+        # An end before this watch began is not reported by it.
         if ring.process is None and header.started_ns < self._began and not _beats(ring):
             return False
         before = self.ranks.get(ring.rank)

@@ -44,7 +44,7 @@ __all__ = ["Differing", "Sums", "Tally"]
 _MOST_KEYS = 256
 _MOST_WAITING = 8192
 _WAIT_S = 60.0
-"""So long a collective waits for what the other members on this node say of it."""
+"""A collective waits for this long for the other members on this node."""
 _MEMBER = np.dtype(
     [
         ("group", "<u8"),
@@ -74,7 +74,7 @@ class _RingCalls:
 
 
 class Collectives:
-    """Adds up collectives; `add` what each ring shows, `join` now and then, `take` for a sheet."""
+    """Adds up collectives; `add` what each ring shows, `join` now and then, `take` for a report."""
 
     def __init__(self) -> None:
         self._places: dict[Ring, _RingCalls] = {}
@@ -92,7 +92,7 @@ class Collectives:
         self._kinds: dict[tuple[int, int], tuple[bytes, bytes, float]] = {}
 
     def keep_only(self, rings: Collection[Ring]) -> None:
-        """Know nothing more of rings that are gone; what they told stays."""
+        """Forget rings that are gone; what they added stays."""
         self._places = {ring: place for ring, place in self._places.items() if ring in rings}
         self._count_members()
 
@@ -170,7 +170,7 @@ class Collectives:
     # --- many members, one collective -----------------------------------------------------------
 
     def join(self, now: float) -> None:
-        """Add up the collectives of which all members here have told; now in monotonic seconds."""
+        """Add up the collectives whose members here have all ended them; `now` is monotonic."""
         if not self._new:
             return
         rows = np.concatenate([self._waiting, self._told(now)])
@@ -245,10 +245,10 @@ class Collectives:
             self._kinds[op, int(group)] = found
         return found
 
-    # --- what is told ---------------------------------------------------------------------------
+    # --- increments ----------------------------------------------------------------------------
 
     def take(self, number: int, taken: int) -> tuple[Array, int]:
-        """Return rows of `COLLECTIVE` for sheet `number`; see `Outbox.take`."""
+        """Return rows of `COLLECTIVE` for report `number`; see `Outbox.take`."""
         return self._outbox.take(number, taken)
 
 
@@ -278,7 +278,7 @@ _SEEN: np.dtype[np.void] = np.dtype([("call", "<u8"), ("op", "<u8"), ("whole", "
 
 
 class Differing:
-    """Compares the calls of ranks with each other; `add` as they are read, `some` for a sheet."""
+    """Compares the calls of ranks with each other; `add` as they are read, `some` for a report."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Array] = {}
@@ -338,7 +338,7 @@ _MOST_SUMS = 1 << 16
 
 
 class Sums:
-    """Gathers samples; `add` now and then, `take` for a sheet."""
+    """Gathers samples; `add` now and then, `take` for a report."""
 
     def __init__(self) -> None:
         self._readers: dict[Ring, SampleReader | None] = {}
@@ -358,10 +358,10 @@ class Sums:
                 reader.close()
 
     def add(self, ring: Ring) -> None:
-        """Take what a rank has written since; a file that cannot be read is told, and left."""
+        """Take what a rank has written since; a file that cannot be read is logged, and left."""
         reader = self._readers.get(ring)
         if reader is None and ring in self._readers:
-            return  # it was told
+            return  # it was logged
         try:
             if reader is None:
                 reader = self._opened(ring)
@@ -374,7 +374,7 @@ class Sums:
                 reader.close()
             self._readers[ring] = None
             return
-        # What nobody fetches is dropped: a daemon that comes back wants to hear of now.
+        # What nobody fetches is dropped: a daemon that comes back wants what is new.
         if len(new) and self._count + len(new) <= _MOST_SUMS:
             self._rows.append((ring.rank, new))
             self._count += len(new)
@@ -392,14 +392,14 @@ class Sums:
         return reader
 
     def take(self, rows: Mapping[int, int]) -> Array:
-        """Return new rows of `SUM`; `rows` has the row in the sheet of each rank."""
+        """Return new rows of `SUM`; `rows` has the row in the report of each rank."""
         parts = []
         for rank, new in self._rows:
             if rank in rows:
                 part = np.zeros(len(new), SUM)
                 part["row"] = rows[rank]
                 part["step"] = np.maximum(new["step"], -1)
-                part["what"] = new["what"] - 1  # the sheet counts kinds from 0
+                part["what"] = new["what"] - 1  # the report counts kinds from 0
                 part["set"], part["value"] = new["set"], new["value"]
                 parts.append(part)
         self._rows.clear()
@@ -416,7 +416,7 @@ _MOST_COST_NS = 10**7
 _MOST_COST_S = 1e6
 """A ring that lies about its calls makes no nonsense of the sum."""
 _MORE = 1.05
-"""A pause is told again when it is longer by this factor than told before."""
+"""A pause is sent again when it is longer by this factor than the one sent before."""
 
 _Key = tuple[int, int, int]
 
@@ -430,12 +430,12 @@ class _RingSteps:
         self.recorded = 0  # calls whose cost was counted
         self.number = 0  # calls up to here need not be read again
         self.seen = 0  # the last call that was looked at
-        self.step = -1  # the last step that was told
+        self.step = -1  # the last step that was sent
         self.ended = np.nan  # when its last call ended
 
 
 class Tally:
-    """Adds up the calls of rings; `add` now and then, `take` for a sheet.
+    """Adds up the calls of rings; `add` now and then, `take` for a report.
 
     Attributes
     ----------
@@ -509,7 +509,7 @@ class Tally:
                 self._longest[key] = max(float(gap[i]), self._longest.get(key, 0.0))
 
     def _add_steps(self, rank: int, place: _RingSteps, calls: Array, current: int) -> None:
-        """Tell the steps before `current` of which every call is there and has ended."""
+        """Add the steps before `current` whose calls are all there and have ended."""
         rows = np.zeros(len(calls), JOINED_CALL)
         for name in CALL.names or ():
             rows[name] = calls[name]
@@ -531,14 +531,14 @@ class Tally:
                 self._steps.append((rank, step, int(Phase.TRAIN), alone, inside, wall))
 
     def take(self, ranks: dict[int, int], *, again: bool = False) -> tuple[Array, Array]:
-        """Return new rows of `GAP` and `STEP`, and count them as told.
+        """Return new rows of `GAP` and `STEP`, and count them as sent.
 
         Parameters
         ----------
         ranks
-            Row in the sheet of each rank.
+            Row in the report of each rank.
         again
-            Tell all pauses, whatever was told before.
+            Return all pauses, whatever was sent before.
         """
         if again:
             self._told.clear()
@@ -576,7 +576,7 @@ def _ends(calls: Array, steps: Array) -> tuple[Array, Array]:
 def _settled(numbers: Array, calls: Array, told: int, slots: int) -> int:
     """Return up to which call nothing will be asked again.
 
-    Kept are the calls of steps that are not told, one call before them, and what goes on; but
+    Kept are the calls of steps that are not sent, one call before them, and what goes on; but
     never more than half of the ring, or calls would be lost.
     """
     last = int(numbers[-1])

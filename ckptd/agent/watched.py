@@ -33,7 +33,7 @@ from ckptd.runtime.host import node_name
 __all__ = ["DAEMON_VARIABLE", "RINGS_VARIABLE", "floors_of", "main", "watching"]
 
 DAEMON_VARIABLE = "CKPTD_DAEMON"
-"""URL of the daemon that agents tell what they see."""
+"""URL of the daemon to which agents send reports."""
 RINGS_VARIABLE = "CKPTD_RINGS"
 
 _log = logging.getLogger("ckptd.agent")
@@ -73,7 +73,7 @@ def watching(
     limits: HangLimits | None = None,
     run_dir: str | None = None,
 ) -> Iterator[Watcher]:
-    """Watch the ranks of this node, and tell the daemon at `url`, while the block runs.
+    """Watch the ranks of this node, and report to the daemon at `url`, while the block runs.
 
     Parameters
     ----------

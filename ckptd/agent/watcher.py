@@ -1,4 +1,4 @@
-"""The watch over a node's ranks: looks at all of them 20 times a second, and tells the daemon.
+"""The watch over a node's ranks: looks at all of them 20 times a second, and reports to the daemon.
 
 It needs nothing of the ranks, which may be stopped, spin, hold the GIL or be dead, and nothing of
 the daemon, which may be away for as long as it likes.
@@ -31,9 +31,9 @@ __all__ = ["Watcher"]
 _log = logging.getLogger("ckptd.agent")
 POLL_S = 0.05
 STUCK_S = 0.3
-"""A rank that has not moved for this long is told with more of its calls, and out of turn."""
+"""A rank that has not moved for this long is reported at once, with more of its calls."""
 _MOVING_FACTOR = 3
-"""While all ranks move, every third sheet is enough; an agent is missed only after four."""
+"""While all ranks move, every third report is enough; an agent counts as silent only after four."""
 _TALLY_S = 1.0
 _CLEAN_S = 3600.0
 _LEAST_PERIOD_S = 0.05
@@ -49,7 +49,7 @@ class Watcher:
     Parameters
     ----------
     job, node
-        Names, as the daemon is told.
+        Names in the reports.
     rings
         What is watched; closed with the watcher.
     uplink
@@ -102,7 +102,7 @@ class Watcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Look once more, tell that, and end."""
+        """Look and report once more, and end."""
         self._ending.set()
         os.eventfd_write(self._wake, 1)
         if self._thread.is_alive():
@@ -149,7 +149,7 @@ class Watcher:
             self._add_up(now)
         period = self._period_s * (1 if self._stuck else _MOVING_FACTOR)
         due = now - self._sent_at >= period or self._urgent
-        # The last sheet waits behind one that is under way: it tells who has ended.
+        # The last report waits behind one that is under way: it shows which ranks have ended.
         if due and (self._uplink.ready or self._ending.is_set()):
             self._sent_at, self._urgent = now, False
             stuck = {ring.rank for ring in self._stuck}
@@ -170,7 +170,7 @@ class Watcher:
         known = self._waiting.get(fd) is ring
         ended = ring.look(now, runs=fd not in self._ended if known else None)
         if moved and ring in self._stuck:
-            # Whoever believes that it stands still is to hear otherwise at once.
+            # A daemon that takes it for stuck must learn at once that it moves.
             self._urgent = True
             self._stuck.discard(ring)
             self._looked_into.discard(ring)
@@ -217,7 +217,7 @@ class Watcher:
         self._looked_into &= here
 
     def _died(self, dead: Collection[Ring]) -> None:
-        """Take the stacks of those that are left: whoever started them may end them next."""
+        """Take the stacks of the ranks that are left: their launcher may end them next."""
         self._urgent = True
         self._stuck.difference_update(dead)
         left = [ring for ring in self._rings.ranks.values() if ring.alive]

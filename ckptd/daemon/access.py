@@ -1,4 +1,4 @@
-"""Who may ask the daemon for what: names of the host, origins, the token and its cookie."""
+"""Which requests the daemon answers: names of the host, origins, the token and its cookie."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HEADERS = [
 
 @dataclass(frozen=True)
 class Access:
-    """What is asked for at the door.
+    """What a request must show.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class Access:
     job
         Names the cookie: those of one host are shared by all its ports.
     metrics_open
-        Whether ``/metrics`` is told without a token.
+        Whether ``/metrics`` is served without a token.
     names
         Names of the host, besides addresses and its own, under which browsers may reach it.
     """
@@ -106,20 +106,22 @@ class Access:
         # Agents call the daemon what they like: a page that is led here cannot sign.
         if request.scope["path"] not in _AGENTS and not self._known(host):
             raise RefusedError(
-                "the daemon is not known by that name",
+                "the daemon does not answer to that host name",
                 kind="bad-host",
                 found=host[:100],
                 hint="ckptd serve --name NAME allows one",
             )
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            raise RefusedError("another site sent this", kind="bad-origin", found=origin[:100])
+            raise RefusedError(
+                "another site sent the request", kind="bad-origin", found=origin[:100]
+            )
         shown = self._shown(request, acts=request.method != "GET")
         if shown:
             connection_of(request).proved = True
         elif not self._open(request):
             raise RefusedError(
-                "this needs the token",
+                "this request needs the token",
                 kind="no-token",
                 where=request.scope["path"][:100],
                 hint="log in with the URL that ckptd serve prints, or send"
@@ -160,7 +162,7 @@ class Access:
 
 
 class Guard:
-    """The application behind its door; sets headers that keep other sites out of the page."""
+    """The application behind `Access`; sets headers that keep other sites out of the page."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -182,7 +184,7 @@ class Guard:
             await refusal(error)(scope, receive, guarded)
             return
         except ValueError:  # a Host or Origin that cannot be taken apart
-            await refusal(RefusedError("not a request for here", kind="bad-host"))(
+            await refusal(RefusedError("the Host or Origin header is invalid", kind="bad-host"))(
                 scope, receive, guarded
             )
             return

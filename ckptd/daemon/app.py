@@ -59,7 +59,7 @@ class DaemonApi:
     Parameters
     ----------
     service
-        What is told.
+        The daemon.
     access
         Who may log in.
     """
@@ -248,7 +248,7 @@ class DaemonApi:
     async def _login(self, request: Request) -> Response:
         token = (await _json_body(request)).get("token")
         if not isinstance(token, str) or not self._access.is_token(token):
-            return document({"error": {"kind": "no-token", "message": "not the token"}}, 401)
+            return document({"error": {"kind": "no-token", "message": "the token is wrong"}}, 401)
         answer = document({"job": self._service.setup.job})
         self._access.admit(answer, request.url.scheme == "https")
         return answer
@@ -278,7 +278,7 @@ class _Page(StaticFiles):
 
 
 def make_app(service: Service, access: Access) -> ASGIApp:
-    """Return the whole application behind its door."""
+    """Return the whole application behind its access checks."""
     routes = DaemonApi(service, access).routes()
     app = Starlette(
         routes=[*routes, Mount("/", _Page(directory=page_folder()))],
@@ -303,7 +303,7 @@ async def _plain_error(request: Request, error: Exception) -> Response:
 
 
 def _told(endpoint: Endpoint) -> Endpoint:
-    """Return `endpoint` with errors of ours as answers."""
+    """Return `endpoint` with errors of ckptd as answers."""
 
     @functools.wraps(endpoint)
     async def wrapped(request: Request) -> Response:
@@ -342,7 +342,7 @@ def _number(
 
 def _bad(where: str, wanted: str, found: str) -> UsageError:
     return UsageError(
-        "the request cannot be read",
+        "the request is not valid",
         kind="bad-request",
         where=where,
         wanted=wanted,

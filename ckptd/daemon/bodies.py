@@ -83,7 +83,7 @@ def refusal(error: CkptdError, **more: Any) -> Response:
 
 
 def document(body: Any, status: int = 200) -> Response:
-    """Return plain data, or its encoded bytes, as an answer that nobody keeps."""
+    """Return plain data, or its encoded bytes, as an answer that is not cached."""
     data = body if isinstance(body, bytes) else json_bytes(body)
     return Response(data, status, {"cache-control": "no-store"}, media_type="application/json")
 
@@ -188,7 +188,7 @@ class Body:
         self._ending.reschedule(asyncio.get_running_loop().time())
 
     def busy(self) -> TransientStoreError:
-        """Return the error of whoever finds no room."""
+        """Return the error for a body that finds no room."""
         return TransientStoreError(
             "the daemon has no room for more messages now", kind="busy", hint="try again"
         )
@@ -229,7 +229,7 @@ async def read_body(
     except TimeoutError as error:
         if body.ended:
             raise body.busy() from error
-        raise DeadlineError("the body did not come", kind="late") from error
+        raise DeadlineError("the body did not arrive in time", kind="late") from error
     except ClientDisconnect as error:
         raise UsageError("the body was not sent whole", kind="bad-request") from error
     finally:

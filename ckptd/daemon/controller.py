@@ -47,7 +47,7 @@ class ControllerLink:
         Returns where the controller is now, ``HOST:PORT``; empty if that is not known. Called
         before each attempt to connect.
     job, secret
-        Whose controller it is.
+        Name of the job, and its secret.
     on_status
         Called in the link's thread with each status, and with None when the connection breaks.
     url

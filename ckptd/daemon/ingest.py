@@ -1,4 +1,4 @@
-"""Takes what agents send if it is signed, whole, of this job and new; counts what is refused."""
+"""Takes messages of agents that are signed, whole, new and of this job; counts refused ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ingest:
     Parameters
     ----------
     job
-        Whose messages are taken.
+        Name of the job whose messages are taken.
     secret
         The job's.
     call
@@ -150,7 +150,7 @@ class Ingest:
     def _check_new(self, kind: str, message: NodeReport | EvidenceReport) -> None:
         if message.job != self._job:
             raise RefusedError(
-                "this is of another job",
+                "this message is of another job",
                 kind="other-job",
                 wanted=self._job,
                 found=message.job,
@@ -158,7 +158,7 @@ class Ingest:
         newest = self._newest.get((kind, message.source), -1)
         if message.number <= newest:
             raise RefusedError(
-                "this message came before",
+                "this message was taken before",
                 kind="old-sheet",
                 where=message.source,
                 wanted=f"a number above {newest}",

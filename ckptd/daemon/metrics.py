@@ -110,7 +110,7 @@ def exposition(service: Service) -> tuple[bytes, str]:
 
 
 class _Collector:
-    """What one scrape tells; it counts nothing itself."""
+    """Collects the metrics of one scrape; it counts nothing itself."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

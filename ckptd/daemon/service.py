@@ -1,4 +1,4 @@
-"""All parts of a daemon together: what a round's outcome is handed to, and what HTTP reads."""
+"""A daemon without its HTTP server: takes the result of each round, and serves documents."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ _KEEP_S = 10.0
 
 @dataclass(frozen=True)
 class DaemonSetup:
-    """What a daemon is told at its start.
+    """Settings of a daemon.
 
     Attributes
     ----------
     job, secret
-        Whose daemon it is.
+        Name of the job, and its secret.
     history
         The history file.
     settings
@@ -76,7 +76,7 @@ class DaemonSetup:
         Returns where the job's controller is, ``HOST:PORT``, empty if that is not known; None for
         a job that has none.
     url
-        Of this daemon, as the job's nodes reach it; empty: the controller does not tell them.
+        Of this daemon, as the job's nodes reach it; empty: it is not announced.
     """
 
     job: str
@@ -99,7 +99,7 @@ class Service:
     Parameters
     ----------
     setup
-        What it is told.
+        Its settings.
     """
 
     def __init__(self, setup: DaemonSetup) -> None:
@@ -208,7 +208,7 @@ class Service:
 
     def _noted(self, watch: JobWatch, incident: Incident) -> None:
         self._keep(incident)
-        # Whoever noted it looks at once whether it is there.
+        # The person who acknowledged it looks at once whether that shows.
         self.rounds.last = replace(self.rounds.last, incidents=watch.incidents)
         self._publish_incident(self.rounds.last, incident)
 
@@ -389,7 +389,7 @@ class Service:
     def recording(self, seconds: float) -> bytes:
         """Return a recording of the last seconds, as far as they are in memory.
 
-        It begins with what was told once and long ago: names and members of groups, and texts.
+        It begins with what agents send only once: names and members of groups, and texts.
         """
         frames = self.tape.since(time.monotonic() - seconds)
         if frames:

@@ -35,7 +35,7 @@ def parse_ranks(text: str) -> Array:
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, _MOST_RANKS)
         if found is None or last < first or last - first + len(out) >= _MOST_RANKS:
             raise UsageError(
-                "not ranks",
+                "the list of ranks cannot be parsed",
                 kind="bad-argument",
                 where="ranks",
                 wanted="such as 0-7,12: at most 4096",
@@ -48,25 +48,25 @@ def parse_ranks(text: str) -> Array:
 def recent_calls(
     frames: Sequence[RecordedFrame], ranks: Array, since: float, limits: ReportLimits | None = None
 ) -> Array:
-    """Return the calls that `ranks` made after `since`, as far as sheets told them.
+    """Return the calls that `ranks` made after `since`, as far as reports have them.
 
     Parameters
     ----------
     frames
-        Oldest first; only sheets are read.
+        Oldest first; only reports are read.
     ranks
         Global ranks.
     since
         Monotonic seconds.
     limits
-        Of the sheets.
+        Of the reports.
 
     Returns
     -------
     numpy.ndarray
         `JOINED_CALL` rows whose ``row`` is the global rank and whose times are monotonic seconds
-        of this machine; sorted by rank and time. A call that sheets told several times is there
-        once, as it was told last.
+        of this machine; sorted by rank and time. A call in several reports is there once,
+        as it was last.
     """
     parts: list[Array] = []
     for frame in frames[-_MOST_FRAMES:]:
@@ -103,7 +103,7 @@ def _key_differs(calls: Array) -> Array:
 
 
 def calls_of(sheet: NodeReport, ranks: Array) -> Array:
-    """Return a sheet's calls of `ranks`, with the rank in place of the row."""
+    """Return a report's calls of `ranks`, with the rank in place of the row."""
     rank = sheet.table("ranks")["rank"]
     wanted = np.isin(rank, ranks)
     calls = sheet.table("calls")

@@ -1,4 +1,4 @@
-"""Communicator health: what each rank shows, and what is wrong with whom.
+"""Communicator health: what each rank shows, and which rank, node or link is at fault.
 
 What a training program uses of it needs torch. The rest is for other packages that show ranks to
 the diagnosis. All of it is imported on first use.

@@ -1,7 +1,7 @@
 """What collectives add up to, by operation, kind of group and size; and how that is passed on.
 
-Rows are added up where the calls are seen, told as increments, and added up again where they
-arrive. A sheet says after which one its increments begin, so that one that was lost, or whose
+Rows are added up where the calls are seen, sent as increments, and added up again where they
+arrive. A report says after which one its increments begin, so that one that was lost, or whose
 answer was, is neither missed nor counted twice.
 """
 
@@ -49,7 +49,7 @@ COLLECTIVE: np.dtype[Any] = np.dtype(
         ("values", "<f8", (TIMES + len(TIMES_S) + 1,)),
     ]
 )
-"""One row for each operation, kind of group and size bucket that has increments to tell."""
+"""One row for each operation, kind of group and size bucket that has increments."""
 
 WORD = re.compile(rb"[A-Za-z0-9_.:-]*")
 """What an operation or a kind may consist of."""
@@ -133,12 +133,12 @@ class Totals:
 
 
 class Outbox:
-    """What of some totals is still to be told.
+    """The increments of some totals that the daemon has not taken yet.
 
     Parameters
     ----------
     totals
-        What is told; may grow meanwhile.
+        The totals; may grow meanwhile.
     """
 
     def __init__(self, totals: Totals) -> None:
@@ -148,14 +148,14 @@ class Outbox:
         self._last = (0, self._told)
 
     def take(self, number: int, taken: int) -> tuple[Array, int]:
-        """Return the rows for a sheet, and the number of the sheet after which they begin.
+        """Return the rows for a report, and the number of the report after which they begin.
 
         Parameters
         ----------
         number
-            Of the sheet that they go with.
+            Of the report that they go with.
         taken
-            Of the last sheet that is known to have been taken.
+            Of the last report that is known to have been taken.
         """
         if taken == self._last[0]:
             self._after, self._told = self._last
@@ -177,7 +177,7 @@ def _rows(keys: list[Key], values: Array) -> Array:
 
 @dataclass
 class _Told:
-    """The last sheet of a source."""
+    """The last report of a source."""
 
     number: int
     after: int
@@ -185,7 +185,7 @@ class _Told:
 
 
 class Book:
-    """Adds up what the sheets of many sources tell. Sheets must be newer than those before.
+    """Adds up the increments of many sources. Reports must be newer than those before.
 
     Parameters
     ----------
@@ -201,14 +201,14 @@ class Book:
         self._marks: list[tuple[float, Array]] = []
 
     def take(self, source: str, number: int, after: int, rows: Array, now: float) -> None:
-        """Add what a sheet tells that was not added before.
+        """Add the increments of a report that were not added before.
 
         Parameters
         ----------
         source, number
-            Of the sheet.
+            Of the report.
         after
-            Number of the sheet after which its increments begin.
+            Number of the report after which its increments begin.
         rows
             Of `COLLECTIVE`, checked.
         now

@@ -55,13 +55,13 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     generation, step
         Newest generation, and largest step of any rank, when it opened; step -1 if unknown.
     enforced
-        Whether something was done on account of it, and not only told.
+        Whether something was done about it, and not only reported.
     response
         What was done, or why it was not, in words; empty where nothing was tried.
     action
         What the policy of its class asks for: ``log``, ``ask`` or ``act``.
     latency_s
-        How long what it tells had been so when it opened, in seconds: age of the oldest sign.
+        Age of its oldest sign when it opened, in seconds.
     nodes
         Nodes of the suspects.
     consequences
@@ -121,7 +121,7 @@ ASK_AGAIN_S = 60.0
 """The same rank is asked again after so long."""
 EVIDENCE_S = 120.0
 SHOWN_CALLS = 32
-"""Calls of a rank that are told as text."""
+"""Calls of a rank that are stored as text."""
 _WITH_STACKS = frozenset(
     {
         VerdictKind.HANG,
@@ -160,7 +160,7 @@ class WantedEvidence:
                     self._wanted.add(rank)
 
     def orders(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Return of which of these ranks stacks are wanted; each is told once."""
+        """Return the ranks, of these, whose stacks are wanted; each is returned once."""
         if not self._wanted:
             return ()
         out = tuple(sorted(self._wanted.intersection(ranks)))
@@ -239,7 +239,7 @@ _LEADS_ON = frozenset({VerdictKind.CRASH, *CALLS, *STANDING})
 
 
 def touching(one: Verdict, other: Verdict) -> bool:
-    """Whether two verdicts name a suspect or a group that is the same, or none at all."""
+    """Return whether two verdicts share a suspect or a group, or one names none."""
     mine, theirs = _named(one), _named(other)
     return bool(mine & theirs) or not (mine and theirs)
 
@@ -250,9 +250,9 @@ def _named(verdict: Verdict) -> set[tuple[str, str]]:
 
 
 def same_cause(known: Verdict, new: Verdict) -> bool:
-    """Whether `new` tells of what `known` tells."""
+    """Return whether two verdicts have one cause."""
     if known.kind is new.kind is VerdictKind.CRASH:
-        # Processes end one after the other; silent nodes are told each by itself.
+        # Processes end one after the other; each silent node has a verdict of its own.
         return bool(known.names() and new.names()) or touching(known, new)
     for family in (STANDING, CALLS):
         if known.kind in family and new.kind in family:
@@ -261,7 +261,7 @@ def same_cause(known: Verdict, new: Verdict) -> bool:
 
 
 def follows(known: Verdict, new: Verdict) -> bool:
-    """Whether `new` may be what `known` led to: ends and waits after what stopped the job."""
+    """Return whether `new` may follow from `known`: ends and waits after a stop of the job."""
     if known.kind not in _LEADS_ON:
         return False
     if new.kind is VerdictKind.CRASH:
@@ -318,7 +318,7 @@ class IsolationLedger:
 _SPEEDY = frozenset(
     {VerdictKind.CRASH, VerdictKind.SLOW_RANK, VerdictKind.SLOW_LINK, VerdictKind.CORRUPTION}
 )
-"""One round is enough: these were seen several times before they were told, or are plain."""
+"""One round is enough: these were seen several times before the verdict, or are plain."""
 _ISOLATES = frozenset(
     {
         VerdictKind.CRASH,
@@ -333,7 +333,7 @@ _STOPPED = frozenset({VerdictKind.CRASH, *CALLS, *STANDING})
 """What stacks and last words of ranks are evidence of."""
 _AGES = ("since last arrival s", "idle s", "age s", FIRST_SLOW)
 MOST_WORDS = 64
-"""Consequences told of one incident."""
+"""Most consequences that are stored with one incident."""
 PROBES = 4096
 """Results of probes kept with one incident."""
 
@@ -353,7 +353,7 @@ class RoundFacts:
     node_of
         Node of each rank.
     early
-        Whether the watch has not been at it for long: nothing that needs time is told.
+        Whether the watch has only just begun: it reports nothing that needs time.
     """
 
     now: float
@@ -473,7 +473,7 @@ class IncidentTracker:
 
     def _known(self, verdict: Verdict, moment: RoundFacts) -> _Case | None:
         for case in self._open:
-            # Whoever crashes after a restart crashes anew.
+            # A crash after a restart is another crash.
             other = verdict.kind is VerdictKind.CRASH and case.generation != moment.generation
             if same_cause(case.verdict, verdict) and not other:
                 return case
@@ -490,7 +490,7 @@ class IncidentTracker:
     def _candidate(self, verdict: Verdict, moment: RoundFacts) -> _Case:
         for case in self._maybe:
             if same_cause(case.verdict, verdict):
-                # Of two verdicts of one round that tell of one cause, the second confirms nothing.
+                # Of two verdicts of one round that have one cause, the second confirms nothing.
                 case.rounds += moment.now > case.seen
                 case.verdict, case.seen = verdict, moment.now
                 return case
@@ -565,7 +565,7 @@ class IncidentTracker:
     def _follow(
         self, case: _Case, verdict: Verdict, moment: RoundFacts, updated: dict[str, Incident]
     ) -> None:
-        """Tell `verdict` as what an open incident led to; it does not keep that one open."""
+        """Add `verdict` as a consequence of an open incident; it does not keep that one open."""
         known = self._incidents[case.ident]
         words = (
             _ends(known, verdict)

@@ -152,7 +152,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     groups, calls
         Tables of `GROUP` and `CALL` rows.
     members
-        Global ranks of groups in `groups`, in order; may be left out once told.
+        Global ranks of groups in `groups`, in order; may be left out once sent.
     """
 
     rank: int
@@ -181,7 +181,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NO_EXIT = -(1 << 31)
-"""Exit code of a process that runs, or whose end nobody saw."""
+"""Exit code of a process that runs, or whose exit code is unknown."""
 
 RANK: np.dtype[Any] = np.dtype(
     [
@@ -242,13 +242,13 @@ class JobView:
     ranks, groups, calls
         Tables of `RANK`, `JOINED_GROUP` and `JOINED_CALL` rows; a rank's calls are in their order.
     members
-        Global ranks of each group, where told.
+        Global ranks of each group, where known.
     agents
         Agents of which something is to be said.
     texts, group_names
         What hashes in calls, and groups, stand for: for people, nothing is decided by them.
     timeouts
-        After how many seconds the backend gives a call of a group up, where told.
+        After how many seconds the backend gives up a call of a group, where known.
     """
 
     world: int
@@ -319,7 +319,7 @@ def no_job() -> JobView:
 def join(views: Iterable[RankView], agents: Iterable[AgentView] = ()) -> JobView:
     """Return the columns of `views`, one view a rank.
 
-    Members told by any view are kept. A group of which no view tells its members is used, but
+    Members in any view are kept. A group whose members are in no view is used, but
     which of its ranks do not report stays unknown.
     """
     views = list(views)

@@ -556,7 +556,7 @@ class LinkProber:
         Parameters
         ----------
         alive
-            Nodes whose agents are heard.
+            Nodes whose agents report.
         now
             The moment.
         """
@@ -620,7 +620,7 @@ def _chosen(names: list[str], first: Sequence[str], dice: random.Random) -> tupl
 
 
 def _pairs(names: Sequence[str], peers: int, dice: random.Random) -> list[tuple[str, str]]:
-    """Return whom each node probes; a node's probes follow each other."""
+    """Return the pairs to probe; those of one source follow each other."""
     count = len(names)
     if count <= ALL_PAIRS:
         return [(a, b) for a in names for b in names if a != b]

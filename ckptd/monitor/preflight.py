@@ -191,7 +191,7 @@ def slow_machines(
     """Return the nodes that are slower than the others, with what shows it.
 
     A figure stands out at 1.5 times the median and 5 robust standard deviations of its logarithm.
-    Slow disks are told and do not fail: the root may lie elsewhere. Fewer than 4 nodes are not
+    Slow disks are reported and do not fail: the root may lie elsewhere. Fewer than 4 nodes are not
     compared.
     """
     found: dict[int, list[PreflightFinding]] = {}
@@ -329,7 +329,7 @@ class Confirmation(msgspec.Struct, frozen=True, kw_only=True):
     pairs: tuple[Pair, ...]
 
 
-# -- who probes whom -------------------------------------------------------------------------------
+# -- which node probes which -----------------------------------------------------------------------
 
 
 def rounds(nodes: int, seed: int, all_up_to: int = ALL_PAIRS_UP_TO) -> Iterator[list[Pair]]:
@@ -348,7 +348,7 @@ def rounds(nodes: int, seed: int, all_up_to: int = ALL_PAIRS_UP_TO) -> Iterator[
         Nodes up to which every pair is probed.
     """
     draw = random.Random(seed)
-    circle = nodes + nodes % 2  # with an odd count, whoever meets the extra one pauses
+    circle = nodes + nodes % 2  # with an odd count, one node pauses in each round
     order = list(range(circle - 1))
     draw.shuffle(order)
     if nodes > all_up_to:
@@ -439,7 +439,7 @@ def unreached(
 def link_effects(nodes: int, probes: Sequence[PairProbe]) -> dict[str, list[Effect]]:
     """Return what makes links slow: of ``bandwidth`` and of ``latency``, the largest first.
 
-    Pairs that did not reach each other are left out: `islands` tells of them.
+    Pairs that did not reach each other are left out: `islands` returns them.
     """
     found = {}
     for what in ("bandwidth", "latency"):
@@ -494,7 +494,7 @@ def _touched(effect: Effect, source: Array, to: Array) -> Array:
 
 
 def _once(effect: Effect) -> bool:
-    """Tell whether this is the one of both ways of a link that counts for a round trip."""
+    """Return whether this is the one of both ways of a link that counts for a round trip."""
     return effect.target is not SuspectKind.LINK or effect.source < effect.to
 
 
@@ -540,7 +540,7 @@ def confirmations(
 def confirm(
     what: str, asked: Confirmation, again: Mapping[Pair, PairProbe], controls: Sequence[Pair]
 ) -> tuple[bool, float, float]:
-    """Tell whether probes in a quiet cluster show an effect too, its seconds and the usual ones.
+    """Return whether probes in a quiet cluster show an effect too, its seconds and the usual ones.
 
     It is there if it exceeds what pairs without a suspect show, by 1.5 times (a single link: by
     twice) and 5 robust standard deviations; of a node, if all its pairs do. An effect that cannot

@@ -1,4 +1,4 @@
-"""Recordings of what a daemon was told, and the same judgement over them again.
+"""Recordings of the messages that a daemon took, and their diagnosis once more.
 
 A recording is one file: a header, then frames as they came. Each frame has a checksum; reading ends
 at the first that is torn or damaged, since what follows cannot be trusted to begin anywhere.
@@ -90,7 +90,7 @@ def encode(job: str, epoch: float, frames: Iterable[RecordedFrame]) -> bytes:
     Parameters
     ----------
     job
-        Whose messages these are.
+        Job of the messages.
     epoch
         Unix time at which the clock of the frames was 0.
     frames
@@ -305,9 +305,9 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     job
-        Whose recording it is.
-    frames, sheets, refused
-        Frames that were read; sheets that were taken; messages that were not.
+        Job of the recording.
+    frames, reports, refused
+        Frames that were read; reports that were taken; messages that were not.
     rounds
         Rounds that were made.
     seconds

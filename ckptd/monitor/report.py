@@ -104,7 +104,7 @@ STEP: np.dtype[Any] = np.dtype(
         ("wall_s", "<f8"),
     ]
 )
-"""One row for each step that a rank has finished and that was not told before."""
+"""One row for each step that a rank has finished, sent once."""
 
 SUM: np.dtype[Any] = np.dtype(
     [
@@ -115,7 +115,7 @@ SUM: np.dtype[Any] = np.dtype(
         ("value", "<u8"),  # the checksum, or the bits of a float64
     ]
 )
-"""One row for each checksum or norm that a rank took and that was not told before."""
+"""One row for each checksum or norm that a rank took, sent once."""
 
 TABLES: Mapping[str, np.dtype[Any]] = {
     "ranks": REPORT_RANK,
@@ -188,7 +188,7 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     recorder_s
         Seconds that recording has cost its ranks: calls times what one costs, as measured there.
     age_s
-        Seconds since it was heard of; set by forwarders, 0 from the agent itself.
+        Seconds since its last report; set by forwarders, 0 from the agent itself.
     """
 
     address: str = ""
@@ -234,7 +234,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
         return GroupInfo(name=name, kind=kind, size=size, listed=listed)
 
     def ranks(self) -> Sequence[int]:
-        """Return the global ranks in order; empty if not told."""
+        """Return the global ranks in order; empty if unknown."""
         if self.stride:
             return range(self.first, self.first + self.size * self.stride, self.stride)
         return tuple(np.frombuffer(self.listed, "<u4").tolist())
@@ -248,23 +248,23 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     version
         Of this form.
     job
-        Whose sheet it is.
+        Name of the job.
     source
         Names one life of the sender: random, hexadecimal.
     number
-        Rises with each sheet of the source: an older or equal one is not taken.
+        Rises with each report of the source: an older or equal one is not taken.
     nodes, agents
         Names of nodes, and how their agents are, in the same order.
     ranks, groups, calls, gaps, steps, sums, collectives
         Tables as bytes; see `table` and `TABLES`. Rows of groups and calls come in the order of
         their ranks' rows; a rank's calls in the order in which it entered them.
     after
-        Number of the sheet of this source after which the increments in `collectives` begin: the
+        Number of the report of this source after which the increments in `collectives` begin: the
         last that is known to have been taken.
     members
-        Groups by their hash; told once by each source, and again when the orders say so.
+        Groups by their hash; sent once by each source, and again when orders ask for it.
     texts
-        What hashes of operations, element types and call sites stand for; told likewise.
+        What hashes of operations, element types and call sites stand for; sent likewise.
     """
 
     version: int = VERSION
@@ -313,18 +313,18 @@ class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon answers to a sheet.
+    """The daemon's answer to a report.
 
     Attributes
     ----------
     period_s
-        How long to wait before the next sheet, in seconds.
+        How long to wait before the next report, in seconds.
     tell
-        Whether members and texts are to be told again.
+        Whether members and texts are to be sent again.
     stacks
         Ranks whose stacks are wanted.
     calls
-        Ranks of which the next sheet is to hold the last 512 calls.
+        Ranks of which the next report is to hold the last 512 calls.
     probes
         Links to measure, one after another.
     """
@@ -336,7 +336,7 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     probes: tuple[LinkProbe, ...] = ()
 
     def of_part(self, nodes: Sequence[str], ranks: Sequence[int]) -> AgentOrders:
-        """Return what of these orders concerns the nodes and ranks named: for forwarders."""
+        """Return the part of these orders for some nodes and ranks: for forwarders."""
         here, mine = set(nodes), set(ranks)
         return msgspec.structs.replace(
             self,
@@ -365,7 +365,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one probe showed.
+    """Result of one probe.
 
     Attributes
     ----------
@@ -400,12 +400,12 @@ class Fencing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvidenceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found on orders.
+    """Stacks, logs and probes that were ordered.
 
     Attributes
     ----------
     version, job, source, number
-        As of a sheet; numbers of sheets and findings of a source are counted apart.
+        As of a report; numbers of reports and findings of a source are counted apart.
     stacks
         By global rank.
     probes
@@ -431,7 +431,7 @@ class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
     packed, unpacked
         Bytes as sent, and after decompression.
     nodes, ranks, world
-        Of one sheet; of the job.
+        Of one report; of the job.
     rows, collectives
         Of each other table; of that of collectives.
     members, texts
@@ -462,7 +462,7 @@ STATES = frozenset([b"", *(bytes([letter]) for letter in b"RSDTtZXxKWPI")])
 def bad(wanted: str, found: object) -> CorruptError:
     """Return the error of a message that is not what it should be."""
     return CorruptError(
-        "this is not a message of the monitor",
+        "not a valid message between agent and daemon",
         kind="bad-sheet",
         wanted=wanted,
         found=str(found)[:200],
@@ -664,12 +664,12 @@ def pack(message: NodeReport | AgentOrders | EvidenceReport | Fencing) -> bytes:
 
 
 def unpack_report(data: bytes, limits: ReportLimits | None = None) -> NodeReport:
-    """Return the sheet that `data` holds, with everything checked.
+    """Return the report that `data` holds, with everything checked.
 
     Raises
     ------
     CorruptError
-        kind ``bad-sheet``: these bytes are not a sheet, or it claims more than `limits`.
+        kind ``bad-sheet``: these bytes are not a report, or it claims more than `limits`.
     """
     limits = limits or ReportLimits()
     sheet = _decoded(data, _sheets, limits)
@@ -709,7 +709,7 @@ def _decoded(
     try:
         return decoder.decode(_plain(data, limits))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad("a message of this version", str(error)) from error
+        raise bad("a message of this version of ckptd", str(error)) from error
 
 
 def _plain(data: bytes, limits: ReportLimits) -> bytes | memoryview:
@@ -717,7 +717,7 @@ def _plain(data: bytes, limits: ReportLimits) -> bytes | memoryview:
     if head == _PLAIN:
         return body
     if head != _PACKED:
-        raise bad("a message of this version", f"first byte {head.hex()}")
+        raise bad("a message of this version of ckptd", f"first byte {head.hex()}")
     most = min(limits.unpacked, (1 << 20) + _RATIO * len(body))
     try:
         # Without a stated size the decompressor would decide itself how much it allocates.
@@ -758,9 +758,9 @@ def from_views(
     after: int = 0,
     **tables: Array,
 ) -> NodeReport:
-    """Return the sheet of `views`, one view a rank.
+    """Return the report of `views`, one view a rank.
 
-    What a damaged ring makes a view say is brought within bounds, so that the sheet as a whole
+    What a damaged ring makes a view say is brought within bounds, so that the report as a whole
     can be taken.
 
     Parameters
@@ -768,13 +768,13 @@ def from_views(
     views
         Of the ranks of a node, or of several.
     job, source, number
-        Head of the sheet.
+        Head of the report.
     notes
         By rank.
     agents
-        By name of node. A node without ranks is told if it is here.
+        By name of node. A node without ranks is part of the report if it is here.
     members, texts
-        To be told this time; members default to those of the views.
+        To be sent this time; members default to those of the views.
     after
         As of `NodeReport`.
     **tables
@@ -856,21 +856,21 @@ def merge(
     collectives: Array | None = None,
     after: int = 0,
 ) -> NodeReport:
-    """Return one sheet with everything of `sheets`: what a forwarder passes on.
+    """Return one report with everything of `sheets`: what a forwarder passes on.
 
     Parameters
     ----------
-    sheets
+    reports
         The newest of each source. Gaps, steps and sums of those that were passed on before must
         have been taken out.
     ages
         Seconds since each arrived; added to the age of its agents.
     job, source, number
-        Head of the sheet.
+        Head of the report.
     members, texts
-        To be told this time; those of the sheets if left out.
+        To be sent this time; those of the reports if left out.
     collectives, after
-        What all sheets so far add up to, as of `ckptd.monitor.collectives.Outbox`: increments of
+        What all reports so far add up to, as of `ckptd.monitor.collectives.Outbox`: increments of
         several sources, which begin at different moments, are not added here.
     """
     nodes: dict[str, AgentState] = {}
@@ -936,22 +936,22 @@ def gathered(
 ) -> tuple[JobView, Array]:
     """Return the columns of the job that `sheets` show, one row a rank, and its `REPORT_RANK` rows.
 
-    Of a rank that several sheets tell, the process that runs counts, then the newer generation,
+    Of a rank in several reports, the process that runs counts, then the newer generation,
     then the younger process. Dead processes of earlier generations are left out.
 
-    Ages are those of the sheets' moments: what a rank did since its sheet is not known, and
-    ageing it with the sheet would make a pause of an agent a hang of its ranks.
+    Ages are those of the reports' moments: what a rank did since its report is not known, and
+    ageing it with the report would make a pause of an agent a hang of its ranks.
 
     Parameters
     ----------
-    sheets
+    reports
         The newest of each source.
     members
-        Global ranks of groups, where told.
+        Global ranks of groups, where known.
     agents
         Agents of which something is to be said.
     silent
-        Nodes whose rows do not count: their forwarder has not heard of them for long.
+        Nodes whose rows do not count: their forwarder has had no report of them for long.
     fenced
         Ranks of a generation from 1 to before this one do not count: they end on purpose.
     """

@@ -81,7 +81,7 @@ IDENTITY: np.dtype[Any] = np.dtype(
         ("generation", "<u4"),
         ("padding", "<u4"),
         ("started_ns", "<u8"),  # wall clock, for people
-        ("birth", "<u8"),  # start of the process in kernel ticks: tells a reused pid
+        ("birth", "<u8"),  # start of the process in kernel ticks: shows whether a pid was reused
         ("job", "S64"),
         ("node", "S64"),
         ("checksum", "<u4"),  # of all bytes before it
@@ -250,7 +250,7 @@ _WRITTEN, _FAILED = Counter.WRITTEN.value, CallFlag.FAILED.value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingIdentity:
-    """Whose ring it is.
+    """The rank that a ring belongs to.
 
     Attributes
     ----------
@@ -785,17 +785,17 @@ class RingReader(RankFile):
         Parameters
         ----------
         calls
-            How many of the last calls to tell at most; None is all that the ring holds. A poll
+            How many of the last calls to return at most; None is all that the ring holds. A poll
             that asks for few reads few.
         members
-            Whether to tell the ranks of the groups, which never change.
+            Whether to return the ranks of the groups, which never change.
 
         Raises
         ------
         CorruptError, StoreError
             As of the class.
         """
-        # Calls first: a call that is told as entered is then counted by its group as well.
+        # Calls first: a call that is returned as entered is then counted by its group as well.
         counters = self._read_counters()
         slots = self._read_slots(_within(counters[Counter.WRITTEN], 1 << 62), calls)
         groups = self._read_groups()
@@ -960,7 +960,7 @@ class RingReader(RankFile):
 
 
 def read(path: Path, calls: int | None = None) -> RankView:
-    """Return what the rank shows whose ring this is; see `RingReader.view` for all about it."""
+    """Return what the rank of this ring shows; see `RingReader.view` for all about it."""
     with RingReader(path) as reader:
         return reader.view(calls)
 

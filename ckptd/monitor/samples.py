@@ -70,7 +70,7 @@ class SampleKind(enum.IntEnum):
 
 
 def samples_path(ring: Path) -> Path:
-    """Return where the samples of the rank lie whose ring this is."""
+    """Return the path of the samples of the rank with this ring."""
     return ring.with_suffix(".samples")
 
 
@@ -82,7 +82,7 @@ class SampleWriter:
     path
         See `samples_path`. Made with mode 0600 and all its space, in one step.
     identity
-        Whose it is.
+        Rank and process that it belongs to.
     slots
         How many samples it keeps.
 
@@ -148,7 +148,7 @@ class SampleReader(RankFile):
     Attributes
     ----------
     rank, pid, birth
-        Whose it is.
+        Rank and process that it belongs to.
 
     Raises
     ------

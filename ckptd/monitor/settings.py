@@ -42,11 +42,11 @@ class WatchSettings:
     Attributes
     ----------
     period_s
-        Between rounds, and between the sheets of an agent.
+        Between rounds, and between the reports of an agent.
     per_source_s, per_rank_s
-        Time of the daemon that a sheet, and a rank in it, may cost: with many of them, each agent
+        Time of the daemon that a report, and a rank in it, may cost: with many of them, each agent
         sends less often and rounds are rarer.
-    limits, slow, links, sheets
+    limits, slow, links, reports
         Of the parts.
     confirm
         Rounds in a row that a verdict must hold before it becomes an incident; a crash, and a
@@ -56,9 +56,9 @@ class WatchSettings:
     settle_s
         After its start the watch opens no incident of what needs time to be known.
     silent_s
-        Without a sheet for so long, an agent is silent: its ranks do not report.
+        Without a report for so long, an agent is silent: its ranks do not report.
     forget_s
-        A silent agent of which nothing was heard for so long is forgotten.
+        An agent that has sent nothing for this long is forgotten.
     wait_s
         A process that ended in good order is missed when others wait for it for so long.
     consequences_s

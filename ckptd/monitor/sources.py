@@ -1,4 +1,4 @@
-"""Who sends sheets: the newest of each source, which agents are silent, what groups are."""
+"""Sources of reports: the newest report of each, silent agents, and names that were sent once."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class AgentHealth(msgspec.Struct, frozen=True, kw_only=True):
     node
         Name of the node.
     source
-        Who told it: the agent itself, or a forwarder.
+        Source of the report: the agent itself, or a forwarder.
     age_s
-        Seconds since the agent was heard of.
+        Seconds since the agent's last report.
     missed
-        Sheets that did not come, in a row.
+        Reports that did not come, in a row.
     silent
         Whether it is taken for silent: its ranks do not report.
     state
-        What it last told of itself.
+        Its state in the last report.
     """
 
     node: str
@@ -51,7 +51,7 @@ class ReportSource:
 
     Attributes
     ----------
-    sheet
+    report
         The newest.
     arrived
         When it came.
@@ -69,7 +69,7 @@ class ReportSource:
 
 @dataclass
 class ReportSources:
-    """The newest sheet of each source, and what sources told once.
+    """The newest report of each source, and what sources sent once.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class ReportSources:
         return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * self._ranks)
 
     def take(self, sheet: NodeReport, now: float) -> None:
-        """Take a sheet; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
+        """Take a report; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
         before = self.by_name.get(sheet.source)
         if before is None:
             self._make_room(sheet, now)
@@ -150,19 +150,19 @@ class ReportSources:
             if key in self.texts or len(self.texts) < most.texts:
                 self.texts[key] = text
 
-    # --- who is heard ---------------------------------------------------------------------------
+    # --- agents that report ---------------------------------------------------------------------
 
     def silent_after(self) -> float:
-        """Return after how many seconds without a sheet a source is silent."""
+        """Return after how many seconds without a report a source is silent."""
         return max(self.settings.silent_s, 3 * self.period_s)
 
     def heard(self, now: float) -> list[NodeReport]:
-        """Return the newest sheets of sources that are not silent."""
+        """Return the newest reports of sources that are not silent."""
         limit = self.silent_after()
         return [s.sheet for s in self.by_name.values() if now - s.arrived <= limit]
 
     def agents(self, now: float) -> list[AgentHealth]:
-        """Return all agents; of a node that several sources tell, the one last heard of."""
+        """Return all agents; of a node in several sources, the one that reported last."""
         found: dict[str, AgentHealth] = {}
         limit = self.silent_after()
         for name, source in self.by_name.items():
@@ -184,13 +184,13 @@ class ReportSources:
     def addresses(self) -> Mapping[str, str]:
         """Return where nodes answer probes.
 
-        Where some tell addresses that others reach, a loopback address is none: at it, others
+        Where some nodes have addresses that others reach, a loopback address is none: at it, others
         would find themselves.
         """
         return self._outside or self._addresses
 
     def running(self, nodes: Collection[str], fenced: int = 0) -> set[str]:
-        """Return those of `nodes` on which ranks ran when they were last heard of.
+        """Return those of `nodes` on which ranks ran in their last report.
 
         Ranks of a generation from 1 to before `fenced` do not count.
         """
@@ -217,7 +217,7 @@ def _count(sheet: NodeReport) -> int:
 def old(source: str, taken: int, number: int) -> RefusedError:
     """Return the error of a message that is not newer than what was taken."""
     return RefusedError(
-        "this sheet was taken before, or a newer one was",
+        "this report, or a newer one of its source, was taken before",
         kind="old-sheet",
         where=source,
         wanted=f"a number above {taken}",

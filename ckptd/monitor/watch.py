@@ -48,7 +48,7 @@ STUCK = "communication stands still"
 SLOWER = "steps take longer, and no rank's own time does"
 RECHECK = "to see whether it is still so"
 HELD_S = 1.0
-"""Where a controller acts, an end is not told for so long: it says whether it meant it."""
+"""With a controller, an end is held back for this long: the controller may have meant it."""
 
 
 class JobWatch:
@@ -57,7 +57,7 @@ class JobWatch:
     Parameters
     ----------
     job
-        Whose sheets are taken.
+        Name of the job whose reports are taken.
     settings
         The defaults if left out.
     epoch
@@ -86,7 +86,7 @@ class JobWatch:
         self.round_cpu_s = 0.0
         """CPU seconds of the last round."""
         self.generation = 0
-        """The newest generation that was told."""
+        """The newest generation in any report."""
         links = self.settings.links
         self._links = LinkProber(
             links, every_s=self.settings.probe_s, peers=self.settings.probe_peers
@@ -110,7 +110,7 @@ class JobWatch:
     # --- what comes in --------------------------------------------------------------------------
 
     def take(self, sheet: NodeReport, now: float) -> None:
-        """Take a checked sheet.
+        """Take a checked report.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class JobWatch:
     def round(self, now: float) -> Changes:
         """Judge what is known, and return what that changes.
 
-        Nothing is judged twice: without a new sheet since the last round nothing changes. A round
+        Nothing is judged twice: without a new report since the last round nothing changes. A round
         is to be made every ``sources.period_s``, which grows with the job.
         """
         self.rounds += 1
@@ -351,12 +351,12 @@ class JobWatch:
     # --- what is known --------------------------------------------------------------------------
 
     def job(self, now: float) -> JobView:
-        """Return all ranks that reported in the last round, as of their newest sheets."""
+        """Return all ranks that reported in the last round, as of their newest reports."""
         return self._job
 
     @property
     def agents(self) -> tuple[AgentHealth, ...]:
-        """Agents that were heard of, as of the last round."""
+        """Agents that reported, as of the last round."""
         return self._agents
 
     @property
@@ -376,7 +376,7 @@ class JobWatch:
 
     @property
     def roles(self) -> RankRoles:
-        """Whom each rank of the last round is compared with."""
+        """The ranks that each rank of the last round is compared with."""
         return self._pace.roles
 
     @property
@@ -386,14 +386,14 @@ class JobWatch:
 
     @property
     def self_s(self) -> Mapping[int, float]:
-        """Median own time of a step of each rank, in seconds, where steps are told."""
+        """Median own time of a step of each rank, in seconds, where steps are reported."""
         return self._pace.self_s
 
 
 def _nothing_found(matrix: LinkMatrix) -> str:
     if np.isfinite(matrix.seconds).any():
         return "probes show no link slower than others"
-    return "no probe came back: nodes may tell addresses that others do not reach (CKPTD_BIND)"
+    return "no probe came back: nodes may announce addresses that others do not reach (CKPTD_BIND)"
 
 
 def _recorded(rows: Array) -> Array:

@@ -157,7 +157,7 @@ LATE_S = 3.0
 
 
 class SumBook:
-    """What was told of the last steps; no clock."""
+    """Checksums of the last steps; no clock."""
 
     def __init__(self) -> None:
         self.mismatches = 0
@@ -175,7 +175,7 @@ class SumBook:
         self._behind: set[int] = set()
 
     def add(self, rows: Array, ranks: Array, now: float) -> None:
-        """Take rows of `ckptd.monitor.report.SUM`; `ranks` are the ranks of the sheet's rows."""
+        """Take rows of `ckptd.monitor.report.SUM`; `ranks` are the ranks of the report's rows."""
         if self._went_back(rows):
             self.forget()
         for step in np.unique(rows["step"]).tolist():
@@ -218,7 +218,7 @@ class SumBook:
         yield from self._judge_norms(now)
 
     def _complete(self, step: int, book: dict[int, list[tuple[Array, Array]]], now: float) -> bool:
-        # A later step of everybody's, or silence: whoever has not told by then does not.
+        # A later step of everybody's, or silence: a rank that has not reported by then does not.
         later = max(book) > step and now - self._heard.get(step, now) > LATE_S / 3
         return later or now - self._heard.get(step, now) > LATE_S
 

@@ -1,4 +1,4 @@
-"""Ranks whose process ended, and nodes that neither their agent nor anybody else hears of."""
+"""Ranks whose process ended, and nodes whose agent is silent and that no other node reaches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def crashes(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     """Yield a verdict for all crashed ranks, and one for each silent node.
 
     A rank that a signal ended is a cause, and so is one that left with exit code 0 while its groups
-    still called; one that ended with an error beside it most likely lost
-    its peer, and is told as a consequence. So is one that a call failed or did not let go, beside
-    one that was in none, and whom its launcher ended since another rank had ended.
+    still called; one that ended with an error beside it most likely lost its peer, and is reported
+    as a consequence. So is one whose call failed or did not return, beside one that was in none,
+    and one that its launcher ended since another rank had ended.
     """
     gone = np.flatnonzero(ended(job))
     if len(gone):

@@ -23,9 +23,9 @@ def diagnose(
 ) -> tuple[Verdict, ...]:
     """Return what is wrong with `job`, causes before consequences; empty if nothing is.
 
-    A crash explains who waits for the crashed, and a mismatch who is stuck in its group, so that
-    neither is told again as a hang. Slow ranks, slow links and silent corruption are judged from
-    other figures: see `slow` and `corruption` beside this module, and `ckptd.monitor.links`.
+    A crash explains the ranks that wait for it, and a mismatch those stuck in its group, so that
+    neither is reported again as a hang. Slow ranks, slow links and silent corruption are judged
+    from other figures: see `slow` and `corruption` beside this module, and `ckptd.monitor.links`.
 
     Parameters
     ----------

@@ -45,11 +45,11 @@ class Stopped:
 
 
 ASKED_S = 1.0
-"""So long an end that somebody asked for (SIGTERM, SIGINT) is not told: all may be ending."""
+"""An end by SIGTERM or SIGINT is held back for this long: all ranks may be ending."""
 GIVEN_UP_S = 30.0
-"""Whoever has not moved for so long waits for what it is in, whatever else it does."""
+"""A rank that has not moved for this long waits for its call, whatever else it does."""
 FOLLOWED_S = 0.4
-"""So long an end with an exit code, or an abort, is not told: its cause may be seen later."""
+"""An end with an exit code, or an abort, is held back: its cause may be seen later."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Endings:
     wait_s
         A process that ended in good order is missed when another waits for so long.
     held_s
-        No end is told before this: whoever ends ranks on purpose says so within the time.
+        No end is reported before this: a controller that ends ranks says so within the time.
     """
 
     wait_s: float = 2.0
@@ -99,7 +99,7 @@ class Endings:
             all_done = asked & ~self._missed(job, ended)
             ranks["exit_code"][all_done], ranks["phase"][all_done] = 0, Phase.EXIT
         else:
-            # Beside another end that was asked for is told as what followed.
+            # Beside another end that was asked for, it is reported as a consequence.
             ranks["alive"][asked & (age < FOLLOWED_S)] = True
         if failed.any() and not (ended & ~well & ~asked & ~failed).any():
             ranks["alive"][failed & (age < FOLLOWED_S)] = True

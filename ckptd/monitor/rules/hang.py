@@ -55,7 +55,7 @@ class Waits:
 
 
 def waits(job: JobView, gone: Array) -> Waits:
-    """Return who waits for whom in `job`.
+    """Return which rank waits for which in `job`.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def hangs(
     limits, learned
         How long is too long.
     gone
-        Ranks that another verdict explains; whoever waits for them is explained too.
+        Ranks that another verdict explains; ranks that wait for them are explained too.
     stopped
         Ranks that the kernel has shown as stopped for long: that is no pause of the program.
     """
@@ -187,7 +187,7 @@ def hangs(
     ]
     yield from found
     if not found and not gone.any():
-        # Beside a known culprit, whoever waits for silent ranks may well wait for it through them.
+        # Beside a known culprit, ranks that wait for silent ones may wait for it through them.
         unheard = tuple(_unheard(job, wait, within))
         yield from unheard or _held_up_unseen(job, limits, gone, stopped)
 
@@ -260,7 +260,7 @@ def _elsewhere(job: JobView) -> Array:
 
 
 def _in_message(job: JobView) -> Array:
-    """Return ranks whose oldest open call is a message: nothing tells whether they wait for it."""
+    """Return ranks whose oldest open call is a message: nothing shows whether they wait for it."""
     calls = job.calls
     out = np.zeros(len(job.ranks), bool)
     out[calls["row"][_pending(job) & np.isin(calls["op"], P2P)]] = True

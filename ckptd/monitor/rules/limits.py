@@ -48,7 +48,7 @@ class HangLimits:
     warm_steps
         Before a rank has made so many steps, the floor of INIT holds.
     majority_wait
-        How long a mismatch may wait for a strict majority before it is told without a culprit.
+        How long a mismatch may wait for a strict majority before it is reported without a culprit.
     missed_beats
         Beats that an agent misses before its node is taken for silent.
     stopped_s

@@ -96,7 +96,7 @@ AHEAD = 1 << 14
 """A step so far beyond those of most ranks is a lie or a damage."""
 
 MOST_CELLS = 1 << 24
-"""Cells of each table: what bounds its memory, whatever world a sheet claims."""
+"""Cells of each table: what bounds its memory, whatever world a report claims."""
 
 
 class StepBook:
@@ -139,12 +139,12 @@ class StepBook:
             self._usual = usual
 
     def add(self, rows: Array, ranks: Array) -> None:
-        """Take rows of `ckptd.monitor.report.STEP`; `ranks` are the ranks of the sheet's rows."""
+        """Take rows of `ckptd.monitor.report.STEP`; `ranks` are the ranks of the report's rows."""
         rows = rows[rows["phase"] == Phase.TRAIN]
         if self._usual >= 0:
             rows = rows[rows["step"] <= self._usual + AHEAD]
         rank = ranks[rows["row"]]
-        # Of a job that is not joined yet the size is what this sheet shows.
+        # Of a job that is not joined yet the size is what this report shows.
         kept = (rank < self.world) & (rows["step"] > self.newest - self._depth)
         rows, rank = rows[kept], rank[kept]
         if not len(rows):
@@ -815,7 +815,7 @@ class StepPace:
         self._of: tuple[int, ...] = ()
 
     def add(self, rows: Array, ranks: Array) -> None:
-        """Take the steps of a sheet, and its rows of ranks."""
+        """Take the steps of a report, and its rows of ranks."""
         if not self._book.world:
             self._book.follow(ranks["step"], int(ranks["world"].max()))
         self._book.add(rows, ranks["rank"])
