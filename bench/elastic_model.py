@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckptd.elastic.goodput import Goodput
+from ckptd.elastic.control.history import Goodput
+from ckptd.elastic.control.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.messages import (
     Action,
     Ended,
@@ -32,7 +33,6 @@ from ckptd.elastic.messages import (
     Tick,
 )
 from ckptd.elastic.policy import Job, Shape
-from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
 from ckptd.root.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose
 
 __all__ = ["ASSUMED", "KINDS", "SYSTEMS", "System", "month"]

@@ -16,9 +16,9 @@ GPUS = 8
 
 def measure(ranks: int) -> dict[str, Any]:
     """Return milliseconds of processor time for one job of so many ranks."""
+    from ckptd.elastic.control.statemachine import State, StateMachine
     from ckptd.elastic.messages import Ended, Fenced, Loaded, NodeUp, Progress, Tick
     from ckptd.elastic.policy import Job, Shape
-    from ckptd.elastic.statemachine import State, StateMachine
 
     nodes = ranks // GPUS
     pipeline = 16 if nodes % 16 == 0 else 1

@@ -20,9 +20,9 @@ from ckptd.net.signing import SECRET_VARIABLE, job_secret
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
+    from ckptd.elastic.control.running import Setup
+    from ckptd.elastic.control.states import ControllerSettings
     from ckptd.elastic.policy import Job, Memory, Shape
-    from ckptd.elastic.running import Setup
-    from ckptd.elastic.states import ControllerSettings
 
 __all__ = ["ControllerDocument", "controller"]
 
@@ -121,8 +121,8 @@ def controller(
     Killed at any instant and started again with the same log, it goes on; training goes on
     meanwhile. TERM or INT ends the controller and not the job: ckptd ctl stop does that.
     """
+    from ckptd.elastic.control.running import Setup, run_controller
     from ckptd.elastic.places import open_places
-    from ckptd.elastic.running import Setup, run_controller
     from ckptd.elastic.signpost import Signpost, put_up
     from ckptd.net.address import listen_at
 
@@ -243,7 +243,7 @@ def _sizes(where: str, text: str) -> tuple[int, ...]:
 
 
 def _settings(assignments: tuple[str, ...]) -> ControllerSettings:
-    from ckptd.elastic.states import ControllerSettings, ExitCodes
+    from ckptd.elastic.control.states import ControllerSettings, ExitCodes
 
     settings = ControllerSettings()
     known = {one.name: getattr(settings, one.name) for one in fields(settings)}

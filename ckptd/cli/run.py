@@ -29,9 +29,9 @@ from ckptd.net.signing import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from ckptd.cli.watch_parts import DaemonSupervisor
-    from ckptd.elastic.launchers.crew import Program
     from ckptd.elastic.launchers.node import Ending, NodeLauncher
     from ckptd.elastic.launchers.sidecars import ControllerSupervisor
+    from ckptd.elastic.launchers.workerpool import Program
 
 __all__ = [
     "SWITCHES",
@@ -475,7 +475,7 @@ def _job_name(job: str | None, run_id: str, command: tuple[str, ...], *, alone: 
 def _settings(
     given: tuple[str, ...], level: int | None, max_restarts: int | None, no_restart_on: str
 ) -> tuple[str, ...]:
-    from ckptd.elastic.states import ControllerSettings, ExitCodes
+    from ckptd.elastic.control.states import ControllerSettings, ExitCodes
 
     ExitCodes(no_restart_on)
     names = {text.partition("=")[0] for text in given}
@@ -711,7 +711,7 @@ class _Run:
             argv = (python, "-u", *(["-m"] if mode == "module" else []), *argv)
             mode = "exec"
         plain = mode == "exec" or os.environ.get("CKPTD_ZYGOTE") == "0"
-        from ckptd.elastic.launchers.crew import programs
+        from ckptd.elastic.launchers.workerpool import programs
 
         return programs({"mode": mode, "argv": argv, "environ": environ, "plain": plain})
 

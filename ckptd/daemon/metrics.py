@@ -12,8 +12,8 @@ import numpy as np
 from ckptd.daemon.lifetime import RECOVERY_BUCKETS_S, RecoveryCounts
 from ckptd.daemon.rounds import STATUS, RoundResult
 from ckptd.daemon.service import Service
+from ckptd.elastic.control.states import State
 from ckptd.elastic.messages import NodeRow
-from ckptd.elastic.states import State
 from ckptd.errors import UsageError
 from ckptd.monitor.collectives import BUS_BYTES, CALLS, SECONDS, SIZES, TIMES, TIMES_S, Book
 from ckptd.monitor.stats import Array

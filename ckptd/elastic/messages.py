@@ -771,7 +771,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job
         Its name.
     state, reason
-        See `ckptd.elastic.statemachine.State`; why it is in it.
+        See `ckptd.elastic.control.statemachine.State`; why it is in it.
     since
         Seconds since 1970 at which the state began.
     at
@@ -785,9 +785,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     nodes
         Sorted by name.
     recoveries
-        The last 100, the oldest first: the fields of `ckptd.elastic.splits.Recovery`.
+        The last 100, the oldest first: the fields of `ckptd.elastic.control.history.Recovery`.
     goodput
-        Seconds of each kind: those of `ckptd.elastic.goodput.Goodput`.
+        Seconds of each kind: those of `ckptd.elastic.control.history.Goodput`.
     told
         The last 20 sentences for people, the oldest first.
     log

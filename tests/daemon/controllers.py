@@ -27,8 +27,8 @@ CONTROLLER = """
 import socket, sys
 from ckptd.elastic.places import open_places
 from ckptd.elastic.policy import Job, Shape
-from ckptd.elastic.running import Setup, run_controller
-from ckptd.elastic.states import ControllerSettings
+from ckptd.elastic.control.running import Setup, run_controller
+from ckptd.elastic.control.states import ControllerSettings
 
 name, secret, place, replicas, port = sys.argv[1:]
 sock = socket.create_server(("127.0.0.1", int(port)))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ckptd.cli.main import app
+from ckptd.cli.main import app, installed_verbs
 from ckptd.cli.run import separated
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
@@ -37,6 +37,7 @@ def parses(command: list[str]) -> bool:
     assert Path(command[0]).name == "ckptd"
     if command[1] == "run":
         command = [*command[:2], *separated(command[2:], {})]
+    installed_verbs()
     app.parse_args(command[1:], exit_on_error=False, print_error=False)
     return True
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from ckptd.elastic.control.statemachine import ControllerSettings, StateMachine
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import Action, Event, Fenced, NodeUp, Start, Tick
 from ckptd.elastic.policy import Job, Shape
-from ckptd.elastic.statemachine import ControllerSettings, StateMachine
 
 JOB = Job(microbatches=6, planned=Shape(dp=3))
 A = TypeVar("A", bound=Action)

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 
 from ckptd.elastic.lastwords import FOLDER, LastWords, last_words_of
-from ckptd.elastic.launchers.crew import Crew, Program
 from ckptd.elastic.launchers.memory import MemoryWatch
 from ckptd.elastic.launchers.output import Output, error_of
+from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
 from ckptd.elastic.link import NodeLink
@@ -190,7 +190,7 @@ class NodeLauncher:
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
         self._lease = LeaseFile(folder / "lease")
-        self._crew = Crew(
+        self._pool = WorkerPool(
             program,
             output,
             self._selector,
@@ -257,14 +257,14 @@ class NodeLauncher:
             what()
 
     def _state(self) -> NodeUp:
-        mine = self._crew.workers.live(lambda w: w.generation == self._running)
+        mine = self._pool.workers.live(lambda w: w.generation == self._running)
         if mine:  # one that is dead is started anew, and costs the others nothing
             self._sessions = all(w.session for w in mine)
         return NodeUp(
             node=self._s.node,
             life=self._life,
             # Others train on meanwhile: they are stopped once these can really join.
-            slots=self._s.slots if self._crew.ready else 0,
+            slots=self._s.slots if self._pool.ready else 0,
             fenced=self._fenced,
             running=self._running,
             sessions=self._sessions,
@@ -283,12 +283,12 @@ class NodeLauncher:
             self._interrupted_until = 0.0
             for worker in self._unfenced():
                 worker.kill()
-        if self._leaving and (now >= self._leave_by or not self._crew.workers.live()):
+        if self._leaving and (now >= self._leave_by or not self._pool.workers.live()):
             self._left()
         self._tell_ends(now)
         if now - self._looked >= _LOOK_S:
             self._looked = now
-            for worker in self._crew.workers.live(lambda w: w.pid > 0):
+            for worker in self._pool.workers.live(lambda w: w.pid > 0):
                 self._memory.look(worker.pid)
         self._look_at_refusal()
         silent = self._link.silent_s > (_SILENT_S if self._link.met else _FIRST_SILENT_S)
@@ -337,7 +337,7 @@ class NodeLauncher:
 
     def _look_at_lease(self) -> None:
         # Those as well that were only told to end: they may step meanwhile.
-        live = self._crew.workers.live()
+        live = self._pool.workers.live()
         if not live or not self._lease_over:
             return
         known = all(worker.killed for worker in live)
@@ -360,7 +360,7 @@ class NodeLauncher:
         elif isinstance(order, Begin):
             self._take_begin(order)
         elif isinstance(order, StoreAt):
-            self._crew.store_at(order)
+            self._pool.store_at(order)
         elif isinstance(order, SaveNow):
             self._save(order)
         elif isinstance(order, DaemonAt):
@@ -386,19 +386,19 @@ class NodeLauncher:
             by = self._interrupted_until or time.monotonic() + self._s.interrupt_s
             self._interrupted_until = by
         else:
-            for worker in self._crew.workers.live(lambda w: w.generation < self._fencing):
+            for worker in self._pool.workers.live(lambda w: w.generation < self._fencing):
                 worker.kill()
         self._settle()
 
     def _unfenced(self) -> list[Worker]:
-        return self._crew.workers.live(lambda w: w.generation < self._fencing and not w.out)
+        return self._pool.workers.live(lambda w: w.generation < self._fencing and not w.out)
 
     def _take_begin(self, begin: Begin) -> None:
         if begin.generation <= max(self._fenced, self._begun) or self._leaving:
             return
         self._begun, self._begin, self._began_at = begin.generation, begin, time.monotonic()
         self._marks, self._order = {}, begin.node_rank
-        for worker in self._crew.workers.live(lambda w: begin.level > 0 or not w.idle):
+        for worker in self._pool.workers.live(lambda w: begin.level > 0 or not w.idle):
             worker.kill()
         self._settle()
 
@@ -415,12 +415,12 @@ class NodeLauncher:
         begin = self._begin
         if begin is not None and self._may_start(begin):
             self._start(begin)
-        if self._running and not any(map(self._is_current, self._crew.workers)):
+        if self._running and not any(map(self._is_current, self._pool.workers)):
             self._running = 0
         self._refresh()
 
     def _may_start(self, begin: Begin) -> bool:
-        old = self._crew.workers.live(lambda w: w.generation < begin.generation and not w.idle)
+        old = self._pool.workers.live(lambda w: w.generation < begin.generation and not w.idle)
         # A Begin may be heard before the echo that renews a lease which was over.
         may = self._ending is None and not self._lease_over
         return may and self._started < begin.generation and not old
@@ -431,7 +431,7 @@ class NodeLauncher:
         where = f"{_count(begin.world, 'rank')} on {_count(begin.nodes, 'node')} ({begin.shape})"
         step = f" from step {begin.step}" if begin.step else ""
         self._say(f"generation {begin.generation}: {where}{step}; {begin.reason}")
-        self._crew.start(begin, self._s.address or self._link.here or "127.0.0.1")
+        self._pool.start(begin, self._s.address or self._link.here or "127.0.0.1")
         self._settle_marks()
 
     def _is_current(self, worker: Worker) -> bool:
@@ -445,7 +445,7 @@ class NodeLauncher:
             self._link.tell(Broken(node=self._s.node, generation=generation, reason=reason))
 
     def _save(self, order: SaveNow) -> None:
-        for worker in self._crew.workers.live(lambda w: w.generation == order.generation):
+        for worker in self._pool.workers.live(lambda w: w.generation == order.generation):
             if worker.end is not None:
                 worker.end.send(order)
 
@@ -487,7 +487,7 @@ class NodeLauncher:
         over = self._told_of_lease or self._fenced >= generation
         if not self._ends or begin is None or over:
             return
-        going = [w for w in self._crew.workers if w.generation == generation and w.code is None]
+        going = [w for w in self._pool.workers if w.generation == generation and w.code is None]
         ending = sum(self._is_ending(w) for w in going)
         failed = [end for end in self._ends if end.code]
         well = len(self._ends) - len(failed) + ending
@@ -525,13 +525,13 @@ class NodeLauncher:
         self._ending = Ending("missing-package", reason, 2)
 
     def _known(self, pid: int) -> bool:
-        return self._crew.workers.of_session(pid) is not None
+        return self._pool.workers.of_session(pid) is not None
 
     def _heard(self, end: WorkerEnd, message: FromWorker | None) -> None:
         self._post(partial(self._hear, end, message))
 
     def _hear(self, end: WorkerEnd, message: FromWorker | None) -> None:
-        worker = self._crew.workers.of_session(end.pid)
+        worker = self._pool.workers.of_session(end.pid)
         if worker is None or (worker.dead and not isinstance(message, Progress)):
             return  # a step that it told of before it died counts
         if message is None:
@@ -561,7 +561,7 @@ class NodeLauncher:
             worker.marks.add(message.name)
         elif isinstance(message, Loaded):
             worker.loaded = max(worker.loaded, message.step)
-            live = self._crew.workers.live(self._is_current)
+            live = self._pool.workers.live(self._is_current)
             if self._loaded_of < generation and all(w.loaded >= 0 for w in live):
                 self._loaded_of = generation
                 step = min((w.loaded for w in live), default=-1)
@@ -577,7 +577,7 @@ class NodeLauncher:
 
     def _settle_marks(self) -> None:
         """Tell how far the slowest worker is."""
-        live = self._crew.workers.live(self._is_current)
+        live = self._pool.workers.live(self._is_current)
         if not self._running or not live or self._running != self._started:
             return
         reached = {"spawned"} if all(w.pid for w in live) else set()
@@ -591,7 +591,7 @@ class NodeLauncher:
     # --- the end ----------------------------------------------------------------------------------
 
     def _leave(self, number: signal.Signals) -> None:
-        live = self._crew.workers.live()
+        live = self._pool.workers.live()
         if self._leaving or not live:
             self._leaving = self._leaving or number
             self._left()
@@ -609,7 +609,7 @@ class NodeLauncher:
             self._tell_to_end(signal.SIGTERM if ordered else number)
 
     def _tell_to_end(self, number: signal.Signals) -> None:
-        for worker in self._crew.workers.live(lambda w: not w.killed):
+        for worker in self._pool.workers.live(lambda w: not w.killed):
             worker.tell_to_end(number)
 
     def _left(self) -> None:
@@ -621,16 +621,16 @@ class NodeLauncher:
         ending = self._ending
         # From now on nothing is begun, also where it ends by an error.
         self._ending = ending or Ending("defect", "", 1)
-        for worker in self._crew.workers:
+        for worker in self._pool.workers:
             worker.kill()
         end = time.monotonic() + _DEAD_S
-        while self._crew.workers.live() and time.monotonic() < end:
+        while self._pool.workers.live() and time.monotonic() < end:
             for key, _ in self._selector.select(_TURN_S):
                 key.data()
         if ending is None or ending.kind in ("left", "defect"):
             self._link.tell(Left(node=self._s.node))
         self._link.close(_FORGET_S if ending is not None else 0.0)
-        self._crew.close()
+        self._pool.close()
         self._end_of_workers.close()
         self._lease.close()
         self._output.finish()

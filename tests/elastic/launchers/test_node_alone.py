@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.launchers.crew import Crew, Program
 from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
 from ckptd.elastic.launchers.output import Output
+from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker
 from ckptd.elastic.messages import Attach, Begin, Ended, FenceNow, FromWorker, Said, Seat, StoreAt
 from ckptd.elastic.policy import Shape
@@ -48,7 +48,7 @@ class Alone:
             self.said.append,
         )
         self.link = self.launcher._link
-        self.crew: Crew = self.launcher._crew
+        self.pool: WorkerPool = self.launcher._pool
         self.link.start()
 
     def until(self, what: Callable[[], object]) -> None:
@@ -75,8 +75,8 @@ class Alone:
     def started(self) -> list[Worker]:
         """Begin generation 1, and return its workers."""
         self.begin()
-        self.until(lambda: self.crew.workers.live() and all(w.pid for w in self.crew.workers))
-        return list(self.crew.workers)
+        self.until(lambda: self.pool.workers.live() and all(w.pid for w in self.pool.workers))
+        return list(self.pool.workers)
 
     def codes(self) -> list[int]:
         """Codes of ends that were told, once no worker is left."""
@@ -102,9 +102,9 @@ def test_a_node_has_not_ended_well_before_all_codes_are_known(tmp_path: Path) ->
     with alone(tmp_path) as one:
         first, second = one.started()
         second.dead = True  # its descriptor says so, and the zygote has not told its code yet
-        one.crew._gone(first, 0)
+        one.pool._gone(first, 0)
         assert one.codes() == []
-        one.crew._gone(second, 3)
+        one.pool._gone(second, 3)
         assert one.codes() == [3]
 
 
@@ -113,10 +113,10 @@ def test_a_generation_waits_for_the_lease_that_a_controller_renews(tmp_path: Pat
         one.launcher._leased(time.monotonic() - 1.0)
         one.begin()
         one.launcher._once(0.0)
-        assert not list(one.crew.workers)
+        assert not list(one.pool.workers)
         one.launcher._leased(time.monotonic() + 1000.0)
         one.launcher._once(0.0)
-        assert [w.killed for w in one.crew.workers] == [False, False]
+        assert [w.killed for w in one.pool.workers] == [False, False]
 
 
 @pytest.mark.long
@@ -125,7 +125,7 @@ def test_the_end_of_a_lease_kills_those_too_that_were_told_to_end(tmp_path: Path
         for worker in one.started():
             worker.killed = True
         one.launcher._leased(time.monotonic() - 1.0)
-        one.until(lambda: not one.crew.workers.live())
+        one.until(lambda: not one.pool.workers.live())
         assert one.codes() == []
 
 
@@ -254,7 +254,7 @@ def test_a_store_that_is_there_before_a_generation_can_begin_is_not_forgotten(
         one.begin()
         one.launcher._ordered(StoreAt(1, "localhost", 9))
         one.launcher._leased(time.monotonic() + 1000.0)
-        workers = list(one.crew.workers)
+        workers = list(one.pool.workers)
         assert len(workers) == 2
         one.until(lambda: all(w.pid and w.gate == -1 for w in workers))
         assert not any(w.killed for w in workers)

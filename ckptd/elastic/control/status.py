@@ -6,10 +6,10 @@ import math
 import time
 from dataclasses import dataclass
 
-from ckptd.elastic.chronicle import Chronicle
+from ckptd.elastic.control.history import RecoveryHistory
+from ckptd.elastic.control.roster import Node
+from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.messages import NodeRow, Relaunch, Status
-from ckptd.elastic.roster import Node
-from ckptd.elastic.statemachine import StateMachine
 
 __all__ = ["Setting", "status_of"]
 
@@ -37,7 +37,7 @@ class Setting:
 def status_of(
     setting: Setting,
     machine: StateMachine,
-    chronicle: Chronicle,
+    history: RecoveryHistory,
     relaunch: tuple[int, Relaunch] | None = None,
     ended: str = "",
     daemon: str = "",
@@ -69,9 +69,9 @@ def status_of(
         world=len(record.members) if record is not None else 0,
         planned=machine.job.planned,
         nodes=tuple(_row(n, members, now) for n in sorted(known, key=lambda n: n.name)),
-        recoveries=chronicle.recoveries,
-        goodput=chronicle.goodput(now),
-        told=chronicle.told,
+        recoveries=history.recoveries,
+        goodput=history.goodput(now),
+        told=history.told,
         log=setting.log,
         address=setting.address,
         life=setting.life,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptd.elastic.messages import Abort, Ended, Fence, Lost, NodeUp, Progress, Reseated
+from tests.elastic.control.simulation import run
 from tests.elastic.driven import Driver, none, restart
-from tests.elastic.simulation import run
 
 
 def test_found_116_a_launcher_that_was_stuck_is_fenced_again() -> None:

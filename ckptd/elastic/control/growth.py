@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ckptd.elastic.control.roster import Roster
 from ckptd.elastic.membership import Record
 from ckptd.elastic.policy import Job, Shape, choose
-from ckptd.elastic.roster import Roster
 from ckptd.errors import RefusedError
 
 __all__ = ["grown"]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from ckptd.elastic.control.statemachine import State
+from ckptd.elastic.control.states import ExitCodes
 from ckptd.elastic.messages import (
     Abort,
     Action,
@@ -30,8 +32,6 @@ from ckptd.elastic.messages import (
     Tick,
 )
 from ckptd.elastic.policy import Job, Shape
-from ckptd.elastic.statemachine import State
-from ckptd.elastic.states import ExitCodes
 from ckptd.errors import UsageError
 from tests.elastic.driven import Driver, none, one, restart, with_sessions
 

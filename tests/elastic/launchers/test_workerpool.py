@@ -13,17 +13,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckptd.elastic.launchers import crew as module
-from ckptd.elastic.launchers.crew import Crew, Program
+from ckptd.elastic.launchers import workerpool as module
 from ckptd.elastic.launchers.output import Output
+from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 
 DEADLINE_S = 110.0
 
 
 @contextmanager
-def a_crew(folder: Path, *argv: str, plain: bool) -> Iterator[tuple[Crew, Callable[..., None]]]:
+def a_pool(
+    folder: Path, *argv: str, plain: bool
+) -> Iterator[tuple[WorkerPool, Callable[..., None]]]:
     selector = selectors.DefaultSelector()
-    crew = Crew(
+    pool = WorkerPool(
         Program(mode="script", argv=argv, environ=dict(os.environ), plain=plain),
         Output(None, folder, "j", "default"),
         selector,
@@ -40,9 +42,9 @@ def a_crew(folder: Path, *argv: str, plain: bool) -> Iterator[tuple[Crew, Callab
                 key.data()
 
     try:
-        yield crew, until
+        yield pool, until
     finally:
-        crew.close()
+        pool.close()
         selector.close()
 
 
@@ -58,9 +60,9 @@ def zygote() -> psutil.Process:
 
 @pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_it_is_ready_when_its_zygote_is_and_shows_what_runs(tmp_path: Path, plain: bool) -> None:
-    with a_crew(tmp_path, "a folder/train.py", "--lr", "1", plain=plain) as (crew, until):
-        assert not crew.ready
-        until(lambda: crew.ready)
+    with a_pool(tmp_path, "a folder/train.py", "--lr", "1", plain=plain) as (pool, until):
+        assert not pool.ready
+        until(lambda: pool.ready)
         assert zygote().cmdline()[-3:] == ["a folder/train.py", "--lr", "1"]
 
 
@@ -68,41 +70,41 @@ def test_a_zygote_that_dies_is_not_ready_until_the_next_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_AGAIN_S", 0.0)
-    with a_crew(tmp_path, "train.py", plain=True) as (crew, until):
-        until(lambda: crew.ready)
+    with a_pool(tmp_path, "train.py", plain=True) as (pool, until):
+        until(lambda: pool.ready)
         os.kill(zygote().pid, signal.SIGKILL)
-        until(lambda: not crew.ready)
-        until(lambda: crew.ready)
+        until(lambda: not pool.ready)
+        until(lambda: pool.ready)
 
 
 def test_a_zygote_is_not_waited_for_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with a_crew(tmp_path, "train.py", plain=True) as (crew, _):
-        assert not crew.ready
+    with a_pool(tmp_path, "train.py", plain=True) as (pool, _):
+        assert not pool.ready
         monkeypatch.setattr(module, "_UNREADY_S", 0.0)
-        assert crew.ready
+        assert pool.ready
 
 
 def test_a_very_long_command_is_shown_in_part(tmp_path: Path) -> None:
-    with a_crew(tmp_path, "train.py", *["x" * 100] * 10_000, plain=True) as (crew, until):
-        until(lambda: crew.ready)
+    with a_pool(tmp_path, "train.py", *["x" * 100] * 10_000, plain=True) as (pool, until):
+        until(lambda: pool.ready)
         shown = zygote().cmdline()
         assert "train.py" in shown
         assert sum(map(len, shown)) < 8192
 
 
 def test_a_job_store_that_is_let_go_of_is_not_read(tmp_path: Path) -> None:
-    with a_crew(tmp_path, "train.py", plain=True) as (crew, _):
-        crew._start_host(1, "127.0.0.1")
-        host = crew._host
+    with a_pool(tmp_path, "train.py", plain=True) as (pool, _):
+        pool._start_host(1, "127.0.0.1")
+        host = pool._host
         assert host is not None
-        crew._end_host()  # a new generation begins
-        crew._told(host)  # what was found readable before that
+        pool._end_host()  # a new generation begins
+        pool._told(host)  # what was found readable before that
 
 
 def test_ranks_are_started_without_files_where_none_can_be_made(tmp_path: Path) -> None:
-    with a_crew(tmp_path, "train.py", plain=True) as (crew, _):
+    with a_pool(tmp_path, "train.py", plain=True) as (pool, _):
         (tmp_path / "logs" / "taken").touch()
-        crew._output.folder = tmp_path / "logs" / "taken"
-        assert crew._streams(0, 0).stdout == crew._streams(0, 0).error_file == ""
+        pool._output.folder = tmp_path / "logs" / "taken"
+        assert pool._streams(0, 0).stdout == pool._streams(0, 0).error_file == ""

@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ckptd.elastic.splits import Recovery, Splitter
-from ckptd.elastic.states import Move, State
+from ckptd.elastic.control.history import Recovery, Splitter
+from ckptd.elastic.control.states import Move, State
 
 
 class Story:

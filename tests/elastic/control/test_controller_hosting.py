@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.elastic.messages import Beat, Fenced, Hosting, NodeUp, Said, StoreAt, Timed
 from ckptd.errors import RefusedError
-from tests.elastic.test_controller_peers import At, Made
+from tests.elastic.control.test_controller_peers import At, Made
 
 
 def stores(node: At) -> list[StoreAt]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.elastic.appending import Appender
+from ckptd.elastic.control.appending import Appender
 from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.membership import Record
 from ckptd.elastic.policy import Shape

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptd.elastic.messages import Left, Lost, NodeUp, Notice, Order, OrderKind, Suspected
-from tests.elastic.simulation import World
-from tests.elastic.simulation_nodes import SimNode
+from tests.elastic.control.simulation import World
+from tests.elastic.control.simulation_nodes import SimNode
 
 __all__ = ["kinds"]
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.elastic.goodput import Goodput
-from ckptd.elastic.states import Move, State
+from ckptd.elastic.control.history import Goodput
+from ckptd.elastic.control.states import Move, State
 
 
 def move(at: float, before: State, state: State) -> Move:

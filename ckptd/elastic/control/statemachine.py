@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
-from ckptd.elastic.growth import grown
-from ckptd.elastic.ladder import DEEPEST, RELAUNCH, Ladder
+from ckptd.elastic.control.growth import grown
+from ckptd.elastic.control.ladder import DEEPEST, RELAUNCH, Ladder
+from ckptd.elastic.control.roster import MOST_DOUBLED, Node, Roster
+from ckptd.elastic.control.states import ControllerSettings, ExitCodes, Move, State
 from ckptd.elastic.membership import Record, check_log, members_of
 from ckptd.elastic.messages import (
     Abort,
@@ -46,8 +48,6 @@ from ckptd.elastic.messages import (
     Tick,
 )
 from ckptd.elastic.policy import Choice, Job, choose
-from ckptd.elastic.roster import MOST_DOUBLED, Node, Roster
-from ckptd.elastic.states import ControllerSettings, ExitCodes, Move, State
 from ckptd.errors import RefusedError
 
 __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]

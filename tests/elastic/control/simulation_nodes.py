@@ -8,9 +8,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptd.elastic.control.statemachine import ControllerSettings, StateMachine
 from ckptd.elastic.membership import Record, decode_record
 from ckptd.elastic.messages import Broken, Ended, Event, Fenced, Loaded, NodeUp
-from ckptd.elastic.statemachine import ControllerSettings, StateMachine
 
 SETTINGS = ControllerSettings(
     silent_s=3.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from ckptd.elastic.control.statemachine import State
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
 from ckptd.elastic.messages import (
     Append,
@@ -20,7 +21,6 @@ from ckptd.elastic.messages import (
     Start,
     Suspected,
 )
-from ckptd.elastic.statemachine import State
 from tests.elastic.driven import Driver, none, one, restart
 
 

@@ -7,7 +7,7 @@ theirs, as the checkpoint's commit does it. The judge (`simulation_judge`) holds
 what must never be: two generations that train at once, a promised step that is not there, a sample
 that is consumed twice or not at all, a job that neither goes on nor says why.
 
-``python -m tests.elastic.simulation FIRST LAST`` plays schedules and prints what went wrong.
+``python -m tests.elastic.control.simulation FIRST LAST`` plays schedules and prints what was wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+from ckptd.elastic.control.statemachine import State, StateMachine
 from ckptd.elastic.leader import may_stand_in
 from ckptd.elastic.membership import Record, decode_record, encode_record
 from ckptd.elastic.messages import (
@@ -40,10 +41,9 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.messages import Ended as EndedEvent
 from ckptd.elastic.policy import Job, Shape
 from ckptd.elastic.schedule import Schedule
-from ckptd.elastic.statemachine import State, StateMachine
 from ckptd.errors import CorruptError
-from tests.elastic.simulation_judge import Line, Violation
-from tests.elastic.simulation_nodes import LEASE_S, SETTINGS, Boss, Nodes, SimNode
+from tests.elastic.control.simulation_judge import Line, Violation
+from tests.elastic.control.simulation_nodes import LEASE_S, SETTINGS, Boss, Nodes, SimNode
 
 STEP_S = 0.5
 _SHAPES = (Shape(1, 3, 1), Shape(1, 4, 1), Shape(2, 2, 1), Shape(2, 2, 2))
@@ -385,7 +385,7 @@ def run(seed: int, faults: int | None = None) -> World:
     faults
         How many; up to 12 if left out.
     """
-    from tests.elastic.simulation_faults import kinds
+    from tests.elastic.control.simulation_faults import kinds
 
     world = World(seed)
     rng = world.rng

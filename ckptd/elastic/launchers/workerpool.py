@@ -30,7 +30,7 @@ from ckptd.elastic.launchers.zygotewire import (
 from ckptd.elastic.messages import Begin, Go, Seat, StoreAt
 from ckptd.net.address import LOCALHOST
 
-__all__ = ["Crew", "Program", "programs"]
+__all__ = ["Program", "WorkerPool", "programs"]
 
 _AGAIN_S = 1.0
 _UNREADY_S = 60.0
@@ -72,7 +72,7 @@ class _Host:
     told: bytes = b""
 
 
-class Crew:
+class WorkerPool:
     """All of them; used by one thread, which waits with `selector` and calls what it finds there.
 
     Parameters

@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.elastic.appending import Appender
-from ckptd.elastic.chronicle import Chronicle
-from ckptd.elastic.controller import Controller
+from ckptd.elastic.control.appending import Appender
+from ckptd.elastic.control.controller import Controller
+from ckptd.elastic.control.history import RecoveryHistory
+from ckptd.elastic.control.statemachine import ControllerSettings, State, StateMachine
+from ckptd.elastic.control.status import Setting, status_of
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.log import MembershipLog
@@ -32,8 +34,6 @@ from ckptd.elastic.messages import (
     Taken,
     Tick,
 )
-from ckptd.elastic.statemachine import ControllerSettings, State, StateMachine
-from ckptd.elastic.status import Setting, status_of
 from ckptd.store import open_store
 from tests.elastic.driven import JOB
 
@@ -58,16 +58,16 @@ class Made:
 
     def __init__(self, folder: Path) -> None:
         self.machine = StateMachine(JOB, ControllerSettings(), (), 0.0)
-        self.chronicle = Chronicle()
+        self.history = RecoveryHistory()
         log = MembershipLog(open_store(str(folder)))
         self.controller = Controller(
-            self.machine, Appender(log, 0, print), self.chronicle, self.status, self.reseat
+            self.machine, Appender(log, 0, print), self.history, self.status, self.reseat
         )
         self.door = Door("j", b"s" * 32, "1", self.controller, lambda _, __: None)
         self.url = "log"
 
     def status(self) -> Status:
-        return status_of(Setting("j", self.url, "127.0.0.1:1", "1"), self.machine, self.chronicle)
+        return status_of(Setting("j", self.url, "127.0.0.1:1", "1"), self.machine, self.history)
 
     async def reseat(self) -> None:
         return
@@ -195,7 +195,7 @@ def test_a_status_that_is_too_large_costs_only_who_watches(tmp_path: Path) -> No
         made.url = "x" * MOST_FRAME_BYTES
         made.controller._send_status()
         assert operator.was_cut
-        assert "too large" in made.chronicle.told[-1]
+        assert "too large" in made.history.told[-1]
 
     asyncio.run(case())
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptd.elastic.appending import Appender
-from ckptd.elastic.chronicle import Chronicle
-from ckptd.elastic.controller import Controller, Ending
+from ckptd.elastic.control.appending import Appender
+from ckptd.elastic.control.controller import Controller, Ending
+from ckptd.elastic.control.history import RecoveryHistory
+from ckptd.elastic.control.statemachine import StateMachine
+from ckptd.elastic.control.states import ControllerSettings
+from ckptd.elastic.control.status import Setting, status_of
 from ckptd.elastic.controller_server import Door, Peer
 from ckptd.elastic.leader import LOOK_S, Outlook, seat_taken
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import Status
 from ckptd.elastic.places import Places
 from ckptd.elastic.policy import Job
-from ckptd.elastic.statemachine import StateMachine
-from ckptd.elastic.states import ControllerSettings
-from ckptd.elastic.status import Setting, status_of
 from ckptd.errors import CkptdError, ConflictError, StoreError
 
 __all__ = ["Setup", "run_controller"]
@@ -114,18 +114,18 @@ class _Run:
         stopped = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _settle, stopped)
-        chronicle = Chronicle(setup.events, say=setup.say)
+        history = RecoveryHistory(setup.events, say=setup.say)
         try:
             # The seat first: whoever had it before appends nothing that is not read after.
             await self._patiently(self._take_seat)
             records = await self._patiently(setup.places.log.read)
-            return await self._control(chronicle, records, stopped)
+            return await self._control(history, records, stopped)
         finally:
-            chronicle.close()
+            history.close()
             setup.sock.close()
 
     async def _control(
-        self, chronicle: Chronicle, records: list[Record], stopped: asyncio.Future[None]
+        self, history: RecoveryHistory, records: list[Record], stopped: asyncio.Future[None]
     ) -> Ending | None:
         setup = self._setup
         epoch = time.time() - time.monotonic()
@@ -133,33 +133,33 @@ class _Run:
             setup.job, setup.settings, records, time.monotonic(), by=setup.life, epoch=epoch
         )
         setting = Setting(setup.name, setup.places.url, setup.address, setup.life)
-        appender = Appender(setup.places.log, len(records), chronicle.tell)
+        appender = Appender(setup.places.log, len(records), history.tell)
 
         def status() -> Status:
             ended = controller.ending.kind if controller.ending is not None else ""
             return status_of(
-                setting, machine, chronicle, controller.relaunch, ended, controller.daemon
+                setting, machine, history, controller.relaunch, ended, controller.daemon
             )
 
         outlook = Outlook(setup.places.leader) if setup.several else None
         controller = Controller(
             machine,
             appender,
-            chronicle,
+            history,
             status,
             lambda: self._reseat(door),
             (lambda: self._check_others(outlook, machine)) if outlook is not None else None,
         )
 
         def refused(peer: Peer, error: CkptdError) -> None:
-            chronicle.refused(f"{peer.where}: {error.message}")
+            history.refused(f"{peer.where}: {error.message}")
 
         door = Door(setup.name, setup.secret, setup.life, controller, refused)
         await door.open(setup.sock)
         self._announce()
         tasks: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(controller.run()),
-            asyncio.ensure_future(self._watch_seat(chronicle)),
+            asyncio.ensure_future(self._watch_seat(history)),
             stopped,
         ]
         if outlook is not None:
@@ -212,7 +212,7 @@ class _Run:
         await self._patiently(self._take_seat)
         door.life = self._lives[-1]
 
-    async def _watch_seat(self, chronicle: Chronicle) -> None:
+    async def _watch_seat(self, history: RecoveryHistory) -> None:
         """End as soon as somebody else has the seat: this one's echoes must renew no lease then."""
         setup = self._setup
         failing = False
@@ -222,7 +222,7 @@ class _Run:
                 newest = await asyncio.to_thread(setup.places.leader.newest)
             except StoreError as error:
                 if not failing:
-                    chronicle.tell(f"the controller's seat cannot be read: {error.message}")
+                    history.tell(f"the controller's seat cannot be read: {error.message}")
                 failing = True
                 continue
             failing = False

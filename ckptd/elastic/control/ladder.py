@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckptd.elastic.control.states import ControllerSettings
 from ckptd.elastic.membership import Record
-from ckptd.elastic.states import ControllerSettings
 
 __all__ = ["DEEPEST", "RELAUNCH", "Ladder"]
 

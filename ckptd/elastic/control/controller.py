@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ckptd.elastic.appending import Appender
-from ckptd.elastic.chronicle import Chronicle
+from ckptd.elastic.control.appending import Appender
+from ckptd.elastic.control.history import RecoveryHistory
+from ckptd.elastic.control.parts import Parts
+from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.controller_server import Peer
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.messages import (
@@ -60,8 +62,6 @@ from ckptd.elastic.messages import (
     Timed,
     exit_code,
 )
-from ckptd.elastic.parts import Parts
-from ckptd.elastic.statemachine import StateMachine
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.net.address import is_loopback
 
@@ -115,10 +115,10 @@ class Controller:
         Decides; its moments are those of ``time.monotonic``.
     appender
         Writes records.
-    chronicle
+    history
         Keeps what people want to know.
     status
-        Returns the status; see `ckptd.elastic.status.status_of`.
+        Returns the status; see `ckptd.elastic.control.status.status_of`.
     reseat
         Takes the seat anew; see `ckptd.elastic.messages.Reseat`.
     check
@@ -139,7 +139,7 @@ class Controller:
         self,
         machine: StateMachine,
         appender: Appender,
-        chronicle: Chronicle,
+        history: RecoveryHistory,
         status: Callable[[], Status],
         reseat: Callable[[], Awaitable[None]],
         check: Callable[[], Awaitable[None]] | None = None,
@@ -149,7 +149,7 @@ class Controller:
         self.ending: Ending | None = None
         self.relaunch: tuple[int, Relaunch] | None = None
         self.daemon = ""
-        self._appender, self._chronicle, self._status = appender, chronicle, status
+        self._appender, self._history, self._status = appender, history, status
         self._reseat = reseat
         # A controller that another one has followed renews leases for a moment more, and the other
         # one counts from its own beginning.
@@ -235,7 +235,7 @@ class Controller:
         elif isinstance(message, Hosting):
             self._hosting(name, StoreAt(message.generation, message.host, message.port))
         else:
-            self._chronicle.timed(message)
+            self._history.timed(message)
 
     def _check_generation(self, message: Beat | Said | Hosting | Timed) -> None:
         """Refuse what would use up the numbers of generations."""
@@ -294,7 +294,7 @@ class Controller:
         ends = bool(up.running or up.fenced)
         node.peer.send(_bye(Ending("name-taken", text, 1)) if ends else Taken(text=text))
         node.peer.close()
-        self._chronicle.refused(f"{node.peer.where}: {text}")
+        self._history.refused(f"{node.peer.where}: {text}")
         return False
 
     @staticmethod
@@ -346,7 +346,7 @@ class Controller:
             return
         if said.url != self.daemon:
             self.daemon, self._dirty = said.url, True
-            self._chronicle.tell(f"the daemon is at {said.url}")
+            self._history.tell(f"the daemon is at {said.url}")
             for node in self._nodes.values():
                 node.peer.send(DaemonAt(said.url))
         peer.send(Answer(number=said.number, ok=True))
@@ -360,7 +360,7 @@ class Controller:
         except CkptdError as error:
             peer.send(Answer(number=number, ok=False, kind=error.kind, text=str(error)[:4000]))
             return
-        self._chronicle.tell(f"{peer.name}: {_words(do.event)}")
+        self._history.tell(f"{peer.name}: {_words(do.event)}")
         self.put(do.event, lambda: peer.send(Answer(number=number, ok=True)))
 
     def _check(self, event: Event) -> None:
@@ -439,8 +439,8 @@ class Controller:
         before = (self.machine.state, self.machine.generation, self.machine.step)
         actions = self.machine.handle(event, time.monotonic())
         if self.machine.step > before[2]:
-            self._chronicle.committed(self.machine.step, time.monotonic())
-        self._chronicle.moved(self.machine.moves())
+            self._history.committed(self.machine.step, time.monotonic())
+        self._history.moved(self.machine.moves())
         self._believe()
         if not isinstance(event, Tick) or actions:
             self._dirty = True
@@ -471,10 +471,10 @@ class Controller:
         elif isinstance(action, Relaunch):
             # Operators that start launchers, a plug-in's supervisor, see it in the status.
             self.relaunch = (self.machine.generation, action)
-            self._chronicle.tell(f"launchers to be started anew: {', '.join(action.nodes)}")
+            self._history.tell(f"launchers to be started anew: {', '.join(action.nodes)}")
             self._send_status()
         elif isinstance(action, Tell):
-            self._chronicle.tell(action.text)
+            self._history.tell(action.text)
         elif isinstance(action, Finish | Abort):
             # A controller that another one has followed must not end the job.
             await self._appender.check()
@@ -499,7 +499,7 @@ class Controller:
     def _start(self, start: Start) -> None:
         if self._parts is None or self._parts.generation != start.record.generation:
             self._parts = Parts(start.record)
-        mttr, mtbf = self._chronicle.mttr_s, self._chronicle.mtbf_s(time.monotonic())
+        mttr, mtbf = self._history.mttr_s, self._history.mtbf_s(time.monotonic())
         for name in start.nodes or self._parts.nodes:
             node = self._nodes.get(name)
             if node is None or node.begun >= start.record.generation:
@@ -522,7 +522,7 @@ class Controller:
 
     def _end(self, ending: Ending) -> None:
         self.ending = ending
-        self._chronicle.tell(ending.text)
+        self._history.tell(ending.text)
         for node in self._nodes.values():
             node.peer.send(_bye(ending))
             if node.before is not None:
@@ -547,7 +547,7 @@ class Controller:
         body = msgspec.msgpack.encode(self._status())
         if len(body) > MOST_FRAME_BYTES:
             # Of more nodes than anybody can look at; only who watches loses something.
-            self._chronicle.tell("the status is too large to be sent to operators")
+            self._history.tell("the status is too large to be sent to operators")
             for peer in list(self._subscribers):
                 peer.cut()
             self._subscribers.clear()
