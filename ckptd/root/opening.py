@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptd.store import StoreSpec
-from ckptd.store.base import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec, checked_url
+from ckptd.store.base import PackSpec, RetrySpec, ThrottleSpec, WrapperSpec, checked_url, scheme_of
 
 __all__ = ["root_spec", "served_spec"]
 
@@ -36,12 +36,15 @@ def root_spec(
     UsageError
         kind ``bad-url``: this is no URL and no path.
     """
+    url = checked_url(url)
+    wrappers: tuple[WrapperSpec, ...] = (PackSpec(level=compress),)
     # Retries are outermost: they keep what they may have to write again, which is then the
-    # caller's memory, and not packed copies of it.
-    wrappers: tuple[WrapperSpec, ...] = (PackSpec(level=compress), RetrySpec())
+    # caller's memory, and not packed copies of it. This process's own memory never needs one.
+    if scheme_of(url) != "memory":
+        wrappers = (*wrappers, RetrySpec())
     if throttle_bytes_s is not None:
         wrappers = (ThrottleSpec(write_bytes_per_s=throttle_bytes_s), *wrappers)
-    return StoreSpec(checked_url(url), dict(options or {}), wrappers)
+    return StoreSpec(url, dict(options or {}), wrappers)
 
 
 def served_spec(url: str, secret: str = "", **options: Any) -> StoreSpec | None:

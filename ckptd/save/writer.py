@@ -495,10 +495,7 @@ class SaveWriter:
             return False  # the commit itself will say what is wrong with the store
 
     def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
-        with events.about(tier=self._tier):
-            self._commit_and_tell(save, plan)
-
-    def _commit_and_tell(self, save: SaveRequest, plan: RankPlan) -> None:
+        """Commit, and say so; what goes wrong later is a warning."""
         orphaned_at: float | None = None
 
         def stop() -> str | None:
@@ -514,9 +511,10 @@ class SaveWriter:
         rank, heard = self._hello.rank, self._unchanged.gathered
         commit = None
         try:
-            commit = commit_attempt(
-                self._catalogue, plan.plan, save, stop, save.timeout_s, rank, heard
-            )
+            with events.about(tier=self._tier):
+                commit = commit_attempt(
+                    self._catalogue, plan.plan, save, stop, save.timeout_s, rank, heard
+                )
         except CkptdError as error:
             self._commit_failed(save, error.to_dict())
             return
@@ -528,7 +526,10 @@ class SaveWriter:
         self.tell(SaveCommitted(save.job))
         # From here on the checkpoint exists: nothing that fails may call it a failed save.
         try:
-            with saving(self._store, save.name, save.attempt, self._hello.rank):
+            with (
+                events.about(tier=self._tier),
+                saving(self._store, save.name, save.attempt, self._hello.rank),
+            ):
                 remove_parts(self._store, save.folder)
                 if save.keep is not None:
                     apply_retention(self._catalogue, save.keep)
