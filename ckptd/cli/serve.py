@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
     from ckptd.daemon.access import Access
-    from ckptd.daemon.place import Address
+    from ckptd.daemon.place import DaemonAddress
     from ckptd.daemon.service import DaemonSetup, Service
     from ckptd.monitor.settings import WatchSettings
 
@@ -193,7 +193,7 @@ def _serve(
     json: bool,
 ) -> int:
     from ckptd.daemon.app import make_app
-    from ckptd.daemon.place import Address, DaemonPlace
+    from ckptd.daemon.place import DaemonAddress, DaemonPlace
     from ckptd.daemon.server import Serving, url_of
     from ckptd.daemon.service import Service
 
@@ -207,7 +207,7 @@ def _serve(
         setup = replace(setup, events=(str(saved),))
     service = Service(setup)
     stack.callback(service.close)
-    address = Address(
+    address = DaemonAddress(
         job=setup.job,
         url=url_of(sock),
         token=access.login,
@@ -286,7 +286,7 @@ def _announce_forwarder(job: str, url: str, above: str, json: bool) -> None:
     print(end="", flush=True)
 
 
-def _announce(address: Address, json: bool) -> None:
+def _announce(address: DaemonAddress, json: bool) -> None:
     if json:
         print_document(
             ServeDocument(

@@ -15,12 +15,12 @@ from ckptd.decoding import json_decoder
 from ckptd.errors import ConflictError, NotFoundError
 from ckptd.runtime.agentlink import run_folder
 
-__all__ = ["Address", "DaemonPlace", "daemons", "find_daemon"]
+__all__ = ["DaemonAddress", "DaemonPlace", "daemons", "find_daemon"]
 
 _MOST_BYTES = 16 << 10
 
 
-class Address(msgspec.Struct, frozen=True, kw_only=True):
+class DaemonAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a daemon listens.
 
     Attributes
@@ -49,7 +49,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.url}/?token={self.token}"
 
 
-_addresses = json_decoder(Address)
+_addresses = json_decoder(DaemonAddress)
 
 
 class DaemonPlace:
@@ -98,7 +98,7 @@ class DaemonPlace:
         finally:
             os.close(fd)
 
-    def write(self, address: Address) -> None:
+    def write(self, address: DaemonAddress) -> None:
         """Say where the daemon listens; readers see all of it or nothing."""
         draft = self.address.with_suffix(f".{os.getpid()}")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -106,7 +106,7 @@ class DaemonPlace:
             file.write(msgspec.json.encode(address))
         os.replace(draft, self.address)
 
-    def read(self) -> Address | None:
+    def read(self) -> DaemonAddress | None:
         """Return where the daemon listens; None if none runs."""
         try:
             data = self.address.read_bytes()[:_MOST_BYTES]
@@ -126,7 +126,7 @@ class DaemonPlace:
             return None
 
 
-def daemons(folder: Path | None = None) -> list[Address]:
+def daemons(folder: Path | None = None) -> list[DaemonAddress]:
     """Return the daemons of this user that run on this machine."""
     base = folder or run_folder()
     found = []
@@ -139,7 +139,7 @@ def daemons(folder: Path | None = None) -> list[Address]:
     return found
 
 
-def find_daemon(job: str | None = None, folder: Path | None = None) -> Address:
+def find_daemon(job: str | None = None, folder: Path | None = None) -> DaemonAddress:
     """Return the daemon of a job, or the only one of this user on this machine.
 
     Parameters

@@ -20,7 +20,7 @@ from ckptd.net import address
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import NetStore, StoreServer, link, new_secret
-from ckptd.store.net.messages import Done
+from ckptd.store.net.messages import Complete
 from ckptd.store.net.session import Session
 from ckptd.testing.store import pattern
 from tests.processes import stop
@@ -213,7 +213,7 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch, count: int) -> list[str]:
 
     def answer(self: Session, request: Any, body: bytes) -> Any:
         result = plain(self, request, body)
-        if type(request).__name__ == "Put" and isinstance(result, Done) and len(cut) < count:
+        if type(request).__name__ == "Put" and isinstance(result, Complete) and len(cut) < count:
             cut.append(request.key)
             raise self._wire.fail("by schedule")
         return result

@@ -31,7 +31,7 @@ from ckptd.net.connection import (
 from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
-from ckptd.store.net.messages import Done, Piece
+from ckptd.store.net.messages import Complete, ObjectPiece
 from tests.store.netserver import ServerProcess, server_process
 
 HEAD = struct.Struct("<II16s")
@@ -286,15 +286,15 @@ def befriend(spec: StoreSpec, rounds: int, seed: int) -> None:
         lambda: messages.Get("a", dice.randrange(-9, 9), dice.choice([None, -1, 1 << 62])),
         lambda: messages.Read("a", dice.randrange(-9, 9), dice.choice([-1, 0, 1 << 62])),
         lambda: messages.Put("p", dice.choice([-1, 0, 5, 1 << 62]), dice.random() < 0.5),
-        lambda: messages.Begin("w", dice.choice([-1, 0, 5])),
-        lambda: Piece(dice.randbytes(16)),
-        lambda: messages.Commit(),
-        lambda: messages.Abort(),
+        lambda: messages.BeginWriter("w", dice.choice([-1, 0, 5])),
+        lambda: ObjectPiece(dice.randbytes(16)),
+        lambda: messages.CommitWriter(),
+        lambda: messages.AbortWriter(),
         lambda: messages.List("../"),
         lambda: messages.Sweep("", float("nan"), True),
         lambda: messages.Delete(tuple("x" * 5 for _ in range(dice.randrange(5000)))),
         lambda: messages.Open("a"),
-        lambda: Done(),
+        lambda: Complete(),
         lambda: Challenge(1, b""),
     ]
     for _ in range(rounds):
@@ -415,7 +415,7 @@ def test_nobody_in_between_can_change_what_is_said(
             for key in "abc":
                 wire.send(messages.Delete((key,)))
             for _ in "abc":
-                assert isinstance(wire.receive(ANSWER, 30.0)[0], Done)
+                assert isinstance(wire.receive(ANSWER, 30.0)[0], Complete)
     finally:
         if wire is not None:
             wire.release()
@@ -468,9 +468,9 @@ def test_a_client_that_is_gone_leaves_no_part_of_its_object(
     server: StoreServer, memory: MemoryStore
 ) -> None:
     wire, sock = friend(server.describe())
-    wire.send(messages.Begin("a", 100))
-    assert isinstance(wire.receive(ANSWER, 30.0)[0], Done)
-    wire.send(Piece(), memoryview(bytes(50)))
+    wire.send(messages.BeginWriter("a", 100))
+    assert isinstance(wire.receive(ANSWER, 30.0)[0], Complete)
+    wire.send(ObjectPiece(), memoryview(bytes(50)))
     sock.sendall(b"half a fra")
     wire.release()
     wait_for(lambda: server.counts().served == 0)

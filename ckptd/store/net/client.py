@@ -27,8 +27,8 @@ from ckptd.store.base import (
     parse_options,
 )
 from ckptd.store.net import messages
-from ckptd.store.net.link import Link, LinkPool
-from ckptd.store.net.messages import Done, Piece
+from ckptd.store.net.link import LinkPool, StoreLink
+from ckptd.store.net.messages import Complete, ObjectPiece
 from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
 
@@ -102,11 +102,11 @@ class NetStore(Store):
         self._secret = b"" if local else check_secret(self._settings.secret, self.url)
         self._pool = LinkPool(self._connect, self.url)
 
-    def _connect(self) -> Link:
+    def _connect(self) -> StoreLink:
         s = self._settings
-        return Link(self._address, self._secret, connect_s=s.connect_s, answer_s=s.answer_s)
+        return StoreLink(self._address, self._secret, connect_s=s.connect_s, answer_s=s.answer_s)
 
-    def _call(self, act: Callable[[Link], _T]) -> _T:
+    def _call(self, act: Callable[[StoreLink], _T]) -> _T:
         """Do `act` on a link, and again on another one while connections are lost."""
 
         def once() -> _T:
@@ -146,7 +146,7 @@ class NetStore(Store):
         start, end = (byte_range.start, byte_range.end) if byte_range else (0, None)
         request = messages.Get(check_key(key), start, end)
 
-        def act(link: Link) -> bytes:
+        def act(link: StoreLink) -> bytes:
             link.begin(request)
             size = link.expect(messages.Sized).size
             # Without a range these are records and manifests: no claim is allocated beyond.
@@ -163,7 +163,7 @@ class NetStore(Store):
         view = as_bytes_view(buffer)
         request = messages.Read(check_key(key), offset, len(view))
 
-        def act(link: Link) -> None:
+        def act(link: StoreLink) -> None:
             link.begin(request)
             link.receive_bytes(view, sealed=False)
 
@@ -172,7 +172,7 @@ class NetStore(Store):
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time of one object."""
         request = messages.Stat(check_key(key))
-        found = self._call(lambda link: link.ask(request, messages.Found))
+        found = self._call(lambda link: link.ask(request, messages.ObjectFound))
         return ObjectInfo(key, found.size, found.modified)
 
     def open_file(self, key: str) -> OpenFile | None:
@@ -181,9 +181,9 @@ class NetStore(Store):
         if not self._address.local:
             return None
 
-        def act(link: Link) -> OpenFile | None:
+        def act(link: StoreLink) -> OpenFile | None:
             link.begin(messages.Open(key))
-            found = link.receive_descriptor(messages.Opened)
+            found = link.receive_descriptor(messages.FileOpened)
             return None if found is None else OpenFile(found[1], found[0].shift)
 
         return self._call(act)
@@ -207,7 +207,7 @@ class NetStore(Store):
         return self._names(messages.Sweep(check_prefix(prefix), older_than_s, deep))
 
     def _pages(self, request: msgspec.Struct) -> tuple[messages.Page, ...]:
-        def act(link: Link) -> tuple[messages.Page, ...]:
+        def act(link: StoreLink) -> tuple[messages.Page, ...]:
             link.begin(request)
             return tuple(link.receive_pages())
 
@@ -237,11 +237,11 @@ class NetStore(Store):
         request = messages.Put(check_key(key), len(view), create_only)
         tries = itertools.count()
 
-        def act(link: Link) -> int:
+        def act(link: StoreLink) -> int:
             number = next(tries)
             link.begin(request)
             for piece in _pieces(view):
-                link.begin(Piece(link.wire.codec.seal(piece)), piece)
+                link.begin(ObjectPiece(link.wire.codec.seal(piece)), piece)
             link.finish()
             return number
 
@@ -271,12 +271,12 @@ class NetStore(Store):
         checked = [check_key(k) for k in keys]
         for start in range(0, len(checked), messages.PAGE):
             request = messages.Delete(tuple(checked[start : start + messages.PAGE]))
-            self._call(lambda link, r=request: link.ask(r, Done))  # type: ignore[misc]
+            self._call(lambda link, r=request: link.ask(r, Complete))  # type: ignore[misc]
 
     def sync(self, prefix: str) -> None:
         """Make the names below folder `prefix`, and the folder's own name, durable."""
         request = messages.Sync(check_prefix(prefix))
-        self._call(lambda link: link.ask(request, Done, self._settings.durable_s))
+        self._call(lambda link: link.ask(request, Complete, self._settings.durable_s))
 
     def close(self) -> None:
         """Close all connections."""
@@ -288,13 +288,13 @@ class _NetWriter(SizedWriter):
         super().__init__(key, size)
         self._pool = pool
         self._settings = settings
-        self._link: Link | None = None
+        self._link: StoreLink | None = None
 
     def begin(self) -> None:
         """Take a link and begin the object on the server."""
         link = self._pool.take()
         try:
-            link.ask(messages.Begin(self.key, self.size), Done)
+            link.ask(messages.BeginWriter(self.key, self.size), Complete)
             link.wire.patience(self._settings.answer_s)  # its disk may be slow
         except BaseException:
             self._pool.give_back(link)
@@ -307,18 +307,18 @@ class _NetWriter(SizedWriter):
             if link.wire.readable():
                 link.finish()  # raises: the server speaks before the commit only when it failed
                 raise link.wire.fail("an answer came too early", kind="link-protocol")
-            link.begin(Piece(), piece)
+            link.begin(ObjectPiece(), piece)
 
     def _finish(self) -> None:
         link = self._held()
-        link.begin(messages.Commit())
+        link.begin(messages.CommitWriter())
         link.finish(self._settings.durable_s)
         self._leave()
 
     def _drop(self) -> None:
         link = self._held()
         try:
-            link.begin(messages.Abort())
+            link.begin(messages.AbortWriter())
             try:
                 link.finish()
             except CkptdError:
@@ -328,7 +328,7 @@ class _NetWriter(SizedWriter):
         finally:
             self._leave()
 
-    def _held(self) -> Link:
+    def _held(self) -> StoreLink:
         if self._link is None:
             raise TransientStoreError("the connection is gone", kind="link-lost", where=self.key)
         return self._link

@@ -1,4 +1,4 @@
-"""`Link`: the client's end of one connection, and `LinkPool`: several, for calls at once."""
+"""`StoreLink`: the client's end of one connection, and `LinkPool`: several, for calls at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.net.address import Address, UnixAddress, same_user
 from ckptd.net.connection import Connection, greet_server
 from ckptd.store.base import Capabilities
-from ckptd.store.net.messages import MOST_PIECE_BYTES, PURPOSE, Answer, Done, Failed, Page, Piece
+from ckptd.store.net.messages import (
+    MOST_PIECE_BYTES,
+    PURPOSE,
+    Answer,
+    Complete,
+    Failed,
+    ObjectPiece,
+    Page,
+)
 
-__all__ = ["Link", "LinkPool"]
+__all__ = ["LinkPool", "StoreLink"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _ANSWER = msgpack_decoder(Answer)
@@ -26,7 +34,7 @@ _MOST_IDLE = 16
 _PATIENCE_S = 10.0
 
 
-class Link:
+class StoreLink:
     """One connection to a `StoreServer`, for one call at a time.
 
     Calls raise what the server's store raised, or a `TransientStoreError` of `Connection`; after
@@ -91,7 +99,7 @@ class Link:
 
     def finish(self, wait_s: float | None = None) -> None:
         """Receive the end of an answer."""
-        self.expect(Done, wait_s)
+        self.expect(Complete, wait_s)
         self.clean = True
 
     def receive_bytes(self, view: memoryview, *, sealed: bool) -> None:
@@ -100,7 +108,7 @@ class Link:
         while done < len(view):
             left = min(MOST_PIECE_BYTES, len(view) - done)
             answer, count = self._receive(None, most_bulk=left)
-            if not isinstance(answer, Piece) or not count:
+            if not isinstance(answer, ObjectPiece) or not count:
                 raise self._surprise(answer)
             part = view[done : done + count]
             self.wire.fill(part, self._answer_s, answer.seal if sealed else None)
@@ -112,7 +120,7 @@ class Link:
         pages: list[Page] = []
         while True:
             answer, _ = self._receive(None)
-            if isinstance(answer, Done):
+            if isinstance(answer, Complete):
                 self.clean = True
                 return pages
             if not isinstance(answer, Page):
@@ -120,11 +128,11 @@ class Link:
             pages.append(answer)
 
     def receive_descriptor(self, kind: type[_T]) -> tuple[_T, int] | None:
-        """Return a message and the descriptor beside it, or None when the answer is `Done`."""
+        """Return a message and the descriptor beside it, or None when the answer is `Complete`."""
         fds: list[int] = []
         try:
             answer, _ = self._receive(None, fds=fds)
-            if isinstance(answer, Done) and not fds:
+            if isinstance(answer, Complete) and not fds:
                 self.clean = True
                 return None
             if not isinstance(answer, kind) or not fds:
@@ -154,17 +162,17 @@ class Link:
 class LinkPool:
     """Links for the threads of one store: each call has one for itself, idle ones are kept."""
 
-    def __init__(self, connect: Callable[[], Link], where: str) -> None:
+    def __init__(self, connect: Callable[[], StoreLink], where: str) -> None:
         self._connect = connect
         self._where = where
         self._lock = threading.Lock()
-        self._idle: list[Link] = []
-        self._used: set[Link] = set()
+        self._idle: list[StoreLink] = []
+        self._used: set[StoreLink] = set()
         self._process = os.getpid()
         self._closed = False
 
     @contextmanager
-    def use(self) -> Iterator[Link]:
+    def use(self) -> Iterator[StoreLink]:
         """Give a link for one call."""
         link = self.take()
         try:
@@ -172,8 +180,8 @@ class LinkPool:
         finally:
             self.give_back(link)
 
-    def take(self) -> Link:
-        """Return a link, which must be given back; errors are those of `Link`."""
+    def take(self) -> StoreLink:
+        """Return a link, which must be given back; errors are those of `StoreLink`."""
         while (link := self._pop()) is not None:
             if not link.wire.readable():
                 link.wire.patience(_PATIENCE_S)  # a writer had more
@@ -189,7 +197,7 @@ class LinkPool:
             raise self._closed_error()
         return link
 
-    def give_back(self, link: Link, *, drop: bool = False) -> None:
+    def give_back(self, link: StoreLink, *, drop: bool = False) -> None:
         """Keep `link` for the next call, unless it broke in this one."""
         with self._lock:
             self._used.discard(link)
@@ -211,7 +219,7 @@ class LinkPool:
         for link in used:
             link.wire.close()
 
-    def _pop(self) -> Link | None:
+    def _pop(self) -> StoreLink | None:
         with self._lock:
             if self._closed:
                 raise self._closed_error()

@@ -1,7 +1,7 @@
 """What a store's client and server say to each other, as plain data.
 
-A request is answered by one message, or by a series that ends with a `Done`; `Failed` takes the
-place of any of them and ends the answer. Bytes of objects travel behind `Piece` messages.
+A request is answered by one message, or by a series that ends with a `Complete`; `Failed` takes the
+place of any of them and ends the answer. Bytes of objects travel behind `ObjectPiece` messages.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ __all__ = [
     "PAGE",
     "PIECE_BYTES",
     "PURPOSE",
-    "Abort",
+    "AbortWriter",
     "Answer",
-    "Begin",
+    "BeginWriter",
     "Children",
-    "Commit",
+    "CommitWriter",
+    "Complete",
     "Delete",
-    "Done",
     "Failed",
-    "Found",
+    "FileOpened",
     "Get",
     "List",
+    "ObjectFound",
+    "ObjectPiece",
     "Open",
-    "Opened",
     "Page",
-    "Piece",
     "Put",
     "Read",
     "Request",
@@ -42,9 +42,9 @@ __all__ = [
 PURPOSE = "store"
 """Of these connections, see `ckptd.net.connection.Greeting`."""
 PIECE_BYTES = 4 << 20
-"""Bytes behind one `Piece`, as they are sent."""
+"""Bytes behind one `ObjectPiece`, as they are sent."""
 MOST_PIECE_BYTES = 8 << 20
-"""Bytes behind one `Piece` that a server takes."""
+"""Bytes behind one `ObjectPiece` that a server takes."""
 MOST_PUT_BYTES = 1 << 30
 """Largest object of one put, which the server holds in memory; larger ones need a writer."""
 PAGE = 500
@@ -56,7 +56,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Get(_Message, frozen=True, tag="get"):
-    """The whole object, or bytes [`start`, `end`). Answer: `Sized`, sealed pieces, `Done`."""
+    """The whole object, or bytes [`start`, `end`). Answer: `Sized`, sealed pieces, `Complete`."""
 
     key: str
     start: int = 0
@@ -64,7 +64,7 @@ class Get(_Message, frozen=True, tag="get"):
 
 
 class Read(_Message, frozen=True, tag="read"):
-    """`length` bytes from `offset`. Answer: pieces, `Done`."""
+    """`length` bytes from `offset`. Answer: pieces, `Complete`."""
 
     key: str
     offset: int
@@ -72,66 +72,66 @@ class Read(_Message, frozen=True, tag="read"):
 
 
 class Put(_Message, frozen=True, tag="put"):
-    """A small object of `size` bytes; sealed pieces follow at once. Answer: `Done`."""
+    """A small object of `size` bytes; sealed pieces follow at once. Answer: `Complete`."""
 
     key: str
     size: int
     create_only: bool
 
 
-class Begin(_Message, frozen=True, tag="begin"):
-    """A writer. Answer: `Done`; then `Writing` messages."""
+class BeginWriter(_Message, frozen=True, tag="begin"):
+    """A writer. Answer: `Complete`; then `Writing` messages."""
 
     key: str
     size: int
 
 
-class Piece(_Message, frozen=True, tag="piece"):
+class ObjectPiece(_Message, frozen=True, tag="piece"):
     """Bytes of an object follow; `seal` is their keyed hash where they are sealed."""
 
     seal: bytes = b""
 
 
-class Commit(_Message, frozen=True, tag="commit"):
-    """End of a writer. Answer: `Done`, or the `Failed` that an earlier piece has brought about."""
+class CommitWriter(_Message, frozen=True, tag="commit"):
+    """End of a writer. Answer: `Complete`, or the `Failed` that an earlier piece caused."""
 
 
-class Abort(_Message, frozen=True, tag="abort"):
-    """Drop of a writer, if there is one still. Answer: `Done`, maybe after an earlier `Failed`."""
+class AbortWriter(_Message, frozen=True, tag="abort"):
+    """Drop of a writer, if there is one. Answer: `Complete`, maybe after an earlier `Failed`."""
 
 
 class Stat(_Message, frozen=True, tag="stat"):
-    """Answer: `Found`."""
+    """Answer: `ObjectFound`."""
 
     key: str
 
 
 class List(_Message, frozen=True, tag="list"):
-    """Answer: pages of ``(key, size, modified)``, `Done`."""
+    """Answer: pages of ``(key, size, modified)``, `Complete`."""
 
     prefix: str
 
 
 class Children(_Message, frozen=True, tag="children"):
-    """Answer: pages of names, `Done`."""
+    """Answer: pages of names, `Complete`."""
 
     prefix: str
 
 
 class Delete(_Message, frozen=True, tag="delete"):
-    """Answer: `Done`."""
+    """Answer: `Complete`."""
 
     keys: tuple[str, ...]
 
 
 class Sync(_Message, frozen=True, tag="sync"):
-    """Answer: `Done`."""
+    """Answer: `Complete`."""
 
     prefix: str
 
 
 class Sweep(_Message, frozen=True, tag="sweep"):
-    """Answer: pages of names, `Done`."""
+    """Answer: pages of names, `Complete`."""
 
     prefix: str
     older_than_s: float
@@ -139,12 +139,12 @@ class Sweep(_Message, frozen=True, tag="sweep"):
 
 
 class Open(_Message, frozen=True, tag="open"):
-    """Over Unix sockets. Answer: `Opened`, with a descriptor beside it; `Done` when none."""
+    """Over Unix sockets. Answer: `FileOpened` and a descriptor; `Complete` when there is none."""
 
     key: str
 
 
-class Done(_Message, frozen=True, tag="done"):
+class Complete(_Message, frozen=True, tag="done"):
     """It is done, and has had its effect."""
 
 
@@ -160,7 +160,7 @@ class Sized(_Message, frozen=True, tag="sized"):
     size: int
 
 
-class Found(_Message, frozen=True, tag="found"):
+class ObjectFound(_Message, frozen=True, tag="found"):
     """Size in bytes and time of one object."""
 
     size: int
@@ -174,12 +174,25 @@ class Page(_Message, frozen=True, tag="page"):
     objects: tuple[tuple[str, int, float], ...] = ()
 
 
-class Opened(_Message, frozen=True, tag="opened"):
+class FileOpened(_Message, frozen=True, tag="opened"):
     """`ckptd.store.base.OpenFile` without its descriptor."""
 
     shift: int
 
 
-Request = Get | Read | Put | Begin | Abort | Stat | List | Children | Delete | Sync | Sweep | Open
-Writing = Piece | Commit | Abort
-Answer = Done | Failed | Sized | Found | Page | Opened | Piece
+Request = (
+    Get
+    | Read
+    | Put
+    | BeginWriter
+    | AbortWriter
+    | Stat
+    | List
+    | Children
+    | Delete
+    | Sync
+    | Sweep
+    | Open
+)
+Writing = ObjectPiece | CommitWriter | AbortWriter
+Answer = Complete | Failed | Sized | ObjectFound | Page | FileOpened | ObjectPiece

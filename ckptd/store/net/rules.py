@@ -45,7 +45,7 @@ class Rules:
         StoreError
             Kind ``permission``.
         """
-        operation = type(request).__name__.lower()
+        operation = str(request.__struct_config__.tag)
         names = _names(request)
         if self.read_only and operation in _CHANGES:
             raise RefusedError(
@@ -69,7 +69,7 @@ def _names(request: messages.Request) -> tuple[str, ...]:
             return tuple(check_key(key) for key in request.keys)
         case messages.List() | messages.Children() | messages.Sync() | messages.Sweep():
             return (check_prefix(request.prefix),)
-        case messages.Abort():
+        case messages.AbortWriter():
             return ()
         case _:
             return (check_key(request.key),)

@@ -16,7 +16,7 @@ from ckptd.errors import CkptdError, RefusedError, StoreError
 from ckptd.net.connection import Connection
 from ckptd.store.base import Store, Writer, check_end
 from ckptd.store.net import messages
-from ckptd.store.net.messages import Done, Failed, Page, Piece, Request, Writing
+from ckptd.store.net.messages import Complete, Failed, ObjectPiece, Page, Request, Writing
 from ckptd.store.net.rules import Rules
 from ckptd.types import ByteRange
 
@@ -105,7 +105,7 @@ class Session:
                 return self._open(request.key)
             case messages.Stat():
                 info = store.stat(request.key)
-                return messages.Found(info.size, info.modified)
+                return messages.ObjectFound(info.size, info.modified)
             case messages.List():
                 self._pages((o.key, o.size, o.modified) for o in store.list(request.prefix))
             case messages.Children():
@@ -118,15 +118,15 @@ class Session:
                 )
             case messages.Put():
                 store.put(request.key, body, create_only=request.create_only)
-            case messages.Begin():
+            case messages.BeginWriter():
                 return self._write(request)
             case messages.Delete():
                 store.delete(request.keys)
             case messages.Sync():
                 store.sync(request.prefix)
-            case messages.Abort():
+            case messages.AbortWriter():
                 pass  # of a writer that failed already
-        return Done()
+        return Complete()
 
     def _pages(self, items: Iterable[Any]) -> None:
         left = iter(items)
@@ -148,7 +148,7 @@ class Session:
             self._wire.send(messages.Sized(len(data)))
             for at in range(0, len(data), messages.PIECE_BYTES):
                 piece = data[at : at + messages.PIECE_BYTES]
-                self._wire.send(Piece(self._wire.codec.seal(piece)), piece)
+                self._wire.send(ObjectPiece(self._wire.codec.seal(piece)), piece)
         else:
             check_end(request.key, end, self._store.stat(request.key).size)
             self._wire.send(messages.Sized(end - start))
@@ -170,7 +170,7 @@ class Session:
             if self._wire.local:
                 for at in range(place.start, place.end, messages.PIECE_BYTES):
                     count = min(messages.PIECE_BYTES, place.end - at)
-                    self._wire.send_file(Piece(), opened.fd, at, count)
+                    self._wire.send_file(ObjectPiece(), opened.fd, at, count)
             else:
                 self._send_mapped(opened.fd, place)
         finally:
@@ -190,7 +190,7 @@ class Session:
             with memoryview(mapped) as whole:
                 for at in range(skip, len(whole), messages.PIECE_BYTES):
                     with whole[at : at + messages.PIECE_BYTES] as piece:
-                        self._wire.send(Piece(), piece)
+                        self._wire.send(ObjectPiece(), piece)
 
     def _copy(self, key: str, wanted: ByteRange, *, sealed: bool) -> None:
         room = _room(min(_COPIED_BYTES, wanted.length), wanted.start)
@@ -199,16 +199,16 @@ class Session:
         for at in range(wanted.start, wanted.end, _COPIED_BYTES):
             piece = room[: min(_COPIED_BYTES, wanted.end - at)]
             self._store.read_into(key, at, piece)
-            self._wire.send(Piece(self._wire.codec.seal(piece) if sealed else b""), piece)
+            self._wire.send(ObjectPiece(self._wire.codec.seal(piece) if sealed else b""), piece)
 
-    def _open(self, key: str) -> Done | None:
+    def _open(self, key: str) -> Complete | None:
         if not self._wire.local:
             raise RefusedError("descriptors pass through Unix sockets only", where=key)
         opened = self._store.open_file(key)
         if opened is None:
-            return Done()
+            return Complete()
         try:
-            self._wire.send_descriptor(messages.Opened(opened.shift), opened.fd)
+            self._wire.send_descriptor(messages.FileOpened(opened.shift), opened.fd)
         finally:
             os.close(opened.fd)
         return None
@@ -223,7 +223,7 @@ class Session:
         while len(body) < size:
             left = min(messages.MOST_PIECE_BYTES, size - len(body))
             message, count = self._wire.receive(_WRITING, self._limits.idle_s, most_bulk=left)
-            if not isinstance(message, Piece) or not count:
+            if not isinstance(message, ObjectPiece) or not count:
                 raise self._wire.fail("not a piece of a put", kind="link-protocol")
             start = len(body)
             body += bytes(count)
@@ -231,12 +231,12 @@ class Session:
                 self._wire.fill(view[start:], self._limits.frame_s, message.seal)
         return bytes(body)
 
-    def _write(self, request: messages.Begin) -> Done | None:
+    def _write(self, request: messages.BeginWriter) -> Complete | None:
         with self._store.writer(request.key, request.size) as writer:
-            self._wire.send(Done())
+            self._wire.send(Complete())
             return self._stream(writer)
 
-    def _stream(self, writer: Writer) -> Done | None:
+    def _stream(self, writer: Writer) -> Complete | None:
         """Pass pieces on until the commit; after a failure the rest of them is thrown away."""
         failed = False
         written = 0
@@ -245,14 +245,14 @@ class Session:
                 _WRITING, self._limits.idle_s, most_bulk=messages.MOST_PIECE_BYTES
             )
             match message:
-                case messages.Commit():
+                case messages.CommitWriter():
                     if failed:
                         return None  # the answer was given when it failed
                     writer.commit()
-                    return Done()
-                case messages.Abort():
+                    return Complete()
+                case messages.AbortWriter():
                     writer.abort()
-                    return Done()
+                    return Complete()
                 case _:
                     room = _room(count, written)
                     self._wire.fill(room, self._limits.frame_s)
