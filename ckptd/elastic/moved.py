@@ -6,23 +6,18 @@ what nobody left held comes from the root, or from a partner's memory where ther
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 
 from ckptd.elastic.placement import Coordinate, Slot
 from ckptd.elastic.policy import Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.copies import compose
-from ckptd.layout.lay.holders import Holders
-from ckptd.layout.lay.live import LivePlan, Transfers
+from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import LocalTensor
-from ckptd.layout.lay.resolve import Bound, Ints, MeshShape
-from ckptd.layout.lay.ruleform import RuleForm
+from ckptd.layout.lay.resolve import Bound, MeshShape
 
 __all__ = ["SOURCES", "Moved", "moved", "moved_whole"]
 
@@ -47,36 +42,6 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, int]
     received: dict[str, dict[str, int]]
     sent: dict[str, int]
-
-
-@dataclass(frozen=True, eq=False)
-class _Nearest(Transfers):
-    """Transfers in which a rank takes a cell from the nearest rank that is left."""
-
-    givers: Mapping[int, Slot] = field(default_factory=dict)
-    takers: Sequence[Slot] = ()
-
-    def _choose(
-        self,
-        holders: Holders,
-        ranks: Ints,
-        rule: RuleForm,
-        indexes: tuple[int, ...],
-        state: str,
-        cell: tuple[int, ...],
-    ) -> Ints:
-        held = np.sort(holders.all()).tolist()
-        return np.array([self._near(held, rank) for rank in ranks.tolist()], dtype=np.int64)
-
-    def _near(self, held: Sequence[int], rank: int) -> int:
-        # Those that are equally near take turns, so that no single one gives to everybody.
-        turn = rank % len(held)
-        turned = itertools.chain(held[turn:], held[:turn])
-        return min(turned, key=lambda giver: SOURCES.index(self.origin(giver, rank)))
-
-    def origin(self, giver: int, rank: int) -> str:
-        """Return where what `giver` held comes from, for the taker `rank`."""
-        return _origin(self.givers.get(giver), self.takers[rank])
 
 
 def _origin(giver: Slot | None, taker: Slot) -> str:
@@ -129,21 +94,19 @@ def moved(
         for t in range(shape.tp)
     }
     takers = [seats[number[_place(new, rank)]] for rank in range(new.world)]
-    transfers = _Nearest(composition, givers=by_rank, takers=takers)
+
+    def distance(giver: int, rank: int) -> int:
+        return SOURCES.index(_origin(by_rank.get(giver), takers[rank]))
+
+    transfers = Transfers(composition, price=distance)
     count = _Count()
     for rank, taker in enumerate(takers):
         for tensor, plan in transfers.local(rank):
             size = itemsize(_stored_name(transfers, tensor)) if tensor.pieces else 0
-            _add(count, transfers, plan, size, rank, taker)
+            for copy in plan.copies:
+                numel = sum(block.numel for block in copy.blocks)
+                count.add(by_rank.get(copy.rank), taker, numel * size)
     return count.moved()
-
-
-def _add(
-    count: _Count, transfers: _Nearest, plan: LivePlan, size: int, rank: int, taker: Slot
-) -> None:
-    for copy in plan.copies:
-        numel = sum(block.numel for block in copy.blocks)
-        count.add(transfers.givers.get(copy.rank), taker, numel * size)
 
 
 def _stored_name(transfers: Transfers, tensor: LocalTensor) -> str:

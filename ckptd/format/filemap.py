@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import Manifest, TensorEntry
 from ckptd.format.names import chunk_name, ranked_chunk_name
+from ckptd.layout.block import Templates
 from ckptd.layout.grid import Axis, Grid, Piece
 from ckptd.layout.owners import ABSENT, Owners
-from ckptd.layout.templates import Templates
 from ckptd.types import DType, dtype_of
 
 __all__ = ["ChunkRef", "FileMap", "is_home", "piece_numels"]

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError, UsageError
 from ckptd.format.container import Chunk, build_header, header_bytes, parse_header
 from ckptd.format.manifest import Manifest, ObjectEntry, TensorEntry
+from ckptd.layout.block import Region
 from ckptd.layout.grid import strides_of
-from ckptd.layout.region import Region
 from ckptd.types import DType, dtype_of
 
 __all__ = [

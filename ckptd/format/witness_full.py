@@ -28,8 +28,8 @@ from ckptd.format.witness import (
     words_of,
     write_parts,
 )
+from ckptd.layout.block import Region
 from ckptd.layout.grid import strides_of
-from ckptd.layout.region import Region
 
 __all__ = ["FullWitness", "compare_full", "partial_sum"]
 

@@ -1,14 +1,140 @@
-"""Blocks: one affine strided copy between two buffers, and how it falls into byte runs."""
+"""Regions and blocks: where a box of a tensor lies in a buffer, and one strided copy between two.
+
+A region is the one thing the planner understands on either side. A chunk on disk, a live local
+tensor, a slice of a flat optimizer bucket: each is a short list of regions of one buffer. Where two
+regions share elements, a block says which bytes go where. Plans of many blocks are kept as
+`Templates`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Generic, TypeVar
 
-from ckptd.layout.region import Region
+from ckptd.layout.grid import Piece, strides_of
+from ckptd.types import Box
 
-__all__ = ["Block", "intersect"]
+__all__ = [
+    "Block",
+    "Region",
+    "Templates",
+    "box_region",
+    "flat_regions",
+    "intersect",
+    "piece_regions",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a tensor and its place in a buffer.
+
+    Attributes
+    ----------
+    box
+        The box, in tensor coordinates.
+    start
+        Position of the box's first element in its buffer, in elements.
+    strides
+        Distance in the buffer between neighbours along each dimension, in elements.
+    """
+
+    box: Box
+    start: int
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.box.numel
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First element of the buffer that the region touches, and one past the last."""
+        if not self.box.numel:
+            return self.start, self.start
+        reach = sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
+        return self.start, self.start + reach + 1
+
+
+def box_region(box: Box, strides: tuple[int, ...] | None = None, start: int = 0) -> Region:
+    """Return the region of a local tensor that holds `box`.
+
+    Parameters
+    ----------
+    box
+        What the local tensor holds, in tensor coordinates.
+    strides
+        The local tensor's strides in elements; row-major when left out.
+    start
+        Position of its first element in the buffer, in elements.
+
+    Raises
+    ------
+    ValueError
+        There is not one stride per dimension, or one of them or `start` is negative.
+    """
+    if strides is None:
+        strides = strides_of(box.shape)
+    if len(strides) != len(box.shape) or start < 0 or any(s < 0 for s in strides):
+        raise ValueError(f"start {start} and strides {strides} do not fit a box of {box.shape}")
+    return Region(box, start, strides)
+
+
+def flat_regions(cell: Box, lo: int, hi: int) -> list[Region]:
+    """Return the regions of a buffer that holds row-major elements ``[lo, hi)`` of `cell`.
+
+    At most ``2 * ndim - 1`` of them, in buffer order: a ragged head, whole slices, a ragged tail.
+
+    Raises
+    ------
+    ValueError
+        The range does not lie in the cell.
+    """
+    if not 0 <= lo <= hi <= cell.numel:
+        raise ValueError(f"elements [{lo}, {hi}) of a cell of {cell.numel}")
+    strides = strides_of(cell.shape)
+    regions = []
+    at = lo
+    while at < hi:
+        box = _longest_box(cell.shape, strides, at, hi)
+        offset = tuple(o + c for o, c in zip(box.offset, cell.offset, strict=True))
+        regions.append(Region(Box(offset, box.shape), at - lo, strides))
+        at += box.numel
+    return regions
+
+
+def _longest_box(shape: tuple[int, ...], strides: tuple[int, ...], at: int, hi: int) -> Box:
+    """Return the largest box of whole slices that starts at flat element `at` and ends by `hi`."""
+    offset = []
+    rest = at
+    level = len(shape)
+    for dim, stride in enumerate(strides):
+        coordinate, rest = divmod(rest, stride)
+        offset.append(coordinate)
+        if rest == 0 and stride <= hi - at:
+            level = dim
+            break
+    if level == len(shape):  # 0-d: the one element
+        return Box((), ())
+    count = min((hi - at) // strides[level], shape[level] - offset[level])
+    inner = len(shape) - level - 1
+    box_shape = (*(1,) * level, count, *shape[level + 1 :])
+    return Box((*offset, *(0,) * inner), box_shape)
+
+
+def piece_regions(piece: Piece) -> list[Region]:
+    """Return the regions of the buffer that holds exactly this piece.
+
+    One for a whole cell, at most ``2 * ndim - 1`` for a flat range, none for an empty piece.
+    """
+    if piece.flat is None:
+        return [box_region(piece.box)] if piece.box.numel else []
+    return flat_regions(piece.box, *piece.flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +245,59 @@ def intersect(a: Region, b: Region) -> Block | None:
             source_strides = (sa, *source_strides)
             target_strides = (sb, *target_strides)
     return Block(shape, source, source_strides, target, target_strides)
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Templates(Generic[K, V]):
+    """Least recently used values up to a total weight; safe to share between threads.
+
+    A count would not bound memory: one plan may have one block, another sixteen thousand.
+
+    Parameters
+    ----------
+    limit
+        Largest total weight. A value heavier than a quarter of it is not kept at all, so that
+        one giant does not push out everything else.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._weight = 0
+
+    def get(self, key: K) -> V | None:
+        """Return the value kept for `key`, or None."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+            return found[0]
+
+    def put(self, key: K, value: V, *, weight: int) -> None:
+        """Keep `value`, and forget the longest unused ones beyond the limit."""
+        if weight > self._limit // 4:
+            return
+        with self._lock:
+            _, old = self._kept.pop(key, (None, 0))
+            self._kept[key] = (value, weight)
+            self._weight += weight - old
+            while self._weight > self._limit:
+                _, (_, dropped) = self._kept.popitem(last=False)
+                self._weight -= dropped
+
+    @property
+    def weight(self) -> int:
+        """Weight of everything kept."""
+        with self._lock:
+            return self._weight
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._kept.clear()
+            self._weight = 0

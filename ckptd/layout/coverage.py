@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptd.layout.block import Region, piece_regions
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.layout.plan import PieceCopy, plan
-from ckptd.layout.region import Region, piece_regions
 from ckptd.types import Box
 
 __all__ = ["Uncovered", "uncovered"]

@@ -28,9 +28,9 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.layout.block import Region
 from ckptd.layout.dimcut import DimCut, Step, cut_dim
 from ckptd.layout.grid import Grid, strides_of
-from ckptd.layout.region import Region
 from ckptd.types import Box
 
 __all__ = [

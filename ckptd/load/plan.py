@@ -22,21 +22,21 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Region
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import plan
-from ckptd.layout.region import Region
 from ckptd.load.files import Places
 from ckptd.store.base import Store
 from ckptd.types import Box
 
 __all__ = [
     "BlockLine",
-    "Move",
-    "PlannedWant",
+    "BufferCopy",
+    "PieceBlocks",
     "ReadPlan",
     "Runs",
+    "SourceCopy",
     "Want",
     "clip",
     "coalesce",
@@ -45,10 +45,13 @@ __all__ = [
     "decode_runs",
     "encode_runs",
     "merge",
+    "needed_blocks",
     "read_plan",
     "split",
+    "strided",
     "sweep",
     "touched",
+    "words_of",
 ]
 
 
@@ -279,6 +282,10 @@ def _part(block: Block, d: int, at: int, n: int) -> Block:
 _MOST_NAMED = 8
 
 
+PieceBlocks = tuple[tuple[int, tuple[Block, ...]], ...]
+"""Numbers of pieces of a grid, and the copies out of each, relative to its first element."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
     """A live buffer to fill.
@@ -293,61 +300,41 @@ class Want:
     target
         The buffer: writable, one-dimensional and contiguous, of the tensor's item size or uint8.
         A strided live tensor is the contiguous buffer below it, and its strides are in `regions`.
+    pieces
+        The copies, where a layout was composed with the checkpoint's; there are no `regions` then.
+        None where `read_plan` computes them from the regions.
     """
 
     tensor: int
     regions: tuple[Region, ...]
     target: NDArray[Any]
+    pieces: PieceBlocks | None = None
 
     @property
     def end(self) -> int:
         """One past the last element of the buffer that is written."""
-        return max((r.span[1] for r in self.regions if r.numel), default=0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedWant:
-    """What a live buffer wants from one tensor, planned already: a layout was composed with it.
-
-    Attributes
-    ----------
-    tensor
-        Number of the tensor in the manifest.
-    pieces
-        Numbers of pieces of its grid, and the copies out of each: sources from the first element
-        of the piece on, targets in the buffer.
-    target
-        The buffer, as in `Want`.
-    """
-
-    tensor: int
-    pieces: tuple[tuple[int, tuple[Block, ...]], ...]
-    target: NDArray[Any]
-
-    @property
-    def end(self) -> int:
-        """One past the last element of the buffer that is written."""
+        if self.pieces is None:
+            return max((r.span[1] for r in self.regions if r.numel), default=0)
         return max((b.target_span[1] for _, blocks in self.pieces for b in blocks), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
+class SourceCopy:
     """One planned copy: `block` of the piece that begins at byte `start` of `file`'s data section.
+
+    Where it goes is said by the subclasses: into a live buffer, or into the memory that a reshard
+    writes its files from.
 
     Attributes
     ----------
-    tensor
-        Number of the tensor, for errors.
-    target
-        The live buffer as bytes.
+    itemsize
+        Bytes of an element of the source.
     """
 
     file: int
     start: int
     itemsize: int
     block: Block
-    tensor: int
-    target: NDArray[np.uint8]
 
     @property
     def span(self) -> tuple[int, int]:
@@ -361,11 +348,55 @@ class Move:
         return self.block.numel * self.itemsize
 
 
+def needed_blocks(line: BlockLine, copies: Iterable[SourceCopy]) -> Runs:
+    """Return the digest blocks that hold the source bytes of some copies."""
+    runs = [
+        line.positions(c.file, lo, hi)
+        for c in copies
+        for lo, hi in touched(c.block, c.itemsize, c.start)
+    ]
+    return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
+
+
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def words_of(itemsize: int) -> np.dtype[Any]:
+    """Return a type of numpy for elements that are copied bit by bit."""
+    return np.dtype(_WORDS[itemsize])
+
+
+def strided(
+    memory: NDArray[np.uint8],
+    at: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """Return a view of elements; numpy checks that it stays inside `memory`.
+
+    Parameters
+    ----------
+    at
+        Byte of `memory` with the first element.
+    strides
+        In elements.
+    """
+    return np.ndarray(shape, dtype, memory, at, tuple(s * dtype.itemsize for s in strides))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BufferCopy(SourceCopy):
+    """A copy into a live buffer; `target` is the buffer as bytes."""
+
+    target: NDArray[np.uint8]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
     """Moves of a bounded span, by the line position of their first block."""
 
-    moves: list[Move]
+    moves: list[BufferCopy]
     at: NDArray[np.int64]
 
 
@@ -388,7 +419,7 @@ class ReadPlan:
         self,
         manifest: Manifest,
         places: Places,
-        moves: Sequence[Move],
+        moves: Sequence[BufferCopy],
         absent: Sequence[tuple[int, Box]] = (),
     ) -> None:
         self.manifest = manifest
@@ -405,12 +436,7 @@ class ReadPlan:
     @cached_property
     def needed(self) -> Runs:
         """The digest blocks that hold them."""
-        runs = [
-            self.line.positions(m.file, lo, hi)
-            for m in self.moves
-            for lo, hi in touched(m.block, m.itemsize, m.start)
-        ]
-        return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
+        return needed_blocks(self.line, self.moves)
 
     def of_files(self, files: Collection[int]) -> ReadPlan:
         """Return the plan of the copies out of some files alone."""
@@ -425,7 +451,7 @@ class ReadPlan:
     def parts(self, span_bytes: int) -> _Parts:
         """Return the moves, cut to `span_bytes`, in file order."""
         moves = [
-            Move(m.file, m.start, m.itemsize, block, m.tensor, m.target)
+            BufferCopy(m.file, m.start, m.itemsize, block, m.target)
             for m in self.moves
             for block in split(m.block, m.itemsize, span_bytes)
         ]
@@ -437,7 +463,7 @@ class ReadPlan:
 def read_plan(
     manifest: Manifest,
     filemap: FileMap,
-    wants: Iterable[Want | PlannedWant],
+    wants: Iterable[Want],
     *,
     store: Store | None = None,
     allow_absent: bool = False,
@@ -470,7 +496,7 @@ def read_plan(
         The manifest or an older file's header contradicts itself.
     """
     places = places or Places(manifest, filemap, store)
-    moves: list[Move] = []
+    moves: list[BufferCopy] = []
     absent: list[tuple[int, Box]] = []
     for want in wants:
         _plan_one(places, want, moves, absent)
@@ -481,8 +507,8 @@ def read_plan(
 
 def _plan_one(
     places: Places,
-    want: Want | PlannedWant,
-    moves: list[Move],
+    want: Want,
+    moves: list[BufferCopy],
     absent: list[tuple[int, Box]],
 ) -> None:
     filemap, tensor = places.filemap, want.tensor
@@ -494,14 +520,12 @@ def _plan_one(
         if file == ABSENT:
             absent.append((tensor, grid.piece(piece).box))
             continue
-        moves += [Move(file, start, itemsize, block, tensor, target) for block in blocks]
+        moves += [BufferCopy(file, start, itemsize, block, target) for block in blocks]
 
 
-def _copies(
-    grid: Grid, want: Want | PlannedWant, name: str
-) -> Iterable[tuple[int, tuple[Block, ...]]]:
+def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:
     """Return the copies out of each piece."""
-    if isinstance(want, PlannedWant):
+    if want.pieces is not None:
         return want.pieces
     try:
         return [(c.piece, c.blocks) for c in plan(grid, want.regions)]
@@ -511,7 +535,7 @@ def _copies(
         ) from None
 
 
-def _as_bytes(want: Want | PlannedWant, itemsize: int, name: str) -> NDArray[np.uint8]:
+def _as_bytes(want: Want, itemsize: int, name: str) -> NDArray[np.uint8]:
     array = want.target
     good = array.ndim == 1 and array.flags.c_contiguous and array.flags.writeable
     if not good or array.dtype.itemsize not in (1, itemsize):

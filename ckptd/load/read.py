@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,16 @@ from ckptd.format.digest import (
 from ckptd.format.names import digests_key
 from ckptd.load.files import LocalFiles, Places, blame, check_size, load_index, missing_file
 from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, Schedule, Wave, make_schedule
-from ckptd.load.plan import BlockLine, Move, ReadPlan, Runs, coalesce, merge
+from ckptd.load.plan import (
+    BlockLine,
+    BufferCopy,
+    ReadPlan,
+    Runs,
+    coalesce,
+    merge,
+    strided,
+    words_of,
+)
 from ckptd.load.union import UnionStore
 from ckptd.runtime.host import available_bytes
 from ckptd.runtime.pool import cores, run_all
@@ -289,13 +298,12 @@ FAR_BYTES = 256 << 10
 
 _TASK_BYTES = 4 << 20
 _TASK_MOVES = 256
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 OnBytes = Callable[[int], None]
 
 
 def copy_from_memory(
-    moves: Sequence[Move],
+    moves: Sequence[BufferCopy],
     memory: NDArray[np.uint8],
     offset: Callable[[int, int, int], int],
     *,
@@ -311,7 +319,7 @@ def copy_from_memory(
         ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
     """
 
-    def work(task: list[Move]) -> None:
+    def work(task: list[BufferCopy]) -> None:
         for move in task:
             lo, hi = move.span
             _copy(move, memory, offset(move.file, lo, hi))
@@ -321,12 +329,17 @@ def copy_from_memory(
 
 
 def copy_from_files(
-    moves: Sequence[Move], files: LocalFiles, *, threads: int, stall_s: float, on_bytes: OnBytes
+    moves: Sequence[BufferCopy],
+    files: LocalFiles,
+    *,
+    threads: int,
+    stall_s: float,
+    on_bytes: OnBytes,
 ) -> None:
     """Copy `moves` out of local files: long runs straight into place, others through a window."""
     windows = _Windows()
 
-    def work(task: list[Move]) -> None:
+    def work(task: list[BufferCopy]) -> None:
         with files.use(task[0].file) as fd:
             for move in task:
                 _read_move(move, files, fd, windows)
@@ -335,9 +348,9 @@ def copy_from_files(
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
 
 
-def _tasks(moves: Sequence[Move]) -> Iterator[list[Move]]:
+def _tasks(moves: Sequence[BufferCopy]) -> Iterator[list[BufferCopy]]:
     """Group neighbouring moves of one file, so that small tensors do not cost a task each."""
-    task: list[Move] = []
+    task: list[BufferCopy] = []
     held = 0
     for move in moves:
         lo, hi = move.span
@@ -364,7 +377,7 @@ class _Windows(threading.local):
         return self._array[:size]
 
 
-def _read_move(move: Move, files: LocalFiles, fd: int, windows: _Windows) -> None:
+def _read_move(move: BufferCopy, files: LocalFiles, fd: int, windows: _Windows) -> None:
     block, itemsize = move.block, move.itemsize
     if len(block.shape) <= 1 and block.run_length == block.numel:
         _read_run(move, files, fd, block.source_start, block.target_start, block.numel)
@@ -382,7 +395,9 @@ def _read_move(move: Move, files: LocalFiles, fd: int, windows: _Windows) -> Non
         _copy(move, window, 0)
 
 
-def _read_run(move: Move, files: LocalFiles, fd: int, source: int, target: int, numel: int) -> None:
+def _read_run(
+    move: BufferCopy, files: LocalFiles, fd: int, source: int, target: int, numel: int
+) -> None:
     size = move.itemsize
     view = move.target.data[target * size : (target + numel) * size]
     files.read_exact(fd, move.file, move.start + source * size, view)
@@ -395,26 +410,15 @@ def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> li
     return offsets.tolist()
 
 
-def _copy(move: Move, memory: NDArray[np.uint8], at: int) -> None:
+def _copy(move: BufferCopy, memory: NDArray[np.uint8], at: int) -> None:
     """Copy a move whose first source byte lies at `at` of `memory`."""
     block, size = move.block, move.itemsize
-    source = _strided(memory, at, block.shape, block.source_strides, size)
-    target = _strided(
-        move.target, block.target_start * size, block.shape, block.target_strides, size
+    kind = words_of(size)
+    source = strided(memory, at, block.shape, block.source_strides, kind)
+    target = strided(
+        move.target, block.target_start * size, block.shape, block.target_strides, kind
     )
     np.copyto(target, source, casting="no")
-
-
-def _strided(
-    memory: NDArray[np.uint8],
-    at: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    itemsize: int,
-) -> NDArray[Any]:
-    """Return a view of words; numpy checks that it stays inside `memory`."""
-    steps = tuple(s * itemsize for s in strides)
-    return np.ndarray(shape, np.dtype(_WORDS[itemsize]), memory, at, steps)
 
 
 _log = logging.getLogger("ckptd")
@@ -707,11 +711,11 @@ class _Run:
             self._fetch_s += between - begin
             self._copy_s += time.monotonic() - between
 
-    def _moves(self, wave: Wave) -> list[Move]:
+    def _moves(self, wave: Wave) -> list[BufferCopy]:
         lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()
         return self._parts.moves[lo:hi]
 
-    def _copy(self, moves: list[Move]) -> None:
+    def _copy(self, moves: list[BufferCopy]) -> None:
         if self._buffer is not None:
             copy_from_memory(
                 moves,

@@ -14,9 +14,9 @@ from ckptd.format.invariants import check_manifest
 from ckptd.format.manifest import ObjectEntry, TensorEntry
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
+from ckptd.layout.block import box_region
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
-from ckptd.layout.region import box_region
 from ckptd.load.files import Places, check_headers
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute

@@ -17,8 +17,8 @@ from ckptd.format.manifest import Manifest
 from ckptd.format.names import WITNESS
 from ckptd.format.witness import SAMPLE, Difference, Witness, WitnessPlan, blind, compare, gather
 from ckptd.format.witness_full import FullWitness, compare_full, partial_sum
+from ckptd.layout.block import flat_regions, piece_regions
 from ckptd.layout.grid import Piece
-from ckptd.layout.region import flat_regions, piece_regions
 from ckptd.store.base import Store
 
 __all__ = [

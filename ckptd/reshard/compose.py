@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError
 from ckptd.format.manifest import GridEntry, TensorEntry
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, flat_regions
 from ckptd.layout.grid import Grid, Piece, coordinates_of, strides_of, whole
 from ckptd.layout.lay.bind import bind_sizes, bind_stored
 from ckptd.layout.lay.check import check, check_bound
@@ -29,7 +29,6 @@ from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.syntax import Affine, Alias
 from ckptd.layout.lay.values import Values
 from ckptd.layout.owners import single_owner
-from ckptd.layout.region import flat_regions
 from ckptd.load.plan import BlockLine
 from ckptd.reshard.changes import change_of, changed_dtype, quantized, step_promise
 from ckptd.reshard.duplicates import Duplicate

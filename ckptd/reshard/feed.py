@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, piece_regions
 from ckptd.layout.grid import Grid
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.plan import plan_once
-from ckptd.layout.region import piece_regions
 
 __all__ = ["Change", "Feed", "Feeds", "Literal", "MixedFeeds", "Recut", "Take"]
 

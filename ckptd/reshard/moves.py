@@ -16,13 +16,13 @@ from ckptd.format.filemap import ChunkRef, FileMap
 from ckptd.layout.block import Block
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.owners import ABSENT
-from ckptd.load.plan import BlockLine, Runs, count, merge, no_runs, touched
+from ckptd.load.plan import BlockLine, Runs, SourceCopy, count, merge, needed_blocks, no_runs
 from ckptd.reshard.clip import clip, clip_fill
 from ckptd.reshard.feed import Change, Feed
 from ckptd.reshard.source import Source
 from ckptd.reshard.target import Target
 
-__all__ = ["Move", "Planner", "RoundPlan", "Stretch", "cut_rounds", "group_files"]
+__all__ = ["Planner", "RoundPlan", "StagedCopy", "Stretch", "cut_rounds", "group_files"]
 
 
 I64 = NDArray[np.int64]
@@ -88,26 +88,23 @@ Literal: TypeAlias = tuple[int, int, Callable[[], bytes], slice]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Move:
-    """One copy: `block` of the piece that begins at byte `start` of source file `file`.
+class StagedCopy(SourceCopy):
+    """A copy into the memory of a stretch; target positions of `block` are in the stretch.
 
     Attributes
     ----------
-    block
-        Source positions relative to the piece; target positions to the stretch.
     stretch
         Number of the stretch, in the round.
     tensor
         Target tensor.
     source_tensor
         Source tensor.
+    change, turn
+        See `ckptd.reshard.feed.Take`.
     shift
         Where the first element of the target's chunk is in the stretch; may be negative.
     """
 
-    file: int
-    start: int
-    block: Block
     stretch: int
     tensor: int
     source_tensor: int
@@ -135,7 +132,7 @@ class RoundPlan:
     """
 
     stretches: Sequence[Stretch]
-    turns: Sequence[tuple[list[Move], Runs]]
+    turns: Sequence[tuple[list[StagedCopy], Runs]]
     fills: Sequence[tuple[int, int, Fill]]
     literals: Sequence[Literal]
     bytes_needed: int
@@ -184,7 +181,7 @@ class Planner:
         MismatchError
             kind ``absent``: the source leaves out what the target wants.
         """
-        moves: list[Move] = []
+        moves: list[StagedCopy] = []
         fills: list[tuple[int, int, Fill]] = []
         literals: list[Literal] = []
         for number, stretch in enumerate(stretches):
@@ -195,8 +192,9 @@ class Planner:
                 moves += self._moves(chunk, stretch, number, feed)
                 fills += self._fills(chunk, stretch, number, feed)
         turns = [[m for m in moves if m.turn == turn] for turn in sorted({m.turn for m in moves})]
-        needed = sum(m.block.numel * self._source.dtypes[m.source_tensor].itemsize for m in moves)
-        return RoundPlan(stretches, [(t, self._runs(t)) for t in turns], fills, literals, needed)
+        needed = sum(m.byte_count for m in moves)
+        runs = [(t, needed_blocks(self._line, t)) for t in turns]
+        return RoundPlan(stretches, runs, fills, literals, needed)
 
     def _within(self, stretch: Stretch) -> Iterator[ChunkRef]:
         chunks, ends = self._table(stretch.file)
@@ -223,7 +221,9 @@ class Planner:
         at = (chunk.start - stretch.lo) // size
         return (lo - chunk.start) // size, (hi - chunk.start) // size, at
 
-    def _moves(self, chunk: ChunkRef, stretch: Stretch, number: int, feed: Feed) -> Iterator[Move]:
+    def _moves(
+        self, chunk: ChunkRef, stretch: Stretch, number: int, feed: Feed
+    ) -> Iterator[StagedCopy]:
         lo, hi, at = self._bounds(chunk, stretch)
         for take in feed.takes:
             file, start = self._source.place(take.tensor, take.piece)
@@ -231,9 +231,10 @@ class Planner:
                 raise self._absent(chunk, take.tensor)
             for block in take.blocks:
                 for part in clip(block, "target", lo, hi):
-                    yield Move(
+                    yield StagedCopy(
                         file,
                         start,
+                        self._source.dtypes[take.tensor].itemsize,
                         _moved(part, at),
                         number,
                         chunk.tensor,
@@ -250,14 +251,6 @@ class Planner:
         for fill in feed.fills:
             for part in clip_fill(fill, lo, hi):
                 yield number, chunk.tensor, part._replace(start=part.start + at)
-
-    def _runs(self, moves: Sequence[Move]) -> Runs:
-        runs = [
-            self._line.positions(m.file, lo, hi)
-            for m in moves
-            for lo, hi in touched(m.block, self._source.dtypes[m.source_tensor].itemsize, m.start)
-        ]
-        return merge(np.array(runs, dtype=np.int64).reshape(-1, 2))
 
     def _absent(self, chunk: ChunkRef, tensor: int) -> MismatchError:
         return MismatchError(

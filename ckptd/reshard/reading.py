@@ -14,7 +14,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +22,9 @@ from ckptd.errors import CorruptError, DeadlineError, NotFoundError
 from ckptd.format.digest import BLOCK_BYTES, digest
 from ckptd.layout.block import Block
 from ckptd.load.files import LocalFiles, missing_file
-from ckptd.load.plan import BlockLine, Runs
+from ckptd.load.plan import BlockLine, Runs, strided, words_of
 from ckptd.reshard.clip import clip
-from ckptd.reshard.moves import Move, RoundPlan
+from ckptd.reshard.moves import RoundPlan, StagedCopy
 from ckptd.reshard.source import Source
 from ckptd.runtime.pool import run_all
 from ckptd.types import DType
@@ -131,7 +130,6 @@ U8 = NDArray[np.uint8]
 
 _TAIL = 15
 """Bytes read beyond a window of files that are not ours: an element may lie across its end."""
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 class BlockCache:
@@ -197,7 +195,7 @@ class _Window:
     lo: int
     hi: int
     data: U8 | None
-    moves: list[Move]
+    moves: list[StagedCopy]
     kept: tuple[int, ...]
 
 
@@ -289,7 +287,7 @@ class Reading:
 
     # -- windows -------------------------------------------------------------------------------
 
-    def _windows(self, moves: list[Move], runs: Runs) -> Iterator[_Window]:
+    def _windows(self, moves: list[StagedCopy], runs: Runs) -> Iterator[_Window]:
         """Yield windows with their moves, in the order of the source's files."""
         spans = np.array([self._span(m) for m in moves], dtype=np.int64).reshape(-1, 2)
         order = np.argsort(spans[:, 0], kind="stable")
@@ -307,10 +305,8 @@ class Reading:
             kept = {p for p, is_end in ((lo, lo in begins), (hi - 1, hi in ends)) if is_end}
             yield _Window(self._line.file_at(lo), lo, hi, data, found, tuple(kept))
 
-    def _span(self, move: Move) -> tuple[int, int]:
-        lo, hi = move.block.source_span
-        size = self._source.dtypes[move.source_tensor].itemsize
-        return self._line.positions(move.file, move.start + lo * size, move.start + hi * size)
+    def _span(self, move: StagedCopy) -> tuple[int, int]:
+        return self._line.positions(move.file, *move.span)
 
     def _bring(self, window: _Window, files: LocalFiles) -> U8:
         """Read and check a window."""
@@ -374,7 +370,7 @@ class Reading:
         self,
         window: _Window,
         data: U8,
-        move: Move,
+        move: StagedCopy,
         memory: Sequence[U8],
         dtypes: Sequence[DType],
     ) -> None:
@@ -394,7 +390,7 @@ class Reading:
 
 
 def put(
-    block: Block, source: tuple[U8, int, DType], target: tuple[U8, int, DType], move: Move
+    block: Block, source: tuple[U8, int, DType], target: tuple[U8, int, DType], move: StagedCopy
 ) -> None:
     """Copy a block between two buffers, given as ``(bytes, place of element 0, type)``."""
     exact = move.change is None
@@ -404,17 +400,9 @@ def put(
         (target, block.target_strides, block.target_start),
     ):
         memory, base, dtype = side
-        kind = np.dtype(_WORDS[dtype.itemsize]) if exact else dtype.numpy
-        steps = tuple(s * dtype.itemsize for s in strides)
-        views.append(_view(memory, base + at * dtype.itemsize, block.shape, steps, kind))
+        kind = words_of(dtype.itemsize) if exact else dtype.numpy
+        views.append(strided(memory, base + at * dtype.itemsize, block.shape, strides, kind))
     if move.change is None:
         np.copyto(views[1], views[0], casting="no")
     else:
         move.change.put(views[1], views[0], block, move.shift)
-
-
-def _view(
-    memory: U8, at: int, shape: tuple[int, ...], steps: tuple[int, ...], kind: np.dtype[Any]
-) -> NDArray[Any]:
-    """Return a view of elements; numpy checks that it stays inside `memory`."""
-    return np.ndarray(shape, kind, memory, at, steps)

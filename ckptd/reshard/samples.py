@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError
 from ckptd.format.filemap import ChunkRef
 from ckptd.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
+from ckptd.layout.block import piece_regions
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.layout.lay.values import Values
-from ckptd.layout.region import piece_regions
 from ckptd.reshard.changes import Linear, change_of, quantized
 from ckptd.reshard.compose import Composed, Link
 from ckptd.reshard.elements import find, place

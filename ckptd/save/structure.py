@@ -25,9 +25,9 @@ from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import ChunkRef, FileMap
 from ckptd.format.manifest import GridEntry, MeshEntry, Runs3, TensorEntry
 from ckptd.format.witness import WitnessPlan, gather
+from ckptd.layout.block import piece_regions
 from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.owners import Owners
-from ckptd.layout.region import piece_regions
 from ckptd.layout.sharding import Placement, nested, owner_array, sharded_grid
 from ckptd.types import dtype_of
 

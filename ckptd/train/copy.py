@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from ckptd.errors import SaveError
 from ckptd.format.digest import digest
 from ckptd.format.filemap import ChunkRef
-from ckptd.layout.region import Region
+from ckptd.layout.block import Region
 from ckptd.save.arena import Slot, anonymous_file
 from ckptd.save.structure import SavePlan
 from ckptd.train.cuda import CHUNK_BYTES, CudaCopies, CudaSnapshot, OnDevice

@@ -27,7 +27,7 @@ from ckptd.format.names import DATA, WITNESS, digests_key, file_key, parse_data_
 from ckptd.format.strictjson import parse_json
 from ckptd.format.witness import Witness, WitnessPlan, gather
 from ckptd.format.witness_full import FullWitness
-from ckptd.layout.region import box_region
+from ckptd.layout.block import box_region
 from ckptd.load.files import check_headers, read_ahead
 from ckptd.load.hostgroup import HostGroup
 from ckptd.load.plan import Want, read_plan

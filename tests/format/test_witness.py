@@ -21,7 +21,7 @@ from ckptd.format.witness import (
     gather,
     splitmix64,
 )
-from ckptd.layout.region import Region, box_region, piece_regions
+from ckptd.layout.block import Region, box_region, piece_regions
 from ckptd.types import Box
 from tests.layout.strategies import Cut, boxes, cuts, shapes, strided
 

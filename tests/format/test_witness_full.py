@@ -14,7 +14,7 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.format import witness_full
 from ckptd.format.witness import Difference, WitnessPlan
 from ckptd.format.witness_full import FullWitness, compare_full, partial_sum
-from ckptd.layout.region import Region, box_region, piece_regions
+from ckptd.layout.block import Region, box_region, piece_regions
 from ckptd.types import Box
 from tests.format.test_witness import MASK, held, reference_splitmix64
 from tests.layout.strategies import Cut, boxes, cuts, shapes, strided

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
+from ckptd.layout.block import Region
 from ckptd.layout.grid import Axis, Grid
-from ckptd.layout.region import Region
 from ckptd.types import Box
 from tests.layout import brute
 

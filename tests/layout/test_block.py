@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.layout.block import Block, intersect
-from ckptd.layout.region import box_region
+from ckptd.layout.block import Block, box_region, intersect
 from ckptd.types import Box
 from tests.layout import brute, strategies
 

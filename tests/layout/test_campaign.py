@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layout import test_plan, test_proof, test_sharding
+from tests.layout import test_plan, test_plan_proof, test_sharding
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 PROPERTIES = {
     "grid to grid": test_plan.test_grid_to_grid_moves_every_element_once,
     "strided target": test_plan.test_a_strided_target_gets_its_box,
-    "proofs": test_proof.test_every_target_is_proved_and_checked,
-    "overlaps": test_proof.test_two_boxes_in_one_buffer_overlap_or_do_not,
+    "proofs": test_plan_proof.test_every_target_is_proved_and_checked,
+    "overlaps": test_plan_proof.test_two_boxes_in_one_buffer_overlap_or_do_not,
     "any layout to any other": test_sharding.test_any_layout_loads_into_any_other,
 }
 

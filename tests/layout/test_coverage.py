@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import MismatchError
+from ckptd.layout.block import box_region
 from ckptd.layout.coverage import Uncovered, uncovered
 from ckptd.layout.grid import Axis, Grid, even_axis
 from ckptd.layout.owners import ABSENT, Owners
-from ckptd.layout.region import box_region
 from ckptd.types import Box
 from tests.layout import brute, strategies
 

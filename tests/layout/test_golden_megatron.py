@@ -20,12 +20,10 @@ import itertools
 
 import pytest
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Region, box_region, flat_regions
 from ckptd.layout.grid import Axis, Grid, even_axis, whole
 from ckptd.layout.owners import Owners
-from ckptd.layout.plan import plan, plan_grids
-from ckptd.layout.proof import check, prove
-from ckptd.layout.region import Region, box_region, flat_regions
+from ckptd.layout.plan import check, plan, plan_grids, prove
 from ckptd.layout.sharding import local_regions
 from ckptd.types import Box
 from tests.layout import brute

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout import plan as planner
+from ckptd.layout.block import Region, box_region, flat_regions
 from ckptd.layout.grid import Axis, Grid, even_axis, whole
 from ckptd.layout.plan import plan, plan_grids, plan_once
-from ckptd.layout.region import Region, box_region, flat_regions
 from ckptd.types import Box
 from tests.layout import brute, strategies
 

@@ -15,8 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from ckptd.layout.grid import strides_of
-from ckptd.layout.plan import plan
-from ckptd.layout.proof import prove
+from ckptd.layout.plan import plan, prove
 from ckptd.layout.sharding import (
     Placement,
     ambiguous,

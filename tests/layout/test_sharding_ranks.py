@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ckptd.layout.region import Region
+from ckptd.layout.block import Region
 from ckptd.layout.sharding import Placement, local_regions, local_shape, nested
 from ckptd.testing.ranks import run_ranks
 from tests.layout import brute

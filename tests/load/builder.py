@@ -26,9 +26,9 @@ from ckptd.format.manifest import (
 from ckptd.format.names import WITNESS, CommitName, data_folder, digests_key, file_key
 from ckptd.format.records import Commit
 from ckptd.format.witness import SAMPLE, Witness, WitnessPlan, gather
+from ckptd.layout.block import Region, piece_regions
 from ckptd.layout.grid import Axis, Grid, Piece, strides_of, whole
 from ckptd.layout.owners import ABSENT, Owners
-from ckptd.layout.region import Region, piece_regions
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.root import stamp
 from ckptd.store.base import Store

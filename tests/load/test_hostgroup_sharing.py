@@ -18,7 +18,7 @@ import pytest
 
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, StoreError, UsageError
 from ckptd.format.digest import BLOCK_BYTES
-from ckptd.layout.region import box_region
+from ckptd.layout.block import box_region
 from ckptd.load import hostgroup as hostbuffer
 from ckptd.load.hostgroup import HostGroup, SharedMemory
 from ckptd.load.plan import Want, read_plan

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError
-from ckptd.layout.block import Block, intersect
-from ckptd.layout.region import box_region
+from ckptd.layout.block import Block, box_region, intersect
 from ckptd.load import plan as blocks
 from ckptd.load.plan import (
     BlockLine,

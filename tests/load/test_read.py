@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.names import digests_key
+from ckptd.layout.block import Region, box_region
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
-from ckptd.layout.region import Region, box_region
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import ReadReport, execute
 from ckptd.store.base import Store

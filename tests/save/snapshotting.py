@@ -11,7 +11,7 @@ import numpy as np
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
 from ckptd.format.names import CommitName
-from ckptd.layout.region import box_region
+from ckptd.layout.block import box_region
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
 from ckptd.root.catalogue import Catalogue

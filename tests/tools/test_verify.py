@@ -18,9 +18,9 @@ from ckptd.format.names import WITNESS, CommitName, commit_key, digests_key
 from ckptd.format.records import encode_record
 from ckptd.format.witness import WitnessPlan
 from ckptd.format.witness_full import FULL, FullWitness, partial_sum
+from ckptd.layout.block import box_region
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT
-from ckptd.layout.region import box_region
 from ckptd.load.witnesses import VerifyFinding, VerifyReport
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import FaultRule, FaultSpec, Store

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckptd.errors import MismatchError
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Region, Templates
 from ckptd.layout.grid import Grid
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.boxes import Run
@@ -25,8 +25,6 @@ from ckptd.layout.lay.resolve import ALL, Bound, Tags
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.values import Values, values
-from ckptd.layout.region import Region
-from ckptd.layout.templates import Templates
 from ckptd.types import Box
 
 __all__ = ["Composition", "Copy", "SourceCopies", "TargetPlan", "compose", "gap"]

@@ -7,7 +7,7 @@ Each rank computes its own part. Which of several replicas gives is a pure funct
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, product
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Templates
 from ckptd.layout.grid import Axis, strides_of
 from ckptd.layout.lay.copies import Composition, gap
 from ckptd.layout.lay.flats import flat_axis, shares
@@ -28,7 +28,6 @@ from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, local_cells
 from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
-from ckptd.layout.templates import Templates
 from ckptd.types import Box
 
 __all__ = ["LiveCopy", "LivePlan", "Sent", "Transfers"]
@@ -211,9 +210,14 @@ class Transfers:
     ----------
     composition
         The two layouts; see `ckptd.layout.lay.copies.compose`.
+    price
+        Returns what it costs that a rank of the source gives to a rank of the target: the cheapest
+        holder of a cell gives it, equally cheap ones take turns. None: a rank takes what it holds
+        itself, and else from a holder that all ranks compute alike.
     """
 
     composition: Composition
+    price: Callable[[int, int], int] | None = None
 
     @cached_property
     def source(self) -> Side:
@@ -307,6 +311,10 @@ class Transfers:
         cell: tuple[int, ...],
     ) -> Ints:
         """Return for each of some ranks of the target which holder it takes a cell from."""
+        if self.price is not None:
+            held = np.sort(holders.all()).tolist()
+            cheapest = [_cheapest(held, rank, self.price) for rank in ranks.tolist()]
+            return np.array(cheapest, dtype=np.int64)
         nearest = ranks
         for axis in self.source.zero(rule, indexes, state):
             stride, extent = rule.mesh.strides[axis], rule.mesh.extents[axis]
@@ -387,6 +395,12 @@ class Transfers:
                 lead = int(ranks[0])
                 for part, name, found in self.target.buffers(rule, at, state, lead, whole):
                     yield ranks + part * stride, name, found
+
+
+def _cheapest(held: list[int], rank: int, price: Callable[[int, int], int]) -> int:
+    """Return the cheapest holder for a rank; no single one gives to everybody."""
+    turn = rank % len(held)
+    return min((*held[turn:], *held[:turn]), key=lambda giver: price(giver, rank))
 
 
 def averages(rule: RuleForm) -> tuple[Average, ...]:

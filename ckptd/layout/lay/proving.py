@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.copies import TargetPlan
-from ckptd.layout.proof import Proof
+from ckptd.layout.plan import Proof
 
 __all__ = ["prove"]
 

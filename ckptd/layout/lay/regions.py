@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from ckptd.layout.block import Region, flat_regions
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import DimFill, Found, Run, restrict
 from ckptd.layout.lay.boxes import Sequence as Line
 from ckptd.layout.lay.resolve import Axes, Tags
-from ckptd.layout.region import Region, flat_regions
 from ckptd.types import Box
 
 __all__ = ["Fill", "Part", "Parts", "box_parts", "flat_parts", "region"]

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, box_region
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LocalTensor
 from ckptd.layout.lay.regions import Fill
-from ckptd.layout.region import box_region
-from ckptd.load.plan import PlannedWant, Want
+from ckptd.load.plan import PieceBlocks, Want, strided
 from ckptd.reshard.changes import Linear, change_of
 from ckptd.train.filling import U8, Filling
 from ckptd.train.layout.binder import JobLayout
@@ -29,8 +28,6 @@ from ckptd.train.state.walk import walk
 from ckptd.types import Box, DType, dtype_of
 
 __all__ = ["Filled", "LaidFilling", "LaidLoad", "look"]
-
-_Pieces = tuple[tuple[int, tuple[Block, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,19 +75,19 @@ class LaidFilling:
         For `ckptd.load.plan.read_plan`.
     """
 
-    wants: list[PlannedWant] = field(default_factory=list)
+    wants: list[Want] = field(default_factory=list)
     _changes: list[_Changed] = field(default_factory=list)
     _fills: list[tuple[U8, DType, tuple[Fill, ...]]] = field(default_factory=list)
     _same: list[_Same] = field(default_factory=list)
 
-    def copy(self, number: int, pieces: _Pieces, target: U8) -> None:
+    def copy(self, number: int, pieces: PieceBlocks, target: U8) -> None:
         """Ask for bytes as they are."""
-        self.wants.append(PlannedWant(number, pieces, target))
+        self.wants.append(Want(number, (), target, pieces))
 
     def change(
         self,
         number: int,
-        pieces: _Pieces,
+        pieces: PieceBlocks,
         source: DType,
         target: U8,
         dtype: DType,
@@ -100,7 +97,7 @@ class LaidFilling:
         blocks = tuple(b for _, found in pieces for b in found)
         numel = max((b.target_span[1] for b in blocks), default=0)
         staged = np.empty(numel * source.itemsize, dtype=np.uint8)
-        self.wants.append(PlannedWant(number, pieces, staged))
+        self.wants.append(Want(number, (), staged, pieces))
         self._changes.append(_Changed(staged, source, target, dtype, blocks, change))
 
     def fill(self, target: U8, dtype: DType, fills: tuple[Fill, ...]) -> None:
@@ -141,8 +138,7 @@ def _view(
     memory: U8, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], start: int
 ) -> NDArray[Any]:
     """Return elements of a buffer; numpy checks that they lie inside."""
-    size = dtype.itemsize
-    return np.ndarray(shape, dtype.numpy, memory, start * size, tuple(s * size for s in strides))
+    return strided(memory, start * dtype.itemsize, shape, strides, dtype.numpy)
 
 
 def look(state: Mapping[str, Any]) -> Leaves:
@@ -398,7 +394,7 @@ class LaidLoad:
         return values
 
     @property
-    def wants(self) -> Sequence[Want | PlannedWant]:
+    def wants(self) -> Sequence[Want]:
         """Everything that is to be read."""
         return [*self.filling.wants, *self.scalar_wants]
 

@@ -17,12 +17,12 @@ import msgspec
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format.filemap import ChunkRef
 from ckptd.format.manifest import GridEntry, Runs3
+from ckptd.layout.block import flat_regions
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.local import LocalPiece
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredTensor, local_cells
 from ckptd.layout.lay.syntax import Replicas
-from ckptd.layout.region import flat_regions
 from ckptd.save.structure import RankTensor as Held
 from ckptd.save.structure import ReplicaHolders, Shared, Structure
 from ckptd.train.copy import CopyStep, StridedWindow

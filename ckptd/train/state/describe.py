@@ -10,8 +10,8 @@ import torch
 
 from ckptd.errors import UsageError
 from ckptd.format.manifest import MeshEntry
+from ckptd.layout.block import Region, box_region
 from ckptd.layout.owners import Owners
-from ckptd.layout.region import Region, box_region
 from ckptd.layout.sharding import Placement, ambiguous, local_regions, local_shape, nested
 from ckptd.save.structure import RankTensor, Structure
 from ckptd.train.state.leaves import TensorLeaf

@@ -10,7 +10,7 @@ from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.stored import StoredTensor
 from ckptd.layout.owners import single_owner
-from ckptd.layout.proof import Proof
+from ckptd.layout.plan import Proof
 
 TENSOR = StoredTensor("w", 0, (), "", whole((10**9,)), single_owner(0), 0)
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.layout.block import Region
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import Run, sequence
 from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts, region
 from ckptd.layout.lay.resolve import ValueScope
 from ckptd.layout.lay.syntax import Atom, Branch, Dim, One, Product, Split, Sum
-from ckptd.layout.region import Region
 from ckptd.types import Box
 from tests.layout.lay.meaning import Entry, dimensions, places, seq
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.layout.block import Region, box_region, flat_regions, piece_regions
 from ckptd.layout.grid import Piece
-from ckptd.layout.region import Region, box_region, flat_regions, piece_regions
 from ckptd.types import Box
 from tests.layout import brute, strategies
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ckptd.layout.templates import Templates
+from ckptd.layout.block import Templates
 
 
 def test_the_longest_unused_goes_first() -> None:

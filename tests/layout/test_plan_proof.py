@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
-from ckptd.layout import proof
+from ckptd.layout import plan as proof
+from ckptd.layout.block import Region, box_region, flat_regions
 from ckptd.layout.grid import Grid, even_axis, whole
-from ckptd.layout.plan import Block, PieceCopy, plan
-from ckptd.layout.proof import Proof, check, prove
-from ckptd.layout.region import Region, box_region, flat_regions
+from ckptd.layout.plan import Block, PieceCopy, Proof, check, plan, prove
 from ckptd.layout.sharding import local_regions
 from ckptd.types import Box
 from tests.layout import brute, strategies
