@@ -476,14 +476,6 @@ class _Options:
     allow: str | None = None
 
 
-class _SkipError(Exception):
-    """A candidate cannot be loaded on any rank, for `reason`."""
-
-    def __init__(self, reason: CkptdError) -> None:
-        super().__init__(reason.message)
-        self.reason = reason
-
-
 class Loader:
     """Loads checkpoints for one checkpointer."""
 
@@ -548,15 +540,19 @@ class Loader:
         left = deque(sources.candidates(step, without_root=without_root))
         skipped: list[tuple[int, str]] = []
         while True:
-            candidate = left.popleft()
+            candidate = left[0]
             try:
-                matching, read = self._load_somehow(state, candidate, options, sources)
-            except _SkipError as skip:
-                if not left:
-                    raise skip.reason from skip.reason.__cause__
-                skipped.append((candidate.step, skip.reason.message))
+                matching, read = self._load_one(state, candidate, options, sources)
+            except CkptdError as error:
+                after = sources.after(error, candidate)
+                if after == "again":
+                    continue
+                left.popleft()
+                if after == "raise" or not left:
+                    raise
+                skipped.append((candidate.step, error.message))
                 what = "step %d is corrupt, trying another checkpoint: %s"
-                _log.warning(what, candidate.step, skip.reason)
+                _log.warning(what, candidate.step, error)
                 continue
             report = LoadReport(
                 candidate.step,
@@ -581,24 +577,6 @@ class Loader:
             return sources.candidates(None)[0].step
         except NotFoundError:
             return None
-
-    def _load_somehow(
-        self,
-        state: Mapping[str, Any],
-        candidate: LoadCandidate,
-        options: _Options,
-        sources: LoadSources,
-    ) -> tuple[Matching, ReadReport]:
-        """Load a candidate, again where sources were wrong and others are left."""
-        while True:
-            try:
-                return self._load_one(state, candidate, options, sources)
-            except CkptdError as error:
-                match sources.after(error, candidate):
-                    case "raise":
-                        raise
-                    case "older":
-                        raise _SkipError(error) from error
 
     def _tell(self, report: LoadReport, begun_ns: int) -> None:
         events.emit(
@@ -640,54 +618,49 @@ class Loader:
         options: _Options,
         sources: LoadSources,
     ) -> tuple[Matching, ReadReport]:
-        rank, store = self._agreement.board.rank, self._catalogue.store
-        with sources.held(candidate), saving(store, candidate.name, "", rank):
-            return self._load_held(state, candidate, options, sources)
-
-    def _load_held(
-        self,
-        state: Mapping[str, Any],
-        candidate: LoadCandidate,
-        options: _Options,
-        sources: LoadSources,
-    ) -> tuple[Matching, ReadReport]:
-        error: CkptdError | None = None
-        store = sources.store
-        try:
-            with no_collection():
-                manifest, filemap, values, witness = sources.manifest(candidate)
-            with no_collection(), read_ahead(store, self._likely(manifest, options)):
-                saved = SavedState.of(manifest)
-                matching, leaves, plan, filling, laid = self._plan(
-                    state, saved, filemap, options, store
+        """Load one checkpoint; all ranks call this, and it fails on all or on none."""
+        rank, root = self._agreement.board.rank, self._catalogue.store
+        with sources.held(candidate), saving(root, candidate.name, "", rank):
+            error: CkptdError | None = None
+            store = sources.store
+            try:
+                with no_collection():
+                    manifest, filemap, values, witness = sources.manifest(candidate)
+                with no_collection(), read_ahead(store, self._likely(manifest, options)):
+                    saved = SavedState.of(manifest)
+                    matching, leaves, plan, filling, laid = self._plan(
+                        state, saved, filemap, options, store
+                    )
+                objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
+                if laid is not None:
+                    objects = laid.objects(objects)
+                check_objects(leaves, objects, per_rank)
+            except CkptdError as caught:
+                error = caught
+            # A rank that fails here must not leave the others waiting inside the read.
+            self._agreement.no_errors(error)
+            # Where the witness's values lie is worked out while the disk is busy.
+            with ThreadPoolExecutor(1, "ckptd-witness") as beside:
+                places = beside.submit(witness_places, values, filling.wants)
+                begun = time.monotonic_ns()
+                read = execute(
+                    plan,
+                    store,
+                    in_memory=self._in_memory(manifest),
+                    host=self._host_group(),
+                    progress=options.progress,
                 )
-            objects, per_rank = self._objects(manifest, filemap, matching, leaves, store)
+                _tell_read(read, begun)
+            # What was read comes to its last place; a layout may change values on the way.
             if laid is not None:
-                objects = laid.objects(objects)
-            check_objects(leaves, objects, per_rank)
-        except CkptdError as caught:
-            error = caught
-        # A rank that fails here must not leave the others waiting inside the read.
-        self._agreement.no_errors(error)
-        # Where the witness's values lie is worked out while the disk is busy.
-        with ThreadPoolExecutor(1, "ckptd-witness") as beside:
-            places = beside.submit(witness_places, values, filling.wants)
-            begun = time.monotonic_ns()
-            read = execute(
-                plan,
-                store,
-                in_memory=self._in_memory(manifest),
-                host=self._host_group(),
-                progress=options.progress,
-            )
-            _tell_read(read, begun)
-        self._finish(filling, laid)
-        if isinstance(witness, Witness):
-            with events.span("verify"):
-                self._check_witness(witness, places.result(), manifest, filling, laid)
-        apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
-        _tell_followers(leaves, per_rank, candidate.step)
-        return matching, read
+                self._undamaged(laid.filling.finish)
+            filling.finish()
+            if isinstance(witness, Witness):
+                with events.span("verify"):
+                    self._check_witness(witness, places.result(), manifest, filling, laid)
+            apply_objects(leaves, objects, per_rank, tensors=matching.tensors)
+            _tell_followers(leaves, per_rank, candidate.step)
+            return matching, read
 
     def _likely(self, manifest: Manifest, options: _Options) -> list[FileEntry]:
         """Return the files that this rank is about to need for certain, as far as one can tell."""
@@ -711,12 +684,6 @@ class Loader:
             if data is not None and entry.path == own and entry.data_bytes == len(data):
                 return InMemory(number, data)
         return None
-
-    def _finish(self, filling: Filling, laid: LaidLoad | None) -> None:
-        """Bring what was read to its last place; a layout may change values on the way."""
-        if laid is not None:
-            self._undamaged(laid.filling.finish)
-        filling.finish()
 
     def _check_witness(
         self,
