@@ -106,7 +106,7 @@ def build(root: Path, layers: int, budget: int) -> None:
 
 def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str, Any]:
     from ckptd.reshard.execute import Budget
-    from ckptd.reshard.job import Job, Share
+    from ckptd.reshard.job import ReshardJob, ReshardShare
     from ckptd.reshard.prepare import prepare
     from ckptd.root.catalogue import Catalogue
 
@@ -115,7 +115,7 @@ def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str
     planned = time.perf_counter() - begun
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = peak()
-    job = Job(
+    job = ReshardJob(
         stock.source,
         prepared.assembled.target,
         Catalogue(out),
@@ -125,7 +125,7 @@ def run(stock: Any, source: Any, target: Any, out: Any, budget: int) -> dict[str
         expected=prepared.expected,
     )
     io = common.io_counters()
-    done = job.run(Share(), Budget.of(budget, stock.source.store))
+    done = job.run(ReshardShare(), Budget.of(budget, stock.source.store))
     after = common.io_counters()
     return {
         "seconds": time.perf_counter() - begun,

@@ -231,14 +231,14 @@ def from_node(
     root: str, state: State, url: str, secret: str, timeout_s: float = 300.0
 ) -> Callable[[], Any]:
     """Return a load of one rank whose only near tier is another node's memory."""
-    from ckptd.load.union import Source
+    from ckptd.load.union import UnionSource
     from ckptd.root.catalogue import Catalogue
     from ckptd.runtime.ranks import LocalBoard
     from ckptd.store import StoreSpec, open_store
     from ckptd.train.loader import Loader
     from ckptd.train.ranks import Agreement
 
-    source = Source(StoreSpec(url, {"secret": secret}).open(), "peer")
+    source = UnionSource(StoreSpec(url, {"secret": secret}).open(), "peer")
     agreement = Agreement(LocalBoard(), timeout_s)
     catalogue = Catalogue(open_store(root))
     loader = Loader(catalogue, agreement, [0], timeout_s, None, lambda: [source])

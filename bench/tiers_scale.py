@@ -21,7 +21,7 @@ import planning
 from scale import Clock, groups, parts
 
 from ckptd.format.names import DATA, CommitName, data_folder, digests_key, file_key, part_key
-from ckptd.load.union import Source, UnionStore
+from ckptd.load.union import UnionSource, UnionStore
 from ckptd.save.commit import plan_key, witness_plan
 from ckptd.save.peers import Distant, partners
 from ckptd.save.recover import complete_snapshots, finished_files, unpacked
@@ -70,7 +70,7 @@ def measure(ranks: int) -> dict[str, Any]:
     plan = build_plan(groups(layout), ranks)
     stores = fill(plan, ranks)
     meters = [Meter(s, MeterSpec()) for s in stores]
-    sources = [Source(m, "peer", f"n{i}") for i, m in enumerate(meters)]
+    sources = [UnionSource(m, "peer", f"n{i}") for i, m in enumerate(meters)]
     clock = Clock()
     clock.run("peers s", lambda: partners({f"{n:05d}": f"{n:05d}" for n in range(len(stores))}))
     known = clock.run("list s", lambda: [s._replace(keys=_keys(s.store)) for s in sources])
@@ -84,7 +84,7 @@ def measure(ranks: int) -> dict[str, Any]:
             key = file_key(manifest.folder, ranks // 2)
         held = {ranks // 2 // RANKS_PER_NODE: frozenset([key])}
         near = [
-            Source(Distant(f"n{i}", lambda s=s: s), "peer", keys=held.get(i, frozenset()))
+            UnionSource(Distant(f"n{i}", lambda s=s: s), "peer", keys=held.get(i, frozenset()))
             for i, s in enumerate(stores)
         ]
         UnionStore(near).stat(key)

@@ -16,7 +16,7 @@ from ckptd.elastic.policy import Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.copies import compose
 from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.local import LocalTensor
+from ckptd.layout.lay.local import LaidTensor
 from ckptd.layout.lay.resolve import Bound, MeshShape
 
 __all__ = ["SOURCES", "Moved", "moved", "moved_whole"]
@@ -109,7 +109,7 @@ def moved(
     return count.moved()
 
 
-def _stored_name(transfers: Transfers, tensor: LocalTensor) -> str:
+def _stored_name(transfers: Transfers, tensor: LaidTensor) -> str:
     form, first = transfers.composition.target, tensor.pieces[0]
     return form.tensor(first.rule, first.indexes, tensor.state).name
 

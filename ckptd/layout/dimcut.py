@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ckptd.layout.grid import Axis
 
-__all__ = ["DimCut", "Segment", "Step", "cut_dim"]
+__all__ = ["CutStep", "DimCut", "DimSegment", "cut_dim"]
 
 _MAX_PARTS = 2**26
 """Most parts a dimension is cut into; a mesh is real, so more is a mistake and not a model."""
@@ -20,7 +20,7 @@ _MAX_PARTS = 2**26
 _Ints = NDArray[np.int64]
 
 
-class Step(NamedTuple):
+class CutStep(NamedTuple):
     """One cut: over the `parts` ranks of mesh dimension `axis`, with torch's split factor."""
 
     axis: int
@@ -28,7 +28,7 @@ class Step(NamedTuple):
     factor: int
 
 
-class Segment(NamedTuple):
+class DimSegment(NamedTuple):
     """Elements ``[start, start + size)`` of the dimension, at `local` in the local tensor."""
 
     start: int
@@ -54,7 +54,7 @@ class DimCut:
     """
 
     extent: int
-    steps: tuple[Step, ...]
+    steps: tuple[CutStep, ...]
     shares: _Ints
     starts: _Ints
     sizes: _Ints
@@ -104,19 +104,19 @@ class DimCut:
         """Length of the dimension in the local tensor of the rank at `coordinate`."""
         return int(self.sizes[self._rows(coordinate)].sum())
 
-    def segments(self, coordinate: tuple[int, ...]) -> list[Segment]:
+    def segments(self, coordinate: tuple[int, ...]) -> list[DimSegment]:
         """Return what the rank at `coordinate` holds, in local order."""
         rows = self._rows(coordinate)
-        out: list[Segment] = []
+        out: list[DimSegment] = []
         local = 0
         for start, size in zip(self.starts[rows].tolist(), self.sizes[rows].tolist(), strict=True):
-            out.append(Segment(start, size, local))
+            out.append(DimSegment(start, size, local))
             local += size
         return out
 
 
 @lru_cache(maxsize=4096)
-def cut_dim(extent: int, steps: tuple[Step, ...]) -> DimCut:
+def cut_dim(extent: int, steps: tuple[CutStep, ...]) -> DimCut:
     """Cut a dimension of length `extent` by `steps`, in order.
 
     Raises
@@ -134,7 +134,7 @@ def cut_dim(extent: int, steps: tuple[Step, ...]) -> DimCut:
 
 
 def _apply(
-    step: Step, shares: _Ints, starts: _Ints, sizes: _Ints, lengths: _Ints
+    step: CutStep, shares: _Ints, starts: _Ints, sizes: _Ints, lengths: _Ints
 ) -> tuple[_Ints, _Ints, _Ints, _Ints]:
     """Cut every share into `step.parts` shares.
 
@@ -161,7 +161,7 @@ def _apply(
     return *_joined(new_shares[order], new_starts[order], new_sizes[order]), lengths
 
 
-def _part_sizes(step: Step, lengths: _Ints) -> _Ints:
+def _part_sizes(step: CutStep, lengths: _Ints) -> _Ints:
     """Part sizes, indexed by share, by one of `factor` chunks, and by rank: `torch.chunk` twice."""
     # More chunks than elements are empty ones: leave them out, the rest comes out the same.
     factor = min(step.factor, max(1, int(lengths.max())))

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.layout.block import Region
-from ckptd.layout.dimcut import DimCut, Step, cut_dim
+from ckptd.layout.dimcut import CutStep, DimCut, cut_dim
 from ckptd.layout.grid import Grid, strides_of
 from ckptd.types import Box
 
@@ -291,7 +291,7 @@ def _cuts(shape: Shape, mesh_shape: Shape, placements: Placements) -> tuple[DimC
         raise ValueError(f"{len(placements)} placements for a mesh of {mesh_shape}")
     if any(n < 1 for n in mesh_shape) or any(n < 0 for n in shape):
         raise ValueError(f"a tensor of {shape} on a mesh of {mesh_shape}")
-    steps: list[list[tuple[int, Step]]] = [[] for _ in shape]
+    steps: list[list[tuple[int, CutStep]]] = [[] for _ in shape]
     for axis, placement in enumerate(placements):
         kind, dim, value = _parsed(placement)
         if kind == "replicate":
@@ -299,7 +299,7 @@ def _cuts(shape: Shape, mesh_shape: Shape, placements: Placements) -> tuple[DimC
         if not 0 <= dim < len(shape) or value < (kind != "ordered"):
             raise ValueError(f"placement {placement} for a tensor of shape {shape}")
         order, factor = (value, 1) if kind == "ordered" else (axis, value)
-        steps[dim].append((order, Step(axis, mesh_shape[axis], factor)))
+        steps[dim].append((order, CutStep(axis, mesh_shape[axis], factor)))
     _check_orders(placements)
     return tuple(
         cut_dim(n, tuple(step for _, step in sorted(found)))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.format.witness import splitmix64
 from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
+from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.syntax import Average, Replicas
 from ckptd.live.plan import Outgoing
@@ -55,7 +55,7 @@ class Sampler:
 
     transfers: Transfers
     rank: int
-    _taken: dict[int, Mapping[_Key, tuple[LocalTensor, LocalPiece]]] = field(default_factory=dict)
+    _taken: dict[int, Mapping[_Key, tuple[LaidTensor, LocalPiece]]] = field(default_factory=dict)
 
     def pick(self, taker: int, outgoing: Sequence[Outgoing]) -> list[Sample]:
         """Return samples of what goes to one rank of the target; at most `MOST_SAMPLES`."""
@@ -108,7 +108,7 @@ class Sampler:
                     if known[1].lo <= position < known[1].hi:
                         yield row, position - known[1].lo + known[1].at
 
-    def _of(self, taker: int) -> Mapping[_Key, tuple[LocalTensor, LocalPiece]]:
+    def _of(self, taker: int) -> Mapping[_Key, tuple[LaidTensor, LocalPiece]]:
         """Return what a rank of the target holds, by what it is of."""
         if taker not in self._taken:
             self._taken[taker] = {

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError
 from ckptd.live.check import MOST_SAMPLES, Sample
-from ckptd.live.plan import Segment
+from ckptd.live.plan import StreamSegment
 from ckptd.types import DTYPES, DType
 
-__all__ = ["PREFIX_BYTES", "Table", "check_prefix", "prefix", "table_bytes"]
+__all__ = ["PREFIX_BYTES", "StreamTable", "check_prefix", "prefix", "table_bytes"]
 
 U8 = NDArray[np.uint8]
 
@@ -32,14 +32,16 @@ _VALUE = 16
 _SAMPLE = struct.Struct("<qq16s")
 
 
-def prefix(segments: Sequence[Segment], message_bytes: int) -> bytes:
+def prefix(segments: Sequence[StreamSegment], message_bytes: int) -> bytes:
     """Return what tells one stream from another."""
     text = "\n".join(f"{s.target} {s.source} {s.numel} {s.span}" for s in segments)
     digest = xxhash.xxh3_64_intdigest(text.encode())
     return _PREFIX.pack(_MAGIC, message_bytes, len(segments), digest)
 
 
-def check_prefix(found: bytes, segments: Sequence[Segment], message_bytes: int, peer: int) -> None:
+def check_prefix(
+    found: bytes, segments: Sequence[StreamSegment], message_bytes: int, peer: int
+) -> None:
     """Compare what the giver says with what the taker expects.
 
     Raises
@@ -62,7 +64,7 @@ def check_prefix(found: bytes, segments: Sequence[Segment], message_bytes: int, 
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class StreamTable:
     """The table of a stream.
 
     Attributes
@@ -100,7 +102,7 @@ class Table:
         return np.frombuffer(out, dtype=np.uint8)
 
     @staticmethod
-    def decode(data: U8, count: int, scalar_count: int) -> Table:
+    def decode(data: U8, count: int, scalar_count: int) -> StreamTable:
         """Invert `encode`.
 
         Raises
@@ -127,7 +129,7 @@ class Table:
             if 0 <= number < count:
                 samples.append(Sample(number, 0, target))
                 values.append(value)
-        return Table(dtypes, scalars, samples, values)
+        return StreamTable(dtypes, scalars, samples, values)
 
 
 def table_bytes(count: int, scalar_count: int) -> int:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ckptd.types import DType
 
-__all__ = ["ArrayMemory", "Memory", "words"]
+__all__ = ["ArrayMemory", "TensorMemory", "words"]
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -17,7 +17,7 @@ U8 = NDArray[np.uint8]
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-class Memory(Protocol):
+class TensorMemory(Protocol):
     """A contiguous tensor of a rank. Positions are in elements, values are the bytes as they are.
 
     One thread takes from it, or one puts into it.
@@ -60,25 +60,25 @@ class ArrayMemory:
         self._words = words(data, dtype.itemsize)
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
-        """See `Memory`."""
+        """See `TensorMemory`."""
         view = self._view(start, shape, strides)
         np.copyto(words(out, self.dtype.itemsize).reshape(shape), view)
 
     def take_at(self, at: I64, out: U8) -> None:
-        """See `Memory`."""
+        """See `TensorMemory`."""
         words(out, self.dtype.itemsize)[:] = self._words[at]
 
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
-        """See `Memory`."""
+        """See `TensorMemory`."""
         view = self._view(start, shape, strides)
         np.copyto(view, words(data, self.dtype.itemsize).reshape(shape))
 
     def put_at(self, at: I64, data: U8) -> None:
-        """See `Memory`."""
+        """See `TensorMemory`."""
         self._words[at] = words(data, self.dtype.itemsize)
 
     def region(self) -> tuple[object, int, int]:
-        """See `Memory`."""
+        """See `TensorMemory`."""
         start = int(self._data.__array_interface__["data"][0])
         return "cpu", start, start + self._data.nbytes
 

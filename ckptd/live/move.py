@@ -28,22 +28,22 @@ from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
 from ckptd.live.check import Sampler
-from ckptd.live.header import PREFIX_BYTES, Table, check_prefix, prefix, table_bytes
-from ckptd.live.memory import Memory
+from ckptd.live.header import PREFIX_BYTES, StreamTable, check_prefix, prefix, table_bytes
+from ckptd.live.memory import TensorMemory
 from ckptd.live.plan import (
     Chunk,
     Incoming,
     MovePlan,
     Outgoing,
-    Piece,
+    PartBlock,
     Roles,
-    Segment,
-    Window,
+    SegmentWindow,
+    StreamSegment,
     laid_out,
     messages,
     ordered,
 )
-from ckptd.live.transport import Pending, Transport, gone
+from ckptd.live.transport import PendingMessage, Transport, gone
 from ckptd.reshard.changes import Linear, change_of, changed_dtype
 from ckptd.reshard.clip import clip_fill
 from ckptd.runtime.ranks import Board, Peers
@@ -53,11 +53,11 @@ __all__ = [
     "BUFFERS",
     "Arrivals",
     "Intake",
-    "Lane",
     "MoveReport",
+    "MoveWatch",
     "Mover",
     "Scalars",
-    "Watch",
+    "SendLane",
     "change_between",
     "chunk_numel",
     "message_bytes",
@@ -69,7 +69,7 @@ _LOOK_S = 0.2
 _ROOT_CAUSE_S = 1.0
 
 
-class Watch:
+class MoveWatch:
     """The waits of one move.
 
     Parameters
@@ -88,7 +88,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._peers = Peers(board, key)
 
-    def through(self, pending: Pending, peer: int, what: str) -> None:
+    def through(self, pending: PendingMessage, peer: int, what: str) -> None:
         """Return when a message is through.
 
         Raises
@@ -186,21 +186,21 @@ U8 = NDArray[np.uint8]
 BUFFERS = 4
 """Buffers of both lanes."""
 
-Planned = tuple[list[Window], list[tuple[Window, int, int]]]
+Planned = tuple[list[SegmentWindow], list[tuple[SegmentWindow, int, int]]]
 """A message, and where each of its windows lies."""
 
 
-class Lane:
+class SendLane:
     """Two buffers that are sent from, one after the other."""
 
     def __init__(
-        self, transport: Transport, limit: int, watch: Watch, stop: threading.Event
+        self, transport: Transport, limit: int, watch: MoveWatch, stop: threading.Event
     ) -> None:
         self._transport = transport
         self._watch = watch
         self._stop = stop
         self._buffers = [np.empty(limit, dtype=np.uint8) for _ in range(2)]
-        self._pending: list[tuple[Pending, int] | None] = [None, None]
+        self._pending: list[tuple[PendingMessage, int] | None] = [None, None]
         self._turn = 0
 
     def buffer(self) -> U8:
@@ -239,7 +239,7 @@ class Lane:
 class Intake:
     """Two buffers that are received into."""
 
-    def __init__(self, transport: Transport, limit: int, watch: Watch) -> None:
+    def __init__(self, transport: Transport, limit: int, watch: MoveWatch) -> None:
         self._transport = transport
         self._limit = limit
         self._watch = watch
@@ -256,7 +256,7 @@ class Intake:
     def receive(self, peer: int, planned: Iterator[Planned]) -> Iterator[tuple[Planned, U8]]:
         """Yield messages and their bytes; the next is on its way while one is looked at."""
         free = deque(self._buffers)
-        waiting: deque[tuple[Planned, U8, U8, Pending]] = deque()
+        waiting: deque[tuple[Planned, U8, U8, PendingMessage]] = deque()
         more = True
         while True:
             while more and free:
@@ -281,11 +281,11 @@ F64 = NDArray[np.float64]
 
 def chunk_numel(chunk: Chunk) -> int:
     """Return the number of elements of a chunk."""
-    return chunk.block.numel if isinstance(chunk, Piece) else len(chunk.target)
+    return chunk.block.numel if isinstance(chunk, PartBlock) else len(chunk.target)
 
 
 def change_between(
-    source: DType, memory: Memory, values: Values | None, name: str
+    source: DType, memory: TensorMemory, values: Values | None, name: str
 ) -> Linear | None:
     """Return what happens to values on their way; None: they stay as they are.
 
@@ -310,7 +310,7 @@ def change_between(
     return change
 
 
-def place_of(incoming: Incoming) -> Memory:
+def place_of(incoming: Incoming) -> TensorMemory:
     """Return the memory that something arrives for.
 
     Raises
@@ -356,7 +356,7 @@ class Arrivals:
     def put(self, incoming: Incoming, source: DType, chunk: Chunk, data: U8) -> None:
         """Put the values of a chunk, in the giver's type, into their places."""
         memory = place_of(incoming)
-        if isinstance(chunk, Piece):
+        if isinstance(chunk, PartBlock):
             self._part(incoming, memory, source, chunk.part, chunk, data)
             return
         for part in np.unique(chunk.parts).tolist():
@@ -368,7 +368,13 @@ class Arrivals:
             self._part(incoming, memory, source, part, picked, own)
 
     def _part(
-        self, incoming: Incoming, memory: Memory, source: DType, part: int, chunk: Chunk, data: U8
+        self,
+        incoming: Incoming,
+        memory: TensorMemory,
+        source: DType,
+        part: int,
+        chunk: Chunk,
+        data: U8,
     ) -> None:
         values, of = incoming.parts[part]
         if of > 1:
@@ -379,7 +385,7 @@ class Arrivals:
             new = np.empty(chunk_numel(chunk), dtype=memory.dtype.numpy)
             change.apply(new, data.view(source.numpy))
             data = new.view(np.uint8)
-        if isinstance(chunk, Piece):
+        if isinstance(chunk, PartBlock):
             block = chunk.block
             memory.put(block.target_start, block.shape, block.target_strides, data)
         else:
@@ -388,7 +394,7 @@ class Arrivals:
     def _add(
         self,
         incoming: Incoming,
-        memory: Memory,
+        memory: TensorMemory,
         source: DType,
         values: Values | None,
         of: int,
@@ -412,7 +418,7 @@ class Arrivals:
             found = _Sum(incoming, source, total, values, divisor, where)
             self._sums[key] = found
         new = data.view(source.numpy).astype(np.float64)
-        if isinstance(chunk, Piece):
+        if isinstance(chunk, PartBlock):
             b = chunk.block
             steps = tuple(8 * s for s in b.target_strides)
             view: F64 = np.ndarray(b.shape, np.float64, found.total, 8 * b.target_start, steps)
@@ -529,7 +535,7 @@ class Mover:
 
     transport: Transport
     limit: int
-    watch: Watch
+    watch: MoveWatch
     plan: MovePlan
     transfers: Transfers
     roles: Roles
@@ -592,7 +598,7 @@ class Mover:
 
     def _send_guarded(self) -> None:
         try:
-            lane = Lane(self.transport, self.limit, self.watch, self._stop)
+            lane = SendLane(self.transport, self.limit, self.watch, self._stop)
             for step in range(1, self.transport.world):
                 peer = (self.transport.rank + step) % self.transport.world
                 found = self.plan.outgoing.get(peer)
@@ -607,7 +613,7 @@ class Mover:
             self.watch.fail(self._failed)
             raise
 
-    def _send(self, lane: Lane, peer: int, found: Sequence[Outgoing]) -> None:
+    def _send(self, lane: SendLane, peer: int, found: Sequence[Outgoing]) -> None:
         segments = [o.segment for o in found]
         lane.send_bytes(peer, np.frombuffer(prefix(segments, self.limit), dtype=np.uint8))
         lane.send_bytes(peer, self._table(peer, found).encode(self.scalar_count))
@@ -622,7 +628,7 @@ class Mover:
             self.report.bytes_sent += sum(w.numel * sizes[w.segment] for w in message)
             self.report.messages += 1
 
-    def _table(self, peer: int, found: Sequence[Outgoing]) -> Table:
+    def _table(self, peer: int, found: Sequence[Outgoing]) -> StreamTable:
         giver = self.roles.source_rank(self.transport.rank)
         taker = self.roles.target_rank(peer)
         samples = []
@@ -635,7 +641,7 @@ class Mover:
             if memory is not None:
                 memory.take_at(np.array([sample.source], dtype=np.int64), out)
             values.append(out.tobytes())
-        return Table(
+        return StreamTable(
             [None if o.memory is None else o.memory.dtype for o in found],
             [self.scalars.get(o.tensor.name, ()) for o in found],
             samples,
@@ -643,7 +649,7 @@ class Mover:
         )
 
     @staticmethod
-    def _pack(outgoing: Outgoing, window: Window, out: U8) -> None:
+    def _pack(outgoing: Outgoing, window: SegmentWindow, out: U8) -> None:
         if outgoing.memory is None:
             return
         _gather(outgoing.segment, window, outgoing.memory, out)
@@ -689,7 +695,7 @@ class Mover:
         head = lane.receive_bytes(peer, PREFIX_BYTES)
         check_prefix(head.tobytes(), segments, self.limit, peer)
         length = table_bytes(len(found), self.scalar_count)
-        table = Table.decode(lane.receive_bytes(peer, length), len(found), self.scalar_count)
+        table = StreamTable.decode(lane.receive_bytes(peer, length), len(found), self.scalar_count)
         self._note(found, table)
         sizes = [0 if d is None else d.itemsize for d in table.dtypes]
         planned = ((m, laid_out(m, sizes)) for m in messages(segments, sizes, self.limit))
@@ -699,7 +705,7 @@ class Mover:
             self.report.bytes_received += sum(w.numel * sizes[w.segment] for w in message)
             self.report.messages += 1
 
-    def _note(self, found: Sequence[Incoming], table: Table) -> None:
+    def _note(self, found: Sequence[Incoming], table: StreamTable) -> None:
         """Keep what a table says until everything is there."""
         for incoming, dtype, scalars in zip(found, table.dtypes, table.scalars, strict=True):
             if dtype is not None:
@@ -713,7 +719,9 @@ class Mover:
             if dtype is not None:
                 self._samples.append((found[sample.segment], dtype, sample.target, value))
 
-    def _unpack(self, found: Sequence[Incoming], table: Table, window: Window, data: U8) -> None:
+    def _unpack(
+        self, found: Sequence[Incoming], table: StreamTable, window: SegmentWindow, data: U8
+    ) -> None:
         incoming, dtype = found[window.segment], table.dtypes[window.segment]
         if dtype is None:
             return
@@ -772,13 +780,13 @@ class Mover:
             )
 
 
-def _put_fill(memory: Memory, fill: Fill) -> None:
+def _put_fill(memory: TensorMemory, fill: Fill) -> None:
     value = np.full(fill.numel, fill.value).astype(memory.dtype.numpy)
     shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
     memory.put(fill.start, shape, strides, value.view(np.uint8))
 
 
-def _gather(segment: Segment, window: Window, memory: Memory, out: U8) -> None:
+def _gather(segment: StreamSegment, window: SegmentWindow, memory: TensorMemory, out: U8) -> None:
     """Copy the elements of a window, rising in the target."""
     size, at = memory.dtype.itemsize, 0
     for chunk in ordered(segment, window.lo, window.hi):
@@ -787,8 +795,8 @@ def _gather(segment: Segment, window: Window, memory: Memory, out: U8) -> None:
         at = end
 
 
-def _take(memory: Memory, chunk: Chunk, out: U8) -> None:
-    if isinstance(chunk, Piece):
+def _take(memory: TensorMemory, chunk: Chunk, out: U8) -> None:
+    if isinstance(chunk, PartBlock):
         block = chunk.block
         memory.take(block.source_start, block.shape, block.source_strides, out)
     else:

@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 
 from ckptd.layout.block import Block
 from ckptd.layout.lay.live import LiveCopy, Transfers
-from ckptd.layout.lay.local import LocalTensor, local_tensors
+from ckptd.layout.lay.local import LaidTensor, local_tensors
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.values import Values
-from ckptd.live.memory import Memory
+from ckptd.live.memory import TensorMemory
 from ckptd.reshard.clip import clip
 
 __all__ = [
     "Chunk",
-    "Filling",
     "Incoming",
     "MovePlan",
     "Outgoing",
+    "PartBlock",
     "Picked",
-    "Piece",
     "Roles",
-    "Segment",
-    "Window",
+    "SegmentWindow",
+    "StreamSegment",
+    "TensorFills",
     "laid_out",
     "make_plan",
     "messages",
@@ -45,7 +45,7 @@ _SHORT = 64
 """Runs below this many elements are listed one by one."""
 
 
-class Piece(NamedTuple):
+class PartBlock(NamedTuple):
     """A copy, and which part of the segment it belongs to."""
 
     part: int
@@ -60,11 +60,11 @@ class Picked(NamedTuple):
     parts: I64
 
 
-Chunk = Piece | Picked
+Chunk = PartBlock | Picked
 
 
 @dataclass(frozen=True, eq=False)
-class Segment:
+class StreamSegment:
     """What one tensor of the giver has for one tensor of the taker.
 
     Attributes
@@ -80,9 +80,9 @@ class Segment:
     parts: tuple[tuple[Block, ...], ...]
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[PartBlock, ...]:
         """All copies, outermost dimension of the target first."""
-        return tuple(Piece(i, rising(b)) for i, blocks in enumerate(self.parts) for b in blocks)
+        return tuple(PartBlock(i, rising(b)) for i, blocks in enumerate(self.parts) for b in blocks)
 
     @cached_property
     def numel(self) -> int:
@@ -96,7 +96,7 @@ class Segment:
         return min(lo for lo, _ in spans), max(hi for _, hi in spans)
 
 
-class Window(NamedTuple):
+class SegmentWindow(NamedTuple):
     """Elements of a segment whose place in the target is in ``[lo, hi)``."""
 
     segment: int
@@ -118,8 +118,8 @@ def rising(block: Block) -> Block:
 
 
 def messages(
-    segments: Sequence[Segment], itemsizes: Sequence[int], limit: int
-) -> Iterator[list[Window]]:
+    segments: Sequence[StreamSegment], itemsizes: Sequence[int], limit: int
+) -> Iterator[list[SegmentWindow]]:
     """Yield what each message of a stream holds; the same on both ends.
 
     Parameters
@@ -131,7 +131,7 @@ def messages(
     limit
         Most bytes of a message.
     """
-    message: list[Window] = []
+    message: list[SegmentWindow] = []
     room = limit
     for number, (segment, size) in enumerate(zip(segments, itemsizes, strict=True)):
         if not size or not segment.numel:
@@ -147,7 +147,9 @@ def messages(
         yield message
 
 
-def laid_out(message: Sequence[Window], sizes: Sequence[int]) -> list[tuple[Window, int, int]]:
+def laid_out(
+    message: Sequence[SegmentWindow], sizes: Sequence[int]
+) -> list[tuple[SegmentWindow, int, int]]:
     """Return where each window lies in a message: its first byte and its length."""
     out = []
     at = 0
@@ -162,19 +164,19 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-def _windows(segment: Segment, number: int, most: int, room: int) -> Iterator[Window]:
+def _windows(segment: StreamSegment, number: int, most: int, room: int) -> Iterator[SegmentWindow]:
     lo, hi = segment.span
     if segment.numel <= max(room, 1) or segment.numel <= most // 4:
-        yield Window(number, lo, hi, segment.numel)
+        yield SegmentWindow(number, lo, hi, segment.numel)
         return
     for at in range(lo, hi, most):
         end = min(hi, at + most)
         numel = sum(b.numel for p in segment.pieces for b in clip(p.block, "target", at, end))
         if numel:
-            yield Window(number, at, end, numel)
+            yield SegmentWindow(number, at, end, numel)
 
 
-def ordered(segment: Segment, lo: int, hi: int) -> Iterator[Chunk]:
+def ordered(segment: StreamSegment, lo: int, hi: int) -> Iterator[Chunk]:
     """Yield the elements of a window, rising in the target.
 
     Parameters
@@ -184,11 +186,11 @@ def ordered(segment: Segment, lo: int, hi: int) -> Iterator[Chunk]:
     lo, hi
         The window, in elements of the target.
     """
-    yield from _ordered([Piece(p, b) for p, b in segment.pieces], lo, hi)
+    yield from _ordered([PartBlock(p, b) for p, b in segment.pieces], lo, hi)
 
 
-def _ordered(pieces: list[Piece], lo: int, hi: int) -> Iterator[Chunk]:
-    found = [Piece(p, rising(c)) for p, b in pieces for c in clip(b, "target", lo, hi)]
+def _ordered(pieces: list[PartBlock], lo: int, hi: int) -> Iterator[Chunk]:
+    found = [PartBlock(p, rising(c)) for p, b in pieces for c in clip(b, "target", lo, hi)]
     found.sort(key=lambda p: p.block.target_start)
     if _apart(found):
         yield from found
@@ -206,7 +208,7 @@ def _ordered(pieces: list[Piece], lo: int, hi: int) -> Iterator[Chunk]:
     yield from _ordered(found, end, hi) if end < hi else ()
 
 
-def _apart(pieces: Sequence[Piece]) -> bool:
+def _apart(pieces: Sequence[PartBlock]) -> bool:
     """Whether pieces follow each other, and each rises by itself."""
     end = 0
     for piece in pieces:
@@ -223,7 +225,7 @@ def _apart(pieces: Sequence[Piece]) -> bool:
     return True
 
 
-def _picked(pieces: list[Piece], lo: int, hi: int) -> Iterator[Picked]:
+def _picked(pieces: list[PartBlock], lo: int, hi: int) -> Iterator[Picked]:
     """List elements one by one, a bounded number at a time."""
     for at in range(lo, hi, _INDEXED):
         end = min(hi, at + _INDEXED)
@@ -270,9 +272,9 @@ class Roles:
 class Outgoing:
     """What one own tensor has for one tensor of another rank; without memory it is not there."""
 
-    segment: Segment
-    tensor: LocalTensor
-    memory: Memory | None
+    segment: StreamSegment
+    tensor: LaidTensor
+    memory: TensorMemory | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,18 +293,18 @@ class Incoming:
         For each part of the segment what happens to its values, and how many ranks give theirs.
     """
 
-    segment: Segment
-    tensor: LocalTensor
-    memory: Memory | None
+    segment: StreamSegment
+    tensor: LaidTensor
+    memory: TensorMemory | None
     parts: tuple[tuple[Values | None, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Filling:
+class TensorFills:
     """Fills of an own tensor; `alone`: it is nothing but fills."""
 
     name: str
-    memory: Memory
+    memory: TensorMemory
     fills: tuple[Fill, ...]
     alone: bool
 
@@ -321,7 +323,7 @@ class MovePlan:
 
     outgoing: dict[int, list[Outgoing]] = field(default_factory=dict)
     incoming: dict[int, list[Incoming]] = field(default_factory=dict)
-    fills: list[Filling] = field(default_factory=list)
+    fills: list[TensorFills] = field(default_factory=list)
 
 
 def make_plan(
@@ -330,8 +332,8 @@ def make_plan(
     process: int,
     *,
     states: frozenset[str],
-    sources: Mapping[str, Memory],
-    targets: Mapping[str, Memory],
+    sources: Mapping[str, TensorMemory],
+    targets: Mapping[str, TensorMemory],
 ) -> MovePlan:
     """Plan the part of one process, without a word to any other.
 
@@ -372,13 +374,13 @@ def _give(
     roles: Roles,
     rank: int,
     states: frozenset[str],
-    sources: Mapping[str, Memory],
+    sources: Mapping[str, TensorMemory],
 ) -> None:
     mine = {t.name: t for t in local_tensors(transfers.composition.source, rank)}
     for sent in transfers.sent(rank):
         tensor = mine[sent.source]
         if tensor.state in states:
-            segment = Segment(sent.source, sent.target, (sent.blocks,))
+            segment = StreamSegment(sent.source, sent.target, (sent.blocks,))
             found = Outgoing(segment, tensor, sources.get(sent.source))
             plan.outgoing.setdefault(roles.target[sent.rank], []).append(found)
 
@@ -389,7 +391,7 @@ def _take(
     roles: Roles,
     rank: int,
     states: frozenset[str],
-    targets: Mapping[str, Memory],
+    targets: Mapping[str, TensorMemory],
 ) -> None:
     for tensor in local_tensors(transfers.composition.target, rank):
         if tensor.state not in states:
@@ -397,14 +399,14 @@ def _take(
         live = transfers.local_tensor(rank, tensor)
         memory = targets.get(tensor.name)
         if live.fills and memory is not None:
-            plan.fills.append(Filling(tensor.name, memory, live.fills, not live.copies))
+            plan.fills.append(TensorFills(tensor.name, memory, live.fills, not live.copies))
         by_giver: dict[tuple[int, str], list[LiveCopy]] = {}
         for copy in live.copies:
             by_giver.setdefault((copy.rank, copy.name), []).append(copy)
         for (giver, name), copies in by_giver.items():
             blocks: Sequence[tuple[Block, ...]] = [c.blocks for c in copies]
             found = Incoming(
-                Segment(name, tensor.name, tuple(blocks)),
+                StreamSegment(name, tensor.name, tuple(blocks)),
                 tensor,
                 targets.get(tensor.name),
                 tuple((c.values, c.of) for c in copies),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptd.decoding import msgpack_decoder
 from ckptd.errors import CkptdError, UsageError
-from ckptd.live.transport import Pending, gone
+from ckptd.live.transport import PendingMessage, gone
 from ckptd.load.hostgroup import SharedMemory
 from ckptd.runtime.ranks import Board, identity, liveness
 
@@ -116,14 +116,14 @@ class ShmTransport:
     def _get(self, what: str, peer: int) -> bytes:
         return self._board.get(f"{self._key}/{what}/{peer}", self._timeout_s)
 
-    def send(self, peer: int, data: U8) -> Pending:
+    def send(self, peer: int, data: U8) -> PendingMessage:
         """See `ckptd.live.transport.Transport`."""
         pending = _Message(peer, data, self._pump, self._check_slots)
         self._sends.append(pending)
         self._pump()
         return pending
 
-    def receive(self, peer: int, into: U8) -> Pending:
+    def receive(self, peer: int, into: U8) -> PendingMessage:
         """See `ckptd.live.transport.Transport`."""
         pending = _Message(peer, into, lambda: self._take_all(peer), lambda: self._check(peer))
         self._receives.setdefault(peer, deque()).append(pending)
@@ -234,7 +234,7 @@ class _Message:
         self._suspects = suspects
 
     def wait(self, timeout_s: float) -> bool:
-        """See `ckptd.live.transport.Pending`."""
+        """See `ckptd.live.transport.PendingMessage`."""
         end = time.monotonic() + timeout_s
         pause, tries = _FIRST_PAUSE_S, 0
         while not self._through():

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError
 
-__all__ = ["Pending", "Transport", "gone"]
+__all__ = ["PendingMessage", "Transport", "gone"]
 
 U8 = NDArray[np.uint8]
 
 
-class Pending(Protocol):
+class PendingMessage(Protocol):
     """A message on its way."""
 
     def wait(self, timeout_s: float) -> bool:
@@ -57,10 +57,10 @@ class Transport(Protocol):
     def buffers(self) -> int:
         """How many buffers of `message_bytes` the transport itself keeps on a rank."""
 
-    def send(self, peer: int, data: U8) -> Pending:
+    def send(self, peer: int, data: U8) -> PendingMessage:
         """Begin to send; `data` stays as it is until the send is through."""
 
-    def receive(self, peer: int, into: U8) -> Pending:
+    def receive(self, peer: int, into: U8) -> PendingMessage:
         """Begin to receive; `into` is not looked at until the receive is through."""
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ from ckptd.types import ByteRange
 
 __all__ = [
     "LocalFiles",
-    "Places",
+    "PieceLocations",
     "blame",
     "check_headers",
     "check_index_size",
@@ -53,7 +53,7 @@ _INDEX_HEADER_BYTES = 32
 E = TypeVar("E", bound=CkptdError)
 
 
-class Places:
+class PieceLocations:
     """Finds pieces in files; safe to share between threads.
 
     Parameters

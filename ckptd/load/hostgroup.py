@@ -39,7 +39,7 @@ __all__ = [
     "HostBuffer",
     "HostGroup",
     "Needs",
-    "Schedule",
+    "ReadSchedule",
     "SharedMemory",
     "Wave",
     "assign",
@@ -230,7 +230,7 @@ class Wave:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
+class ReadSchedule:
     """All waves of one rank. `span_bytes`: what one move may span, so that it fits its wave."""
 
     waves: list[Wave]
@@ -245,7 +245,7 @@ class Schedule:
 
 def make_schedule(
     line: BlockLine, needs: Sequence[Runs], me: int, *, budget_blocks: int, gap: int
-) -> Schedule:
+) -> ReadSchedule:
     """Cut a host's read into waves and say what local rank `me` brings.
 
     Parameters
@@ -262,7 +262,7 @@ def make_schedule(
     everybody = merge(np.concatenate([no_runs(), *needs]))
     room = coalesce(everybody, gap, everybody)
     if not len(room):
-        return Schedule([], span << 20, 0)
+        return ReadSchedule([], span << 20, 0)
     if count(room) <= budget:
         cuts = [int(room[0, 0]), int(room[-1, 1])]
     else:
@@ -283,7 +283,7 @@ def make_schedule(
                 assign(segments, members)[me],
             )
         )
-    return Schedule(waves, span << 20, max(count(w.layout) for w in waves))
+    return ReadSchedule(waves, span << 20, max(count(w.layout) for w in waves))
 
 
 def assign(segments: Runs, members: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[Runs]:

@@ -2,8 +2,8 @@
 
 The digest blocks that the copies need are sets of integers. All blocks of all files of a checkpoint
 lie on one line, file after file, so that a set is a sorted array of runs, and union, sharing and
-waves are a few numpy calls, whatever the number of files. Nothing here does I/O but `Places`, for
-files of older checkpoints.
+waves are a few numpy calls, whatever the number of files. Only `PieceLocations` does I/O, for files
+that older checkpoints wrote.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptd.layout.block import Block, Region
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import plan
-from ckptd.load.files import Places
+from ckptd.load.files import PieceLocations
 from ckptd.store.base import Store
 from ckptd.types import Box
 
@@ -418,7 +418,7 @@ class ReadPlan:
     def __init__(
         self,
         manifest: Manifest,
-        places: Places,
+        places: PieceLocations,
         moves: Sequence[BufferCopy],
         absent: Sequence[tuple[int, Box]] = (),
     ) -> None:
@@ -467,7 +467,7 @@ def read_plan(
     *,
     store: Store | None = None,
     allow_absent: bool = False,
-    places: Places | None = None,
+    places: PieceLocations | None = None,
 ) -> ReadPlan:
     """Plan the filling of `wants`. Work grows with the pieces touched; nothing is read.
 
@@ -495,7 +495,7 @@ def read_plan(
     CorruptError
         The manifest or an older file's header contradicts itself.
     """
-    places = places or Places(manifest, filemap, store)
+    places = places or PieceLocations(manifest, filemap, store)
     moves: list[BufferCopy] = []
     absent: list[tuple[int, Box]] = []
     for want in wants:
@@ -506,7 +506,7 @@ def read_plan(
 
 
 def _plan_one(
-    places: Places,
+    places: PieceLocations,
     want: Want,
     moves: list[BufferCopy],
     absent: list[tuple[int, Box]],

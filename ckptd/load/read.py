@@ -33,8 +33,8 @@ from ckptd.format.digest import (
     digest,
 )
 from ckptd.format.names import digests_key
-from ckptd.load.files import LocalFiles, Places, blame, check_size, load_index, missing_file
-from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, Schedule, Wave, make_schedule
+from ckptd.load.files import LocalFiles, PieceLocations, blame, check_size, load_index, missing_file
+from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, ReadSchedule, Wave, make_schedule
 from ckptd.load.plan import (
     BlockLine,
     BufferCopy,
@@ -89,7 +89,7 @@ class Fetcher:
     def __init__(
         self,
         store: Store,
-        places: Places,
+        places: PieceLocations,
         line: BlockLine,
         files: LocalFiles,
         *,
@@ -539,7 +539,7 @@ class _Run:
         count = store.count if isinstance(store, UnionStore) else None
         self.files = LocalFiles(store, plan.manifest.files, count)
         self._buffer: HostBuffer | None = None
-        self._schedule = Schedule([], BLOCK_BYTES, 0)
+        self._schedule = ReadSchedule([], BLOCK_BYTES, 0)
         self._fetched = self._copied = 0
         self._fetch_s = self._copy_s = 0.0
 

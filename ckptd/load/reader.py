@@ -17,7 +17,7 @@ from ckptd.format.records import Commit
 from ckptd.layout.block import box_region
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
-from ckptd.load.files import Places, check_headers
+from ckptd.load.files import PieceLocations, check_headers
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
 from ckptd.readers.reader import Array, CheckpointReader, PerRankValues, TensorInfo
@@ -73,7 +73,7 @@ class CkptdReader(CheckpointReader):
         )
         if listed:
             check_headers(self.store, self.manifest, self.filemap)
-        self.places = Places(self.manifest, self.filemap, self.store)
+        self.places = PieceLocations(self.manifest, self.filemap, self.store)
         self.url = self.store.url
         self.title = str(self.commit.name)
         self.program = self.manifest.lay

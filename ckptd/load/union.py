@@ -28,7 +28,7 @@ from ckptd.store.base import (
 )
 from ckptd.types import ByteRange
 
-__all__ = ["Source", "UnionStore"]
+__all__ = ["UnionSource", "UnionStore"]
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ _MOST_WRONG = 2
 """A source of which so many objects were wrong comes last from then on."""
 
 
-class Source(NamedTuple):
+class UnionSource(NamedTuple):
     """A store, and which tier it is: ``memory``, ``peer``, ``local`` or ``remote``.
 
     Attributes
@@ -82,7 +82,7 @@ class UnionStore(ReadOnlyStore):
         No sources; or, kind ``read-only``, something is written.
     """
 
-    def __init__(self, sources: Sequence[Store | Source], *, aside_s: float = ASIDE_S) -> None:
+    def __init__(self, sources: Sequence[Store | UnionSource], *, aside_s: float = ASIDE_S) -> None:
         if not sources:
             raise UsageError("a union of no stores", wanted="at least one")
         self._sources = [_Held(s, i) for i, s in enumerate(sources)]
@@ -293,9 +293,9 @@ class UnionStore(ReadOnlyStore):
 class _Held:
     """A source and what was met in it; all but `store` and `tier` belong to the union's lock."""
 
-    def __init__(self, source: Store | Source, place: int) -> None:
-        if not isinstance(source, Source):
-            source = Source(source, tier_of(source))
+    def __init__(self, source: Store | UnionSource, place: int) -> None:
+        if not isinstance(source, UnionSource):
+            source = UnionSource(source, tier_of(source))
         self.store, self.tier, self.keys = source.store, source.tier, source.keys
         self.place = place
         self.aside_until = 0.0

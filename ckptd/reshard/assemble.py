@@ -13,8 +13,8 @@ from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.owners import Owners
-from ckptd.reshard.compose import Composed, Link
-from ckptd.reshard.feed import Feed, Feeds, Literal, MixedFeeds, Recut
+from ckptd.reshard.compose import Composed, TensorLink
+from ckptd.reshard.feed import ChunkFeed, Feeds, Literal, MixedFeeds, Recut
 from ckptd.reshard.objects import Carried, Changed, carry_objects
 from ckptd.reshard.source import StockTensor
 from ckptd.reshard.target import Tables, Target
@@ -29,7 +29,7 @@ class _Linked:
     composed: Composed
     number: int
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece."""
         return self.composed.feed(self.number, piece)
 
@@ -153,15 +153,15 @@ class _Scales:
     """Feeds of the scales of one quantized tensor."""
 
     composed: Composed
-    link: Link
+    link: TensorLink
     grid: Grid
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece."""
         box = self.grid.piece(piece).box
         at = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
         scales = self.composed.target_scales
-        return Feed(literal=lambda: np.ascontiguousarray(scales(self.link)[at]).tobytes())
+        return ChunkFeed(literal=lambda: np.ascontiguousarray(scales(self.link)[at]).tobytes())
 
 
 def _add_scales(build: _Builder, composed: Composed) -> range:
@@ -183,7 +183,7 @@ def _add_scalars(build: _Builder, composed: Composed) -> None:
     """Give each parameter the numbers of the parameters that it is made of, which must agree."""
     source = composed.composition.source.bound.layout
     stock = composed.stock
-    wanted: list[tuple[Link, str, list[StockTensor]]] = []
+    wanted: list[tuple[TensorLink, str, list[StockTensor]]] = []
     for link in composed.links:
         if link.key[2]:
             continue
@@ -215,7 +215,7 @@ def _add_scalars(build: _Builder, composed: Composed) -> None:
         )
 
 
-def _scalars_of(composed: Composed, link: Link, scalar: str) -> list[StockTensor]:
+def _scalars_of(composed: Composed, link: TensorLink, scalar: str) -> list[StockTensor]:
     """Return the numbers of one kind that follow the sources of a parameter."""
     form = composed.composition.source
     layout = form.bound.layout

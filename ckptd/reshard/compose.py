@@ -32,8 +32,8 @@ from ckptd.layout.owners import single_owner
 from ckptd.load.plan import BlockLine
 from ckptd.reshard.changes import change_of, changed_dtype, quantized, step_promise
 from ckptd.reshard.duplicates import Duplicate
-from ckptd.reshard.feed import Change, Feed, Take
-from ckptd.reshard.moves import Planner, cut_rounds
+from ckptd.reshard.feed import Change, ChunkFeed, Take
+from ckptd.reshard.moves import RoundPlanner, cut_rounds
 from ckptd.reshard.reading import BlockCache, Reading
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.reshard.target import Tables, Target
@@ -41,8 +41,8 @@ from ckptd.types import Box, DType, dtype_of
 
 __all__ = [
     "Composed",
-    "Link",
     "Scaled",
+    "TensorLink",
     "alias_names",
     "block_maxima",
     "compose_layouts",
@@ -241,9 +241,9 @@ class _Logical:
     """Feeds of the logical values of one target tensor: a tensor for each of its pieces."""
 
     composed: Composed
-    link: Link
+    link: TensorLink
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills piece number `tensor`."""
         plan = self.composed.composition.piece(self.link.key, tensor)
         takes = []
@@ -251,10 +251,10 @@ class _Logical:
             source = self.composed.stock.by_name[copy.source.name]
             change = change_of(source.dtype, dtype_of(_LOGICAL), None, self.link.tensor.name)
             takes.append(Take(source.number, copy.piece, copy.blocks, change))
-        return Feed(tuple(takes), plan.fills)
+        return ChunkFeed(tuple(takes), plan.fills)
 
 
-def measured_scales(composed: Composed, link: Link) -> NDArray[np.float32]:
+def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]:
     """Return the scales of a quantized target tensor.
 
     A block of zeros has scale 1. The result does not depend on how the tensor is cut.
@@ -271,7 +271,7 @@ def measured_scales(composed: Composed, link: Link) -> NDArray[np.float32]:
     feeds = _Logical(composed, link)
     target = Target(1, tuple(entries), tables.grids, tables.owners, feeds)
     line = BlockLine([f.data_bytes for f in source.files])
-    planner = Planner(source, target, line)
+    planner = RoundPlanner(source, target, line)
     reading = Reading(
         source, line, threads=2, window_blocks=2, cache=BlockCache(0), stall_s=_STALL_S
     )
@@ -297,7 +297,7 @@ _MOST_NAMED = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class TensorLink:
     """A target tensor and where it comes from.
 
     Attributes
@@ -350,7 +350,7 @@ class Composed:
 
     stock: Stock
     composition: Composition
-    links: Sequence[Link]
+    links: Sequence[TensorLink]
     dropped: Sequence[str] = ()
     left_out: Sequence[str] = ()
     lost: Sequence[str] = ()
@@ -366,7 +366,7 @@ class Composed:
             found.append("lossy")
         return max(found, key=PROMISES.index, default="exact")
 
-    def feed(self, number: int, piece: int) -> Feed:
+    def feed(self, number: int, piece: int) -> ChunkFeed:
         """Return what fills a piece of the target tensor of link `number`."""
         link = self.links[number]
         plan = self.composition.piece(link.key, piece)
@@ -375,9 +375,11 @@ class Composed:
             source = self.stock.by_name[copy.source.name]
             change = self._change(link, piece, source, copy)
             takes += _takes(self.stock, source, copy, change, link.dtype, link.tensor.name)
-        return Feed(tuple(takes), plan.fills)
+        return ChunkFeed(tuple(takes), plan.fills)
 
-    def _change(self, link: Link, piece: int, source: StockTensor, copy: Copy) -> Change | None:
+    def _change(
+        self, link: TensorLink, piece: int, source: StockTensor, copy: Copy
+    ) -> Change | None:
         values = copy.values
         if values is not None and quantized(values.source) is not None:
             key = (copy.source.rule, copy.source.indexes, "")
@@ -418,7 +420,7 @@ class Composed:
     def _scales(self) -> dict[str, NDArray[Any]]:
         return {}
 
-    def quantized(self, link: Link, piece: Piece) -> Scaled:
+    def quantized(self, link: TensorLink, piece: Piece) -> Scaled:
         """Return the change from logical values to a quantized target piece."""
         modifier = quantized(self.composition.target.rules[link.key[0]].equation.modifiers)
         return Scaled(
@@ -432,7 +434,7 @@ class Composed:
             largest(link.dtype),
         )
 
-    def target_scales(self, link: Link) -> NDArray[Any]:
+    def target_scales(self, link: TensorLink) -> NDArray[Any]:
         """Return the scales of a target tensor; its values are read for that."""
         name = f"target {link.tensor.name}"
         if name not in self._scales:
@@ -614,7 +616,7 @@ def _is_alias(rule: RuleForm) -> bool:
     return _is_copy(rule.equation)
 
 
-def _names_of(link: Link, aliases: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _names_of(link: TensorLink, aliases: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the further names of a target tensor: by its layout, and those that it keeps."""
     name = link.tensor.name
     kept: tuple[str, ...] = ()
@@ -678,20 +680,20 @@ class _Copied:
     key: TensorKey
     tensor: StockTensor
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what a piece would be."""
         takes = []
         for copy in self.composition.piece(self.key, piece).copies:
             source, mine = self.stock.by_name[copy.source.name], self.tensor
             change = change_of(source.dtype, mine.dtype, copy.values, mine.name)
             takes += _takes(self.stock, source, copy, change, mine.dtype, mine.name)
-        return Feed(tuple(takes))
+        return ChunkFeed(tuple(takes))
 
 
 def _further_names(
     composition: Composition,
     source: Resolved,
-    links: Sequence[Link],
+    links: Sequence[TensorLink],
     aliases: Mapping[str, tuple[str, ...]],
     duplicates: Sequence[Duplicate],
 ) -> tuple[list[str], list[str]]:
@@ -726,7 +728,7 @@ def _further_names(
     return lost, merged
 
 
-def _lost_parts(composition: Composition, links: Sequence[Link]) -> list[str]:
+def _lost_parts(composition: Composition, links: Sequence[TensorLink]) -> list[str]:
     """Return the parts of source tensors that no tensor of the target has."""
     has = {
         f.name
@@ -750,7 +752,7 @@ def _lost_parts(composition: Composition, links: Sequence[Link]) -> list[str]:
 # --- links --------------------------------------------------------------------------------------
 
 
-def _links(composition: Composition, stock: Stock) -> list[Link]:
+def _links(composition: Composition, stock: Stock) -> list[TensorLink]:
     links = []
     keys = composition.target.keys()
     for key in keys:
@@ -826,7 +828,7 @@ def _of_empty(
 
 def _link(
     composition: Composition, key: TensorKey, sources: Mapping[TensorKey, StockTensor]
-) -> Link:
+) -> TensorLink:
     rule = composition.target.rules[key[0]]
     tensor = composition.target.tensor(*key)
     found = []
@@ -850,7 +852,7 @@ def _link(
             hint="say which: cast(float32) in the target's rule",
         )
     worst = max((p for _, p in found), key=PROMISES.index)
-    return Link(key, tensor, found[0][0], sources, worst)
+    return TensorLink(key, tensor, found[0][0], sources, worst)
 
 
 def _is_scaled(values: Values, where: str) -> bool:
@@ -870,7 +872,7 @@ def _is_scaled(values: Values, where: str) -> bool:
 
 
 def _check_all_fed(
-    composition: Composition, stock: Stock, links: Sequence[Link], dropped: set[str]
+    composition: Composition, stock: Stock, links: Sequence[TensorLink], dropped: set[str]
 ) -> None:
     """Every tensor of the source goes somewhere, or is left out by a rule of its layout."""
     fed = {s.name for link in links for s in link.sources.values()} | dropped

@@ -17,10 +17,10 @@ from ckptd.errors import CorruptError
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.grid import Grid
 from ckptd.load.plan import BlockLine
-from ckptd.reshard.feed import Feed, Feeds, Recut
-from ckptd.reshard.moves import Planner, Stretch, cut_rounds
+from ckptd.reshard.feed import ChunkFeed, Feeds, Recut
+from ckptd.reshard.moves import RoundPlanner, Stretch, cut_rounds
 from ckptd.reshard.reading import BlockCache, Reading
-from ckptd.reshard.source import Source, Stock, StockTensor
+from ckptd.reshard.source import ReshardSource, Stock, StockTensor
 from ckptd.reshard.target import Tables, Target
 from ckptd.types import DType
 
@@ -62,7 +62,7 @@ class _Own:
     tensor: StockTensor
     grid: Grid
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         found = Recut(self.tensor.number, self.tensor.grid, self.grid).feed(tensor, piece)
         if self.stock.locate is None:
             return found
@@ -72,7 +72,7 @@ class _Own:
             for take in found.takes
             for located in self.stock.locate(name, take.piece, take.blocks, dtype)
         ]
-        return Feed(tuple(takes))
+        return ChunkFeed(tuple(takes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ class _Original:
 
     feeds: Feeds
 
-    def feed(self, tensor: int, piece: int) -> Feed:
-        return Feed(self.feeds.feed(tensor, piece).takes)
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        return ChunkFeed(self.feeds.feed(tensor, piece).takes)
 
 
 def check_duplicates(stock: Stock, found: Sequence[Duplicate]) -> None:
@@ -125,13 +125,13 @@ def _check(stock: Stock, one: Duplicate) -> None:
 class _Side:
     """One of the two, read round by round."""
 
-    def __init__(self, source: Source, grid: Grid, dtype: DType, feeds: Feeds) -> None:
+    def __init__(self, source: ReshardSource, grid: Grid, dtype: DType, feeds: Feeds) -> None:
         tables = Tables()
         at = tables.grid(GridEntry.of(grid)), tables.owner(((0, 0, grid.npieces),))
         entries = (TensorEntry("copy", dtype.name, grid.shape, *at),)
         self.target = Target(1, entries, tables.grids, tables.owners, feeds)
         line = BlockLine([f.data_bytes for f in source.files])
-        self._planner = Planner(source, self.target, line)
+        self._planner = RoundPlanner(source, self.target, line)
         self._reading = Reading(
             source, line, threads=2, window_blocks=2, cache=BlockCache(0), stall_s=_STALL_S
         )

@@ -25,14 +25,14 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
 from ckptd.layout.lay.syntax import Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
-__all__ = ["At", "Found", "Placed", "entries", "extent", "find", "place"]
+__all__ = ["At", "FoundElements", "Placed", "entries", "extent", "find", "place"]
 
 I64 = NDArray[np.int64]
 At = Mapping[str, int] | None
 """Coordinates of a rank; None for stored tensors."""
 
 
-class Found(NamedTuple):
+class FoundElements(NamedTuple):
     """Elements of one logical tensor.
 
     Attributes
@@ -171,7 +171,7 @@ def find(
     positions: I64,
     scope: ValueScope,
     at: At = None,
-) -> list[Found]:
+) -> list[FoundElements]:
     """Return which logical elements lie at positions of a tensor; fills are left out.
 
     Parameters
@@ -203,7 +203,7 @@ def find(
         family = equation.families[entry.tags]
         said = {**numbers, **equation.pinned}
         fixed = {a: np.full(len(entry.which), n, dtype=np.int64) for a, n in said.items()}
-        out.append(Found(entry.which, family.name, {**fixed, **entry.axes}))
+        out.append(FoundElements(entry.which, family.name, {**fixed, **entry.axes}))
     return out
 
 

@@ -21,15 +21,24 @@ from numpy.typing import NDArray
 from ckptd.errors import UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex
 from ckptd.load.plan import BlockLine
-from ckptd.reshard.moves import Planner, RoundPlan, Stretch, cut_rounds, group_files
+from ckptd.reshard.moves import RoundPlan, RoundPlanner, Stretch, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.samples import Expected, FileSamples
-from ckptd.reshard.source import Source
+from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Target
 from ckptd.save.drain import Digester
 from ckptd.store.base import Store, Writer
 
-__all__ = ["LEAST_BUDGET", "Budget", "Done", "Executor", "FileDraft", "Output", "Outputs", "Spent"]
+__all__ = [
+    "LEAST_BUDGET",
+    "Budget",
+    "Done",
+    "Executor",
+    "FileDraft",
+    "FileOutput",
+    "Outputs",
+    "Spent",
+]
 
 
 U8 = NDArray[np.uint8]
@@ -60,7 +69,7 @@ class FileDraft:
     ends: Sequence[int]
 
 
-class Output:
+class FileOutput:
     """One file; used by one thread."""
 
     def __init__(self, store: Store, draft: FileDraft) -> None:
@@ -107,13 +116,13 @@ class Outputs:
         self._store = store
         self._drafts = drafts
         self._on_done = on_done
-        self._open: dict[int, Output] = {}
+        self._open: dict[int, FileOutput] = {}
 
     def append(self, file: int, data: U8) -> None:
         """Write the next stretch of a file."""
         output = self._open.get(file)
         if output is None:
-            output = self._open[file] = Output(self._store, self._drafts[file])
+            output = self._open[file] = FileOutput(self._store, self._drafts[file])
         if output.append(data):
             self._finish(file)
 
@@ -121,7 +130,7 @@ class Outputs:
         """Write the files that have chunks and no bytes."""
         for number, draft in self._drafts.items():
             if not draft.data_bytes:
-                self._open[number] = Output(self._store, draft)
+                self._open[number] = FileOutput(self._store, draft)
                 self._finish(number)
 
     def _finish(self, file: int) -> None:
@@ -250,7 +259,7 @@ class Executor:
 
     def __init__(
         self,
-        source: Source,
+        source: ReshardSource,
         target: Target,
         budget: Budget,
         expected: Mapping[int, Expected],
@@ -261,7 +270,7 @@ class Executor:
         self._expected = expected
         self._progress: Callable[[int], None] = lambda n: None
         self._line = BlockLine([f.data_bytes for f in source.files])
-        self.planner = Planner(source, target, self._line)
+        self.planner = RoundPlanner(source, target, self._line)
         self._cache = BlockCache(budget.cache)
         self._reading = Reading(
             source,

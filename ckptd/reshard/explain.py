@@ -12,7 +12,7 @@ from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.syntax import show
 from ckptd.load.plan import BlockLine, Runs
-from ckptd.reshard.compose import Composed, Link
+from ckptd.reshard.compose import Composed, TensorLink
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.moves import RoundPlan
 from ckptd.reshard.prepare import Prepared
@@ -24,7 +24,7 @@ __all__ = ["costs_of", "prove_target", "rules_of"]
 
 def rules_of(composed: Composed) -> list[RuleReport]:
     """Return what each rule of the target gets, in its layout's order."""
-    by_rule: dict[int, list[Link]] = {}
+    by_rule: dict[int, list[TensorLink]] = {}
     for link in composed.links:
         by_rule.setdefault(link.key[0], []).append(link)
     out = []
@@ -48,7 +48,7 @@ def rules_of(composed: Composed) -> list[RuleReport]:
     return out
 
 
-def _numel(link: Link) -> int:
+def _numel(link: TensorLink) -> int:
     size = 1
     for n in link.tensor.shape:
         size *= n

@@ -13,7 +13,7 @@ from ckptd.layout.grid import Grid
 from ckptd.layout.lay.regions import Fill
 from ckptd.layout.plan import plan_once
 
-__all__ = ["Change", "Feed", "Feeds", "Literal", "MixedFeeds", "Recut", "Take"]
+__all__ = ["Change", "ChunkFeed", "Feeds", "Literal", "MixedFeeds", "Recut", "Take"]
 
 
 class Change(Protocol):
@@ -58,7 +58,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Feed:
+class ChunkFeed:
     """Everything that fills one chunk.
 
     Attributes
@@ -79,7 +79,7 @@ class Feed:
 class Feeds(Protocol):
     """Where feeds come from: a composition of two layouts."""
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece of target tensor number `tensor`."""
 
 
@@ -99,10 +99,10 @@ class Recut:
     source: Grid
     target: Grid
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece."""
         copies = plan_once(self.source, piece_regions(self.target.piece(piece)))
-        return Feed(tuple(Take(self.tensor, c.piece, c.blocks) for c in copies))
+        return ChunkFeed(tuple(Take(self.tensor, c.piece, c.blocks) for c in copies))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +111,9 @@ class Literal:
 
     pieces: Sequence[bytes]
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece."""
-        return Feed(literal=lambda: self.pieces[piece])
+        return ChunkFeed(literal=lambda: self.pieces[piece])
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,6 @@ class MixedFeeds:
 
     by_tensor: Mapping[int, Feeds]
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece."""
         return self.by_tensor[tensor].feed(tensor, piece)

@@ -23,12 +23,12 @@ from ckptd.layout.grid import whole
 from ckptd.layout.owners import single_owner
 from ckptd.reshard.assemble import Assembled
 from ckptd.reshard.execute import Budget, Executor
-from ckptd.reshard.feed import Feed, Feeds, MixedFeeds
-from ckptd.reshard.job import Share, Work
+from ckptd.reshard.feed import ChunkFeed, Feeds, MixedFeeds
+from ckptd.reshard.job import ReshardShare, Work
 from ckptd.reshard.publish import missing_files
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.samples import Expected
-from ckptd.reshard.source import Source
+from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Tables, Target
 from ckptd.save.commit import remove_parts
 from ckptd.store.local import LocalStore
@@ -143,7 +143,7 @@ class _Renumbered:
         self._feeds = feeds
         self._number = number
 
-    def feed(self, tensor: int, piece: int) -> Feed:
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
         """Return what fills a piece."""
         return self._feeds.feed(self._number, piece)
 
@@ -191,7 +191,7 @@ class HfJob:
     Parameters
     ----------
     source, target, expected
-        As for `ckptd.reshard.job.Job`; the target is that of `hf_target`.
+        As for `ckptd.reshard.job.ReshardJob`; the target is that of `hf_target`.
     folder
         Made when it is missing. Other files there stay.
     identity
@@ -204,7 +204,7 @@ class HfJob:
 
     def __init__(
         self,
-        source: Source,
+        source: ReshardSource,
         target: Target,
         expected: Mapping[int, Expected],
         folder: Path,
@@ -221,7 +221,7 @@ class HfJob:
         self._force = force
         self._progress = progress or (lambda done, total: None)
 
-    def run(self, share: Share, budget: Budget) -> Resharded:
+    def run(self, share: ReshardShare, budget: Budget) -> Resharded:
         """Write the files of one share, and the index if no other file is missing.
 
         Raises
@@ -240,7 +240,7 @@ class HfJob:
             executor = Executor(self._source, self._target, budget, self._expected)
             work = Work(executor, self._target, place, store, store, files, self._progress)
             reused = work.run()
-            missing = missing_files(store, place, Share().files(self._target))
+            missing = missing_files(store, place, ReshardShare().files(self._target))
             if not missing:
                 self._finish(store, place)
         return Resharded(

@@ -20,8 +20,8 @@ from ckptd.format.names import ROOT_MARKER, digests_key
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.publish import (
     FilePart,
+    FilePlace,
     OwnPlace,
-    Place,
     commit_parts,
     find_commit,
     missing_files,
@@ -29,7 +29,7 @@ from ckptd.reshard.publish import (
 )
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.samples import Expected, FileSamples
-from ckptd.reshard.source import Source
+from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Target, share
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.working import Working, refuse_behind, refuse_others
@@ -37,7 +37,7 @@ from ckptd.save.commit import remove_parts
 from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 
-__all__ = ["REASON", "Job", "Share", "Work", "check_share"]
+__all__ = ["REASON", "ReshardJob", "ReshardShare", "Work", "check_share"]
 
 
 class Work:
@@ -65,7 +65,7 @@ class Work:
         self,
         executor: Executor,
         target: Target,
-        place: Place,
+        place: FilePlace,
         store: Store,
         bulk: Store,
         files: Sequence[int],
@@ -133,7 +133,7 @@ REASON = "reshard"
 """Begins the reason of generations that are claimed for this."""
 
 
-class Share(msgspec.Struct, frozen=True):
+class ReshardShare(msgspec.Struct, frozen=True):
     """The files of process `number` (from 1) of `count`."""
 
     number: int = 1
@@ -145,7 +145,7 @@ class Share(msgspec.Struct, frozen=True):
         return [f for f in mine if target.filemap.nchunks(f)]
 
 
-class Job:
+class ReshardJob:
     """A reshard into a root.
 
     Parameters
@@ -168,7 +168,7 @@ class Job:
 
     def __init__(
         self,
-        source: Source,
+        source: ReshardSource,
         target: Target,
         catalogue: Catalogue,
         *,
@@ -187,7 +187,7 @@ class Job:
         self._expected = expected
         self._progress = progress
 
-    def run(self, share: Share, budget: Budget) -> Resharded:
+    def run(self, share: ReshardShare, budget: Budget) -> Resharded:
         """Write the files of one share, and commit if no other is missing.
 
         Raises
@@ -217,7 +217,7 @@ class Job:
             working.end()
 
     def _work(
-        self, place: OwnPlace, working: Working, share: Share, budget: Budget, begun: float
+        self, place: OwnPlace, working: Working, share: ReshardShare, budget: Budget, begun: float
     ) -> Resharded:
         def progress(done: int, total: int) -> None:
             working.touch(place.name)
@@ -233,7 +233,7 @@ class Job:
         commit = known or commit_parts(self._catalogue, place, self._target)
         if commit is not None:
             remove_parts(store, place.folder)
-        missing = [] if commit else missing_files(store, place, Share().files(self._target))
+        missing = [] if commit else missing_files(store, place, ReshardShare().files(self._target))
         return Resharded(
             step=place.name.step,
             generation=place.name.generation,
@@ -246,7 +246,7 @@ class Job:
             **executor.spent.figures(),
         )
 
-    def _present(self, share: Share) -> Resharded | None:
+    def _present(self, share: ReshardShare) -> Resharded | None:
         """Return a report when the target's line has the result already."""
         line = self._catalogue.line()
         for name in line:
@@ -264,7 +264,7 @@ class Job:
         return None
 
 
-def check_share(text: str) -> Share:
+def check_share(text: str) -> ReshardShare:
     """Parse ``3/16``.
 
     Raises
@@ -278,4 +278,4 @@ def check_share(text: str) -> Share:
         raise UsageError(
             "not a shard", kind="bad-argument", where="--shard", wanted="1/16 to 16/16", found=text
         )
-    return Share(int(number), int(count))
+    return ReshardShare(int(number), int(count))

@@ -54,8 +54,8 @@ from ckptd.reshard.elements import find
 from ckptd.types import Box
 
 __all__ = [
-    "Comparison",
-    "Program",
+    "LayoutComparison",
+    "LayoutProgram",
     "compare",
     "infer",
     "layout_names",
@@ -80,7 +80,7 @@ class _Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LayoutComparison:
     """What two programs say of some stored tensors.
 
     Attributes
@@ -98,7 +98,7 @@ class Comparison:
     difference: MismatchError | None = None
 
 
-def compare(kept: Bound, used: Bound, names: Iterable[str], hint: str) -> Comparison:
+def compare(kept: Bound, used: Bound, names: Iterable[str], hint: str) -> LayoutComparison:
     """Compare two programs that fit the same checkpoint.
 
     Logical tensors are the same where their names and axes are. A program that speaks of others,
@@ -131,9 +131,9 @@ def compare(kept: Bound, used: Bound, names: Iterable[str], hint: str) -> Compar
             continue
         found = both.tensor(name, other, mine)
         if isinstance(found, MismatchError):
-            return Comparison(tensors, compared, found)
+            return LayoutComparison(tensors, compared, found)
         compared += found
-    return Comparison(tensors, compared)
+    return LayoutComparison(tensors, compared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +234,7 @@ _GIVEN = "given"
 
 
 @dataclass(frozen=True)
-class Program:
+class LayoutProgram:
     """A program and the layout in it that is meant.
 
     Attributes
@@ -257,7 +257,7 @@ class Program:
         """The program as a checkpoint keeps it; `read_text` gives it back."""
         return f"# layout {self.layout}\n{show(self.file)}"
 
-    def closed(self, bound: Bound) -> Program:
+    def closed(self, bound: Bound) -> LayoutProgram:
         """Return the program with every size that was found for it: so it is kept."""
         return replace(self, file=File((*found_sizes(bound), *self.file.items)))
 
@@ -270,11 +270,11 @@ class Program:
         found = _named(self.file, self.layout)
         return found or _shipped_layout(self.layout)
 
-    def with_sizes(self, rules: Sequence[str]) -> Program:
+    def with_sizes(self, rules: Sequence[str]) -> LayoutProgram:
         """Return the program with those of some statements that fix a size."""
         return self.with_rules([r for r in rules if _fixes_size(r)])
 
-    def with_rules(self, rules: Sequence[str]) -> Program:
+    def with_rules(self, rules: Sequence[str]) -> LayoutProgram:
         """Return the program with further statements.
 
         A mesh, space or ``let`` is put beside the layout, and replaces one of the same name (a
@@ -337,7 +337,7 @@ def _fixes_size(rule: str) -> bool:
     return rule.startswith("let ") and any(map(_is_size, parse(rule, rule).items))
 
 
-def other_sizes(kept: Program, used: Program) -> list[str]:
+def other_sizes(kept: LayoutProgram, used: LayoutProgram) -> list[str]:
     """Return what a program says of sizes in place of another one, for people.
 
     Parameters
@@ -371,7 +371,7 @@ def _shipped_layout(name: str) -> Layout:
     return next((i for i in layouts if i.name == name), layouts[0])
 
 
-def wrapped(recipe: Program, base: Program) -> Program:
+def wrapped(recipe: LayoutProgram, base: LayoutProgram) -> LayoutProgram:
     """Return a layout with the tensors of `base`, which is on no mesh, cut as a recipe says.
 
     It keeps what it needs of both: meshes of the recipe, layouts and spaces of the base.
@@ -388,7 +388,7 @@ def wrapped(recipe: Program, base: Program) -> Program:
         if is_other or isinstance(item, Mesh | Reshard) or _replaced(item, items):
             continue
         items.append(item)
-    return Program(File((*items, new)), new.name)
+    return LayoutProgram(File((*items, new)), new.name)
 
 
 def _reachable(file: File, layout: str) -> set[str]:
@@ -404,13 +404,15 @@ def _reachable(file: File, layout: str) -> set[str]:
     return found
 
 
-def _own_companions(program: Program, have: Sequence[object]) -> list[Mesh | Let | Space | Use]:
+def _own_companions(
+    program: LayoutProgram, have: Sequence[object]
+) -> list[Mesh | Let | Space | Use]:
     if _named(program.file, program.layout) is not None:
         return []
     return _companions(program.layout, have)
 
 
-def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> Program:
+def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> LayoutProgram:
     """Read what a user names.
 
     Parameters
@@ -432,10 +434,10 @@ def read_program(spec: str, side: str, choose: Callable[[Reshard], str]) -> Prog
     program, named = read_file(spec)
     if named or not program.file.items:
         return program
-    return Program(program.file, _the_layout(program.file, spec, side, choose))
+    return LayoutProgram(program.file, _the_layout(program.file, spec, side, choose))
 
 
-def read_file(spec: str) -> tuple[Program, str]:
+def read_file(spec: str) -> tuple[LayoutProgram, str]:
     """Read what a user names; return the program, and the layout if it is named.
 
     Raises
@@ -448,8 +450,8 @@ def read_file(spec: str) -> tuple[Program, str]:
         path, name = spec, ""
     if not path.endswith(_ENDS):
         library.load(spec)
-        return Program(File(()), spec), spec
-    return Program(_parse(path), name), name
+        return LayoutProgram(File(()), spec), spec
+    return LayoutProgram(_parse(path), name), name
 
 
 def layout_names(file: File) -> list[str]:
@@ -495,7 +497,7 @@ def _the_layout(file: File, path: str, side: str, choose: Callable[[Reshard], st
     return names[0]
 
 
-def read_text(text: str, where: str) -> Program:
+def read_text(text: str, where: str) -> LayoutProgram:
     """Read a program that `Program.text` made.
 
     Raises
@@ -506,8 +508,8 @@ def read_text(text: str, where: str) -> Program:
     title = _TITLE.match(text)
     file = parse(text, where)
     if title is not None:
-        return Program(file, title[1])
-    return Program(file, _the_layout(file, where, "lay", lambda run: run.target))
+        return LayoutProgram(file, title[1])
+    return LayoutProgram(file, _the_layout(file, where, "lay", lambda run: run.target))
 
 
 NAME = "stored"
@@ -523,7 +525,7 @@ _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Shape = tuple[int, ...]
 
 
-def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> Program:
+def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> LayoutProgram:
     """Return the layout of some stored tensors, on no mesh.
 
     Parameters
@@ -554,7 +556,7 @@ def infer(shapes: Mapping[str, Shape], *, has_sections: bool = True) -> Program:
         tuple(Scalar(s) for s in scalars),
     )
     stored = (Stored(f"{prefix}{{name}}"),) if prefix else ()
-    return Program(File((space, Layout(NAME, NAME, (), (*stored, *rules)))), NAME)
+    return LayoutProgram(File((space, Layout(NAME, NAME, (), (*stored, *rules)))), NAME)
 
 
 def _states(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str], str]:

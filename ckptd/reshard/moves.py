@@ -18,11 +18,11 @@ from ckptd.layout.lay.regions import Fill
 from ckptd.layout.owners import ABSENT
 from ckptd.load.plan import BlockLine, Runs, SourceCopy, count, merge, needed_blocks, no_runs
 from ckptd.reshard.clip import clip, clip_fill
-from ckptd.reshard.feed import Change, Feed
-from ckptd.reshard.source import Source
+from ckptd.reshard.feed import Change, ChunkFeed
+from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Target
 
-__all__ = ["Planner", "RoundPlan", "StagedCopy", "Stretch", "cut_rounds", "group_files"]
+__all__ = ["RoundPlan", "RoundPlanner", "StagedCopy", "Stretch", "cut_rounds", "group_files"]
 
 
 I64 = NDArray[np.int64]
@@ -138,7 +138,7 @@ class RoundPlan:
     bytes_needed: int
 
 
-class Planner:
+class RoundPlanner:
     """Plans rounds of one process.
 
     Parameters
@@ -149,12 +149,12 @@ class Planner:
         Positions of the source's blocks.
     """
 
-    def __init__(self, source: Source, target: Target, line: BlockLine) -> None:
+    def __init__(self, source: ReshardSource, target: Target, line: BlockLine) -> None:
         self._source = source
         self._target = target
         self._line = line
         self._chunks: dict[int, tuple[list[ChunkRef], NDArray[np.int64]]] = {}
-        self._feeds: OrderedDict[tuple[int, int], Feed] = OrderedDict()
+        self._feeds: OrderedDict[tuple[int, int], ChunkFeed] = OrderedDict()
 
     def chunks(self, file: int) -> list[ChunkRef]:
         """Return the chunks of a target file, in order."""
@@ -204,7 +204,7 @@ class Planner:
             if chunks[i].end > chunks[i].start:
                 yield chunks[i]
 
-    def _feed(self, chunk: ChunkRef) -> Feed:
+    def _feed(self, chunk: ChunkRef) -> ChunkFeed:
         key = (chunk.tensor, chunk.piece.index)
         found = self._feeds.get(key)
         if found is None:
@@ -222,7 +222,7 @@ class Planner:
         return (lo - chunk.start) // size, (hi - chunk.start) // size, at
 
     def _moves(
-        self, chunk: ChunkRef, stretch: Stretch, number: int, feed: Feed
+        self, chunk: ChunkRef, stretch: Stretch, number: int, feed: ChunkFeed
     ) -> Iterator[StagedCopy]:
         lo, hi, at = self._bounds(chunk, stretch)
         for take in feed.takes:
@@ -245,7 +245,7 @@ class Planner:
                     )
 
     def _fills(
-        self, chunk: ChunkRef, stretch: Stretch, number: int, feed: Feed
+        self, chunk: ChunkRef, stretch: Stretch, number: int, feed: ChunkFeed
     ) -> Iterator[tuple[int, int, Fill]]:
         lo, hi, at = self._bounds(chunk, stretch)
         for fill in feed.fills:
@@ -285,7 +285,7 @@ _SAMPLE = 512
 _MOST_FILES = 64
 
 
-def group_files(planner: Planner, files: Sequence[int], most: int) -> list[list[int]]:
+def group_files(planner: RoundPlanner, files: Sequence[int], most: int) -> list[list[int]]:
     """Return the files in groups of neighbours.
 
     Parameters
@@ -313,7 +313,7 @@ def group_files(planner: Planner, files: Sequence[int], most: int) -> list[list[
     return groups
 
 
-def _wanted(planner: Planner, file: int) -> Runs:
+def _wanted(planner: RoundPlanner, file: int) -> Runs:
     """Return source blocks that a file wants: all of them, or those of a sample."""
     chunks = [c for c in planner.chunks(file) if c.end > c.start]
     step = max(1, len(chunks) // _SAMPLE)

@@ -11,8 +11,8 @@ from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.resolve import Bound
 from ckptd.reshard.assemble import Assembled, assemble_target
-from ckptd.reshard.compose import Composed, Link, compose_layouts
-from ckptd.reshard.layouts import Program, compare, infer, other_sizes, read_text, wrapped
+from ckptd.reshard.compose import Composed, TensorLink, compose_layouts
+from ckptd.reshard.layouts import LayoutProgram, compare, infer, other_sizes, read_text, wrapped
 from ckptd.reshard.reports import SourceProgram
 from ckptd.reshard.samples import Expected, expect
 from ckptd.reshard.source import Stock
@@ -37,8 +37,8 @@ class Prepared:
     """
 
     stock: Stock
-    source: Program
-    target: Program
+    source: LayoutProgram
+    target: LayoutProgram
     assembled: Assembled
     read_with: SourceProgram
 
@@ -53,14 +53,14 @@ class Prepared:
         return f"{self.stock.identity}\n{self.source.text}\n{self.target.text}"
 
 
-def source_program(stock: Stock, given: Program | None) -> Program:
+def source_program(stock: Stock, given: LayoutProgram | None) -> LayoutProgram:
     """Return the source's program: the one given, the one it keeps, or one made from its names."""
     if given is not None:
         return given
     return _kept(stock) if stock.lay else infer(stock.shapes, has_sections=stock.has_sections)
 
 
-def _kept(stock: Stock) -> Program:
+def _kept(stock: Stock) -> LayoutProgram:
     program = read_text(stock.lay, f"the program of step {stock.step}")
     mesh = program.resolve().mesh
     if mesh is not None and mesh.world > stock.world:
@@ -78,8 +78,8 @@ def _kept(stock: Stock) -> Program:
 
 def prepare(
     stock: Stock,
-    source: Program,
-    target: Program,
+    source: LayoutProgram,
+    target: LayoutProgram,
     *,
     rules: Sequence[str] = (),
     allow_lossy: bool = False,
@@ -132,7 +132,7 @@ def prepare(
 
 
 def _checked(
-    stock: Stock, source: Program, used: Bound, rules: Sequence[str], *, allowed: bool
+    stock: Stock, source: LayoutProgram, used: Bound, rules: Sequence[str], *, allowed: bool
 ) -> SourceProgram:
     """Compare the source's program with the one that the source keeps."""
     if not stock.lay:
@@ -161,7 +161,7 @@ def _checked(
     )
 
 
-def _fitting(stock: Stock, changed: Program, kept: Program) -> Bound:
+def _fitting(stock: Stock, changed: LayoutProgram, kept: LayoutProgram) -> Bound:
     """Bind the kept program, with the user's sizes where they fit the source."""
     try:
         return bind_stored(changed.resolve(), stock.shapes, stock.sizes)
@@ -169,7 +169,7 @@ def _fitting(stock: Stock, changed: Program, kept: Program) -> Bound:
         return bind_stored(kept.resolve(), stock.shapes, stock.sizes)
 
 
-def _lossy(composed: Composed, links: Sequence[Link]) -> RefusedError:
+def _lossy(composed: Composed, links: Sequence[TensorLink]) -> RefusedError:
     names = [link.tensor.name for link in links] + [f"{n} (dropped)" for n in composed.dropped]
     names += [f"{n} (no place in the target)" for n in composed.lost]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""

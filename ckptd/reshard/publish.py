@@ -20,8 +20,8 @@ from ckptd.types import DType
 
 __all__ = [
     "FilePart",
+    "FilePlace",
     "OwnPlace",
-    "Place",
     "commit_parts",
     "find_commit",
     "load_part",
@@ -73,7 +73,7 @@ def load_part(store: Store, folder: str, number: int) -> FilePart | None:
     return part if size == part.file.data_start + part.file.data_bytes else None
 
 
-class Place(Protocol):
+class FilePlace(Protocol):
     """A place for files."""
 
     @property
@@ -125,7 +125,7 @@ class OwnPlace:
         return {"format": "pt", "ckptd": f"step {self.name.step} rank {number}"}
 
 
-def missing_files(store: Store, place: Place, files: Sequence[int]) -> list[int]:
+def missing_files(store: Store, place: FilePlace, files: Sequence[int]) -> list[int]:
     """Return which of some files are not complete."""
     return [f for f in files if load_part(store, place.folder, f) is None]
 

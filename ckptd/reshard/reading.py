@@ -25,7 +25,7 @@ from ckptd.load.files import LocalFiles, missing_file
 from ckptd.load.plan import BlockLine, Runs, strided, words_of
 from ckptd.reshard.clip import clip
 from ckptd.reshard.moves import RoundPlan, StagedCopy
-from ckptd.reshard.source import Source
+from ckptd.reshard.source import ReshardSource
 from ckptd.runtime.pool import run_all
 from ckptd.types import DType
 
@@ -220,7 +220,7 @@ class Reading:
 
     def __init__(
         self,
-        source: Source,
+        source: ReshardSource,
         line: BlockLine,
         *,
         threads: int,

@@ -20,7 +20,7 @@ from ckptd.layout.block import piece_regions
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.layout.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, quantized
-from ckptd.reshard.compose import Composed, Link
+from ckptd.reshard.compose import Composed, TensorLink
 from ckptd.reshard.elements import find, place
 from ckptd.reshard.target import Target
 from ckptd.types import DType
@@ -248,7 +248,7 @@ def by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...]
 def _wanted(
     composed: Composed,
     key: TensorKey,
-    link: Link,
+    link: TensorLink,
     change: Values | None,
     values: U8,
     positions: I64,

@@ -15,15 +15,15 @@ from ckptd.format.manifest import FileEntry, ObjectEntry
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
-from ckptd.load.files import Places, check_size, load_index
+from ckptd.load.files import PieceLocations, check_size, load_index
 from ckptd.reshard.feed import Take
 from ckptd.store.base import Store
 from ckptd.types import DType
 
-__all__ = ["OwnSource", "Source", "Stock", "StockTensor"]
+__all__ = ["OwnSource", "ReshardSource", "Stock", "StockTensor"]
 
 
-class Source(Protocol):
+class ReshardSource(Protocol):
     """Files, and where the pieces of tensors lie in them. Threads share it."""
 
     @property
@@ -64,7 +64,7 @@ class Source(Protocol):
 class OwnSource:
     """A checkpoint of ckptd."""
 
-    def __init__(self, places: Places, store: Store) -> None:
+    def __init__(self, places: PieceLocations, store: Store) -> None:
         self.store = store
         self.files = places.manifest.files
         self.dtypes = places.filemap.dtypes
@@ -100,7 +100,7 @@ class StockTensor:
     Attributes
     ----------
     number
-        Its number for `ckptd.reshard.source.Source`.
+        Its number for `ckptd.reshard.source.ReshardSource`.
     encoded
         Whether it holds an encoded object.
     ranks
@@ -153,7 +153,7 @@ class Stock:
         else calls ``model.`` is a part of the names of weights.
     """
 
-    source: Source
+    source: ReshardSource
     identity: str
     tensors: Sequence[StockTensor]
     values: Callable[[Sequence[str]], Mapping[str, NDArray[Any]]]

@@ -31,7 +31,7 @@ from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import PARTS, CommitName
 from ckptd.format.records import Commit
 from ckptd.layout.owners import ABSENT
-from ckptd.load.files import Places, load_index
+from ckptd.load.files import PieceLocations, load_index
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import Hold, hold
 from ckptd.save.messages import Base, RankPart, Refer, SaveRequest
@@ -514,7 +514,7 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> ChunkDigests | N
         return None
     manifest = catalogue.manifest_of(commit)
     filemap = check_manifest(manifest, commit.folder + commit.manifest, commit.manifest_bytes)
-    places = Places(manifest, filemap, catalogue.store)
+    places = PieceLocations(manifest, filemap, catalogue.store)
     where = np.full(len(plan.chunks), -1, dtype=np.int64)
     digests = np.zeros((len(plan.chunks), 2), dtype=np.uint64)
     files: list[FileEntry] = []
@@ -538,7 +538,7 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> ChunkDigests | N
 
 
 def _by_file(
-    places: Places, manifest: Manifest, plan: RankPlan
+    places: PieceLocations, manifest: Manifest, plan: RankPlan
 ) -> list[tuple[int, list[tuple[int, str]]]]:
     """Return the files with chunks of this rank, and these: number, and name in the header."""
     named = {t.name: i for i, t in enumerate(manifest.tensors)}

@@ -20,7 +20,7 @@ from ckptd.format.lineage import line
 from ckptd.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest
 from ckptd.format.names import DATA, PARTS, CommitName, data_folder, parse_data_folder, part_key
 from ckptd.load.files import blame
-from ckptd.load.union import Source, UnionStore
+from ckptd.load.union import UnionSource, UnionStore
 from ckptd.root.catalogue import write_manifest
 from ckptd.root.index import Index
 from ckptd.save.commit import decode_plan, finish_attempt, plan_key
@@ -79,7 +79,7 @@ class FoundSnapshot(msgspec.Struct, frozen=True, order=True):
         return data_folder(self.name, self.attempt)
 
 
-def complete_snapshots(near: UnionStore | Sequence[Store | Source]) -> list[FoundSnapshot]:
+def complete_snapshots(near: UnionStore | Sequence[Store | UnionSource]) -> list[FoundSnapshot]:
     """Return the snapshots of which `near` holds every part, rising by step.
 
     One listing of each store, and one read for each part and plan. Snapshots with a part that says

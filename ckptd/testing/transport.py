@@ -26,7 +26,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, UsageError
-from ckptd.live.transport import Pending, Transport
+from ckptd.live.transport import PendingMessage, Transport
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 
 __all__ = ["TransportContract"]
@@ -73,7 +73,7 @@ def _message(source: int, target: int, number: int) -> U8:
     return rng.integers(0, 256, _SIZES[number], dtype=np.uint8)
 
 
-def _through(pending: Pending) -> None:
+def _through(pending: PendingMessage) -> None:
     end = time.monotonic() + _PATIENCE_S
     while not pending.wait(0.05):
         if time.monotonic() > end:
@@ -89,7 +89,7 @@ def _exchange(make: Make) -> bool:
         try:
             for step in range(1, transport.world):
                 peer = (transport.rank + step) % transport.world
-                waiting: list[Pending] = []
+                waiting: list[PendingMessage] = []
                 for number in range(len(_SIZES)):
                     waiting.append(transport.send(peer, _message(transport.rank, peer, number)))
                     if len(waiting) == 2:

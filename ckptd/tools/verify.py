@@ -25,7 +25,7 @@ from ckptd.format.names import CommitName, commit_key, digests_key, generation_k
 from ckptd.layout.grid import Piece
 from ckptd.load.files import (
     LocalFiles,
-    Places,
+    PieceLocations,
     check_index_size,
     load_index,
     missing_file,
@@ -66,7 +66,7 @@ class ScanSegment:
     available: int
 
 
-def targets(places: Places, file: int) -> list[ScanChunk]:
+def targets(places: PieceLocations, file: int) -> list[ScanChunk]:
     """Return the chunks of `file` that the checkpoint refers to, in file order.
 
     Raises
@@ -91,7 +91,7 @@ def targets(places: Places, file: int) -> list[ScanChunk]:
     return sorted(found, key=lambda t: t.number)
 
 
-def segments(places: Places, files: Iterable[tuple[int, int]]) -> Iterator[ScanSegment]:
+def segments(places: PieceLocations, files: Iterable[tuple[int, int]]) -> Iterator[ScanSegment]:
     """Cut files into segments of about 32 MiB; a larger chunk is one segment.
 
     Parameters
@@ -136,7 +136,7 @@ class Scan:
     def __init__(
         self,
         store: Store,
-        places: Places,
+        places: PieceLocations,
         findings: Findings,
         witness: WitnessCheck,
         progress: Callable[[int, int], None] | None,

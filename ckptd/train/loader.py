@@ -32,7 +32,7 @@ from ckptd.load.files import check_headers, read_ahead
 from ckptd.load.hostgroup import HostGroup
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import InMemory, ReadReport, execute
-from ckptd.load.union import Source, UnionStore
+from ckptd.load.union import UnionSource, UnionStore
 from ckptd.load.witnesses import read_witness
 from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
@@ -58,7 +58,7 @@ from ckptd.train.state.restore import (
 from ckptd.types import Box, dtype_of
 
 if TYPE_CHECKING:
-    from ckptd.reshard.layouts import Program
+    from ckptd.reshard.layouts import LayoutProgram
     from ckptd.store.base import Store
     from ckptd.train.layout.binder import JobLayout, Laid
     from ckptd.train.layout.loading import LaidLoad
@@ -80,7 +80,7 @@ _texts = json_decoder(dict[str, str])
 
 _candidates = converter(Candidates)
 
-Near = Callable[[], "Sequence[Store | Source]"]
+Near = Callable[[], "Sequence[Store | UnionSource]"]
 """Gives the near tiers as this rank reaches them, nearest first."""
 Next = Literal["again", "older", "raise"]
 """What to do after a failure: the same checkpoint from other sources, an older one, give up."""
@@ -118,10 +118,12 @@ class LoadSources:
     def __init__(self, catalogue: Catalogue, agreement: Agreement, near: Near | None) -> None:
         self._catalogue = catalogue
         self._agreement = agreement
-        self._near: list[Source] = []
+        self._near: list[UnionSource] = []
         if near is not None:
             found = agreement.on_every_rank(near)
-            self._near = [s if isinstance(s, Source) else Source(s, tier_of(s)) for s in found]
+            self._near = [
+                s if isinstance(s, UnionSource) else UnionSource(s, tier_of(s)) for s in found
+            ]
         self._has_near = near is not None
         self.unheld = ""
         self._rooted = True
@@ -197,7 +199,7 @@ class LoadSources:
         self._aimed = candidate
 
     def _unite(self) -> None:
-        root = [Source(self._catalogue.store, tier_of(self._catalogue.store))]
+        root = [UnionSource(self._catalogue.store, tier_of(self._catalogue.store))]
         self.store = UnionStore([*self._near, *(root if self._rooted or not self._near else ())])
 
     # -- what there is, on rank 0 ------------------------------------------------------------------
@@ -250,11 +252,11 @@ class LoadSources:
             return True
         return self._catalogue.newest_generation() > best[0]
 
-    def _asked(self, sources: Sequence[Source]) -> list[Source]:
+    def _asked(self, sources: Sequence[UnionSource]) -> list[UnionSource]:
         """Return sources with what they have; those that do not answer are not asked again."""
         end = time.monotonic() + _FORMER_S
 
-        def look(source: Source) -> Source:
+        def look(source: UnionSource) -> UnionSource:
             if not source.name or source.keys is not None:
                 return source
             if source.former and time.monotonic() > end:
@@ -472,7 +474,7 @@ class _Options:
     progress: Callable[[int, int], None] | None
     filtered: bool
     job: JobLayout | None = None
-    source: Program | None = None
+    source: LayoutProgram | None = None
     allow: str | None = None
 
 
@@ -595,7 +597,7 @@ class Loader:
 
     def _layouts(
         self, state: Mapping[str, Any], source: LayoutSpec | None
-    ) -> tuple[JobLayout | None, Program | None]:
+    ) -> tuple[JobLayout | None, LayoutProgram | None]:
         """Return the layout of the live state, and the one given for the checkpoint."""
         if self._layout is None:
             if source is not None:

@@ -14,7 +14,7 @@ import msgspec
 
 from ckptd.decoding import json_decoder
 from ckptd.errors import CkptdError, UsageError
-from ckptd.load.union import Source
+from ckptd.load.union import UnionSource
 from ckptd.net.signing import SECRET_VARIABLE, derived_key, given_secret
 from ckptd.root.opening import served_spec
 from ckptd.root.policy import Every, check_positive
@@ -219,7 +219,7 @@ class Nearby:
         self._here = ""
         self._met: tuple[WriterClient, int] | None = None
         self._partner: _Node | None = None
-        self._sources: list[Source] = []
+        self._sources: list[UnionSource] = []
 
     # -- who is there ------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class Nearby:
 
     # -- what they have ----------------------------------------------------------------------------
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[UnionSource]:
         """Return what may hold snapshots, nearest first: this node, the others, former ones.
 
         Other nodes are connected to when something is wanted of them. Former ones are not waited
@@ -355,7 +355,7 @@ class Nearby:
                 try:
                     store = spec.open()
                     _ = store.capabilities  # asks an agent, which may have died by now
-                    self._sources.append(Source(store, tier, f"{self._node} {tier}"))
+                    self._sources.append(UnionSource(store, tier, f"{self._node} {tier}"))
                 except CkptdError as error:
                     _log.warning("this node's snapshots cannot be read: %s", error.message)
         others = [n for n in self._nodes.values() if n.name != self._node]
@@ -372,7 +372,7 @@ class Nearby:
     def _add(self, tier: str, node: _Node, what: str, url: str) -> None:
         spec = served_spec(url, self._key_of(node.name, node.secret))
         if spec is not None:
-            self._sources.append(Source(Distant(url, spec.open), tier, f"{node.name} {what}"))
+            self._sources.append(UnionSource(Distant(url, spec.open), tier, f"{node.name} {what}"))
 
     def _add_former(self, tier: str, node: KnownNode, what: str, url: str) -> None:
         key = self._key_of(node.name, node.secret)
@@ -383,7 +383,7 @@ class Nearby:
         name = f"{node.name} {what} at {url}"
         keys: frozenset[str] | None = frozenset() if url in self._gone else None
         store = Distant(url, partial(self._reached, hasty, spec))
-        self._sources.append(Source(store, tier, name, keys, former=True))
+        self._sources.append(UnionSource(store, tier, name, keys, former=True))
 
     def _reached(self, hasty: StoreSpec, spec: StoreSpec) -> Store:
         """Open what a former node serves; who does not answer is asked once in this life.

@@ -19,11 +19,11 @@ from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm
-from ckptd.live.memory import ArrayMemory, Memory
-from ckptd.live.move import Mover, MoveReport, Watch, message_bytes
+from ckptd.live.memory import ArrayMemory, TensorMemory
+from ckptd.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.live.plan import MovePlan, Roles, make_plan
 from ckptd.live.transport import Transport
-from ckptd.train.layout.binder import JobLayout, Laid, Seen
+from ckptd.train.layout.binder import JobLayout, Laid, SeenNames
 from ckptd.train.layout.loading import look
 from ckptd.train.layout.program import LayoutSpec, Spelling
 from ckptd.train.ranks import Agreement, board_of
@@ -35,7 +35,7 @@ from ckptd.types import DType, dtype_of
 
 __all__ = [
     "Numbers",
-    "Side",
+    "RelayoutSide",
     "TorchMemory",
     "check_apart",
     "memories",
@@ -49,7 +49,7 @@ I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
 
-def memory_of(tensor: torch.Tensor, name: str) -> Memory:
+def memory_of(tensor: torch.Tensor, name: str) -> TensorMemory:
     """Return a rank-local tensor as memory.
 
     Raises
@@ -73,7 +73,7 @@ def memory_of(tensor: torch.Tensor, name: str) -> Memory:
 
 
 class TorchMemory:
-    """A contiguous tensor on any device, as `ckptd.live.memory.Memory`."""
+    """A contiguous tensor on any device, as `ckptd.live.memory.TensorMemory`."""
 
     def __init__(self, tensor: torch.Tensor, dtype: DType) -> None:
         self.dtype = dtype
@@ -81,25 +81,25 @@ class TorchMemory:
         self._flat = tensor.reshape(-1)
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
-        """See `ckptd.live.memory.Memory`."""
+        """See `ckptd.live.memory.TensorMemory`."""
         self._host(out).view(shape).copy_(self._part(start, shape, strides))
 
     def take_at(self, at: I64, out: U8) -> None:
-        """See `ckptd.live.memory.Memory`."""
+        """See `ckptd.live.memory.TensorMemory`."""
         index = torch.from_numpy(at).to(self._flat.device)
         self._host(out).copy_(self._flat[index])
 
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
-        """See `ckptd.live.memory.Memory`."""
+        """See `ckptd.live.memory.TensorMemory`."""
         self._part(start, shape, strides).copy_(self._host(data).view(shape))
 
     def put_at(self, at: I64, data: U8) -> None:
-        """See `ckptd.live.memory.Memory`."""
+        """See `ckptd.live.memory.TensorMemory`."""
         index = torch.from_numpy(at).to(self._flat.device)
         self._flat[index] = self._host(data).to(self._flat.device)
 
     def region(self) -> tuple[object, int, int]:
-        """See `ckptd.live.memory.Memory`."""
+        """See `ckptd.live.memory.TensorMemory`."""
         start = self._flat.data_ptr()
         return str(self._flat.device), start, start + self.numel * self.dtype.itemsize
 
@@ -110,7 +110,7 @@ class TorchMemory:
         return torch.from_numpy(data).view(self._flat.dtype)
 
 
-def check_apart(sources: dict[str, Memory], targets: dict[str, Memory]) -> None:
+def check_apart(sources: dict[str, TensorMemory], targets: dict[str, TensorMemory]) -> None:
     """Raise `UsageError` (kind ``overlap``) when something is both taken from and put into."""
     found = [(*m.region(), 0, n) for n, m in sources.items() if m.numel]
     found += [(*m.region(), 1, n) for n, m in targets.items() if m.numel]
@@ -135,7 +135,7 @@ Numbers = Sequence[tuple[DType, bytes] | None]
 
 
 @dataclass(eq=False)
-class Side:
+class RelayoutSide:
     """One of the two layouts, and what this rank has of it.
 
     `job` has the names of the state, `form` those of the program: both ends of a stream know only
@@ -154,7 +154,7 @@ class Side:
         layout: LayoutSpec,
         agreement: Agreement,
         ranks: Sequence[int] | None,
-    ) -> Side:
+    ) -> RelayoutSide:
         """Bind a layout to what this rank has; ranks outside it see no state. Collective."""
         world = agreement.board.world
         if ranks is None:
@@ -174,7 +174,9 @@ class Side:
             params=laid.resolved.params,
             state_names=laid.resolved.state_names,
         )
-        return Side(laid, job, StoredForm(Bound(layout_, job.form.bound.sizes)), state, leaves)
+        return RelayoutSide(
+            laid, job, StoredForm(Bound(layout_, job.form.bound.sizes)), state, leaves
+        )
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -225,11 +227,11 @@ def _stated(laid: Laid, look_at: Callable[[], Leaves]) -> JobLayout | None:
         bound = bind_sizes(laid.resolved, {})
     except MismatchError:
         return None
-    spelling = laid.spelling(Seen.of(look_at(), whole=True)) or Spelling()
+    spelling = laid.spelling(SeenNames.of(look_at(), whole=True)) or Spelling()
     return laid.job(replace(bound, layout=spelling.put_into(bound.layout)), spelling)
 
 
-def memories(side: Side, leaves: Leaves, states: set[str]) -> dict[str, Memory]:
+def memories(side: RelayoutSide, leaves: Leaves, states: set[str]) -> dict[str, TensorMemory]:
     """Return the memory of this rank's tensors, by their names in the program."""
     if side.laid.rank is None:
         return {}
@@ -256,7 +258,7 @@ def memories(side: Side, leaves: Leaves, states: set[str]) -> dict[str, Memory]:
     return out
 
 
-def numbers(source: Side, names: Sequence[str]) -> dict[str, Numbers]:
+def numbers(source: RelayoutSide, names: Sequence[str]) -> dict[str, Numbers]:
     """Return the numbers that follow each parameter of this rank."""
     out: dict[str, Numbers] = {}
     for local, (rule, indexes) in source.job.tensors.items() if source.state is not None else ():
@@ -340,15 +342,15 @@ def relayout(
     board = board_of(process_group, timeout_s)
     agreement = Agreement(board, timeout_s)
     every = agreement.on_every_rank
-    source = every(lambda: Side.of(source_state, source_layout, agreement, source_ranks))
-    target = every(lambda: Side.of(target_state, target_layout, agreement, target_ranks))
+    source = every(lambda: RelayoutSide.of(source_state, source_layout, agreement, source_ranks))
+    target = every(lambda: RelayoutSide.of(target_state, target_layout, agreement, target_ranks))
     # Nobody makes connections for a move that some rank will not join.
     move = every(lambda: _Move.plan(source, target, board.rank, states))
     carrier = transport or (
         TorchTransport(process_group, timeout_s) if board.world > 1 else _Alone()
     )
     try:
-        return move.run(carrier, budget_bytes, Watch(board, "relayout", timeout_s))
+        return move.run(carrier, budget_bytes, MoveWatch(board, "relayout", timeout_s))
     finally:
         if transport is None:
             carrier.close()
@@ -376,7 +378,7 @@ class _Alone:
 class _Move:
     """One move of one rank."""
 
-    target: Side
+    target: RelayoutSide
     transfers: Transfers
     roles: Roles
     scalar_names: Sequence[str]
@@ -385,7 +387,7 @@ class _Move:
     planned: MovePlan
 
     @staticmethod
-    def plan(source: Side, target: Side, process: int, states: bool) -> _Move:
+    def plan(source: RelayoutSide, target: RelayoutSide, process: int, states: bool) -> _Move:
         """Look at both states; make what the target's optimizer lacks."""
         forms = agreed(source.form.bound, target.form.bound)
         transfers = Transfers(Composition(*forms))
@@ -409,7 +411,7 @@ class _Move:
         scalars = numbers(source, scalar_names)
         return _Move(target, transfers, roles, scalar_names, scalars, prepared, found)
 
-    def run(self, carrier: Transport, budget_bytes: int, watch: Watch) -> MoveReport:
+    def run(self, carrier: Transport, budget_bytes: int, watch: MoveWatch) -> MoveReport:
         """Do it."""
         try:
             limit = message_bytes(budget_bytes, carrier)
@@ -475,7 +477,7 @@ def _write(leaf: TensorLeaf, value: tuple[DType, bytes] | None) -> None:
         local_tensor(leaf.tensor).fill_(found.astype(np.float64).item())
 
 
-def _prepared(target: Side, states: set[str], scalars: Sequence[str]) -> Leaves:
+def _prepared(target: RelayoutSide, states: set[str], scalars: Sequence[str]) -> Leaves:
     """Return the leaves of the target state, with memory for optimizer state that it lacks."""
     if target.state is None:
         return Leaves()

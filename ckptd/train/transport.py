@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, UsageError
 from ckptd.format.digest import digest_hex
-from ckptd.live.transport import Pending, gone
+from ckptd.live.transport import PendingMessage, gone
 from ckptd.train.ranks import global_ranks
 
 __all__ = ["TorchTransport"]
@@ -71,17 +71,17 @@ class TorchTransport:
     def begin(self, message_bytes: int) -> None:
         """See `ckptd.live.transport.Transport`; connections are there already."""
 
-    def send(self, peer: int, data: U8) -> Pending:
+    def send(self, peer: int, data: U8) -> PendingMessage:
         """See `ckptd.live.transport.Transport`."""
         tensor = torch.from_numpy(data)
         return self._begin(peer, lambda: self._group.send([tensor], peer, 0))
 
-    def receive(self, peer: int, into: U8) -> Pending:
+    def receive(self, peer: int, into: U8) -> PendingMessage:
         """See `ckptd.live.transport.Transport`."""
         tensor = torch.from_numpy(into)
         return self._begin(peer, lambda: self._group.recv([tensor], peer, 0))
 
-    def _begin(self, peer: int, begin: Callable[[], Any]) -> Pending:
+    def _begin(self, peer: int, begin: Callable[[], Any]) -> PendingMessage:
         if self._group is None:
             raise UsageError("a transport is used after its end", kind="closed")
         try:
@@ -112,7 +112,7 @@ class _Work:
         self._done.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """See `ckptd.live.transport.Pending`."""
+        """See `ckptd.live.transport.PendingMessage`."""
         if not self._done.wait(timeout_s):
             return False
         if self._error is not None:

@@ -9,17 +9,17 @@ import pytest
 
 from ckptd.layout.block import Block
 from ckptd.layout.lay.live import Transfers
-from ckptd.live.plan import Piece, Segment, Window, messages, ordered
+from ckptd.live.plan import PartBlock, SegmentWindow, StreamSegment, messages, ordered
 from tests.layout.lay.test_copies import composed
 
 Places = list[tuple[int, int]]
 
 
-def places(segment: Segment, lo: int, hi: int) -> Places:
+def places(segment: StreamSegment, lo: int, hi: int) -> Places:
     """Return source and target of each element, in the order of the stream."""
     out: Places = []
     for chunk in ordered(segment, lo, hi):
-        if isinstance(chunk, Piece):
+        if isinstance(chunk, PartBlock):
             b = chunk.block
             for ids in product(*(range(n) for n in b.shape)):
                 source = b.source_start + sum(
@@ -40,7 +40,7 @@ def places(segment: Segment, lo: int, hi: int) -> Places:
 def test_two_ends_of_every_stream(source: str, target: str) -> None:
     transfers = Transfers(composed(source, target))
     given = {
-        (rank, sent.rank, sent.source, sent.target): Segment(
+        (rank, sent.rank, sent.source, sent.target): StreamSegment(
             sent.source, sent.target, (sent.blocks,)
         )
         for rank in range(transfers.composition.source.mesh.world)
@@ -53,7 +53,7 @@ def test_two_ends_of_every_stream(source: str, target: str) -> None:
                 taken.setdefault((copy.rank, rank, copy.name, tensor.name), []).append(copy.blocks)
     assert given.keys() == taken.keys()
     for key, segment in given.items():
-        other = Segment(key[2], key[3], tuple(taken[key]))
+        other = StreamSegment(key[2], key[3], tuple(taken[key]))
         assert (segment.numel, segment.span) == (other.numel, other.span)
         assert list(messages([segment], [4], 64)) == list(messages([other], [4], 64))
         lo, hi = segment.span
@@ -68,27 +68,27 @@ def test_two_ends_of_every_stream(source: str, target: str) -> None:
 def test_interleaved_rows_are_found_row_by_row() -> None:
     even = Block((50, 100), 0, (100, 1), 0, (200, 1))
     odd = Block((50, 100), 5000, (100, 1), 100, (200, 1))
-    segment = Segment("a", "b", ((even,), (odd,)))
+    segment = StreamSegment("a", "b", ((even,), (odd,)))
     found = list(ordered(segment, 0, 10_000))
-    assert all(isinstance(c, Piece) for c in found)
+    assert all(isinstance(c, PartBlock) for c in found)
     assert [t for _, t in places(segment, 0, 10_000)] == list(range(10_000))
 
 
 def test_single_elements_in_turn_are_listed() -> None:
     parts = tuple((Block((40_000,), i * 40_000, (1,), i, (3,)),) for i in range(3))
-    segment = Segment("a", "b", parts)
+    segment = StreamSegment("a", "b", parts)
     targets = np.concatenate([c.target for c in ordered(segment, 0, 120_000)])  # type: ignore[union-attr]
     assert np.array_equal(targets, np.arange(120_000))
 
 
 def test_messages_are_full_and_never_too_long() -> None:
     segments = [
-        Segment("s", f"t{i}", ((Block((n,), 0, (1,), 0, (1,)),),))
+        StreamSegment("s", f"t{i}", ((Block((n,), 0, (1,), 0, (1,)),),))
         for i, n in enumerate([10, 1000, 3, 5000, 1, 70, 64])
     ]
     sizes = [4, 4, 2, 8, 16, 0, 1]
     limit = 4096
-    seen: dict[int, list[Window]] = {}
+    seen: dict[int, list[SegmentWindow]] = {}
     found = list(messages(segments, sizes, limit))
     for message in found:
         assert sum(-(-w.numel * sizes[w.segment] // 16) * 16 for w in message) <= limit

@@ -16,7 +16,7 @@ from ckptd.layout.lay.live import Transfers
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.live.memory import ArrayMemory
-from ckptd.live.move import Mover, MoveReport, Watch, message_bytes
+from ckptd.live.move import Mover, MoveReport, MoveWatch, message_bytes
 from ckptd.live.plan import Roles, make_plan
 from ckptd.live.shm import ShmTransport
 from ckptd.live.transport import Transport
@@ -110,7 +110,7 @@ def move(
             sources=memories(given.get(process, {}), kinds[0]),
             targets=memories(found, kinds[1]),
         )
-        watch = Watch(where[process], "watch", 20.0)
+        watch = MoveWatch(where[process], "watch", 20.0)
         mover = Mover(carrier, limit, watch, plan, transfers, roles, {})
         try:
             return found, own, mover.run()

@@ -20,7 +20,7 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
-from ckptd.load.union import Source, UnionStore
+from ckptd.load.union import UnionSource, UnionStore
 from ckptd.store.base import FaultSpec, ObjectInfo, OpenFile, Store
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -89,7 +89,7 @@ Make = Callable[..., Node]
 
 def test_the_nearest_that_has_it(make: Make) -> None:
     near, far = make(a=b"near"), make(a=b"far", b=b"far b")
-    union = UnionStore([Source(near, "memory"), Source(far, "remote")])
+    union = UnionStore([UnionSource(near, "memory"), UnionSource(far, "remote")])
     assert union.get("a") == b"near"
     assert union.get("b") == b"far b"
     assert union.get("b", ByteRange(1, 3)) == b"ar"
@@ -150,8 +150,8 @@ def test_what_is_raised_when_nobody_has_it(make: Make) -> None:
 
 def test_what_is_known_to_be_empty_is_not_asked(make: Make) -> None:
     dead, full = make(TransientStoreError), make(a=b"1")
-    known = Source(dead, "peer", "dead", frozenset())
-    union = UnionStore([known, Source(full, "memory", "full", frozenset({"a"}))])
+    known = UnionSource(dead, "peer", "dead", frozenset())
+    union = UnionStore([known, UnionSource(full, "memory", "full", frozenset({"a"}))])
     assert [info.key for info in union.list()] == union.children() == ["a"]
     assert union.get("a") == b"1"
     with pytest.raises(NotFoundError):

@@ -14,8 +14,8 @@ from ckptd.format.manifest import ObjectEntry, encode_manifest
 from ckptd.layout.grid import Axis, Grid
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.job import Job, Share
-from ckptd.reshard.layouts import Program, read_program
+from ckptd.reshard.job import ReshardJob, ReshardShare
+from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.own import open_own
 from ckptd.reshard.prepare import Prepared, prepare, source_program
 from ckptd.reshard.reports import Resharded
@@ -113,7 +113,7 @@ def save(
     )
 
 
-def program(name: str, *rules: str) -> Program:
+def program(name: str, *rules: str) -> LayoutProgram:
     return read_program(name, "--to", lambda run: run.target).with_rules(rules)
 
 
@@ -131,15 +131,17 @@ def everything(folder: Path) -> dict[str, Array]:
         return reader.tensors(reader.names)
 
 
-def prepared(store: Store, to: Program, given: Program | None = None, **options: Any) -> Prepared:
+def prepared(
+    store: Store, to: LayoutProgram, given: LayoutProgram | None = None, **options: Any
+) -> Prepared:
     reader = latest(store)
     stock = open_own(Catalogue(store), reader)
     return prepare(stock, source_program(stock, given), to, **options)
 
 
-def job_into(out: Store, found: Prepared) -> Job:
+def job_into(out: Store, found: Prepared) -> ReshardJob:
     """Return what writes a target into a root."""
-    return Job(
+    return ReshardJob(
         found.stock.source,
         found.assembled.target,
         Catalogue(out),
@@ -153,12 +155,12 @@ def job_into(out: Store, found: Prepared) -> Job:
 def resharded(
     source: Path,
     target: Path,
-    to: Program,
-    given: Program | None = None,
-    share: Share | None = None,
+    to: LayoutProgram,
+    given: LayoutProgram | None = None,
+    share: ReshardShare | None = None,
     **options: Any,
 ) -> Resharded:
     """Reshard the newest checkpoint of one root into another."""
     with open_store(source) as store, open_store(target) as out:
         found = prepared(store, to, given, **options)
-        return job_into(out, found).run(share or Share(), Budget.of(64 << 20, store))
+        return job_into(out, found).run(share or ReshardShare(), Budget.of(64 << 20, store))

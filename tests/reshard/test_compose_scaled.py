@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.errors import MismatchError, RefusedError
 from ckptd.layout.grid import Axis, Grid
-from ckptd.reshard.job import Share
+from ckptd.reshard.job import ReshardShare
 from ckptd.store import open_store
 from tests.load.builder import Array, Saved
 from tests.reshard.llama import everything, latest, program, resharded, save
@@ -126,7 +126,7 @@ def test_any_cut_gives_the_same_quantized_bytes(tmp_path: Path, lay: str) -> Non
     plain = program(f"{lay}:plain")
     resharded(tmp_path / "a", tmp_path / "b", program(f"{lay}:fp8"), plain, allow_lossy=True)
     for number in (2, 1):
-        part = Share(number, 2)
+        part = ReshardShare(number, 2)
         fp8 = program(f"{lay}:fp8")
         resharded(tmp_path / "c", tmp_path / "d", fp8, plain, part, allow_lossy=True)
     one, two = everything(tmp_path / "b"), everything(tmp_path / "d")

@@ -12,11 +12,11 @@ import pytest
 from ckptd.errors import CorruptError
 from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.owners import Owners
-from ckptd.load.files import Places
+from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.feed import MixedFeeds, Recut
-from ckptd.reshard.job import Job, Share
+from ckptd.reshard.job import ReshardJob, ReshardShare
 from ckptd.reshard.source import OwnSource
 from ckptd.reshard.target import Tables, Target, share
 from ckptd.root.catalogue import Catalogue
@@ -63,9 +63,9 @@ def recut(built: Built, rng: random.Random, world: int) -> Target:
     return Target(world, tuple(entries), tables.grids, tables.owners, MixedFeeds(feeds))
 
 
-def job(store: Store, built: Built, target: Target, out: Store) -> Job:
-    source = OwnSource(Places(built.manifest, built.filemap, store), store)
-    return Job(
+def job(store: Store, built: Built, target: Target, out: Store) -> ReshardJob:
+    source = OwnSource(PieceLocations(built.manifest, built.filemap, store), store)
+    return ReshardJob(
         source,
         target,
         Catalogue(out),
@@ -97,10 +97,10 @@ def test_any_cut_becomes_any_other(tmp_path: Path, seed: int) -> None:
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
         built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
         target = recut(built, rng, rng.randrange(1, 6))
-        done = job(store, built, target, out).run(Share(), Budget.of(64 * MIB, store))
+        done = job(store, built, target, out).run(ReshardShare(), Budget.of(64 * MIB, store))
         assert done.state == "committed"
         check(out, data)
-        again = job(store, built, target, out).run(Share(), Budget.of(64 * MIB, store))
+        again = job(store, built, target, out).run(ReshardShare(), Budget.of(64 * MIB, store))
         assert again.state == "present"
 
 
@@ -111,7 +111,7 @@ def test_many_rounds_stay_within_the_budget(tmp_path: Path) -> None:
         built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
         target = recut(built, rng, 3)
         budget = Budget(32 * MIB, 4 * MIB, 8 * MIB, 4 * MIB, 2, 1)
-        done = job(store, built, target, out).run(Share(), budget)
+        done = job(store, built, target, out).run(ReshardShare(), budget)
         assert done.rounds > 8
         assert done.peak_staged <= 8 * MIB + 3 * 4096
         assert done.bytes_written == sum(target.sizes)
@@ -127,7 +127,7 @@ def test_shares_cover_all_files_and_the_last_one_commits(tmp_path: Path) -> None
         states = []
         for number in (2, 3, 1):
             work = job(store, built, target, out)
-            states.append(work.run(Share(number, 3), Budget.of(64 * MIB, store)))
+            states.append(work.run(ReshardShare(number, 3), Budget.of(64 * MIB, store)))
         assert [s.state for s in states] == ["waiting", "waiting", "committed"]
         assert sum(s.files for s in states) == 5
         check(out, data)
@@ -151,7 +151,7 @@ def test_damage_in_the_source_is_named_and_nothing_is_committed(tmp_path: Path) 
         path.write_bytes(raw)
         target = recut(built, rng, 2)
         with pytest.raises(CorruptError) as caught:
-            job(store, built, target, out).run(Share(), Budget.of(64 * MIB, store))
+            job(store, built, target, out).run(ReshardShare(), Budget.of(64 * MIB, store))
         assert caught.value.kind == "digest"
         assert "rank 0" in (caught.value.where or "")
         assert Catalogue(out).latest() is None

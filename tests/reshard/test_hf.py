@@ -14,7 +14,7 @@ from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.folder import open_folder
 from ckptd.reshard.hf import HfJob, hf_target
-from ckptd.reshard.job import Share
+from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import prepare, source_program
 from ckptd.reshard.reports import Resharded
 from ckptd.store import open_store
@@ -31,7 +31,7 @@ from tests.reshard.llama import (
 )
 
 
-def run(source: Path, folder: Path, share: Share, *, force: bool = False) -> Resharded:
+def run(source: Path, folder: Path, share: ReshardShare, *, force: bool = False) -> Resharded:
     with open_store(source) as store:
         found = prepared(store, program(*HF), program(*HF))
         target, expected, left_out = hf_target(found.assembled, found.expected, 20_000)
@@ -58,11 +58,11 @@ def source(tmp_path: Path) -> Path:
 
 def test_shares_and_the_last_one_names_the_files(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
-    first = run(source, folder, Share(2, 2))
+    first = run(source, folder, ReshardShare(2, 2))
     assert first.state == "waiting"
     assert not list(folder.glob("*.safetensors"))
     assert not list(folder.glob("*.json"))
-    second = run(source, folder, Share(1, 2))
+    second = run(source, folder, ReshardShare(1, 2))
     assert second.state == "committed"
     assert first.witness_values + second.witness_values > 5_000
     wanted = values(states=False)
@@ -91,9 +91,9 @@ def test_death_while_the_files_get_their_names(source: Path, tmp_path: Path) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HfJob, "_finish", dies)
         with pytest.raises(KeyboardInterrupt):
-            run(source, folder, Share())
+            run(source, folder, ReshardShare())
     assert HfJob._finish is real
-    done = run(source, folder, Share())
+    done = run(source, folder, ReshardShare())
     assert (done.state, done.reused_files) == ("committed", done.files - 1)
     assert models(folder).keys() == values(states=False).keys()
 
@@ -135,7 +135,7 @@ def test_elements_that_are_not_aligned_are_read(tmp_path: Path) -> None:
         stock = open_folder(store, 1)
         to = program("fsdp", "mesh fsdp = dp:3")
         found = prepare(stock, source_program(stock, None), to)
-        job_into(out, found).run(Share(), Budget(32 << 20, 2 << 20, 4 << 20, 2 << 20, 2, 1))
+        job_into(out, found).run(ReshardShare(), Budget(32 << 20, 2 << 20, 4 << 20, 2 << 20, 2, 1))
     assert all(np.array_equal(v, data[n]) for n, v in everything(tmp_path / "b").items())
 
 
@@ -163,7 +163,7 @@ def test_only_files_of_the_index_count_and_all_must_be_there(tmp_path: Path) -> 
 
 
 def test_a_source_that_changes_is_noticed(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "hf", Share())
+    run(source, tmp_path / "hf", ReshardShare())
     with open_store(tmp_path / "hf") as store:
         stock = open_folder(store, 0)
         path = tmp_path / "hf" / stock.source.files[0].path

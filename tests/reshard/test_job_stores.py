@@ -14,7 +14,7 @@ import pytest
 from ckptd.errors import ConflictError, RefusedError, StoreError
 from ckptd.format.names import LEASES
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.job import Share
+from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.target import Target
 from ckptd.root.catalogue import Catalogue
@@ -40,8 +40,8 @@ class Case:
         self.built: Built = build(store, saved, step=4)
         self.target: Target = recut(self.built, rng, 4)
 
-    def run(self, out: Store, share: Share | None = None) -> Resharded:
-        return job(self.store, self.built, self.target, out).run(share or Share(), BUDGET)
+    def run(self, out: Store, share: ReshardShare | None = None) -> Resharded:
+        return job(self.store, self.built, self.target, out).run(share or ReshardShare(), BUDGET)
 
 
 def memory() -> Store:
@@ -122,7 +122,7 @@ def test_shares_at_the_same_time_end_in_one_commit(tmp_path: Path) -> None:
         def work(number: int) -> None:
             try:
                 with open_store(tmp_path / "b") as out:
-                    done[number] = case.run(out, Share(number, 4))
+                    done[number] = case.run(out, ReshardShare(number, 4))
             except BaseException as error:  # noqa: BLE001 - shown by the assertion below
                 errors.append(error)
 
@@ -154,10 +154,10 @@ def test_the_same_share_twice_at_once_is_refused() -> None:
 def test_a_job_that_claims_the_root_meanwhile_wins() -> None:
     with memory() as store, memory() as out:
         case = Case(store, 10)
-        case.run(out, Share(1, 2))
+        case.run(out, ReshardShare(1, 2))
         catalogue = Catalogue(out)
         catalogue.claim(catalogue.latest(), 4, "start")
-        done = case.run(out, Share(2, 2))
+        done = case.run(out, ReshardShare(2, 2))
         # A new generation is claimed for the reshard; what the first one wrote lies beside it.
         assert done.state == "waiting"
         assert case.run(out).state == "committed"

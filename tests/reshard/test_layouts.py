@@ -14,7 +14,7 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.readers.reader import PerRankValues
 from ckptd.reshard.compose import Composed
 from ckptd.reshard.explain import prove_target, rules_of
-from ckptd.reshard.feed import Feed
+from ckptd.reshard.feed import ChunkFeed
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.tools.verify import verify
@@ -301,7 +301,7 @@ def test_a_planner_that_errs_is_caught_by_the_witness(
 ) -> None:
     real = Composed.feed
 
-    def shifted(self: Composed, number: int, piece: int) -> Feed:
+    def shifted(self: Composed, number: int, piece: int) -> ChunkFeed:
         """Swap two tensors of one shape."""
         names = [link.tensor.name for link in self.links]
         here = "model.layers.0.mlp.gate_proj.weight"

@@ -14,7 +14,7 @@ from ckptd.layout.lay.resolve import Bound, resolve
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.syntax import Reshard, load, parse
 from ckptd.reshard.elements import find
-from ckptd.reshard.layouts import Comparison, compare
+from ckptd.reshard.layouts import LayoutComparison, compare
 from ckptd.store import open_store
 from tests.layout.lay.agreement.mutations import mutants
 from tests.layout.lay.agreement.test_mutations import PROGRAMS, SIZES
@@ -235,7 +235,7 @@ def test_layers_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find", lambda *args: asked.append(1) or find(*args))
     sizes = {"v": 8, "h": 4, "kv": 2, "rep": 2, "hd": 2, "f": 6}
 
-    def looked(layers: int) -> Comparison:
+    def looked(layers: int) -> LayoutComparison:
         asked.clear()
         found = bind_sizes(resolve([load("hf.llama")], "hf.llama"), {**sizes, "l": layers})
         return compare(found, found, StoredForm(found).by_name, "")

@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from ckptd.errors import CorruptError, MismatchError
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.job import Share
-from ckptd.reshard.layouts import Program, read_program
+from ckptd.reshard.job import ReshardShare
+from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.prepare import prepare
 from ckptd.reshard.ranks import open_ranks
 from ckptd.store import open_store
@@ -102,7 +102,7 @@ def write(folder: Path, data: Mapping[str, Array], drift: Callable[[int], float]
             save_file(held, folder / f"mp_rank_{tp}_{pp}.safetensors")
 
 
-def program(tmp_path: Path, text: str, layout: str) -> Program:
+def program(tmp_path: Path, text: str, layout: str) -> LayoutProgram:
     path = tmp_path / "p.lay"
     path.write_text(text)
     return read_program(f"{path}:{layout}", "test", lambda run: run.source)
@@ -115,7 +115,7 @@ def reshard(
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
         stock = open_ranks(store, given.resolve(), 3)
         found = prepare(stock, given, wanted, **options)
-        done = job_into(out, found).run(Share(), Budget.of(64 << 20, store))
+        done = job_into(out, found).run(ReshardShare(), Budget.of(64 << 20, store))
         assert done.state == "committed"
     return everything(tmp_path / "b")
 

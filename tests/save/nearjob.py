@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from ckptd.load.union import Source
+from ckptd.load.union import UnionSource
 from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.agentlink import AgentPlace
 from ckptd.runtime.ranks import Board, LocalBoard
@@ -132,7 +132,8 @@ class NearJob:
     def snapshots(self, *others: NearJob) -> list[int]:
         """Return the steps of which the memories of these nodes hold everything."""
         sources = [
-            Source(StoreSpec(job.client.answer().here).open(), "memory") for job in (self, *others)
+            UnionSource(StoreSpec(job.client.answer().here).open(), "memory")
+            for job in (self, *others)
         ]
         try:
             return [s.step for s in complete_snapshots(sources)]

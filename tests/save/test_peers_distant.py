@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.errors import NotFoundError, UsageError
-from ckptd.load.union import Source, UnionStore
+from ckptd.load.union import UnionSource, UnionStore
 from ckptd.save.peers import Distant
 from ckptd.store.base import Store
 from ckptd.store.memory import MemoryStore, forget_memory
@@ -48,8 +48,8 @@ def test_nobody_is_asked_for_what_is_not_there(inner: MemoryStore) -> None:
         raise AssertionError("asked")
 
     near = [
-        Source(Distant("ckptd://a:1", refuse), "peer", keys=frozenset(["data/c"])),
-        Source(Distant("ckptd://b:1", lambda: inner), "peer", keys=frozenset(["data/a"])),
+        UnionSource(Distant("ckptd://a:1", refuse), "peer", keys=frozenset(["data/c"])),
+        UnionSource(Distant("ckptd://b:1", lambda: inner), "peer", keys=frozenset(["data/a"])),
     ]
     union = UnionStore(near)
     assert union.get("data/a") == b"abc"

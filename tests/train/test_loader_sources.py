@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.errors import NotFoundError, TransientStoreError
 from ckptd.format.names import CommitName, file_key
-from ckptd.load.union import Source
+from ckptd.load.union import UnionSource
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.peers import Distant
 from ckptd.store.base import Store
@@ -25,12 +25,12 @@ def place(tmp_path: Path) -> Place:
     return Place(LocalStore(tmp_path / "root"), [LocalStore(tmp_path / n) for n in "ab"])
 
 
-def former(node: Store, name: str = "was") -> Source:
-    return Source(Distant(node.url, lambda: node), "peer", name, former=True)
+def former(node: Store, name: str = "was") -> UnionSource:
+    return UnionSource(Distant(node.url, lambda: node), "peer", name, former=True)
 
 
-def there(node: Store, name: str = "is") -> Source:
-    return Source(node, "memory", name)
+def there(node: Store, name: str = "is") -> UnionSource:
+    return UnionSource(node, "memory", name)
 
 
 def apart(place: Place, step: int) -> str:

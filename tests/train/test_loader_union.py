@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError, StoreError, TransientStoreError
 from ckptd.format.names import CommitName, digests_key, file_key, part_key
-from ckptd.load.union import Source
+from ckptd.load.union import UnionSource
 from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.commit import plan_key
@@ -52,7 +52,7 @@ def blank(small: bool = False) -> dict[str, torch.Tensor]:
 
 def load(
     root: Store,
-    near: Sequence[Store | Source],
+    near: Sequence[Store | UnionSource],
     state: dict[str, Any],
     step: int | None = None,
     *,
@@ -95,7 +95,7 @@ class Place:
         name = CommitName(step, self.generation)
         return put_snapshot(nodes or self.nodes, PLAN, truth(step), name).folder
 
-    def load(self, near: Sequence[Store | Source] | None = None, **options: Any) -> LoadReport:
+    def load(self, near: Sequence[Store | UnionSource] | None = None, **options: Any) -> LoadReport:
         state = blank()
         report = load(self.root, self.nodes if near is None else near, state, **options)
         assert same(state, truth(report.step))
@@ -119,7 +119,7 @@ def test_the_newest_of_both(place: Place) -> None:
     assert place.load([]).step == 10
     assert not place.load([]).snapshot
     place.snapshot(12)
-    near = [Source(place.nodes[0], "memory"), Source(place.nodes[1], "peer")]
+    near = [UnionSource(place.nodes[0], "memory"), UnionSource(place.nodes[1], "peer")]
     report = place.load(near)
     assert (report.step, report.snapshot, report.skipped) == (12, True, ())
     assert set(report.sources) == {"memory", "peer"}
@@ -139,7 +139,7 @@ def test_a_commit_takes_its_files_from_near_tiers(place: Place) -> None:
     folder = place.snapshot(10)
     place.nodes[1].delete([part_key(folder, 1)])
     place.root.delete([file_key(folder, 0), digests_key(file_key(folder, 0))])
-    report = place.load([Source(node, "peer") for node in place.nodes])
+    report = place.load([UnionSource(node, "peer") for node in place.nodes])
     assert (report.step, report.snapshot) == (10, False)
     assert report.sources["peer"] > 0
 
@@ -289,12 +289,12 @@ def test_a_snapshot_that_is_spread_over_nodes(
     place.snapshot(12)
     states = [blank(), blank()]
 
-    def near(rank: int) -> list[Source]:
+    def near(rank: int) -> list[UnionSource]:
         if rank and cut_off:
             return []
         own, other = place.nodes[rank], place.nodes[1 - rank]
         afar = Distant(other.url, lambda: other)
-        return [Source(own, "memory", f"n{rank}"), Source(afar, "peer", f"n{1 - rank}")]
+        return [UnionSource(own, "memory", f"n{rank}"), UnionSource(afar, "peer", f"n{1 - rank}")]
 
     def work(rank: int, board: LocalBoard) -> int:
         return load(place.root, near(rank), states[rank], board=board).step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.format.names import digests_key, file_key, part_key
-from ckptd.load.union import Source
+from ckptd.load.union import UnionSource
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import Store
 from ckptd.store.local import LocalStore
@@ -69,7 +69,7 @@ def load_all(top: str) -> dict[str, tuple[int, bool, list[str]]]:
         folder = Path(top) / str(number)
         nodes = [LocalStore(folder / n) for n in "ab"]
         own, other = nodes[board.rank % 2], nodes[(board.rank + 1) % 2]
-        near = [Source(own, "memory"), Source(other, "peer")]
+        near = [UnionSource(own, "memory"), UnionSource(other, "peer")]
         loader = Loader(
             Catalogue(LocalStore(folder / "root")),
             Agreement(board_of(None, 60.0), 60.0),

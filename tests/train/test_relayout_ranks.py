@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ckptd.errors import CkptdError
 from ckptd.live.move import MoveReport
 from ckptd.live.shm import ShmTransport
-from ckptd.live.transport import Pending
+from ckptd.live.transport import PendingMessage
 from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.train.ranks import board_of
 from ckptd.train.relayout import relayout
@@ -160,11 +160,11 @@ class Deadly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def send(self, peer: int, data: Any) -> Pending:
+    def send(self, peer: int, data: Any) -> PendingMessage:
         self._left -= 1
         if self._left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        pending: Pending = self._inner.send(peer, data)
+        pending: PendingMessage = self._inner.send(peer, data)
         return pending
 
 

@@ -19,7 +19,7 @@ from ckptd.elastic.policy import Job, Memory, Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.syntax import File, Mesh, library, show
 from ckptd.reshard.compose import compose_layouts
-from ckptd.reshard.layouts import Program, infer, read_program, wrapped
+from ckptd.reshard.layouts import LayoutProgram, infer, read_program, wrapped
 from ckptd.reshard.prepare import source_program
 from ckptd.reshard.source import Stock, StockTensor
 
@@ -118,8 +118,8 @@ class Model:
     """
 
     stock: Stock
-    source: Program
-    program: Program | None
+    source: LayoutProgram
+    program: LayoutProgram | None
 
     def memory(self, before: Shape) -> dict[str, int]:
         """Return bytes of the whole model, as `Memory` has them.
@@ -196,7 +196,7 @@ def model_of(checkpoint: str, program: str | None, shape: Shape) -> Iterator[Mod
             yield Model(stock, own, _from_tensors(stock, shape))
 
 
-def _from_tensors(stock: Stock, shape: Shape) -> Program | None:
+def _from_tensors(stock: Stock, shape: Shape) -> LayoutProgram | None:
     """Tell data parallelism from FSDP by how tensors are cut."""
     cut = [t for t in stock.tensors if t.ranks is None and t.grid.npieces > 1]
     rows_only = all(axis.ncells == 1 for t in cut for axis in t.grid.axes[1:])
@@ -208,10 +208,10 @@ def _from_tensors(stock: Stock, shape: Shape) -> Program | None:
             found=f"{len(cut)} tensors that are cut, and {shape}",
             hint="--program LAYOUT, for example megatron.gpt",
         )
-    return wrapped(Program(File(()), "fsdp"), infer(stock.shapes)) if cut else None
+    return wrapped(LayoutProgram(File(()), "fsdp"), infer(stock.shapes)) if cut else None
 
 
-def _on_mesh(program: Program, shape: Shape) -> Program:
+def _on_mesh(program: LayoutProgram, shape: Shape) -> LayoutProgram:
     """Return a program on a mesh of these sizes."""
     items = program.file.items or library.load(program.layout).items
     meshes = [i for i in items if isinstance(i, Mesh)]

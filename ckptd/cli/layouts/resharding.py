@@ -16,8 +16,8 @@ from ckptd.reshard.execute import Budget
 from ckptd.reshard.explain import costs_of, prove_target, rules_of
 from ckptd.reshard.folder import open_folder
 from ckptd.reshard.hf import HfJob, hf_target
-from ckptd.reshard.job import Job, Share, check_share
-from ckptd.reshard.layouts import Program, read_program
+from ckptd.reshard.job import ReshardJob, ReshardShare, check_share
+from ckptd.reshard.layouts import LayoutProgram, read_program
 from ckptd.reshard.own import open_own
 from ckptd.reshard.prepare import Prepared, prepare, source_program
 from ckptd.reshard.ranks import open_ranks
@@ -93,7 +93,7 @@ class ReshardRun:
     @property
     def files(self) -> int:
         """Number of data files of the target."""
-        return len(Share().files(self._target))
+        return len(ReshardShare().files(self._target))
 
     @property
     def promise(self) -> str:
@@ -158,7 +158,7 @@ class ReshardRun:
                 )
                 return hf.run(self._share, self._budget)
             with spec_of(target).open() as store, StoreSpec(target).open() as bulk:
-                job = Job(
+                job = ReshardJob(
                     source,
                     self._target,
                     Catalogue(store),
@@ -194,7 +194,7 @@ def prepared(
     mine = [r.removeprefix(_FROM).strip() for r in rules if r.startswith((_FROM, _LET))]
     theirs = [r for r in rules if not r.startswith(_FROM)]
     wanted = read_program(to, "--to", lambda run: run.target).with_rules(theirs)
-    own: Program | None = None
+    own: LayoutProgram | None = None
     described = None
     if given is not None:
         own = read_program(given, "--from", lambda run: run.source).with_rules(mine)

@@ -18,9 +18,9 @@ from ckptd.layout.block import Block, Region, Templates
 from ckptd.layout.grid import Grid
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.boxes import Run
-from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
+from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
 from ckptd.layout.lay.meet import Meeting, every_meeting, meetings, piece_blocks
-from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts
+from ckptd.layout.lay.regions import BoxPart, BufferParts, Fill, box_parts, flat_parts
 from ckptd.layout.lay.resolve import ALL, Bound, Tags
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
@@ -128,7 +128,7 @@ class Composition:
     target: StoredForm
     grids: Callable[[str], Grid] | None = None
     receivers: bool = False
-    _parts: Templates[object, Parts] = field(default_factory=lambda: Templates(_KEPT))
+    _parts: Templates[object, BufferParts] = field(default_factory=lambda: Templates(_KEPT))
     _meetings: Templates[object, tuple[Group, ...]] = field(
         default_factory=lambda: Templates(_KEPT)
     )
@@ -198,7 +198,7 @@ class Composition:
             numel += region.numel
         return TargetPlan(numel, _ordered(copies), tuple(fills))
 
-    def local(self, rank: int) -> Iterator[tuple[LocalTensor, TargetPlan]]:
+    def local(self, rank: int) -> Iterator[tuple[LaidTensor, TargetPlan]]:
         """Yield everything that a rank of the target holds, and how it is filled.
 
         Raises
@@ -209,7 +209,7 @@ class Composition:
         for tensor in local_tensors(self.target, rank):
             yield tensor, self.local_tensor(rank, tensor)
 
-    def local_tensor(self, rank: int, tensor: LocalTensor) -> TargetPlan:
+    def local_tensor(self, rank: int, tensor: LaidTensor) -> TargetPlan:
         """Plan one tensor or buffer of a rank.
 
         Raises
@@ -233,7 +233,9 @@ class Composition:
 
     # --- targets --------------------------------------------------------------------------------
 
-    def local_parts(self, rule: RuleForm, who: Who, piece: LocalPiece) -> tuple[object, Parts]:
+    def local_parts(
+        self, rule: RuleForm, who: Who, piece: LocalPiece
+    ) -> tuple[object, BufferParts]:
         """Return what a range of a rank-local tensor holds, and a name for it."""
         name = (rule.number, who, piece.lo, piece.hi, piece.at)
         parts = self._parts.get(name)
@@ -283,7 +285,7 @@ class Composition:
         return self._free[rule.number]
 
     def meetings(
-        self, rule: RuleForm, indexes: tuple[int, ...], name: object, parts: Parts
+        self, rule: RuleForm, indexes: tuple[int, ...], name: object, parts: BufferParts
     ) -> tuple[Group, ...]:
         """Return where the parts of a target meet the source, by source tensor.
 
@@ -319,7 +321,7 @@ class Composition:
         rule: RuleForm,
         asked: tuple[int | None, ...],
         indexes: tuple[int, ...],
-        part: Part,
+        part: BoxPart,
     ) -> Iterator[Meeting]:
         family = rule.equation.families[part.tags]
         ranges = {a: Run(a, n, 1, 0) for a, n in zip(rule.indexes, indexes, strict=True)}
@@ -335,7 +337,7 @@ class Composition:
             yield from meetings(ranges, names, part.start, holders, family.name)
 
     def _copies(
-        self, rule: RuleForm, indexes: tuple[int, ...], state: str, name: object, parts: Parts
+        self, rule: RuleForm, indexes: tuple[int, ...], state: str, name: object, parts: BufferParts
     ) -> list[tuple[TensorKey, SourceCopies]]:
         """Return the copies of one target tensor's parts, with where their sources stand."""
         out = []

@@ -14,11 +14,11 @@ from ckptd.layout.lay.places import free_ranges
 from ckptd.layout.lay.resolve import Ints, MeshShape
 from ckptd.layout.lay.ruleform import RuleForm
 
-__all__ = ["Holders", "choose", "holders_of"]
+__all__ = ["HolderSet", "choose", "holders_of"]
 
 
 @dataclass(frozen=True, eq=False)
-class Holders:
+class HolderSet:
     """Ranks: one of some numbers, plus any digits at some places.
 
     Attributes
@@ -65,7 +65,7 @@ class Holders:
 
 def holders_of(
     rule: RuleForm, indexes: tuple[int, ...], cell: Sequence[int], zero: Sequence[str]
-) -> Holders:
+) -> HolderSet:
     """Return the ranks that hold a cell of a tensor.
 
     Parameters
@@ -81,11 +81,11 @@ def holders_of(
     axes = rule.axes | set(zero)
     free = free_ranges(rule.mesh, axes) if rule.plain else None
     if free is None:
-        return Holders(_listed(rule, indexes, cell, zero), ())
+        return HolderSet(_listed(rule, indexes, cell, zero), ())
     numbers = np.array([rule.base(indexes)], dtype=np.int64)
     for held, places, c in zip(rule.held, rule.places, cell, strict=True):
         numbers = np.add.outer(numbers, places.ranks[held.holders(c)]).reshape(-1)
-    return Holders(numbers, tuple(free))
+    return HolderSet(numbers, tuple(free))
 
 
 def _listed(
@@ -108,7 +108,7 @@ def _listed(
     return np.array(found, dtype=np.int64)
 
 
-def choose(holders: Holders, ranks: Ints, nearest: Ints, seed: Sequence[int]) -> Ints:
+def choose(holders: HolderSet, ranks: Ints, nearest: Ints, seed: Sequence[int]) -> Ints:
     """Return for each of some ranks which holder it takes a cell from.
 
     The nearest if it is one, else one by a hash of the rank's number and the cell: a pure

@@ -19,10 +19,10 @@ from ckptd.layout.block import Block, Templates
 from ckptd.layout.grid import Axis, strides_of
 from ckptd.layout.lay.copies import Composition, gap
 from ckptd.layout.lay.flats import flat_axis, shares
-from ckptd.layout.lay.holders import Holders, choose, holders_of
-from ckptd.layout.lay.local import LocalPiece, LocalTensor, local_tensors
-from ckptd.layout.lay.meet import Crossing, Meeting, Step, block, crossings, cut_flat
-from ckptd.layout.lay.regions import Fill, Parts, box_parts
+from ckptd.layout.lay.holders import HolderSet, choose, holders_of
+from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
+from ckptd.layout.lay.meet import BlockStep, Crossing, Meeting, block, crossings, cut_flat
+from ckptd.layout.lay.regions import BufferParts, Fill, box_parts
 from ckptd.layout.lay.resolve import Ints
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, local_cells
@@ -30,7 +30,7 @@ from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
 from ckptd.types import Box
 
-__all__ = ["LiveCopy", "LivePlan", "Sent", "Transfers"]
+__all__ = ["LiveCopy", "LivePlan", "LiveSend", "Transfers"]
 
 _KEPT = 1_000_000
 
@@ -66,7 +66,7 @@ class LivePlan(NamedTuple):
     fills: tuple[Fill, ...]
 
 
-class Sent(NamedTuple):
+class LiveSend(NamedTuple):
     """What to give to a tensor or buffer of another rank.
 
     Attributes
@@ -86,7 +86,7 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class RankTensors:
     """The tensors of the ranks of one layout, as places of cells."""
 
     form: StoredForm
@@ -94,7 +94,7 @@ class Side:
     _cells: Templates[Meeting, tuple[tuple[Crossing, ...], ...]] = field(
         default_factory=lambda: Templates(_KEPT)
     )
-    _holders: Templates[object, Holders] = field(default_factory=lambda: Templates(_KEPT))
+    _holders: Templates[object, HolderSet] = field(default_factory=lambda: Templates(_KEPT))
 
     def cells(self, meeting: Meeting) -> tuple[tuple[Crossing, ...], ...]:
         """Return the cells that a meeting touches: a crossing for each dimension."""
@@ -117,7 +117,7 @@ class Side:
 
     def holders(
         self, rule: RuleForm, indexes: tuple[int, ...], cell: tuple[int, ...], zero: Sequence[str]
-    ) -> Holders:
+    ) -> HolderSet:
         """Return the ranks that hold a cell, with coordinate 0 on some axes."""
         key = (rule.number, tuple(rule.fixed(indexes).items()), cell, tuple(zero))
         found = self._holders.get(key)
@@ -138,14 +138,14 @@ class Side:
     def _block(self, meeting: Meeting, cell: tuple[Crossing, ...], who: Who) -> Block:
         rule = meeting.rule
         source, target = 0, meeting.target
-        steps: list[Step] = []
+        steps: list[BlockStep] = []
         strides = strides_of(rule.local_shape(who))
         for d, (c, stride) in enumerate(zip(cell, strides, strict=True)):
             cells, local = rule.held[d].cells_of(who[d])
             at = int(local[np.searchsorted(cells, c.cell)])
             source += (at + c.offset) * stride
             target += c.target
-            steps += [Step(n, s * stride, t) for n, s, t in c.steps]
+            steps += [BlockStep(n, s * stride, t) for n, s, t in c.steps]
         return block(source, target, steps)
 
     def buffers(
@@ -188,12 +188,12 @@ class Side:
         return sum(self.form.mesh.strides[a] for a in self.flat_axis(rule, indexes, state))
 
     def alike(
-        self, rule: RuleForm, indexes: tuple[int, ...], state: str, holders: Holders
+        self, rule: RuleForm, indexes: tuple[int, ...], state: str, holders: HolderSet
     ) -> Iterator[tuple[Who, Ints]]:
         """Yield holders of a cell by where it lies in what they hold."""
         for number in holders.numbers.tolist():
             who = rule.who(rule.mesh.coordinates(number))
-            ranks = Holders(np.array([number]), holders.free).all()
+            ranks = HolderSet(np.array([number]), holders.free).all()
             if not self.flat_axis(rule, indexes, state):
                 yield who, ranks
             else:
@@ -220,14 +220,14 @@ class Transfers:
     price: Callable[[int, int], int] | None = None
 
     @cached_property
-    def source(self) -> Side:
+    def source(self) -> RankTensors:
         """Who gives."""
-        return Side(self.composition.source)
+        return RankTensors(self.composition.source)
 
     @cached_property
-    def target(self) -> Side:
+    def target(self) -> RankTensors:
         """Who gets."""
-        return Side(self.composition.target)
+        return RankTensors(self.composition.target)
 
     @cached_property
     def _backwards(self) -> Composition:
@@ -236,7 +236,7 @@ class Transfers:
 
     # --- taking ---------------------------------------------------------------------------------
 
-    def local(self, rank: int) -> Iterator[tuple[LocalTensor, LivePlan]]:
+    def local(self, rank: int) -> Iterator[tuple[LaidTensor, LivePlan]]:
         """Yield everything that a rank of the target holds, and how it is filled.
 
         Raises
@@ -247,7 +247,7 @@ class Transfers:
         for tensor in local_tensors(self.composition.target, rank):
             yield tensor, self.local_tensor(rank, tensor)
 
-    def local_tensor(self, rank: int, tensor: LocalTensor) -> LivePlan:
+    def local_tensor(self, rank: int, tensor: LaidTensor) -> LivePlan:
         """Plan one tensor or buffer of a rank of the target.
 
         Raises
@@ -303,7 +303,7 @@ class Transfers:
 
     def _choose(
         self,
-        holders: Holders,
+        holders: HolderSet,
         ranks: Ints,
         rule: RuleForm,
         indexes: tuple[int, ...],
@@ -324,7 +324,7 @@ class Transfers:
 
     # --- giving ---------------------------------------------------------------------------------
 
-    def sent(self, rank: int) -> Iterator[Sent]:
+    def sent(self, rank: int) -> Iterator[LiveSend]:
         """Yield what a rank of the source gives, tensor by tensor.
 
         Together with what all others give this is what all ranks of the target take; work and
@@ -337,7 +337,7 @@ class Transfers:
                 if p.rule in kept and tensor.state in self.composition.target.states:
                     self._give(rank, p, tensor.state, merged)
             for (to, name), blocks in sorted(merged.items()):
-                yield Sent(tensor.name, to, name, tuple(blocks))
+                yield LiveSend(tensor.name, to, name, tuple(blocks))
 
     def _give(
         self, rank: int, piece: LocalPiece, state: str, merged: dict[tuple[int, str], list[Block]]
@@ -363,7 +363,7 @@ class Transfers:
                         for blocks in _own(found, cut, piece):
                             merged.setdefault((r, target), []).append(blocks)
 
-    def _cell_parts(self, name: object, rule: RuleForm, who: Who, box: Box) -> Parts:
+    def _cell_parts(self, name: object, rule: RuleForm, who: Who, box: Box) -> BufferParts:
         """Return what a rank's tensor holds of one cell, in places of that tensor."""
         found = self._parts.get(name)
         if found is None:
@@ -374,7 +374,7 @@ class Transfers:
         return found
 
     @cached_property
-    def _parts(self) -> dict[object, Parts]:
+    def _parts(self) -> dict[object, BufferParts]:
         return {}
 
     def _takers(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptd.layout.lay.stored import StoredForm
 
-__all__ = ["LocalPiece", "LocalTensor", "local_tensors"]
+__all__ = ["LaidTensor", "LocalPiece", "local_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LocalPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LaidTensor:
     """A tensor or a flat buffer that a rank holds.
 
     Attributes
@@ -59,7 +59,7 @@ class LocalTensor:
         return math.prod(self.shape)
 
 
-def local_tensors(form: StoredForm, rank: int) -> Iterator[LocalTensor]:
+def local_tensors(form: StoredForm, rank: int) -> Iterator[LaidTensor]:
     """Yield everything that a rank holds, state by state.
 
     Parameters
@@ -86,25 +86,25 @@ def local_tensors(form: StoredForm, rank: int) -> Iterator[LocalTensor]:
 
 def _plain(
     form: StoredForm, rule: int, indexes: tuple[int, ...], state: str, rank: int
-) -> LocalTensor:
+) -> LaidTensor:
     found = form.rules[rule]
     shape = found.local_shape(found.who(form.mesh.coordinates(rank)))
     name = form.name(found.local_name(indexes), state)
-    return LocalTensor(name, shape, state, (LocalPiece(rule, indexes, 0, math.prod(shape), 0),))
+    return LaidTensor(name, shape, state, (LocalPiece(rule, indexes, 0, math.prod(shape), 0),))
 
 
 def _share(
     form: StoredForm, flat: int, rule: int, indexes: tuple[int, ...], state: str, rank: int
-) -> LocalTensor:
+) -> LaidTensor:
     """A tensor that is flat for itself keeps its name."""
     lo, hi = _part(form, flat, form.packing.slot(flat, rule, indexes, state, rank).length, rank)
     numel = form.packing.numel((rule, indexes), form.mesh.coordinates(rank))
     piece = LocalPiece(rule, indexes, min(lo, numel), min(hi, numel), 0)
     name = form.name(form.rules[rule].local_name(indexes), state)
-    return LocalTensor(name, (hi - lo,), state, (piece,) if piece.hi > piece.lo else ())
+    return LaidTensor(name, (hi - lo,), state, (piece,) if piece.hi > piece.lo else ())
 
 
-def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Iterator[LocalTensor]:
+def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Iterator[LaidTensor]:
     """Yield a rank's part of its buffers, numbered over all flats."""
     number = 0
     for flat in flats:
@@ -120,7 +120,7 @@ def _buffers(form: StoredForm, flats: list[int], state: str, rank: int) -> Itera
                 pieces[slot.buffer].append(LocalPiece(rule, indexes, lo, hi, at))
         for (start, stop), found in zip(parts, pieces, strict=True):
             name = f"flat.{number}.{state or 'params'}"
-            yield LocalTensor(name, (stop - start,), state, tuple(found))
+            yield LaidTensor(name, (stop - start,), state, tuple(found))
             number += 1
 
 

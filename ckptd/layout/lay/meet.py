@@ -22,9 +22,9 @@ from ckptd.layout.lay.resolve import Tags
 from ckptd.layout.lay.ruleform import RuleForm
 
 __all__ = [
+    "BlockStep",
     "Crossing",
     "Meeting",
-    "Step",
     "block",
     "crossings",
     "cut_flat",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-class Step(NamedTuple):
+class BlockStep(NamedTuple):
     """One dimension of a copy: `size` elements, `source` and `target` apart."""
 
     size: int
@@ -63,7 +63,7 @@ class Meeting:
 
     rule: RuleForm
     indexes: tuple[int | None, ...]
-    dims: tuple[tuple[int, tuple[Step, ...]], ...]
+    dims: tuple[tuple[int, tuple[BlockStep, ...]], ...]
     target: int
 
     @property
@@ -216,7 +216,7 @@ def _meet(
         for run in dim.runs:
             wanted = box[run.axis]
             first += wanted.start * run.stride
-            steps.append(Step(wanted.size, run.stride, wanted.stride))
+            steps.append(BlockStep(wanted.size, run.stride, wanted.stride))
         dims.append((first, tuple(steps)))
     for choice in product(*choices):
         yield Meeting(
@@ -242,11 +242,11 @@ class Crossing(NamedTuple):
     cell: int
     size: int
     offset: int
-    steps: tuple[Step, ...]
+    steps: tuple[BlockStep, ...]
     target: int
 
 
-def crossings(first: int, steps: tuple[Step, ...], axis: Axis) -> Iterator[Crossing]:
+def crossings(first: int, steps: tuple[BlockStep, ...], axis: Axis) -> Iterator[Crossing]:
     """Yield what one dimension of a meeting has in each cell that it touches.
 
     Parameters
@@ -258,7 +258,7 @@ def crossings(first: int, steps: tuple[Step, ...], axis: Axis) -> Iterator[Cross
     """
     steps = _joined(steps)
     if len(steps) < 2 and all(s.source == 1 for s in steps):
-        yield from _interval(first, steps[0] if steps else Step(1, 1, 0), axis)
+        yield from _interval(first, steps[0] if steps else BlockStep(1, 1, 0), axis)
         return
     lattice = [(s.size, s.source) for s in steps]
     at = first_from(lattice, 0) if all(s.size for s in steps) else None
@@ -268,13 +268,13 @@ def crossings(first: int, steps: tuple[Step, ...], axis: Axis) -> Iterator[Cross
         for position, ranges in within(lattice, start - first, start + size - first):
             shift = sum(i * s.target for (i, _), s in zip(ranges, steps, strict=True))
             found = tuple(
-                Step(n, s.source, s.target) for (_, n), s in zip(ranges, steps, strict=True)
+                BlockStep(n, s.source, s.target) for (_, n), s in zip(ranges, steps, strict=True)
             )
             yield Crossing(cell, size, first + position - start, found, shift)
         at = first_from(lattice, start + size - first)
 
 
-def _interval(first: int, step: Step, axis: Axis) -> Iterator[Crossing]:
+def _interval(first: int, step: BlockStep, axis: Axis) -> Iterator[Crossing]:
     """Yield the crossings of neighbours: what is left of most dimensions, and long for some."""
     end = first + step.size
     at, width, steps = first, -1, (step,)
@@ -283,22 +283,22 @@ def _interval(first: int, step: Step, axis: Axis) -> Iterator[Crossing]:
         start, size = axis.cell(cell)
         n = min(end, start + size) - at
         if n != width:
-            width, steps = n, (Step(n, 1, step.target),)
+            width, steps = n, (BlockStep(n, 1, step.target),)
         yield Crossing(cell, size, at - start, steps, (at - first) * step.target)
         at += n
 
 
-def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
+def _joined(steps: Sequence[BlockStep]) -> tuple[BlockStep, ...]:
     """Leave out dimensions of one, and join neighbours that step on alike on both sides."""
-    out: list[Step] = []
+    out: list[BlockStep] = []
     for size, source, target in steps:
         if size == 1:
             continue
         last = out[-1] if out else None
         if last is not None and (last.source, last.target) == (source * size, target * size):
-            out[-1] = Step(last.size * size, source, target)
+            out[-1] = BlockStep(last.size * size, source, target)
         else:
-            out.append(Step(size, source, target))
+            out.append(BlockStep(size, source, target))
     return tuple(out)
 
 
@@ -315,8 +315,8 @@ def piece_blocks(meeting: Meeting, grid: Grid) -> Iterator[tuple[int, Block]]:
     partials: list[_Partial] = [(0, 1, 0, meeting.target, ())]
     cells = 1
     # Cells repeat a few shapes; each is worked out once.
-    made: dict[tuple[object, ...], tuple[Step, ...]] = {}
-    lowest: dict[tuple[Step, ...], _Lowest] = {}
+    made: dict[tuple[object, ...], tuple[BlockStep, ...]] = {}
+    lowest: dict[tuple[BlockStep, ...], _Lowest] = {}
     for (first, steps), axis in zip(reversed(meeting.dims), reversed(grid.axes), strict=True):
         found = list(crossings(first, steps, axis))
         partials = [_extended(p, c, cells, made) for c in found for p in partials]
@@ -335,7 +335,7 @@ def piece_blocks(meeting: Meeting, grid: Grid) -> Iterator[tuple[int, Block]]:
                 yield piece + part, _moved(block_in_flat, -start)
 
 
-_Partial = tuple[int, int, int, int, tuple[Step, ...]]
+_Partial = tuple[int, int, int, int, tuple[BlockStep, ...]]
 """Cell number, cell elements, source start, target start and steps of the dimensions done."""
 
 _Lowest = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -343,25 +343,28 @@ _Lowest = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def _extended(
-    partial: _Partial, c: Crossing, cells: int, made: dict[tuple[object, ...], tuple[Step, ...]]
+    partial: _Partial,
+    c: Crossing,
+    cells: int,
+    made: dict[tuple[object, ...], tuple[BlockStep, ...]],
 ) -> _Partial:
     """Add one dimension's crossing to those inside of it."""
     cell, numel, source, target, inner = partial
     key = (c.steps, numel, inner)
     steps = made.get(key)
     if steps is None:
-        steps = made[key] = (*(Step(n, s * numel, t) for n, s, t in c.steps), *inner)
+        steps = made[key] = (*(BlockStep(n, s * numel, t) for n, s, t in c.steps), *inner)
     cell += c.cell * cells
     return cell, numel * c.size, source + c.offset * numel, target + c.target, steps
 
 
-def block(source: int, target: int, steps: Sequence[Step]) -> Block:
+def block(source: int, target: int, steps: Sequence[BlockStep]) -> Block:
     """Return a copy in lowest terms: in the order of the target, neighbours joined."""
     shape, sources, targets = _lowest(steps)
     return Block(shape, source, sources, target, targets)
 
 
-def _lowest(steps: Sequence[Step]) -> _Lowest:
+def _lowest(steps: Sequence[BlockStep]) -> _Lowest:
     kept = _joined(sorted(steps, key=lambda s: (-s.target, -s.source)))
     return (
         tuple(s.size for s in kept),
@@ -381,7 +384,9 @@ def cut_flat(whole: Block, flat: Axis) -> Iterator[tuple[int, int, Block]]:
         How the buffer is cut.
     """
     order = sorted(range(len(whole.shape)), key=lambda d: -whole.source_strides[d])
-    steps = [Step(whole.shape[d], whole.source_strides[d], whole.target_strides[d]) for d in order]
+    steps = [
+        BlockStep(whole.shape[d], whole.source_strides[d], whole.target_strides[d]) for d in order
+    ]
     for c in crossings(whole.source_start, tuple(steps), flat):
         start = flat.cell(c.cell)[0]
         yield c.cell, start, block(start + c.offset, whole.target_start + c.target, c.steps)

@@ -18,10 +18,10 @@ from ckptd.layout.lay.boxes import Sequence as Line
 from ckptd.layout.lay.resolve import Axes, Tags
 from ckptd.types import Box
 
-__all__ = ["Fill", "Part", "Parts", "box_parts", "flat_parts", "region"]
+__all__ = ["BoxPart", "BufferParts", "Fill", "box_parts", "flat_parts", "region"]
 
 
-class Part(NamedTuple):
+class BoxPart(NamedTuple):
     """A box over axes, and its place in a buffer.
 
     Attributes
@@ -68,16 +68,16 @@ class Fill(NamedTuple):
         return math.prod(n for n, _ in self.steps)
 
 
-class Parts(NamedTuple):
+class BufferParts(NamedTuple):
     """What a buffer holds."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BoxPart, ...]
     fills: tuple[Fill, ...]
 
 
 def box_parts(
     dims: Sequence[Line], box: Box, strides: tuple[int, ...] | None = None, start: int = 0
-) -> Parts:
+) -> BufferParts:
     """Return what a buffer holds that holds a box of a tensor.
 
     Parameters
@@ -93,7 +93,7 @@ def box_parts(
     """
     if strides is None:
         strides = strides_of(box.shape)
-    parts: list[Part] = []
+    parts: list[BoxPart] = []
     fills: list[Fill] = []
     found = [
         [_placed(f, lo, stride) for f in restrict(dim, lo, lo + n)]
@@ -106,28 +106,28 @@ def box_parts(
             steps = tuple(s for f in combination for s in _steps(f))
             fills.append(Fill(steps, at, blank.value))
         else:
-            whole = [f for f in combination if isinstance(f, Part)]
+            whole = [f for f in combination if isinstance(f, BoxPart)]
             tags = tuple(t for f in whole for t in f.tags)
-            parts.append(Part(tags, tuple(r for f in whole for r in f.runs), at))
-    return Parts(tuple(parts), tuple(fills))
+            parts.append(BoxPart(tags, tuple(r for f in whole for r in f.runs), at))
+    return BufferParts(tuple(parts), tuple(fills))
 
 
-def _placed(found: Found, lo: int, stride: int) -> Part | Fill:
+def _placed(found: Found, lo: int, stride: int) -> BoxPart | Fill:
     """Move what was found in one dimension to its place in the buffer."""
     if isinstance(found, DimFill):
         steps = tuple((n, s * stride) for n, s in found.steps)
         return Fill(steps, (found.start - lo) * stride, found.value)
     moved = tuple(Run(a, i, n, s * stride) for a, i, n, s in found.runs)
-    return Part(found.tags, moved, (found.start - lo) * stride)
+    return BoxPart(found.tags, moved, (found.start - lo) * stride)
 
 
-def _steps(found: Part | Fill) -> tuple[tuple[int, int], ...]:
+def _steps(found: BoxPart | Fill) -> tuple[tuple[int, int], ...]:
     if isinstance(found, Fill):
         return found.steps
     return tuple((r.size, r.stride) for r in found.runs if r.size > 1)
 
 
-def flat_parts(dims: Sequence[Line], cell: Box, lo: int, hi: int, start: int = 0) -> Parts:
+def flat_parts(dims: Sequence[Line], cell: Box, lo: int, hi: int, start: int = 0) -> BufferParts:
     """Return what a buffer holds that holds row-major elements ``[lo, hi)`` of a box.
 
     Parameters
@@ -147,10 +147,12 @@ def flat_parts(dims: Sequence[Line], cell: Box, lo: int, hi: int, start: int = 0
         The range does not lie in the box.
     """
     found = [box_parts(dims, r.box, r.strides, start + r.start) for r in flat_regions(cell, lo, hi)]
-    return Parts(tuple(p for f in found for p in f.parts), tuple(b for f in found for b in f.fills))
+    return BufferParts(
+        tuple(p for f in found for p in f.parts), tuple(b for f in found for b in f.fills)
+    )
 
 
-def region(part: Part, axes: Axes, indexes: Mapping[str, int]) -> Region:
+def region(part: BoxPart, axes: Axes, indexes: Mapping[str, int]) -> Region:
     """Return a part as a region of its family.
 
     Parameters

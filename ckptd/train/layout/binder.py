@@ -19,18 +19,18 @@ from ckptd.decoding import json_decoder, msgpack_decoder
 from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.digest import digest_hex
 from ckptd.layout.lay.bind import bind_ranks, bind_stored
-from ckptd.layout.lay.local import LocalTensor, local_tensors
+from ckptd.layout.lay.local import LaidTensor, local_tensors
 from ckptd.layout.lay.matching import Matcher, NameTemplates
 from ckptd.layout.lay.places import free_ranges
 from ckptd.layout.lay.resolve import Bound, Resolved
 from ckptd.layout.lay.stored import StoredForm, StoredTensor
-from ckptd.reshard.layouts import Program
+from ckptd.reshard.layouts import LayoutProgram
 from ckptd.train.layout.program import LayoutSpec, Spelling, read_layout, spelling_of
 from ckptd.train.ranks import Agreement
 from ckptd.train.state.leaves import Leaves
 from ckptd.train.state.tensors import is_dtensor
 
-__all__ = ["JobLayout", "Laid", "NameKind", "Seen", "Writers"]
+__all__ = ["JobLayout", "Laid", "NameKind", "SeenNames", "Writers"]
 
 
 _Key = tuple[int, tuple[int, ...], str]
@@ -119,7 +119,7 @@ class NameKind:
         The layout leaves it out.
     """
 
-    tensor: LocalTensor | None = None
+    tensor: LaidTensor | None = None
     scalar: tuple[int, tuple[int, ...], str] | None = None
     dropped: bool = False
 
@@ -140,7 +140,7 @@ class JobLayout:
         Of this process in the layout; 0 where it has no mesh, -1 where it is not in it.
     """
 
-    program: Program
+    program: LayoutProgram
     form: StoredForm
     spelling: Spelling
     rank: int
@@ -166,7 +166,7 @@ class JobLayout:
         return Writers(self.form)
 
     @cached_property
-    def local(self) -> Mapping[str, LocalTensor]:
+    def local(self) -> Mapping[str, LaidTensor]:
         """Everything that this rank holds, by name."""
         return {t.name: t for t in local_tensors(self.form, self.rank)}
 
@@ -227,7 +227,7 @@ class JobLayout:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenNames:
     """What one rank has: plain tensors, and the sections of optimizers.
 
     `optimizers` tells for each section whether parameters are named without that of the module.
@@ -237,7 +237,7 @@ class Seen:
     optimizers: tuple[tuple[str, bool], ...] = ()
 
     @staticmethod
-    def of(leaves: Leaves, *, whole: bool) -> Seen:
+    def of(leaves: Leaves, *, whole: bool) -> SeenNames:
         """Return what the leaves of a state are; DTensors only where tensors are `whole`."""
         shapes: dict[str, Shape] = {}
         for leaf in leaves.tensors.values():
@@ -246,7 +246,7 @@ class Seen:
                     shapes[name] = leaf.shape
         in_module = any(leaf.kind == "param" for leaf in leaves.tensors.values())
         groups = [o.name for o in leaves.objects.values() if o.kind == "groups"]
-        return Seen(shapes, tuple((n.removesuffix(".groups"), in_module) for n in groups))
+        return SeenNames(shapes, tuple((n.removesuffix(".groups"), in_module) for n in groups))
 
 
 class _Post(msgspec.Struct, frozen=True):
@@ -303,7 +303,7 @@ class Laid:
         return mesh.world if mesh is not None else 1
 
     @property
-    def program(self) -> Program:
+    def program(self) -> LayoutProgram:
         """The program, as it was given."""
         return self._program
 
@@ -342,7 +342,7 @@ class Laid:
         post = b""
         try:
             leaves = look()
-            post = msgspec.msgpack.encode(self._post(Seen.of(leaves, whole=self.whole)))
+            post = msgspec.msgpack.encode(self._post(SeenNames.of(leaves, whole=self.whole)))
         except CkptdError as error:
             problem = error
         own = digest_hex(post)
@@ -354,11 +354,11 @@ class Laid:
 
     # --- what ranks tell each other -------------------------------------------------------------
 
-    def spelling(self, seen: Seen) -> Spelling | None:
+    def spelling(self, seen: SeenNames) -> Spelling | None:
         """Return how a state's names begin; None when no rule matches any."""
         return spelling_of(self._resolved, seen.shapes, seen.optimizers, stored=self.whole)
 
-    def _post(self, seen: Seen) -> _Post:
+    def _post(self, seen: SeenNames) -> _Post:
         found = self.spelling(seen)
         if found is None or self.rank is None:
             return _Post(None, None, {})

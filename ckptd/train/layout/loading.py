@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.block import Block, box_region
 from ckptd.layout.lay.copies import TargetPlan
-from ckptd.layout.lay.local import LocalTensor
+from ckptd.layout.lay.local import LaidTensor
 from ckptd.layout.lay.regions import Fill
 from ckptd.load.plan import PieceBlocks, Want, strided
 from ckptd.reshard.changes import Linear, change_of
@@ -27,7 +27,7 @@ from ckptd.train.state.restore import MAX_LISTED, Matching
 from ckptd.train.state.walk import walk
 from ckptd.types import Box, DType, dtype_of
 
-__all__ = ["Filled", "LaidFilling", "LaidLoad", "look"]
+__all__ = ["FilledTensor", "LaidFilling", "LaidLoad", "look"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,11 +150,11 @@ def look(state: Mapping[str, Any]) -> Leaves:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filled:
+class FilledTensor:
     """A tensor of this rank that was asked for, and the bytes that it comes into."""
 
     leaf: TensorLeaf
-    tensor: LocalTensor
+    tensor: LaidTensor
     target: U8
 
 
@@ -175,7 +175,7 @@ class LaidLoad:
 
     def __post_init__(self) -> None:
         self.filling = LaidFilling()
-        self.filled: list[Filled] = []
+        self.filled: list[FilledTensor] = []
         self.scalar_wants: list[Want] = []
 
     @property
@@ -209,7 +209,7 @@ class LaidLoad:
                     out[name.replace("{name}", local)] = (entry.dtype, entry.shape)
         return out
 
-    def _dtype(self, tensor: LocalTensor) -> str | None:
+    def _dtype(self, tensor: LaidTensor) -> str | None:
         try:
             dtype = self.source.dtype(tensor)
         except MismatchError as error:
@@ -320,7 +320,7 @@ class LaidLoad:
         self,
         leaf: TensorLeaf,
         name: str,
-        tensor: LocalTensor,
+        tensor: LaidTensor,
         filling: Filling,
         differences: list[str],
         missing: list[str],
@@ -347,7 +347,7 @@ class LaidLoad:
             plan = self.source.composition.regions(key, held.regions)
         else:
             plan = self.source.composition.local_tensor(self.job.rank, tensor)
-        self.filled.append(Filled(leaf, tensor, target))
+        self.filled.append(FilledTensor(leaf, tensor, target))
         self._fill(leaf, plan, target)
 
     def _fill(self, leaf: TensorLeaf, plan: TargetPlan, target: U8) -> None:

@@ -11,7 +11,7 @@ from ckptd.errors import UsageError
 from ckptd.layout.lay.matching import Matcher
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.syntax import Average, File, Layout, Quantized
-from ckptd.reshard.layouts import Program, read_program, read_text
+from ckptd.reshard.layouts import LayoutProgram, read_program, read_text
 
 __all__ = ["LayoutSpec", "Spelling", "combined", "read_layout", "refuse_quantized", "spelling_of"]
 
@@ -23,7 +23,7 @@ _PARAMS, _STATES = "{name}", "optim.{name}.{state}"
 """What a layout says where it has no ``stored`` statement."""
 
 
-def read_layout(spec: LayoutSpec) -> Program:
+def read_layout(spec: LayoutSpec) -> LayoutProgram:
     """Read what a job gives as its layout.
 
     Raises
@@ -58,7 +58,7 @@ def refuse_quantized(resolved: Resolved) -> None:
             )
 
 
-def _read(spec: LayoutSpec) -> Program:
+def _read(spec: LayoutSpec) -> LayoutProgram:
     if isinstance(spec, File):
         layouts = [i for i in spec.items if isinstance(i, Layout)]
         if len(layouts) != 1:
@@ -68,7 +68,7 @@ def _read(spec: LayoutSpec) -> Program:
                 wanted="a program with one layout",
                 found=", ".join(i.name for i in layouts) or "none",
             )
-        return Program(spec, layouts[0].name)
+        return LayoutProgram(spec, layouts[0].name)
     text = os.fspath(spec)
     if "\n" in text:
         return read_text(text, "layout")
@@ -86,7 +86,7 @@ class Spelling:
         """Return a layout with these templates."""
         return replace(resolved, params=self.params, state_names=self.states)
 
-    def put_into_program(self, program: Program) -> Program:
+    def put_into_program(self, program: LayoutProgram) -> LayoutProgram:
         """Return a program whose layout says these templates."""
         if self == Spelling():
             return program

@@ -33,11 +33,11 @@ from ckptd.train.state.leaves import Leaves, ObjectLeaf, TensorLeaf
 from ckptd.train.state.tensors import is_dtensor
 from ckptd.types import Box
 
-__all__ = ["LaidLeaves", "Part", "laid_leaves", "replica_tables"]
+__all__ = ["LaidLeaves", "LeafPart", "laid_leaves", "replica_tables"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LeafPart:
     """What a leaf has of a stored tensor.
 
     Attributes
@@ -73,7 +73,7 @@ class LaidLeaves:
 
     job: JobLayout
     leaves: Leaves
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, LeafPart] = field(default_factory=dict)
     followers: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
@@ -113,7 +113,7 @@ class LaidLeaves:
         part = self.parts.get(name)
         return None if part is None else self._steps(name, part, chunk)
 
-    def _steps(self, name: str, part: Part, chunk: ChunkRef) -> Iterator[CopyStep]:
+    def _steps(self, name: str, part: LeafPart, chunk: ChunkRef) -> Iterator[CopyStep]:
         rule = self.job.form.rules[part.stored.rule]
         who = rule.who(self.job.coordinates)
         place = self._cells(rule)[chunk.piece.box.offset]
@@ -188,7 +188,7 @@ def _sort(job: JobLayout, out: LaidLeaves, leaf: TensorLeaf, name: str, seen: se
         for piece in kind.tensor.pieces:
             if piece.rule in kept:
                 stored = job.form.tensor(piece.rule, piece.indexes, kind.tensor.state)
-                out.parts[stored.name] = Part(stored, leaf, piece)
+                out.parts[stored.name] = LeafPart(stored, leaf, piece)
     elif kind.scalar is not None:
         rule, indexes, scalar = kind.scalar
         saved = scalar_name(job, rule, indexes, scalar)
@@ -293,7 +293,7 @@ def _takes_any(rule: RuleForm) -> bool:
     return any(isinstance(m, Replicas) and m.kind == "any" for m in rule.equation.modifiers)
 
 
-def _flat_axes(laid: LaidLeaves, part: Part) -> frozenset[str]:
+def _flat_axes(laid: LaidLeaves, part: LeafPart) -> frozenset[str]:
     """Return the axis that the part's buffer is cut over, and those that cut what it packs."""
     form = laid.job.form
     stored = part.stored

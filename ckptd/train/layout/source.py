@@ -12,13 +12,13 @@ from ckptd.errors import CkptdError, MismatchError, UsageError
 from ckptd.format.filemap import FileMap
 from ckptd.layout.lay.bind import bind_stored
 from ckptd.layout.lay.copies import Composition, compose
-from ckptd.layout.lay.local import LocalTensor
+from ckptd.layout.lay.local import LaidTensor
 from ckptd.layout.lay.matching import Matcher, NameTemplates
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.stored import StoredForm, TensorKey
 from ckptd.reshard.changes import changed_dtype
 from ckptd.reshard.compose import source_keys
-from ckptd.reshard.layouts import Program, compare, read_text
+from ckptd.reshard.layouts import LayoutProgram, compare, read_text
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.program import Spelling, refuse_quantized, spelling_of
 from ckptd.train.state.restore import SavedState
@@ -29,7 +29,7 @@ __all__ = ["LaidSource", "source_program"]
 _log = logging.getLogger("ckptd")
 
 
-def source_program(saved: SavedState, given: Program | None, job: JobLayout) -> Program:
+def source_program(saved: SavedState, given: LayoutProgram | None, job: JobLayout) -> LayoutProgram:
     """Return the program of a checkpoint: the one given, the one it keeps, or the job's own.
 
     Raises
@@ -63,7 +63,7 @@ class _Fitted:
     names: _Names
 
     @classmethod
-    def of(cls, program: Program, saved: SavedState) -> _Fitted:
+    def of(cls, program: LayoutProgram, saved: SavedState) -> _Fitted:
         """Fit a program to a checkpoint; raises as `LaidSource`."""
         resolved = program.resolve()
         refuse_quantized(resolved)
@@ -103,7 +103,7 @@ class LaidSource:
     """
 
     def __init__(
-        self, job: JobLayout, program: Program, saved: SavedState, filemap: FileMap
+        self, job: JobLayout, program: LayoutProgram, saved: SavedState, filemap: FileMap
     ) -> None:
         self.job = job
         self.saved = saved
@@ -175,7 +175,7 @@ class LaidSource:
         rule, indexes, state = key
         return self.form.name(self.form.rules[rule].global_name(indexes), state)
 
-    def dtype(self, tensor: LocalTensor) -> DType | None:
+    def dtype(self, tensor: LaidTensor) -> DType | None:
         """Return the type in which a tensor of this rank comes; None when nothing feeds it.
 
         Raises
@@ -281,7 +281,7 @@ def _sorted(names: Mapping[str, int], templates: NameTemplates, matcher: Matcher
     return _Names(tensors, scalars, frozenset(dropped))
 
 
-def _unknown(saved: SavedState, program: Program) -> UsageError:
+def _unknown(saved: SavedState, program: LayoutProgram) -> UsageError:
     return UsageError(
         "the checkpoint's tensors are not those of the layout",
         kind="lay-use",

@@ -18,7 +18,7 @@ from ckptd.layout.lay.stored import TensorKey
 from ckptd.reshard.changes import change_of
 from ckptd.reshard.elements import find, place
 from ckptd.reshard.samples import by_indexes, changed
-from ckptd.train.layout.loading import Filled, LaidLoad
+from ckptd.train.layout.loading import FilledTensor, LaidLoad
 from ckptd.types import dtype_of
 
 __all__ = ["check_laid_witness"]
@@ -64,7 +64,7 @@ def check_laid_witness(load: LaidLoad, plan: WitnessPlan, witness: Witness) -> i
 
 def _expected(
     load: LaidLoad, plan: WitnessPlan, witness: Witness
-) -> Iterator[tuple[Filled, I64, U8]]:
+) -> Iterator[tuple[FilledTensor, I64, U8]]:
     """Yield elements of filled tensors and the values that they must have."""
     wanted = _by_key(load)
     keys = load.source.form.by_name
@@ -81,12 +81,12 @@ def _expected(
 
 def _tensor(
     load: LaidLoad,
-    wanted: Mapping[TensorKey, tuple[Filled, LocalPiece]],
+    wanted: Mapping[TensorKey, tuple[FilledTensor, LocalPiece]],
     key: TensorKey,
     number: int,
     positions: I64,
     values: U8,
-) -> Iterator[tuple[Filled, I64, U8]]:
+) -> Iterator[tuple[FilledTensor, I64, U8]]:
     """Follow the values of one tensor of the checkpoint."""
     composition = load.source.composition
     source = composition.source.rules[key[0]]
@@ -110,7 +110,7 @@ def _tensor(
                 yield filled, elements, changed(values[which[rows][kept]], dtype, to, operation)
 
 
-def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[Filled, LocalPiece]]:
+def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[FilledTensor, LocalPiece]]:
     """Return what was filled, by the target tensors that it holds something of."""
     return {
         (p.rule, p.indexes, filled.tensor.state): (filled, p)
@@ -119,7 +119,7 @@ def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[Filled, LocalPiece]]:
     }
 
 
-def _elements(load: LaidLoad, filled: Filled, piece: LocalPiece, at: I64) -> tuple[I64, I64]:
+def _elements(load: LaidLoad, filled: FilledTensor, piece: LocalPiece, at: I64) -> tuple[I64, I64]:
     """Return which positions of a tensor a buffer holds, and where."""
     if not load.job.whole:
         kept = np.flatnonzero((at >= piece.lo) & (at < piece.hi)).astype(np.int64)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ckptd.layout.block import Region
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import Run, sequence
-from ckptd.layout.lay.regions import Fill, Part, Parts, box_parts, flat_parts, region
+from ckptd.layout.lay.regions import BoxPart, BufferParts, Fill, box_parts, flat_parts, region
 from ckptd.layout.lay.resolve import ValueScope
 from ckptd.layout.lay.syntax import Atom, Branch, Dim, One, Product, Split, Sum
 from ckptd.types import Box
@@ -20,7 +20,7 @@ GROUP = Sum((Branch("q", Atom("rep")), Branch("k", One()), Branch("v", One())))
 QKV = Product((Split(Atom("kv"), "tp"), GROUP, Atom("hd")))
 
 
-def elements(found: Parts) -> dict[int, Entry]:
+def elements(found: BufferParts) -> dict[int, Entry]:
     """Place by place of the buffer what parts and fills say."""
     out: dict[int, Entry] = {}
     for p in found.parts:
@@ -59,11 +59,11 @@ def test_stacked_experts_are_an_axis() -> None:
 
 def test_an_axis_that_nothing_speaks_of() -> None:
     with pytest.raises(KeyError):
-        region(Part((), (Run("h", 0, 6, 1),), 0), ("l", "h"), {})
+        region(BoxPart((), (Run("h", 0, 6, 1),), 0), ("l", "h"), {})
 
 
 def test_no_dimensions() -> None:
-    assert box_parts([], Box((), ())) == Parts((Part((), (), 0),), ())
+    assert box_parts([], Box((), ())) == BufferParts((BoxPart((), (), 0),), ())
 
 
 @given(st.lists(dimensions(), max_size=2), st.data())
@@ -101,4 +101,4 @@ def test_same_as_the_definition(drawn: list[tuple[Dim, ValueScope]], data: st.Da
 
 def test_numel() -> None:
     assert Fill(((2, 8), (3, 1)), 0, 0.0).numel == 6
-    assert Part((), (Run("h", 0, 6, 1), Run("e", 1, 2, 9)), 0).numel == 12
+    assert BoxPart((), (Run("h", 0, 6, 1), Run("e", 1, 2, 9)), 0).numel == 12
