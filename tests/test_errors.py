@@ -42,10 +42,11 @@ def documented() -> set[tuple[str, str]]:
 
 @cache
 def nodes() -> dict[Path, list[ast.Call | ast.Constant]]:
-    """Calls and constants of each module."""
+    """Calls and constants of each module that ships."""
     return {
         path: [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, SOUGHT)]
-        for path in sorted((ROOT / "ckptd").rglob("*.py"))
+        for top in ("ckptd", "plugins", "examples")
+        for path in sorted((ROOT / top).rglob("*.py"))
     }
 
 
