@@ -32,7 +32,7 @@ __all__ = [
     "CallDocument",
     "CallsDocument",
     "CheckpointsDocument",
-    "ControllerDocument",
+    "ControllerStatusDocument",
     "ElasticDocument",
     "GenerationDocument",
     "GoodputDocument",
@@ -686,7 +686,7 @@ class ControllerLinkDocument(Struct, frozen=True):
     address: str
 
 
-class ControllerDocument(Struct, frozen=True):
+class ControllerStatusDocument(Struct, frozen=True):
     """The event ``elastic``: both fields are null without a controller."""
 
     controller: ControllerLinkDocument | None = None
@@ -694,7 +694,7 @@ class ControllerDocument(Struct, frozen=True):
 
 
 class ElasticDocument(Struct, frozen=True, kw_only=True):
-    """Document of ``GET /elastic``: generations, and the fields of `ControllerDocument`."""
+    """Document of ``GET /elastic``: generations, and the fields of `ControllerStatusDocument`."""
 
     generations: list[GenerationDocument]
     controller: ControllerLinkDocument | None

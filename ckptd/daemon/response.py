@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ckptd.daemon.controller import ControllerLink
-from ckptd.daemon.documents import ControllerDocument, ControllerLinkDocument, Proposal
+from ckptd.daemon.documents import ControllerLinkDocument, ControllerStatusDocument, Proposal
 from ckptd.daemon.lifetime import RecoveryCounts
 from ckptd.daemon.rounds import Rounds
 from ckptd.daemon.tape import MessageBuffer
@@ -290,11 +290,13 @@ class Responder:
             return  # too many calls wait: the next status has the same generation
         self._fenced = status.generation
 
-    def document(self) -> ControllerDocument:
+    def document(self) -> ControllerStatusDocument:
         """Return the controller's newest status, and whether it is connected."""
         link = self.controller
         address = link.status.address if link.status is not None else ""
-        return ControllerDocument(ControllerLinkDocument(link.connected, address), link.status)
+        return ControllerStatusDocument(
+            ControllerLinkDocument(link.connected, address), link.status
+        )
 
     # --- responses ------------------------------------------------------------------------------
 

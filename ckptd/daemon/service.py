@@ -18,7 +18,7 @@ from msgspec import UNSET
 
 from ckptd.daemon.bodies import json_bytes
 from ckptd.daemon.documents import (
-    ControllerDocument,
+    ControllerStatusDocument,
     IncidentDocument,
     JobDocument,
     LinksDocument,
@@ -246,9 +246,9 @@ class Service:
             )
         return self.responder
 
-    def controller_document(self) -> ControllerDocument:
+    def controller_document(self) -> ControllerStatusDocument:
         """Return the controller's status: a part of ``GET /elastic``, and the event ``elastic``."""
-        return ControllerDocument() if self.responder is None else self.responder.document()
+        return ControllerStatusDocument() if self.responder is None else self.responder.document()
 
     def shown(self, incident: Incident, evidence: bool = False) -> IncidentDocument:
         """Return the document of an incident, with what may be done about it."""
