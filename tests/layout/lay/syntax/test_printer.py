@@ -66,6 +66,7 @@ def test_the_strategies_build_every_node_class() -> None:
     """A new node that they do not know would go untested."""
     source = Path(trees.__file__).read_text()
     classes = {c for c in nodes.__all__ if isinstance(getattr(nodes, c), type)}
+    classes -= {"SyntaxNode", "Position"}
     assert {c for c in classes if not re.search(rf"\bt\.{c}\b", source)} == set()
 
 

@@ -119,8 +119,8 @@ MODIFIERS: Strategy = st.one_of(
 )
 MODS = tuples(MODIFIERS, 0, 2)
 SHAPES = tuples(DIMS)
-DROPS = st.builds(t.Rule, NAMES, st.none(), st.just(()), MODS.map(lambda t: (t.Drop(), *t)))
-ALIASES = st.builds(t.Rule, NAMES, NAMES, SHAPES, MODS.map(lambda t: (t.Alias(), *t)))
+DROPS = st.builds(t.Rule, NAMES, st.none(), st.just(()), MODS.map(lambda more: (t.Drop(), *more)))
+ALIASES = st.builds(t.Rule, NAMES, NAMES, SHAPES, MODS.map(lambda more: (t.Alias(), *more)))
 RULES: Strategy = st.one_of(st.builds(t.Rule, NAMES, NAMES, SHAPES, MODS), ALIASES, DROPS)
 GROUPS: Strategy = st.one_of(
     st.just(t.FlatGroup("each")),
