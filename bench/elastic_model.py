@@ -19,11 +19,11 @@ from ckptd.elastic.control.statemachine import ControllerSettings, State, StateM
 from ckptd.elastic.messages import (
     Action,
     Ended,
-    Event,
     Fence,
     Fenced,
+    JobEvent,
     Loaded,
-    Lost,
+    NodeLost,
     NodeUp,
     Progress,
     Saved,
@@ -32,7 +32,7 @@ from ckptd.elastic.messages import (
     Suspected,
     Tick,
 )
-from ckptd.elastic.policy import Job, Shape
+from ckptd.elastic.policy import JobSpec, Shape
 from ckptd.root.auto import NODE_MTBF_HOURS, Auto, Cost, Mtbf, choose
 
 __all__ = ["ASSUMED", "KINDS", "SYSTEMS", "System", "month"]
@@ -256,7 +256,7 @@ class _Month(_Time):
         pipeline = next(p for p in (16, 8, 4) if self.members % p == 0)
         shape = Shape(pipeline, self.members // pipeline, gpus)
         self.names = [f"n{k:05d}" for k in range(self.members + self.spares)]
-        self.job = Job(microbatches=4 * shape.dp, planned=shape)
+        self.job = JobSpec(microbatches=4 * shape.dp, planned=shape)
         settings = ControllerSettings(gather_s=60.0, patience_s=0.0)
         self.machine = StateMachine(self.job, settings)
         self.now = 0.0
@@ -305,7 +305,7 @@ class _Month(_Time):
 
     # --- what the controller hears, and does ------------------------------------------------------
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: JobEvent) -> None:
         before = self.machine.state
         actions = self.machine.handle(event, self.now)
         for move in self.machine.moves():
@@ -427,7 +427,7 @@ class _Month(_Time):
         if kind == "gone":
             self.alive[name] = False
             self.repair(name)
-            self.later(self.now + _a("crash_s"), lambda: self.hear(Lost(node=name)))
+            self.later(self.now + _a("crash_s"), lambda: self.hear(NodeLost(node=name)))
             return
         if kind == "broken":
             self.bad.add(name)

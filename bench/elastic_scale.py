@@ -18,11 +18,11 @@ def measure(ranks: int) -> dict[str, Any]:
     """Return milliseconds of processor time for one job of so many ranks."""
     from ckptd.elastic.control.statemachine import State, StateMachine
     from ckptd.elastic.messages import Ended, Fenced, Loaded, NodeUp, Progress, Tick
-    from ckptd.elastic.policy import Job, Shape
+    from ckptd.elastic.policy import JobSpec, Shape
 
     nodes = ranks // GPUS
     pipeline = 16 if nodes % 16 == 0 else 1
-    job = Job(microbatches=4 * nodes, planned=Shape(pipeline, nodes // pipeline, GPUS))
+    job = JobSpec(microbatches=4 * nodes, planned=Shape(pipeline, nodes // pipeline, GPUS))
     machine = StateMachine(job)
     names = [f"n{k:05d}" for k in range(nodes)]
     now = 0.0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +16,6 @@ SIMULATIONS = "ckptd.simulations"
 """Group of the entry point that feeds a daemon with a job that does not exist."""
 VERBS = "ckptd.verbs"
 """Group of the entry points that add a verb: its name, and a `Verb`."""
-_US = "ckptd"
 
 
 @dataclass(frozen=True)
@@ -44,30 +41,10 @@ def entries(group: str) -> list[EntryPoint]:
     """Return all entry points of a group, sorted by their name and their distribution."""
     from importlib.metadata import entry_points  # 20 ms that a plain path need not pay
 
-    found = list(entry_points(group=group))
-    if (declared := _declared(group)) is not None:
-        found = [e for e in found if e.dist is None or e.dist.name != _US] + declared
-    return sorted(found, key=lambda e: (e.name, origin(e)))
+    return sorted(entry_points(group=group), key=lambda e: (e.name, origin(e)))
 
 
 def origin(entry: EntryPoint) -> str:
     """Return which distribution announces an entry point."""
     dist = entry.dist
     return f"{dist.name} {dist.version} ({entry.value})" if dist else entry.value
-
-
-def _declared(group: str) -> list[EntryPoint] | None:
-    """Return what the source tree declares; None outside one.
-
-    An editable install keeps the entry points of the day on which it was made, and the tree moves.
-    """
-    from importlib.metadata import EntryPoint
-
-    try:
-        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    except OSError:
-        return None
-    if (about := project.get("project", {})).get("name") != _US:
-        return None
-    declared = about.get("entry-points", {}).get(group, {})
-    return [EntryPoint(name, value, group) for name, value in declared.items()]

@@ -1,15 +1,12 @@
-"""How installed packages add verbs: by entry points; a source tree's own word counts in it."""
+"""How installed packages add verbs: by entry points."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import tomllib
 from pathlib import Path
 
-import pytest
-
-from ckptd.plugins import VERBS, Verb, entries, origin
+from ckptd.plugins import VERBS, Verb, entries
 from tests.cli.running import COMMAND, TIMEOUT_S
 
 ROOT = Path(__file__).parents[1]
@@ -50,19 +47,6 @@ def test_a_verb_of_an_installed_package(tmp_path: Path) -> None:
         assert f"verb {name} of zz_verbs 1.2" in listed.stderr
         assert command(tmp_path, name).returncode == 2
     assert "does not load" not in command(tmp_path, "pins", str(tmp_path)).stderr
-
-
-@pytest.mark.parametrize("group", ["ckptd.verbs", "ckptd.stores"])
-def test_a_source_tree_says_what_it_has(
-    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The entry points of an editable install are those of the day on which it was made."""
-    install(tmp_path, "ckptd", ["old = ckptd_old:VERB"])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = project["entry-points"].get(group, {})
-    assert {e.name: e.value for e in entries(group)} == declared
-    assert [origin(e) for e in entries(group)] == [declared[name] for name in sorted(declared)]
 
 
 def test_shipped_verbs_load() -> None:

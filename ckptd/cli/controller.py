@@ -22,7 +22,7 @@ from ckptd.runtime.agentlink import run_folder
 if TYPE_CHECKING:
     from ckptd.elastic.control.running import Setup
     from ckptd.elastic.control.states import ControllerSettings
-    from ckptd.elastic.policy import Job, Memory, Shape
+    from ckptd.elastic.policy import JobSpec, MemoryNeed, Shape
 
 __all__ = ["ControllerDocument", "controller"]
 
@@ -53,7 +53,7 @@ class ControllerDocument(Document, frozen=True, kw_only=True, tag="controller"):
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class JobOptions:
+class PolicyOptions:
     """What the layout policy has to know of a job, as said on the command line."""
 
     nodes: Annotated[str, Parameter(help="MIN:MAX nodes, or how many.")] = "1"
@@ -86,7 +86,7 @@ def controller(
         str | None,
         Parameter(help="Whose controller it is; CKPTD_JOB, or default.", show_default=False),
     ] = None,
-    what: JobOptions | None = None,
+    what: PolicyOptions | None = None,
     log: Annotated[
         str | None,
         Parameter(
@@ -127,7 +127,7 @@ def controller(
     from ckptd.net.address import listen_at
 
     name = job or os.environ.get("CKPTD_JOB") or "default"
-    described = _job(what or JobOptions())
+    described = _job(what or PolicyOptions())
     settings = _settings(setting)
     secret = _secret(name, bind)
     places = open_places(name, log)
@@ -141,7 +141,7 @@ def controller(
             sock=sock,
             address=_address(sock, host),
             after=after,
-            several=_range((what or JobOptions()).nodes)[1] > 1,
+            several=_range((what or PolicyOptions()).nodes)[1] > 1,
             events=events,
             say=_say,
         )
@@ -175,14 +175,14 @@ def _announce(setup: Setup, json: bool) -> None:
     print(end="", flush=True)  # whoever started it waits for this
 
 
-def _job(what: JobOptions) -> Job:
-    from ckptd.elastic.policy import Job
+def _job(what: PolicyOptions) -> JobSpec:
+    from ckptd.elastic.policy import JobSpec
 
     low, high = _range(what.nodes)
     if what.slots < 1:
         raise _bad("--slots", str(what.slots), "1 or more")
     planned = _shape(what.layout, high * what.slots)
-    return Job(
+    return JobSpec(
         # With so many, every further replica makes steps shorter.
         microbatches=what.microbatches or planned.dp * (planned.dp + 1),
         planned=planned,
@@ -214,15 +214,15 @@ def _shape(text: str | None, world: int) -> Shape:
     return Shape(**sizes)
 
 
-def _memory(text: str | None) -> Memory | None:
-    from ckptd.elastic.policy import Memory
+def _memory(text: str | None) -> MemoryNeed | None:
+    from ckptd.elastic.policy import MemoryNeed
 
     if text is None:
         return None
     sizes = _pairs("--memory", text, ("limit", "replicated", "sharded", "activations"))
     if "limit" not in sizes:
         raise _bad("--memory", text, "limit=BYTES at least")
-    return Memory(**sizes)
+    return MemoryNeed(**sizes)
 
 
 def _pairs(where: str, text: str, names: tuple[str, ...]) -> dict[str, int]:

@@ -29,7 +29,7 @@ from ckptd.net.signing import SECRET_VARIABLE
 
 if TYPE_CHECKING:
     from ckptd.cli.watch_parts import DaemonSupervisor
-    from ckptd.elastic.launchers.node import Ending, NodeLauncher
+    from ckptd.elastic.launchers.node import LauncherEnding, NodeLauncher
     from ckptd.elastic.launchers.sidecars import ControllerSupervisor
     from ckptd.elastic.launchers.workerpool import Program
 
@@ -598,7 +598,7 @@ class _Run:
 
     def _launch(
         self, folder: Path, mode: str, files: tuple[Path | None, str, str, str], grace_s: float
-    ) -> Ending:
+    ) -> LauncherEnding:
         from ckptd.elastic.launchers.node import NodeLauncher, NodeSettings
         from ckptd.elastic.launchers.output import Output, parse_streams
         from ckptd.net.signing import job_secret
@@ -773,7 +773,7 @@ class _Run:
         DaemonPlace(self._o.job).lock.unlink(missing_ok=True)
         name_lock(self._o.job, self._o.node).unlink(missing_ok=True)
 
-    def _last_words(self, ending: Ending) -> int:
+    def _last_words(self, ending: LauncherEnding) -> int:
         from ckptd.cli.watch_parts import shell_code
 
         code = shell_code(ending.code)

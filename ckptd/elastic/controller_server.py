@@ -15,7 +15,7 @@ from ckptd.elastic.messages import FromNode, FromOperator
 from ckptd.errors import CkptdError, CorruptError, RefusedError
 from ckptd.net.connection import Codec, Greeting, Refusal, tune
 
-__all__ = ["Door", "Listener", "Peer"]
+__all__ = ["Door", "Listener", "PeerConnection"]
 
 _HANDSHAKE_S = 5.0
 _HALF_FRAME_S = 10.0
@@ -42,17 +42,17 @@ _who = converter(_Who)
 class Listener(Protocol):
     """Who is told what peers say; called in the event loop, in the order of each connection."""
 
-    def joined(self, peer: Peer) -> None:
+    def joined(self, peer: PeerConnection) -> None:
         """Note that a peer has shown that it knows the secret."""
 
-    def heard(self, peer: Peer, message: Any) -> None:
+    def heard(self, peer: PeerConnection, message: Any) -> None:
         """Take a message of a peer that has joined."""
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, peer: PeerConnection) -> None:
         """Note that the connection of a peer that had joined is closed."""
 
 
-class Peer(asyncio.Protocol):
+class PeerConnection(asyncio.Protocol):
     """One connection.
 
     Attributes
@@ -190,19 +190,19 @@ class Door:
         secret: bytes,
         life: str,
         listener: Listener,
-        refused: Callable[[Peer, CkptdError], None],
+        refused: Callable[[PeerConnection, CkptdError], None],
     ) -> None:
         self.job, self.secret, self.life, self.listener = job, secret, life, listener
         self.refused = refused
         self.loop = asyncio.get_running_loop()
-        self._strangers: dict[Peer, None] = {}
-        self._peers: set[Peer] = set()
+        self._strangers: dict[PeerConnection, None] = {}
+        self._peers: set[PeerConnection] = set()
         self._server: asyncio.Server | None = None
 
     async def open(self, sock: socket.socket) -> None:
         """Take connections of a bound socket from now on."""
         self._server = await self.loop.create_server(
-            lambda: Peer(self), sock=sock, backlog=1024, start_serving=True
+            lambda: PeerConnection(self), sock=sock, backlog=1024, start_serving=True
         )
 
     async def close(self, wait_s: float) -> None:
@@ -219,11 +219,11 @@ class Door:
         await asyncio.sleep(0)
 
     @property
-    def peers(self) -> frozenset[Peer]:
+    def peers(self) -> frozenset[PeerConnection]:
         """All that have joined."""
         return frozenset(self._peers)
 
-    def enter(self, peer: Peer) -> None:
+    def enter(self, peer: PeerConnection) -> None:
         """Note a new connection; of too many that have not joined, the oldest is cut off."""
         while len(self._strangers) >= _MOST_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -231,13 +231,13 @@ class Door:
             oldest.cut()
         self._strangers[peer] = None
 
-    def join(self, peer: Peer) -> None:
+    def join(self, peer: PeerConnection) -> None:
         """Note that a peer knows the secret."""
         self._strangers.pop(peer, None)
         self._peers.add(peer)
         self.listener.joined(peer)
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, peer: PeerConnection) -> None:
         """Note that a connection is closed."""
         self._strangers.pop(peer, None)
         if peer in self._peers:

@@ -1,6 +1,6 @@
 """What the layout policy would do on what is left, told in full: for people, before it happens.
 
-Pure functions on plain data. Throughput is compared by `Job.step_cost`: ranks are taken to be
+Pure functions on plain data. Throughput is compared by `JobSpec.step_cost`: ranks are taken to be
 equally fast, and communication to cost the same in every layout.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from ckptd.elastic.placement import Coordinate, Place, Slot
-from ckptd.elastic.policy import Choice, Job, Shape, choose
+from ckptd.elastic.placement import Coordinate, NodeSlot, Place
+from ckptd.elastic.policy import Choice, JobSpec, Shape, choose
 from ckptd.elastic.schedule import share
 from ckptd.errors import RefusedError, UsageError
 
 __all__ = [
     "Explanation",
     "Option",
-    "Row",
-    "Seat",
+    "RankIdentity",
+    "SurvivorsRow",
     "cluster_of",
     "explain",
     "row_of",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Who is a rank.
 
     Attributes
@@ -77,7 +77,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     refused: str
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SurvivorsRow(msgspec.Struct, frozen=True, kw_only=True):
     """What a number of survivors comes to, in short.
 
     Attributes
@@ -120,7 +120,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     moves
         Ranks whose parameters come from elsewhere.
     throughput, ideal
-        As in `Row`.
+        As in `SurvivorsRow`.
     why
         The policy's reasons, the deciding one first.
     options
@@ -133,17 +133,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape
     survivors: int
     lost: tuple[Coordinate, ...]
-    seats: tuple[Seat, ...]
+    seats: tuple[RankIdentity, ...]
     parked: tuple[str, ...]
     moves: int
     throughput: float
     ideal: float
     why: tuple[str, ...]
     options: tuple[Option, ...]
-    grown: Row
+    grown: SurvivorsRow
 
 
-def cluster_of(job: Job, slots_per_node: int, spare_nodes: int = 0) -> list[Slot]:
+def cluster_of(job: JobSpec, slots_per_node: int, spare_nodes: int = 0) -> list[NodeSlot]:
     """Return the slots that run the planned layout, with their places, and spare nodes.
 
     Nodes are ``n0``, ``n1`` and so on: as many as the planned ranks fill.
@@ -171,19 +171,19 @@ def cluster_of(job: Job, slots_per_node: int, spare_nodes: int = 0) -> list[Slot
     return [*settled(chosen), *spares]
 
 
-def _all(nodes: range, slots: int) -> list[Slot]:
-    return [Slot(f"n{n}", k) for n in nodes for k in range(slots)]
+def _all(nodes: range, slots: int) -> list[NodeSlot]:
+    return [NodeSlot(f"n{n}", k) for n in nodes for k in range(slots)]
 
 
-def settled(choice: Choice) -> list[Slot]:
+def settled(choice: Choice) -> list[NodeSlot]:
     """Return the slots as they are once a choice is carried out; parked ones hold nothing."""
     seated = [msgspec.structs.replace(p.slot, held=p.at) for p in choice.places]
     return seated + [msgspec.structs.replace(s, held=None) for s in choice.parked]
 
 
 def survivors_of(
-    slots: Sequence[Slot], nodes_lost: Collection[str] = (), survivors: int | None = None
-) -> list[Slot]:
+    slots: Sequence[NodeSlot], nodes_lost: Collection[str] = (), survivors: int | None = None
+) -> list[NodeSlot]:
     """Return what is left of a cluster.
 
     Parameters
@@ -211,11 +211,13 @@ def survivors_of(
     return left if survivors is None else left[:survivors]
 
 
-def _in_order(slots: Sequence[Slot]) -> list[Slot]:
+def _in_order(slots: Sequence[NodeSlot]) -> list[NodeSlot]:
     return sorted(slots, key=lambda s: (len(s.node), s.node, s.number))
 
 
-def explain(job: Job, left: Sequence[Slot], before: Shape, slots_per_node: int) -> Explanation:
+def explain(
+    job: JobSpec, left: Sequence[NodeSlot], before: Shape, slots_per_node: int
+) -> Explanation:
     """Choose a layout for what is left, and say everything about it.
 
     Parameters
@@ -275,9 +277,9 @@ def _places(shape: Shape) -> list[Coordinate]:
     ]
 
 
-def _seat(job: Job, shape: Shape, rank: int, place: Place) -> Seat:
+def _seat(job: JobSpec, shape: Shape, rank: int, place: Place) -> RankIdentity:
     mine = share(job.microbatches, shape.dp, place.at.dp)
-    return Seat(
+    return RankIdentity(
         rank=rank,
         node=place.slot.node,
         slot=place.slot.number,
@@ -290,13 +292,13 @@ def _seat(job: Job, shape: Shape, rank: int, place: Place) -> Seat:
     )
 
 
-def row_of(job: Job, left: Sequence[Slot], before: Shape) -> Row:
+def row_of(job: JobSpec, left: Sequence[NodeSlot], before: Shape) -> SurvivorsRow:
     """Return in short what is left comes to; that nothing fits is an answer too."""
     ideal = _ideal(len(left), before)
     try:
         choice = choose(job, left, before)
     except RefusedError as error:
-        return Row(
+        return SurvivorsRow(
             survivors=len(left),
             shape=None,
             throughput=0.0,
@@ -305,7 +307,7 @@ def row_of(job: Job, left: Sequence[Slot], before: Shape) -> Row:
             parked=0,
             refused=str(error.found),
         )
-    return Row(
+    return SurvivorsRow(
         survivors=len(left),
         shape=choice.shape,
         throughput=_throughput(job, choice.shape, before),
@@ -316,13 +318,13 @@ def row_of(job: Job, left: Sequence[Slot], before: Shape) -> Row:
     )
 
 
-def _grown(job: Job, left: Sequence[Slot], before: Shape, slots: int) -> Row:
+def _grown(job: JobSpec, left: Sequence[NodeSlot], before: Shape, slots: int) -> SurvivorsRow:
     taken = {s.node for s in left}
     name = next(n for n in (f"new{k}" for k in range(len(taken) + 1)) if n not in taken)
-    return row_of(job, [*left, *(Slot(name, k) for k in range(slots))], before)
+    return row_of(job, [*left, *(NodeSlot(name, k) for k in range(slots))], before)
 
 
-def _throughput(job: Job, shape: Shape, before: Shape) -> float:
+def _throughput(job: JobSpec, shape: Shape, before: Shape) -> float:
     return job.step_cost(before) / job.step_cost(shape)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptd.errors import WorkerError
 
-__all__ = ["Lease", "LeaseFile"]
+__all__ = ["LeaseFile", "WorkerLease"]
 
 _BYTES = 8
 
@@ -58,7 +58,7 @@ class LeaseFile(_Moment):
         self._view[0] = int(until_s * 1e9)
 
 
-class Lease(_Moment):
+class WorkerLease(_Moment):
     """The worker's end, mapped for reading.
 
     Raises

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from ckptd.decoding import json_decoder
-from ckptd.elastic.placement import Coordinate, Place, Slot
+from ckptd.elastic.placement import Coordinate, NodeSlot, Place
 from ckptd.elastic.policy import Shape
 from ckptd.errors import CorruptError
 
@@ -92,10 +92,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Nodes that run at least one of its ranks."""
         return frozenset(m.node for m in self.members)
 
-    def slots_of(self, node: str) -> tuple[Slot, ...]:
+    def slots_of(self, node: str) -> tuple[NodeSlot, ...]:
         """Return the slots of `node` with the places that they have in this generation."""
         return tuple(
-            Slot(m.node, m.slot, Coordinate(m.pp, m.dp, m.tp))
+            NodeSlot(m.node, m.slot, Coordinate(m.pp, m.dp, m.tp))
             for m in self.members
             if m.node == node
         )

@@ -40,7 +40,6 @@ __all__ = [
     "DoneEvent",
     "Echo",
     "Ended",
-    "Event",
     "Fence",
     "FenceNow",
     "Fenced",
@@ -50,10 +49,11 @@ __all__ = [
     "FromWorker",
     "Go",
     "Hosting",
+    "JobEvent",
     "Left",
     "Loaded",
-    "Lost",
     "Mark",
+    "NodeLost",
     "NodeRow",
     "NodeUp",
     "Notice",
@@ -110,11 +110,11 @@ _Url = Annotated[str, msgspec.Meta(max_length=256, pattern=_URL)]
 # --- events ---------------------------------------------------------------------------------------
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JobEvent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something that a controller hears of."""
 
 
-class NodeUp(Event, frozen=True, kw_only=True, tag=True):
+class NodeUp(JobEvent, frozen=True, kw_only=True, tag=True):
     """A node says that it is there, and again with every beat.
 
     Attributes
@@ -145,13 +145,13 @@ class NodeUp(Event, frozen=True, kw_only=True, tag=True):
     host: _Short = ""
 
 
-class Left(Event, frozen=True, kw_only=True, tag=True):
+class Left(JobEvent, frozen=True, kw_only=True, tag=True):
     """A node says goodbye, or its launcher knows that it is gone; its workers are dead."""
 
     node: str
 
 
-class Lost(Event, frozen=True, kw_only=True, tag=True):
+class NodeLost(JobEvent, frozen=True, kw_only=True, tag=True):
     """The connection to a node broke and did not come back at once: silence, known at once.
 
     Its workers may run on.
@@ -160,7 +160,7 @@ class Lost(Event, frozen=True, kw_only=True, tag=True):
     node: str
 
 
-class Notice(Event, frozen=True, kw_only=True, tag=True):
+class Notice(JobEvent, frozen=True, kw_only=True, tag=True):
     """A node will be taken away: pre-emption, or a scheduler's drain.
 
     Attributes
@@ -178,7 +178,7 @@ class Notice(Event, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
-class Broken(Event, frozen=True, kw_only=True, tag=True):
+class Broken(JobEvent, frozen=True, kw_only=True, tag=True):
     """A collective of a session failed, and nothing had interrupted it.
 
     That alone does not say whose fault it is. The worker waits for `FenceNow`.
@@ -196,7 +196,7 @@ class Broken(Event, frozen=True, kw_only=True, tag=True):
     reason: _Text = ""
 
 
-class Ended(Event, frozen=True, kw_only=True, tag=True):
+class Ended(JobEvent, frozen=True, kw_only=True, tag=True):
     """Workers of a node ended by themselves; told again as more of them do.
 
     Attributes
@@ -233,14 +233,14 @@ class Ended(Event, frozen=True, kw_only=True, tag=True):
     text: Annotated[str, msgspec.Meta(max_length=2000)] = ""
 
 
-class Fenced(Event, frozen=True, kw_only=True, tag=True):
+class Fenced(JobEvent, frozen=True, kw_only=True, tag=True):
     """No worker of a generation up to this one runs on a node any more."""
 
     node: str
     generation: _Count
 
 
-class Loaded(Event, frozen=True, kw_only=True, tag=True):
+class Loaded(JobEvent, frozen=True, kw_only=True, tag=True):
     """A rank, or each rank of a node, has the state from which a generation goes on.
 
     Attributes
@@ -256,21 +256,21 @@ class Loaded(Event, frozen=True, kw_only=True, tag=True):
     step: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)] = -1
 
 
-class Progress(Event, frozen=True, kw_only=True, tag=True):
+class Progress(JobEvent, frozen=True, kw_only=True, tag=True):
     """`step` is, for every rank, where a restart would find it."""
 
     generation: _Count
     step: _Count
 
 
-class Saved(Event, frozen=True, kw_only=True, tag=True):
+class Saved(JobEvent, frozen=True, kw_only=True, tag=True):
     """What `SaveNow` asked for lies where a planned restart finds it."""
 
     generation: _Count
     step: _Count
 
 
-class Suspected(Event, frozen=True, kw_only=True, tag=True):
+class Suspected(JobEvent, frozen=True, kw_only=True, tag=True):
     """The monitor has named somebody, and the policy for this class says: act.
 
     Attributes
@@ -304,7 +304,7 @@ class OrderKind(enum.StrEnum):
     STOP = "stop"
 
 
-class Order(Event, frozen=True, kw_only=True, tag=True):
+class Order(JobEvent, frozen=True, kw_only=True, tag=True):
     """A person, or a scheduler, wants something; see `OrderKind`."""
 
     kind: OrderKind
@@ -312,7 +312,7 @@ class Order(Event, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
-class Reseated(Event, frozen=True, kw_only=True, tag=True):
+class Reseated(JobEvent, frozen=True, kw_only=True, tag=True):
     """The seat was taken anew, as `Reseat` asked for.
 
     Attributes
@@ -324,7 +324,7 @@ class Reseated(Event, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
-class Tick(Event, frozen=True, kw_only=True, tag=True):
+class Tick(JobEvent, frozen=True, kw_only=True, tag=True):
     """Time has passed."""
 
 

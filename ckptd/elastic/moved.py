@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from ckptd.elastic.placement import Coordinate, Slot
+from ckptd.elastic.placement import Coordinate, NodeSlot
 from ckptd.elastic.policy import Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.copies import compose
@@ -44,7 +44,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
     sent: dict[str, int]
 
 
-def _origin(giver: Slot | None, taker: Slot) -> str:
+def _origin(giver: NodeSlot | None, taker: NodeSlot) -> str:
     if giver is None:
         return "root"
     if (giver.node, giver.number) == (taker.node, taker.number):
@@ -57,8 +57,8 @@ def moved(
     after: Bound,
     *,
     shape: Shape,
-    seats: Sequence[Slot],
-    left: Sequence[Slot],
+    seats: Sequence[NodeSlot],
+    left: Sequence[NodeSlot],
     itemsize: Callable[[str], int],
 ) -> Moved:
     """Count what moves between two layouts of one program.
@@ -127,7 +127,7 @@ def _place(mesh: MeshShape, rank: int) -> Coordinate:
     return Coordinate(*(at.get(a, 0) for a in _AXES))
 
 
-def moved_whole(total: int, seats: Sequence[Slot], left: Sequence[Slot]) -> Moved:
+def moved_whole(total: int, seats: Sequence[NodeSlot], left: Sequence[NodeSlot]) -> Moved:
     """Count for a job whose ranks all hold everything: who has nothing takes all of it.
 
     Parameters
@@ -156,7 +156,7 @@ class _Count:
         self._received: dict[str, Counter[str]] = {}
         self._sent: Counter[str] = Counter()
 
-    def add(self, giver: Slot | None, taker: Slot, nbytes: int) -> None:
+    def add(self, giver: NodeSlot | None, taker: NodeSlot, nbytes: int) -> None:
         origin = _origin(giver, taker)
         self._received.setdefault(taker.node, Counter())[origin] += nbytes
         if origin == "peer" and giver is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["Coordinate", "Place", "Slot", "place", "units"]
+__all__ = ["Coordinate", "NodeSlot", "Place", "place", "units"]
 
 _SPARE = -1
 
@@ -21,7 +21,7 @@ class Coordinate(NamedTuple):
     tp: int
 
 
-class Slot(msgspec.Struct, frozen=True, order=True):
+class NodeSlot(msgspec.Struct, frozen=True, order=True):
     """What can run one rank.
 
     Attributes
@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True):
         are the same in all replicas.
     """
 
-    slot: Slot
+    slot: NodeSlot
     at: Coordinate
     stays: bool
 
@@ -61,12 +61,12 @@ class Place(msgspec.Struct, frozen=True):
 class _Unit(NamedTuple):
     """Slots of one node that become one tensor-parallel group."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[NodeSlot, ...]
     home: tuple[int, int] | None
     """Stage and replica that they were together."""
 
 
-def units(slots: Sequence[Slot], tp: int) -> int:
+def units(slots: Sequence[NodeSlot], tp: int) -> int:
     """Return how many tensor-parallel groups fit, each on one node."""
     sizes: dict[str, int] = defaultdict(int)
     for slot in slots:
@@ -75,8 +75,8 @@ def units(slots: Sequence[Slot], tp: int) -> int:
 
 
 def place(
-    slots: Sequence[Slot], pp: int, dp: int, tp: int, *, keep: bool
-) -> tuple[tuple[Place, ...], tuple[Slot, ...]]:
+    slots: Sequence[NodeSlot], pp: int, dp: int, tp: int, *, keep: bool
+) -> tuple[tuple[Place, ...], tuple[NodeSlot, ...]]:
     """Return who takes which place, in the order of ranks, and who is left over.
 
     Whole groups keep their stage and replica where those still exist; groups of replicas that are
@@ -113,14 +113,14 @@ def place(
     return tuple(places), tuple(s for s in sorted(slots, key=_order) if s not in used)
 
 
-def _units(slots: Sequence[Slot], tp: int, keep: bool) -> list[_Unit]:
+def _units(slots: Sequence[NodeSlot], tp: int, keep: bool) -> list[_Unit]:
     """Return groups: those that were one first, then what else fits on each node."""
-    nodes: dict[str, list[Slot]] = defaultdict(list)
+    nodes: dict[str, list[NodeSlot]] = defaultdict(list)
     for slot in sorted(slots, key=_order):
         nodes[slot.node].append(slot)
     whole, mixed = [], []
     for here in nodes.values():
-        homes: dict[tuple[int, int], list[Slot]] = defaultdict(list)
+        homes: dict[tuple[int, int], list[NodeSlot]] = defaultdict(list)
         for slot in here:
             if keep and slot.held is not None:
                 homes[slot.held.pp, slot.held.dp].append(slot)
@@ -133,13 +133,13 @@ def _units(slots: Sequence[Slot], tp: int, keep: bool) -> list[_Unit]:
     return whole + mixed
 
 
-def _order(slot: Slot) -> tuple[str, int]:
+def _order(slot: NodeSlot) -> tuple[str, int]:
     return slot.node, slot.number
 
 
-def _tensor_rank(slot: Slot) -> int:
+def _tensor_rank(slot: NodeSlot) -> int:
     return slot.held.tp if slot.held is not None else -1
 
 
-def _holds(slot: Slot, stage: int, tensor: int) -> bool:
+def _holds(slot: NodeSlot, stage: int, tensor: int) -> bool:
     return slot.held is not None and (slot.held.pp, slot.held.tp) == (stage, tensor)

@@ -10,10 +10,10 @@ from ckptd.elastic.log import MembershipLog
 from ckptd.runtime.agentlink import run_folder
 from ckptd.store import open_store
 
-__all__ = ["Places", "open_places", "own_log"]
+__all__ = ["JobPlaces", "open_places", "own_log"]
 
 
-class Places(NamedTuple):
+class JobPlaces(NamedTuple):
     """The log and the leader record of one job.
 
     Attributes
@@ -37,7 +37,7 @@ def own_log(job: str) -> str:
     return str(run_folder() / f"elastic-{hashlib.sha256(job.encode()).hexdigest()[:20]}")
 
 
-def open_places(job: str, url: str | None = None) -> Places:
+def open_places(job: str, url: str | None = None) -> JobPlaces:
     """Open the log and the leader record of `job`.
 
     Parameters
@@ -53,4 +53,4 @@ def open_places(job: str, url: str | None = None) -> Places:
     """
     local, url = not url, url or own_log(job)
     store = open_store(url)
-    return Places(MembershipLog(store), LeaderRecord(store), url, local)
+    return JobPlaces(MembershipLog(store), LeaderRecord(store), url, local)

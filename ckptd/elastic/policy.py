@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ckptd.elastic.placement import Place, Slot, place, units
+from ckptd.elastic.placement import NodeSlot, Place, place, units
 from ckptd.errors import RefusedError, UsageError
 
-__all__ = ["Candidate", "Choice", "Job", "Memory", "Shape", "choose"]
+__all__ = ["Candidate", "Choice", "JobSpec", "MemoryNeed", "Shape", "choose"]
 
 
 class Shape(msgspec.Struct, frozen=True, order=True):
@@ -34,7 +34,7 @@ class Shape(msgspec.Struct, frozen=True, order=True):
         return f"pp={self.pp} dp={self.dp} tp={self.tp}"
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryNeed(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank needs; all in bytes.
 
     Attributes
@@ -62,7 +62,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return int(weights + self.activations / shape.tp)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy has to know of a job.
 
     Attributes
@@ -88,7 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     planned: Shape
     pp: tuple[int, ...] = ()
     tp: tuple[int, ...] = ()
-    memory: Memory | None = None
+    memory: MemoryNeed | None = None
     least: int = 1
     worth: float = 1.1
 
@@ -124,7 +124,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     shape
         With as many replicas as fit.
     cost
-        Of a step, see `Job.step_cost`.
+        Of a step, see `JobSpec.step_cost`.
     moves
         Ranks that do not hold their stage's parameters already.
     refused
@@ -158,13 +158,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     shape: Shape
     places: tuple[Place, ...]
-    parked: tuple[Slot, ...]
+    parked: tuple[NodeSlot, ...]
     moves: int
     why: tuple[str, ...]
     candidates: tuple[Candidate, ...]
 
 
-def choose(job: Job, slots: Sequence[Slot], current: Shape | None = None) -> Choice:
+def choose(job: JobSpec, slots: Sequence[NodeSlot], current: Shape | None = None) -> Choice:
     """Return the layout of `job` on what is left, or newly there.
 
     Parameters
@@ -208,7 +208,7 @@ def choose(job: Job, slots: Sequence[Slot], current: Shape | None = None) -> Cho
     )
 
 
-def _check(slots: Sequence[Slot], current: Shape) -> None:
+def _check(slots: Sequence[NodeSlot], current: Shape) -> None:
     held = [s.held for s in slots if s.held is not None]
     if len(set(held)) < len(held) or any(
         not all(0 <= a < b for a, b in zip(c, msgspec.structs.astuple(current), strict=True))
@@ -222,7 +222,7 @@ def _check(slots: Sequence[Slot], current: Shape) -> None:
         )
 
 
-def _candidates(job: Job, slots: Sequence[Slot], current: Shape) -> Iterator[Candidate]:
+def _candidates(job: JobSpec, slots: Sequence[NodeSlot], current: Shape) -> Iterator[Candidate]:
     for tp in dict.fromkeys((job.planned.tp, *job.tp)):
         for pp in dict.fromkeys((job.planned.pp, *job.pp)):
             fitting = min(units(slots, tp) // pp, job.planned.dp, job.microbatches)
@@ -231,7 +231,7 @@ def _candidates(job: Job, slots: Sequence[Slot], current: Shape) -> Iterator[Can
 
 
 def _judged(
-    job: Job, slots: Sequence[Slot], shape: Shape, current: Shape, fitting: int
+    job: JobSpec, slots: Sequence[NodeSlot], shape: Shape, current: Shape, fitting: int
 ) -> Candidate:
     cost = job.step_cost(shape)
     if not fitting:
@@ -253,25 +253,25 @@ def _judged(
 
 
 def _placed(
-    slots: Sequence[Slot], shape: Shape, current: Shape
-) -> tuple[tuple[Place, ...], tuple[Slot, ...]]:
+    slots: Sequence[NodeSlot], shape: Shape, current: Shape
+) -> tuple[tuple[Place, ...], tuple[NodeSlot, ...]]:
     keep = (shape.pp, shape.tp) == (current.pp, current.tp)
     return place(slots, shape.pp, shape.dp, shape.tp, keep=keep)
 
 
-def _rank(job: Job, c: Candidate, current: Shape) -> tuple[object, ...]:
+def _rank(job: JobSpec, c: Candidate, current: Shape) -> tuple[object, ...]:
     changed = c.shape.pp != current.pp
     # A pipeline that is cut anew moves everything, so it must be worth it.
     cost = c.cost * job.worth if changed else c.cost
     return (bool(c.refused), c.shape.tp != job.planned.tp, cost, c.moves, c.shape)
 
 
-def _least(job: Job) -> int:
+def _least(job: JobSpec) -> int:
     return max(job.least, min((job.planned.pp, *job.pp)) * min((job.planned.tp, *job.tp)))
 
 
 def _why(
-    job: Job, best: Candidate, candidates: Sequence[Candidate], current: Shape, parked: int
+    job: JobSpec, best: Candidate, candidates: Sequence[Candidate], current: Shape, parked: int
 ) -> Iterator[str]:
     shape = best.shape
     if shape == current:

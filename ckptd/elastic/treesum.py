@@ -13,12 +13,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ckptd.errors import UsageError
 
-__all__ = ["Node", "TreeSum", "cover"]
+__all__ = ["TreeNode", "TreeSum", "cover"]
 
 T = TypeVar("T")
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """A node of the tree; leaves are at level 0."""
 
     level: int
@@ -50,14 +50,14 @@ class TreeSum(Generic[T]):
     def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
         self._leaves = leaves
         self._add = add
-        self.nodes: dict[Node, T] = {}
+        self.nodes: dict[TreeNode, T] = {}
 
     @property
-    def root(self) -> Node:
+    def root(self) -> TreeNode:
         """The node that is the sum of all leaves."""
-        return Node((self._leaves - 1).bit_length(), 0)
+        return TreeNode((self._leaves - 1).bit_length(), 0)
 
-    def put(self, node: Node, value: T) -> None:
+    def put(self, node: TreeNode, value: T) -> None:
         """Add a leaf, or a node that was added elsewhere.
 
         Raises
@@ -72,12 +72,12 @@ class TreeSum(Generic[T]):
         while node != self.root:
             level, place = node
             if (place ^ 1) << level < self._leaves:
-                other = Node(level, place ^ 1)
+                other = TreeNode(level, place ^ 1)
                 if other not in self.nodes:
                     break
                 half = self.nodes.pop(other)
                 value = self._add(half, value) if place % 2 else self._add(value, half)
-            node = Node(level + 1, place // 2)
+            node = TreeNode(level + 1, place // 2)
         self.nodes[node] = value
 
     def total(self) -> T:
@@ -92,7 +92,7 @@ class TreeSum(Generic[T]):
             raise self._refused("leaves are missing", *sorted(self.nodes))
         return self.nodes[self.root]
 
-    def _refused(self, what: str, *nodes: Node) -> UsageError:
+    def _refused(self, what: str, *nodes: TreeNode) -> UsageError:
         found = ", ".join(f"{n.leaves.start} to {n.leaves.stop - 1}" for n in nodes)
         return UsageError(
             what,
@@ -106,9 +106,9 @@ def _overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def cover(run: range, leaves: int) -> tuple[Node, ...]:
+def cover(run: range, leaves: int) -> tuple[TreeNode, ...]:
     """Return the nodes that a `TreeSum` keeps of a run of leaves, in the order of their leaves."""
     tree: TreeSum[None] = TreeSum(leaves, lambda _a, _b: None)
     for leaf in run:
-        tree.put(Node(0, leaf), None)
+        tree.put(TreeNode(0, leaf), None)
     return tuple(sorted(tree.nodes, key=lambda node: node.leaves.start))

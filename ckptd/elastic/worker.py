@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from ckptd.elastic.lease import Lease
+from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import (
     LAUNCHER_VARIABLE,
     LEASE_VARIABLE,
@@ -64,7 +64,7 @@ class WorkerLink:
     _making: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
-        self, sock: socket.socket, rank: int, generation: int, lease: Lease | None
+        self, sock: socket.socket, rank: int, generation: int, lease: WorkerLease | None
     ) -> None:
         self.rank = rank
         self.generation = generation
@@ -108,7 +108,7 @@ class WorkerLink:
         if not path:
             return None
         leased = os.environ.get(LEASE_VARIABLE)
-        lease = Lease(leased) if leased else None
+        lease = WorkerLease(leased) if leased else None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(path)

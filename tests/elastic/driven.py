@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from ckptd.elastic.control.statemachine import ControllerSettings, StateMachine
 from ckptd.elastic.membership import Record
-from ckptd.elastic.messages import Action, Event, Fenced, NodeUp, Start, Tick
-from ckptd.elastic.policy import Job, Shape
+from ckptd.elastic.messages import Action, Fenced, JobEvent, NodeUp, Start, Tick
+from ckptd.elastic.policy import JobSpec, Shape
 
-JOB = Job(microbatches=6, planned=Shape(dp=3))
+JOB = JobSpec(microbatches=6, planned=Shape(dp=3))
 A = TypeVar("A", bound=Action)
 
 
@@ -27,7 +27,7 @@ class Driver:
         self.running = dict.fromkeys(names, 0)
         self.fenced = dict.fromkeys(names, 0)
 
-    def hear(self, event: Event, after: float = 0.01) -> list[Action]:
+    def hear(self, event: JobEvent, after: float = 0.01) -> list[Action]:
         self.now += after
         self.actions = self.machine.handle(event, self.now)
         for action in self.actions:

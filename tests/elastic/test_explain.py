@@ -5,15 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.elastic.explain import Explanation, cluster_of, explain, row_of, survivors_of
-from ckptd.elastic.placement import Coordinate, Slot
-from ckptd.elastic.policy import Job, Memory, Shape
+from ckptd.elastic.placement import Coordinate, NodeSlot
+from ckptd.elastic.policy import JobSpec, MemoryNeed, Shape
 from ckptd.errors import RefusedError, UsageError
 
 PLANNED = Shape(2, 4, 2)
-JOB = Job(microbatches=64, planned=PLANNED)
+JOB = JobSpec(microbatches=64, planned=PLANNED)
 
 
-def told(job: Job, left: list[Slot], slots: int = 8) -> Explanation:
+def told(job: JobSpec, left: list[NodeSlot], slots: int = 8) -> Explanation:
     return explain(job, left, job.planned, slots)
 
 
@@ -56,8 +56,8 @@ def test_a_refusal_says_whether_one_more_node_would_do() -> None:
     with pytest.raises(RefusedError) as caught:
         told(JOB, left, 2)
     assert "one more node of 2 slots would do: pp=2 dp=1 tp=2" in str(caught.value.hint)
-    memory = Memory(replicated=100, limit=1)
-    hopeless = Job(microbatches=64, planned=PLANNED, memory=memory)
+    memory = MemoryNeed(replicated=100, limit=1)
+    hopeless = JobSpec(microbatches=64, planned=PLANNED, memory=memory)
     with pytest.raises(RefusedError) as caught:
         told(hopeless, left, 2)
     assert "one more node" not in str(caught.value.hint)
@@ -76,9 +76,9 @@ def test_what_cannot_be_left_is_refused(wrong: dict[str, object]) -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Job, int]:
+def jobs(draw: st.DrawFn) -> tuple[JobSpec, int]:
     planned = Shape(*(draw(st.integers(1, 3)) for _ in range(3)))
-    job = Job(
+    job = JobSpec(
         microbatches=draw(st.integers(planned.dp, 12)),
         planned=planned,
         pp=tuple(draw(st.lists(st.integers(1, 3), max_size=2))),
@@ -89,7 +89,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, int]:
 
 @given(jobs(), st.data())
 def test_every_micro_batch_is_computed_once_and_every_slot_is_accounted_for(
-    made: tuple[Job, int], data: st.DataObject
+    made: tuple[JobSpec, int], data: st.DataObject
 ) -> None:
     job, slots = made
     cluster = cluster_of(job, slots, data.draw(st.integers(0, 1)))
@@ -117,8 +117,8 @@ def test_every_micro_batch_is_computed_once_and_every_slot_is_accounted_for(
 
 
 @given(jobs())
-def test_nothing_lost_changes_nothing(made: tuple[Job, int]) -> None:
+def test_nothing_lost_changes_nothing(made: tuple[JobSpec, int]) -> None:
     job, slots = made
-    only = Job(microbatches=job.microbatches, planned=job.planned)
+    only = JobSpec(microbatches=job.microbatches, planned=job.planned)
     e = told(only, cluster_of(only, slots), slots)
     assert (e.shape, e.throughput, e.ideal, e.moves, e.lost) == (job.planned, 1.0, 1.0, 0, ())

@@ -15,14 +15,14 @@ from ckptd.elastic.membership import (
     encode_record,
     members_of,
 )
-from ckptd.elastic.placement import Coordinate, Slot
-from ckptd.elastic.policy import Job, Shape, choose
+from ckptd.elastic.placement import Coordinate, NodeSlot
+from ckptd.elastic.policy import JobSpec, Shape, choose
 from ckptd.errors import CorruptError
 
 
 def record(shape: Shape, generation: int = 1, step: int = 0, by: str = "me") -> Record:
-    slots = [Slot(f"n{k}", j) for k in range(shape.pp * shape.dp) for j in range(shape.tp)]
-    choice = choose(Job(microbatches=shape.dp, planned=shape), slots)
+    slots = [NodeSlot(f"n{k}", j) for k in range(shape.pp * shape.dp) for j in range(shape.tp)]
+    choice = choose(JobSpec(microbatches=shape.dp, planned=shape), slots)
     return Record(
         generation=generation,
         shape=shape,
@@ -43,8 +43,8 @@ def test_what_is_written_is_read(shape: Shape, generation: int) -> None:
 
 def test_slots_come_back_with_their_places() -> None:
     assert record(Shape(2, 1, 2)).slots_of("n1") == (
-        Slot("n1", 0, Coordinate(1, 0, 0)),
-        Slot("n1", 1, Coordinate(1, 0, 1)),
+        NodeSlot("n1", 0, Coordinate(1, 0, 0)),
+        NodeSlot("n1", 1, Coordinate(1, 0, 1)),
     )
 
 

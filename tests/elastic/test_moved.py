@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.elastic.moved import moved_whole
-from ckptd.elastic.placement import Coordinate, Slot
+from ckptd.elastic.placement import Coordinate, NodeSlot
 
 
-def slot(node: str, number: int, dp: int | None = None) -> Slot:
-    return Slot(node, number, None if dp is None else Coordinate(0, dp, 0))
+def slot(node: str, number: int, dp: int | None = None) -> NodeSlot:
+    return NodeSlot(node, number, None if dp is None else Coordinate(0, dp, 0))
 
 
 def test_a_newcomer_takes_the_whole_from_its_own_node_first() -> None:

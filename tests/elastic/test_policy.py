@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.elastic.placement import Coordinate, Slot
-from ckptd.elastic.policy import Choice, Job, Memory, Shape, choose
+from ckptd.elastic.placement import Coordinate, NodeSlot
+from ckptd.elastic.policy import Choice, JobSpec, MemoryNeed, Shape, choose
 from ckptd.errors import RefusedError, UsageError
 
 
-def cluster(nodes: int, slots: int) -> list[Slot]:
-    return [Slot(f"n{n:05}", k) for n in range(nodes) for k in range(slots)]
+def cluster(nodes: int, slots: int) -> list[NodeSlot]:
+    return [NodeSlot(f"n{n:05}", k) for n in range(nodes) for k in range(slots)]
 
 
-def settled(choice: Choice) -> list[Slot]:
+def settled(choice: Choice) -> list[NodeSlot]:
     """Return the slots as they are once the choice is carried out; parked ones hold nothing."""
     holding = [msgspec.structs.replace(p.slot, held=p.at) for p in choice.places]
     return holding + [msgspec.structs.replace(s, held=None) for s in choice.parked]
 
 
-def without(slots: Sequence[Slot], *nodes: str) -> list[Slot]:
+def without(slots: Sequence[NodeSlot], *nodes: str) -> list[NodeSlot]:
     return [s for s in slots if s.node not in nodes]
 
 
 def test_a_spare_takes_the_place_of_who_is_gone() -> None:
-    job = Job(microbatches=8, planned=Shape(2, 2, 2))
+    job = JobSpec(microbatches=8, planned=Shape(2, 2, 2))
     first = choose(job, cluster(5, 2))
     assert (first.shape, len(first.parked)) == (Shape(2, 2, 2), 2)
     gone = first.places[3].slot.node
@@ -40,7 +40,7 @@ def test_a_spare_takes_the_place_of_who_is_gone() -> None:
 
 
 def test_without_spares_a_replica_is_dropped_and_its_survivors_fill_holes() -> None:
-    job = Job(microbatches=8, planned=Shape(2, 3, 1))
+    job = JobSpec(microbatches=8, planned=Shape(2, 3, 1))
     first = choose(job, cluster(6, 1))
     # One rank of replica 0 and one of replica 2 die, of different stages: what is left of the
     # replica that is dropped makes the other whole, and moves nothing.
@@ -53,13 +53,13 @@ def test_without_spares_a_replica_is_dropped_and_its_survivors_fill_holes() -> N
 
 
 def test_uneven_shares_are_said() -> None:
-    choice = choose(Job(microbatches=8, planned=Shape(dp=4)), cluster(3, 1))
+    choice = choose(JobSpec(microbatches=8, planned=Shape(dp=4)), cluster(3, 1))
     assert choice.shape == Shape(dp=3)
     assert choice.why[1] == "each replica computes 2 or 3 of the 8 micro-batches"
 
 
 def test_the_pipeline_is_cut_anew_where_no_replica_fits() -> None:
-    job = Job(microbatches=8, planned=Shape(pp=4), pp=(2, 1))
+    job = JobSpec(microbatches=8, planned=Shape(pp=4), pp=(2, 1))
     choice = choose(job, cluster(3, 1))
     assert choice.shape == Shape(pp=2)
     assert len(choice.parked) == 1
@@ -69,9 +69,9 @@ def test_the_pipeline_is_cut_anew_where_no_replica_fits() -> None:
 def test_a_pipeline_is_not_cut_anew_for_little() -> None:
     planned = Shape(pp=2, dp=8)
     slots = cluster(15, 1)  # 7 replicas of 2, or 3 of 4, or 15 of 1
-    kept = choose(Job(microbatches=64, planned=planned, pp=(1,), worth=10.0), slots)
+    kept = choose(JobSpec(microbatches=64, planned=planned, pp=(1,), worth=10.0), slots)
     assert kept.shape == Shape(2, 7, 1)
-    eager = choose(Job(microbatches=64, planned=Shape(2, 15, 1), pp=(1,), worth=1.0), slots)
+    eager = choose(JobSpec(microbatches=64, planned=Shape(2, 15, 1), pp=(1,), worth=1.0), slots)
     assert eager.shape == Shape(1, 15, 1)
 
 
@@ -79,15 +79,15 @@ def test_tensor_parallel_changes_only_if_the_job_says_so() -> None:
     planned = Shape(tp=4)
     slots = cluster(2, 3)  # no node has 4
     with pytest.raises(RefusedError, match="no layout") as caught:
-        choose(Job(microbatches=4, planned=planned), slots)
+        choose(JobSpec(microbatches=4, planned=planned), slots)
     assert caught.value.kind == "no-layout"
     assert "groups of 4 on one node" in str(caught.value.found)
-    assert choose(Job(microbatches=4, planned=planned, tp=(2,)), slots).shape == Shape(tp=2)
+    assert choose(JobSpec(microbatches=4, planned=planned, tp=(2,)), slots).shape == Shape(tp=2)
 
 
 def test_what_does_not_fit_the_memory_is_refused() -> None:
-    memory = Memory(replicated=40, sharded=80, activations=10, limit=90)
-    job = Job(microbatches=8, planned=Shape(dp=4), memory=memory)
+    memory = MemoryNeed(replicated=40, sharded=80, activations=10, limit=90)
+    job = JobSpec(microbatches=8, planned=Shape(dp=4), memory=memory)
     assert choose(job, cluster(2, 1)).shape == Shape(dp=2)  # 40 + 80 / 2 + 10
     with pytest.raises(RefusedError, match="no layout") as caught:
         choose(job, cluster(1, 1))
@@ -95,18 +95,18 @@ def test_what_does_not_fit_the_memory_is_refused() -> None:
 
 
 def test_the_job_grows_back_but_never_beyond_its_plan() -> None:
-    job = Job(microbatches=8, planned=Shape(dp=3))
+    job = JobSpec(microbatches=8, planned=Shape(dp=3))
     small = choose(job, cluster(2, 1))
-    grown = choose(job, [*settled(small), Slot("new", 0), Slot("newer", 0)], small.shape)
+    grown = choose(job, [*settled(small), NodeSlot("new", 0), NodeSlot("newer", 0)], small.shape)
     assert (grown.shape, grown.moves, len(grown.parked)) == (Shape(dp=3), 1, 1)
     assert "more replicas, 2 to 3" in grown.why[0]
     assert [p.at.dp for p in grown.places if p.stays] == [0, 1]
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Job, list[Slot], Shape]:
+def situations(draw: st.DrawFn) -> tuple[JobSpec, list[NodeSlot], Shape]:
     planned = Shape(*(draw(st.integers(1, 4)) for _ in range(3)))
-    job = Job(
+    job = JobSpec(
         microbatches=draw(st.integers(planned.dp, 12)),
         planned=planned,
         pp=tuple(draw(st.lists(st.integers(1, 4), max_size=2))),
@@ -121,7 +121,7 @@ def situations(draw: st.DrawFn) -> tuple[Job, list[Slot], Shape]:
 
 @given(situations())
 def test_every_place_is_taken_once_by_groups_on_one_node(
-    situation: tuple[Job, list[Slot], Shape],
+    situation: tuple[JobSpec, list[NodeSlot], Shape],
 ) -> None:
     job, left, current = situation
     try:
@@ -149,7 +149,7 @@ def test_every_place_is_taken_once_by_groups_on_one_node(
 
 
 def test_ten_thousand_ranks_are_placed_soon() -> None:
-    job = Job(microbatches=512, planned=Shape(8, 160, 8), pp=(4,))
+    job = JobSpec(microbatches=512, planned=Shape(8, 160, 8), pp=(4,))
     first = choose(job, cluster(1282, 8))
     assert first.shape.world == 10_240
     after = choose(job, without(settled(first), "n00003", "n00700", "n01000"))
@@ -159,9 +159,9 @@ def test_ten_thousand_ranks_are_placed_soon() -> None:
 @pytest.mark.parametrize("held", [Coordinate(0, 2, 0), Coordinate(-1, 0, 0)])
 def test_places_that_cannot_be_are_refused(held: Coordinate) -> None:
     with pytest.raises(UsageError, match="cannot be"):
-        choose(Job(microbatches=2, planned=Shape(dp=2)), [Slot("a", 0, held)])
+        choose(JobSpec(microbatches=2, planned=Shape(dp=2)), [NodeSlot("a", 0, held)])
 
 
 def test_a_job_with_more_replicas_than_micro_batches_is_none() -> None:
     with pytest.raises(UsageError, match="no job"):
-        Job(microbatches=1, planned=Shape(dp=2))
+        JobSpec(microbatches=1, planned=Shape(dp=2))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.elastic.launchers.local import Local
+from ckptd.elastic.launchers.local import LocalLauncher
 from ckptd.elastic.supervisor import Outcome, Supervisor, SupervisorSettings
 from ckptd.errors import StoreError
 from tests.elastic.controlled import LONG_S, ControllerProcess, controlled, status_when, until
@@ -28,7 +28,7 @@ class Kept:
     def __init__(self, folder: Path, controller: ControllerProcess) -> None:
         self.folder, self.controller = folder, controller
         program = str(Path(__file__).with_name("supervised_node.py"))
-        self.launcher = Local(
+        self.launcher = LocalLauncher(
             NAMES,
             lambda n: [sys.executable, program, n, controller.job, controller.log, str(folder)],
             spares=["n3"],
@@ -122,7 +122,7 @@ def test_without_progress_launchers_are_started_anew_then_the_job_is_submitted_a
         assert all(len(one.pids(name)) >= 2 for name in NAMES)
 
 
-class Refusing(Local):
+class Refusing(LocalLauncher):
     """A scheduler that refuses the first start."""
 
     refused = 0
@@ -149,7 +149,7 @@ def test_a_launcher_that_was_stopped_and_could_not_be_started_is_started_later()
         assert len(said) == 2
 
 
-class Busy(Local):
+class Busy(LocalLauncher):
     """A scheduler that is busy when another node is asked for the first time."""
 
     asked = 0

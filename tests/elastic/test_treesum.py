@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.elastic.schedule import share
-from ckptd.elastic.treesum import Node, TreeSum, cover
+from ckptd.elastic.treesum import TreeNode, TreeSum, cover
 from ckptd.errors import UsageError
 
 
@@ -17,7 +17,7 @@ def _text(left: str, right: str) -> str:
 def _alone(leaves: int) -> str:
     tree = TreeSum(leaves, _text)
     for leaf in range(leaves):
-        tree.put(Node(0, leaf), str(leaf))
+        tree.put(TreeNode(0, leaf), str(leaf))
     return tree.total()
 
 
@@ -31,12 +31,12 @@ def test_the_tree_is_what_it_is() -> None:
 def test_any_sharing_and_any_order_gives_the_same_tree(leaves: int, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, leaves))
     whole = TreeSum(leaves, _text)
-    parts: list[tuple[Node, str]] = []
+    parts: list[tuple[TreeNode, str]] = []
     for rank in range(world):
         mine = TreeSum(leaves, _text)
         run = share(leaves, world, rank)
         for leaf in data.draw(st.permutations(run)):
-            mine.put(Node(0, leaf), str(leaf))
+            mine.put(TreeNode(0, leaf), str(leaf))
         assert set(mine.nodes) == set(cover(run, leaves))
         parts += mine.nodes.items()
     for node, value in data.draw(st.permutations(parts)):
@@ -61,7 +61,7 @@ def test_floating_point_sums_are_bitwise_equal() -> None:
         for rank in reversed(range(world)):
             mine = TreeSum(11, lambda a, b: a + b)
             for leaf in share(11, world, rank):
-                mine.put(Node(0, leaf), values[leaf])
+                mine.put(TreeNode(0, leaf), values[leaf])
             for node, value in mine.nodes.items():
                 whole.put(node, value)
         sums.append(whole.total().tobytes())
@@ -71,11 +71,11 @@ def test_floating_point_sums_are_bitwise_equal() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     tree = TreeSum(5, _text)
-    for wrong in (Node(0, 5), Node(0, -1), Node(4, 0)):
+    for wrong in (TreeNode(0, 5), TreeNode(0, -1), TreeNode(4, 0)):
         with pytest.raises(UsageError, match="no such leaf"):
             tree.put(wrong, "")
-    tree.put(Node(1, 0), "01")
-    for wrong in (Node(0, 0), Node(1, 0), Node(2, 0)):
+    tree.put(TreeNode(1, 0), "01")
+    for wrong in (TreeNode(0, 0), TreeNode(1, 0), TreeNode(2, 0)):
         with pytest.raises(UsageError, match="added before"):
             tree.put(wrong, "")
     with pytest.raises(UsageError, match="leaves are missing"):

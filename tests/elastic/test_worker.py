@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.elastic.lease import Lease, LeaseFile
+from ckptd.elastic.lease import LeaseFile, WorkerLease
 from ckptd.elastic.messages import (
     Attach,
     FenceNow,
@@ -210,7 +210,7 @@ def test_a_forked_child_is_no_worker(link: WorkerLink, monkeypatch: pytest.Monke
 
 def test_a_lease(tmp_path: Path) -> None:
     file = LeaseFile(tmp_path / "lease")
-    lease = Lease(str(file.path))
+    lease = WorkerLease(str(file.path))
     over = [lease.over]
     for left_s in (3600.0, -0.001):
         file.extend(time.monotonic() + left_s)
@@ -224,10 +224,10 @@ def test_a_lease(tmp_path: Path) -> None:
 
 def test_a_lease_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="cannot be mapped"):
-        Lease(str(tmp_path / "none"))
+        WorkerLease(str(tmp_path / "none"))
     (tmp_path / "short").write_bytes(b"1")
     with pytest.raises(WorkerError, match="cannot be mapped"):
-        Lease(str(tmp_path / "short"))
+        WorkerLease(str(tmp_path / "short"))
 
 
 def test_no_place_to_listen(tmp_path: Path) -> None:

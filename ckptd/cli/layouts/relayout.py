@@ -12,7 +12,7 @@ from ckptd.cli.output import Document, Json, Reply, note, option, print_rows, pr
 
 if TYPE_CHECKING:
     from ckptd.cli.layouts.relayouting import RelayoutAnswer
-    from ckptd.elastic.explain import Explanation, Row
+    from ckptd.elastic.explain import Explanation, SurvivorsRow
     from ckptd.elastic.moved import Moved
 
 __all__ = ["RelayoutDocument", "relayout"]
@@ -125,7 +125,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _show_rows(rows: tuple[Row, ...]) -> None:
+def _show_rows(rows: tuple[SurvivorsRow, ...]) -> None:
     print_rows(
         rows,
         {

@@ -12,10 +12,17 @@ import msgspec
 
 from ckptd.cli.layouts.resharding import open_stock
 from ckptd.cli.options import size_of
-from ckptd.elastic.explain import Explanation, Row, cluster_of, explain, row_of, survivors_of
+from ckptd.elastic.explain import (
+    Explanation,
+    SurvivorsRow,
+    cluster_of,
+    explain,
+    row_of,
+    survivors_of,
+)
 from ckptd.elastic.moved import Moved, moved, moved_whole
-from ckptd.elastic.placement import Slot
-from ckptd.elastic.policy import Job, Memory, Shape
+from ckptd.elastic.placement import NodeSlot
+from ckptd.elastic.policy import JobSpec, MemoryNeed, Shape
 from ckptd.errors import UsageError
 from ckptd.layout.lay.syntax import File, Mesh, library, show
 from ckptd.reshard.compose import compose_layouts
@@ -122,7 +129,7 @@ class Model:
     program: LayoutProgram | None
 
     def memory(self, before: Shape) -> dict[str, int]:
-        """Return bytes of the whole model, as `Memory` has them.
+        """Return bytes of the whole model, as `MemoryNeed` has them.
 
         Parameters and gradients of the same size, and the optimizer's state; a part counts as
         shared out among the replicas where the checkpoint cuts it further than a replica does.
@@ -140,7 +147,9 @@ class Model:
         heads = (o.name.removesuffix(_GROUPS) for o in self.stock.objects if o.kind == _GROUPS)
         return any(name.startswith(head) for head in heads)
 
-    def moved(self, job: Job, seats: Sequence[Slot], shape: Shape, left: Sequence[Slot]) -> Moved:
+    def moved(
+        self, job: JobSpec, seats: Sequence[NodeSlot], shape: Shape, left: Sequence[NodeSlot]
+    ) -> Moved:
         """Count what moves; see `ckptd.elastic.moved`."""
         if self.program is None:
             whole = sum(_bytes(t) for t in self.stock.tensors)
@@ -230,7 +239,7 @@ def _on_mesh(program: LayoutProgram, shape: Shape) -> LayoutProgram:
     return program.with_rules([show(replace(meshes[0], axes=axes))])
 
 
-def memory_of(text: str, model: Model | None, before: Shape) -> Memory:
+def memory_of(text: str, model: Model | None, before: Shape) -> MemoryNeed:
     """Return what ``replicated=40GB,limit=80GiB`` says; with a model, the rest is taken from it.
 
     Raises
@@ -245,7 +254,7 @@ def memory_of(text: str, model: Model | None, before: Shape) -> Memory:
         raise UsageError(
             "no limit of memory", kind="bad-argument", where="--memory", wanted="limit=80GiB"
         )
-    return Memory(**sizes)
+    return MemoryNeed(**sizes)
 
 
 # -- the question and the answer -------------------------------------------------------------------
@@ -255,9 +264,9 @@ def memory_of(text: str, model: Model | None, before: Shape) -> Memory:
 class RelayoutAnswer:
     """What is to be shown; `choice`, or with a range `rows`."""
 
-    job: Job
+    job: JobSpec
     choice: Explanation | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[SurvivorsRow, ...] = ()
     moved: Moved | None = None
 
 
@@ -279,8 +288,8 @@ class Question:
         Numbers of survivors; None for all that `lost` leaves.
     """
 
-    job: Job
-    cluster: Sequence[Slot]
+    job: JobSpec
+    cluster: Sequence[NodeSlot]
     slots_per_node: int
     lost: tuple[str, ...] = ()
     counts: range | None = None
@@ -303,7 +312,7 @@ class Question:
         UsageError, RefusedError
             One of them means nothing, or the layout does not fit its own nodes.
         """
-        job = Job(
+        job = JobSpec(
             microbatches=microbatches,
             planned=shape_of(layout),
             pp=numbers(pp, "--pp"),
@@ -334,11 +343,11 @@ class Question:
                 )
             return self._one(job, model)
 
-    def _ranges(self) -> Iterator[list[Slot]]:
+    def _ranges(self) -> Iterator[list[NodeSlot]]:
         for count in self.counts or ():
             yield survivors_of(self.cluster, self.lost, count)
 
-    def _one(self, job: Job, model: Model | None) -> RelayoutAnswer:
+    def _one(self, job: JobSpec, model: Model | None) -> RelayoutAnswer:
         count = self.counts[0] if self.counts else None
         left = survivors_of(self.cluster, self.lost, count)
         choice = explain(job, left, job.planned, self.slots_per_node)
@@ -351,7 +360,7 @@ class Question:
 # -- the curve -------------------------------------------------------------------------------------
 
 
-def draw(rows: Sequence[Row], planned: Shape, path: Path) -> None:
+def draw(rows: Sequence[SurvivorsRow], planned: Shape, path: Path) -> None:
     """Write a picture of throughput over survivors, as SVG or PNG by the name of the file.
 
     Raises

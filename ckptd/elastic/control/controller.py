@@ -21,7 +21,7 @@ from ckptd.elastic.control.appending import Appender
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.parts import Parts
 from ckptd.elastic.control.statemachine import StateMachine
-from ckptd.elastic.controller_server import Peer
+from ckptd.elastic.controller_server import PeerConnection
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.messages import (
     Abort,
@@ -36,13 +36,13 @@ from ckptd.elastic.messages import (
     DaemonAt,
     Do,
     Echo,
-    Event,
     Fence,
     FenceNow,
     Finish,
     Hosting,
+    JobEvent,
     Left,
-    Lost,
+    NodeLost,
     NodeUp,
     Order,
     OrderKind,
@@ -65,7 +65,7 @@ from ckptd.elastic.messages import (
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.net.address import is_loopback
 
-__all__ = ["Controller", "Ending"]
+__all__ = ["Controller", "ControllerEnding"]
 
 _TICK_S = 0.1
 _LEASE_PART = 0.9
@@ -77,7 +77,7 @@ _PUSH_S = 0.2
 _PUSH_AT_LEAST_S = 2.0
 
 
-class Ending(NamedTuple):
+class ControllerEnding(NamedTuple):
     """How a controller ended.
 
     Attributes
@@ -94,7 +94,7 @@ class Ending(NamedTuple):
 class _Node:
     """What was said to a node on its present connection, so that nothing is said twice."""
 
-    def __init__(self, peer: Peer, before: _Node | None = None) -> None:
+    def __init__(self, peer: PeerConnection, before: _Node | None = None) -> None:
         self.peer = peer
         self.before = before
         """On another connection, until the first beat tells whether that is the same launcher's."""
@@ -146,7 +146,7 @@ class Controller:
     ) -> None:
         self._check_others = check
         self.machine = machine
-        self.ending: Ending | None = None
+        self.ending: ControllerEnding | None = None
         self.relaunch: tuple[int, Relaunch] | None = None
         self.daemon = ""
         self._appender, self._history, self._status = appender, history, status
@@ -155,19 +155,19 @@ class Controller:
         # one counts from its own beginning.
         self._lease_s = _LEASE_PART * machine.settings.lease_s
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[Event, Callable[[], None] | None]] = deque()
+        self._events: deque[tuple[JobEvent, Callable[[], None] | None]] = deque()
         self._awake = asyncio.Event()
         self._nodes: dict[str, _Node] = {}
         self._broken: dict[str, asyncio.TimerHandle] = {}
         """Of nodes whose connection broke: when they are lost."""
         self._parts: Parts | None = None
         self._store: StoreAt | None = None
-        self._subscribers: set[Peer] = set()
+        self._subscribers: set[PeerConnection] = set()
         self._dirty = True
 
     # --- what peers say ---------------------------------------------------------------------------
 
-    def joined(self, peer: Peer) -> None:
+    def joined(self, peer: PeerConnection) -> None:
         """See `Listener`."""
         if peer.role != "node":
             return
@@ -183,7 +183,7 @@ class Controller:
         if self.ending is not None:
             peer.send(_bye(self.ending))
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, peer: PeerConnection) -> None:
         """See `Listener`."""
         self._subscribers.discard(peer)
         node = self._nodes.get(peer.name)
@@ -209,9 +209,9 @@ class Controller:
     def _lost(self, name: str) -> None:
         self._broken.pop(name).cancel()
         if name in self.machine.nodes and self.machine.nodes[name].up:
-            self.put(Lost(node=name))
+            self.put(NodeLost(node=name))
 
-    def heard(self, peer: Peer, message: Any) -> None:
+    def heard(self, peer: PeerConnection, message: Any) -> None:
         """See `Listener`."""
         if peer.role == "node":
             node = self._nodes.get(peer.name)
@@ -292,7 +292,7 @@ class Controller:
         text = f"another launcher, at {before.peer.where}, is node {name} of this job"
         self._nodes[name] = before
         ends = bool(up.running or up.fenced)
-        node.peer.send(_bye(Ending("name-taken", text, 1)) if ends else Taken(text=text))
+        node.peer.send(_bye(ControllerEnding("name-taken", text, 1)) if ends else Taken(text=text))
         node.peer.close()
         self._history.refused(f"{node.peer.where}: {text}")
         return False
@@ -327,7 +327,7 @@ class Controller:
         if self._store is not None and self._store.generation == generation:
             node.peer.send(self._store)
 
-    def _of_operator(self, peer: Peer, message: Ask | Subscribe | Do | Announce) -> None:
+    def _of_operator(self, peer: PeerConnection, message: Ask | Subscribe | Do | Announce) -> None:
         if isinstance(message, Do):
             self._do(peer, message)
             return
@@ -338,7 +338,7 @@ class Controller:
             self._subscribers.add(peer)
         peer.send(msgspec.structs.replace(self._status(), number=message.number))
 
-    def _announce(self, peer: Peer, said: Announce) -> None:
+    def _announce(self, peer: PeerConnection, said: Announce) -> None:
         """Tell nodes where the daemon is, unless they could not reach it."""
         if _is_local(said.url) and not _is_local(f"//{self._status().address}"):
             text = f"{said.url} is reached from its own machine alone: nodes are not told of it"
@@ -351,7 +351,7 @@ class Controller:
                 node.peer.send(DaemonAt(said.url))
         peer.send(Answer(number=said.number, ok=True))
 
-    def _do(self, peer: Peer, do: Do) -> None:
+    def _do(self, peer: PeerConnection, do: Do) -> None:
         number = do.number
         try:
             if self.ending is not None:
@@ -363,7 +363,7 @@ class Controller:
         self._history.tell(f"{peer.name}: {_words(do.event)}")
         self.put(do.event, lambda: peer.send(Answer(number=number, ok=True)))
 
-    def _check(self, event: Event) -> None:
+    def _check(self, event: JobEvent) -> None:
         named: tuple[str, ...] = getattr(event, "nodes", None) or ()
         kinds = (OrderKind.EXCLUDE, OrderKind.DRAIN, OrderKind.ADD)
         if isinstance(event, Order) and event.kind in kinds and not named:
@@ -384,12 +384,12 @@ class Controller:
 
     # --- the one order ----------------------------------------------------------------------------
 
-    def put(self, event: Event, after: Callable[[], None] | None = None) -> None:
+    def put(self, event: JobEvent, after: Callable[[], None] | None = None) -> None:
         """Queue an event; `after` is called once it was handled and all was carried out."""
         self._events.append((event, after))
         self._awake.set()
 
-    async def run(self) -> Ending:
+    async def run(self) -> ControllerEnding:
         """Handle events until the job, or the rule of this controller, has ended.
 
         Raises
@@ -433,8 +433,8 @@ class Controller:
         except TimeoutError:
             return
 
-    async def _handle(self, event: Event) -> None:
-        if isinstance(event, Lost) and event.node in self._nodes:
+    async def _handle(self, event: JobEvent) -> None:
+        if isinstance(event, NodeLost) and event.node in self._nodes:
             return  # it was back before this was looked at
         before = (self.machine.state, self.machine.generation, self.machine.step)
         actions = self.machine.handle(event, time.monotonic())
@@ -520,7 +520,7 @@ class Controller:
             if node is not None:
                 node.peer.send(SaveNow(generation=save.generation))
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: ControllerEnding) -> None:
         self.ending = ending
         self._history.tell(ending.text)
         for node in self._nodes.values():
@@ -556,13 +556,13 @@ class Controller:
             peer.send_body(body)
 
 
-def _ending(action: Finish | Abort) -> Ending:
+def _ending(action: Finish | Abort) -> ControllerEnding:
     if isinstance(action, Abort):
-        return Ending(action.kind, action.text, exit_code(action.kind, action.code))
-    return Ending("done", "all workers have ended in good order", 0)
+        return ControllerEnding(action.kind, action.text, exit_code(action.kind, action.code))
+    return ControllerEnding("done", "all workers have ended in good order", 0)
 
 
-def _bye(ending: Ending) -> Bye:
+def _bye(ending: ControllerEnding) -> Bye:
     return Bye(kind=ending.kind, text=ending.text[:2000], code=ending.code)
 
 
@@ -579,7 +579,7 @@ def _not_its_own(name: str, said: str) -> RefusedError:
     )
 
 
-def _words(event: Event) -> str:
+def _words(event: JobEvent) -> str:
     if isinstance(event, Order):
         return " ".join([str(event.kind), *event.nodes, event.reason]).strip()
     reason: str = getattr(event, "reason", "")

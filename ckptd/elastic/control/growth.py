@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ckptd.elastic.control.roster import Roster
 from ckptd.elastic.membership import Record
-from ckptd.elastic.policy import Job, Shape, choose
+from ckptd.elastic.policy import JobSpec, Shape, choose
 from ckptd.errors import RefusedError
 
 __all__ = ["grown"]
 
 
 def grown(
-    job: Job, nodes: Roster, record: Record, members: frozenset[str], now: float, there_s: float
+    job: JobSpec, nodes: Roster, record: Record, members: frozenset[str], now: float, there_s: float
 ) -> Shape | None:
     """Return the shape on which a step is shorter once newcomers take part; None if there is none.
 

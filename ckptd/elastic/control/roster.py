@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import NodeUp
-from ckptd.elastic.placement import Coordinate, Slot
+from ckptd.elastic.placement import Coordinate, NodeSlot
 
 __all__ = ["MOST_DOUBLED", "Node", "Roster"]
 
@@ -147,7 +147,7 @@ class Roster:
         *,
         all_up: bool = False,
         clean_s: float = -math.inf,
-    ) -> list[Slot]:
+    ) -> list[NodeSlot]:
         """Return the slots of usable nodes, with what they held in the last generation.
 
         Parameters
@@ -159,11 +159,11 @@ class Roster:
         """
         members = last.members if last is not None else ()
         held = {(m.node, m.slot): Coordinate(m.pp, m.dp, m.tp) for m in members}
-        out: list[Slot] = []
+        out: list[NodeSlot] = []
         for node in sorted(self, key=lambda n: n.name):
             if node.usable(now, all_up=all_up) and now - node.out_at >= clean_s:
                 out += [
-                    Slot(node.name, number, held.get((node.name, number)))
+                    NodeSlot(node.name, number, held.get((node.name, number)))
                     for number in range(node.slots)
                 ]
         return out

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.elastic.control.appending import Appender
-from ckptd.elastic.control.controller import Controller, Ending
+from ckptd.elastic.control.controller import Controller, ControllerEnding
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.statemachine import StateMachine
 from ckptd.elastic.control.states import ControllerSettings
 from ckptd.elastic.control.status import Setting, status_of
-from ckptd.elastic.controller_server import Door, Peer
+from ckptd.elastic.controller_server import Door, PeerConnection
 from ckptd.elastic.leader import LOOK_S, Outlook, seat_taken
 from ckptd.elastic.membership import Record
 from ckptd.elastic.messages import Status
-from ckptd.elastic.places import Places
-from ckptd.elastic.policy import Job
+from ckptd.elastic.places import JobPlaces
+from ckptd.elastic.policy import JobSpec
 from ckptd.errors import CkptdError, ConflictError, StoreError
 
 __all__ = ["Setup", "run_controller"]
@@ -68,9 +68,9 @@ class Setup:
 
     name: str
     secret: bytes
-    job: Job
+    job: JobSpec
     settings: ControllerSettings
-    places: Places
+    places: JobPlaces
     sock: socket.socket
     address: str
     after: int | None = None
@@ -80,7 +80,7 @@ class Setup:
     life: str = field(default_factory=lambda: f"c-{secrets.token_hex(6)}")
 
 
-def run_controller(setup: Setup, announce: Callable[[], None]) -> Ending | None:
+def run_controller(setup: Setup, announce: Callable[[], None]) -> ControllerEnding | None:
     """Control a job until it has ended, or TERM or INT comes; return how it ended, None if not.
 
     Parameters
@@ -108,7 +108,7 @@ class _Run:
         self._lives = [setup.life]
         """Under which this controller took the seat, the newest last."""
 
-    async def run(self) -> Ending | None:
+    async def run(self) -> ControllerEnding | None:
         setup = self._setup
         loop = asyncio.get_running_loop()
         stopped = loop.create_future()
@@ -126,7 +126,7 @@ class _Run:
 
     async def _control(
         self, history: RecoveryHistory, records: list[Record], stopped: asyncio.Future[None]
-    ) -> Ending | None:
+    ) -> ControllerEnding | None:
         setup = self._setup
         epoch = time.time() - time.monotonic()
         machine = StateMachine(
@@ -151,7 +151,7 @@ class _Run:
             (lambda: self._check_others(outlook, machine)) if outlook is not None else None,
         )
 
-        def refused(peer: Peer, error: CkptdError) -> None:
+        def refused(peer: PeerConnection, error: CkptdError) -> None:
             history.refused(f"{peer.where}: {error.message}")
 
         door = Door(setup.name, setup.secret, setup.life, controller, refused)

@@ -24,13 +24,13 @@ from ckptd.elastic.messages import (
     Append,
     Broken,
     Ended,
-    Event,
     Fence,
     Fenced,
     Finish,
+    JobEvent,
     Left,
     Loaded,
-    Lost,
+    NodeLost,
     NodeUp,
     Notice,
     Order,
@@ -47,7 +47,7 @@ from ckptd.elastic.messages import (
     Tell,
     Tick,
 )
-from ckptd.elastic.policy import Choice, Job, choose
+from ckptd.elastic.policy import Choice, JobSpec, choose
 from ckptd.errors import RefusedError
 
 __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
@@ -118,7 +118,7 @@ class StateMachine:
 
     def __init__(
         self,
-        job: Job,
+        job: JobSpec,
         settings: ControllerSettings | None = None,
         records: Sequence[Record] = (),
         now: float = 0.0,
@@ -190,7 +190,7 @@ class StateMachine:
         self._out: list[Action] = []
         self._moves: list[Move] = []
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: JobEvent, now: float) -> list[Action]:
         """Take an event; return what is to be done about it, in this order."""
         self._out = []
         if self.state not in (State.DONE, State.ABORTED):
@@ -306,7 +306,7 @@ class StateMachine:
             if self.state in _ACTIVE:
                 self._fault(event.node, f"{event.node} is gone", now)
 
-    def _lost(self, event: Lost, now: float) -> None:
+    def _lost(self, event: NodeLost, now: float) -> None:
         if event.node in self.nodes and self.nodes[event.node].up:
             text = f"the connection to {event.node} broke"
             self._gone(self.nodes[event.node], text, now)
@@ -987,10 +987,10 @@ class StateMachine:
         return now - max(node.seen, self._born)
 
 
-_HANDLERS: dict[type[Event], Callable[[Any, Any, float], None]] = {
+_HANDLERS: dict[type[JobEvent], Callable[[Any, Any, float], None]] = {
     NodeUp: StateMachine._node_up,
     Left: StateMachine._left,
-    Lost: StateMachine._lost,
+    NodeLost: StateMachine._lost,
     Notice: StateMachine._notice,
     Ended: StateMachine._ended,
     Broken: StateMachine._broken_,

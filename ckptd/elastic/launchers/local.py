@@ -1,4 +1,4 @@
-"""`Local`: launchers as processes of this machine, each taken for a node of its own."""
+"""`LocalLauncher`: launchers as processes of this machine, each taken for a node of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import psutil
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
 from ckptd.errors import DeadlineError, NotFoundError, StoreError, UsageError
 
-__all__ = ["Local"]
+__all__ = ["LocalLauncher"]
 
 _POLL_S = 0.01
 
 
-class Local(Launcher):
+class LocalLauncher(Launcher):
     """Starts launchers here, for a job on one machine, demonstrations and tests.
 
     Parameters

@@ -56,7 +56,7 @@ from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from ckptd.net.signing import SECRET_VARIABLE, secret_path
 from ckptd.runtime.agentlink import run_folder
 
-__all__ = ["NO_ORDER", "Ending", "NodeLauncher", "NodeSettings"]
+__all__ = ["NO_ORDER", "LauncherEnding", "NodeLauncher", "NodeSettings"]
 
 _TURN_S = 0.1
 _SILENT_S = 3.0
@@ -109,7 +109,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 30.0
 
 
-class Ending(msgspec.Struct, frozen=True):
+class LauncherEnding(msgspec.Struct, frozen=True):
     """How a launcher ended: the kind of `Bye` or ``left``, words for people, its exit code."""
 
     kind: str
@@ -186,7 +186,7 @@ class NodeLauncher:
         self._refusal = ""
         """What was said of a controller that takes no word of this node."""
         self._order = NO_ORDER
-        self._ending: Ending | None = None
+        self._ending: LauncherEnding | None = None
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
         self._lease = LeaseFile(folder / "lease")
@@ -215,7 +215,7 @@ class NodeLauncher:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def run(self) -> Ending:
+    def run(self) -> LauncherEnding:
         """Do what the controller orders until it says goodbye, or a signal says so; clean up."""
         try:
             self._link.start()
@@ -298,7 +298,7 @@ class NodeLauncher:
         self._refresh()
         # Its last word may lie in the inbox still: it ends as soon as it has put that there.
         if not self._link.alive and self._inbox.empty() and self._ending is None:
-            self._ending = Ending("defect", "the link to the controller has failed", 1)
+            self._ending = LauncherEnding("defect", "the link to the controller has failed", 1)
 
     def _look_at_refusal(self) -> None:
         if self._link.refused and (problem := self._link.problem) != self._refusal:
@@ -366,7 +366,7 @@ class NodeLauncher:
         elif isinstance(order, DaemonAt):
             self._daemon_at(order.url)
         elif isinstance(order, Bye):
-            self._ending = Ending(order.kind, order.text, order.code)
+            self._ending = LauncherEnding(order.kind, order.text, order.code)
 
     def _fence(self, order: FenceNow) -> None:
         if order.generation <= self._fenced:
@@ -522,7 +522,7 @@ class NodeLauncher:
 
     def _cannot_start(self, reason: str) -> None:
         """No rank can ever run here."""
-        self._ending = Ending("missing-package", reason, 2)
+        self._ending = LauncherEnding("missing-package", reason, 2)
 
     def _known(self, pid: int) -> bool:
         return self._pool.workers.of_session(pid) is not None
@@ -614,13 +614,14 @@ class NodeLauncher:
 
     def _left(self) -> None:
         number = self._leaving or signal.SIGTERM
-        self._ending = Ending("left", f"this node has left the job: {number.name}", 128 + number)
+        words = f"this node has left the job: {number.name}"
+        self._ending = LauncherEnding("left", words, 128 + number)
 
     def _close(self) -> None:
         """End all that is left of the generation, and say goodbye."""
         ending = self._ending
         # From now on nothing is begun, also where it ends by an error.
-        self._ending = ending or Ending("defect", "", 1)
+        self._ending = ending or LauncherEnding("defect", "", 1)
         for worker in self._pool.workers:
             worker.kill()
         end = time.monotonic() + _DEAD_S

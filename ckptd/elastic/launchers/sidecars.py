@@ -18,7 +18,7 @@ import msgspec
 
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.leader import Outlook, stand_in_pause_s
-from ckptd.elastic.places import Places
+from ckptd.elastic.places import JobPlaces
 from ckptd.errors import (
     CkptdError,
     ConflictError,
@@ -192,7 +192,7 @@ class ControllerSupervisor:
 
     def __init__(
         self,
-        places: Places | None,
+        places: JobPlaces | None,
         endpoint: str,
         address: str,
         arguments: Sequence[str],

@@ -18,10 +18,10 @@ from ckptd.layout.grid import MAX_EXTENT, Axis
 from ckptd.layout.lay.resolve import Ints
 from ckptd.types import Box
 
-__all__ = ["Packed", "Slot", "cell_cuts", "flat_axis", "pack", "shares"]
+__all__ = ["FlatSlot", "Packed", "cell_cuts", "flat_axis", "pack", "shares"]
 
 
-class Slot(NamedTuple):
+class FlatSlot(NamedTuple):
     """Where a rank-local tensor lies.
 
     Attributes
@@ -43,7 +43,7 @@ class Slot(NamedTuple):
 class Packed(NamedTuple):
     """Tensors in buffers."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[FlatSlot, ...]
     lengths: tuple[int, ...]
 
 
@@ -86,7 +86,7 @@ def pack(numels: tuple[int, ...], limit: int | None, start: int, end: int) -> Pa
         raise UsageError("a buffer of a flat is too large", kind="lay-value")
     places = [(b, at) for b, found in enumerate(groups) for at in found]
     slots = tuple(
-        Slot(b, at, numel, lengths[b]) for (b, at), numel in zip(places, numels, strict=True)
+        FlatSlot(b, at, numel, lengths[b]) for (b, at), numel in zip(places, numels, strict=True)
     )
     return Packed(slots, lengths)
 

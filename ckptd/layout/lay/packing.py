@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ckptd.layout.lay.flats import Packed, Slot, pack
+from ckptd.layout.lay.flats import FlatSlot, Packed, pack
 from ckptd.layout.lay.indexes import IndexCut, index_cut
 from ckptd.layout.lay.places import apart
 from ckptd.layout.lay.resolve import (
@@ -39,7 +39,7 @@ class Buffer:
     packed: Packed
 
     @cached_property
-    def places(self) -> Mapping[_Tensor, Slot]:
+    def places(self) -> Mapping[_Tensor, FlatSlot]:
         """Slot of each tensor."""
         return dict(zip(self.tensors, self.packed.slots, strict=True))
 
@@ -296,7 +296,9 @@ class Packing:
         rule = self.rules[tensor[0]]
         return math.prod(rule.local_shape(rule.who(coordinates)))
 
-    def slot(self, flat: int, rule: int, indexes: tuple[int, ...], state: str, rank: int) -> Slot:
+    def slot(
+        self, flat: int, rule: int, indexes: tuple[int, ...], state: str, rank: int
+    ) -> FlatSlot:
         """Return where a tensor lies in the buffers of a rank that holds it."""
         return self.buffers(flat, state, rank).places[(rule, indexes)]
 
@@ -317,7 +319,7 @@ def _beginning(rule: RuleForm, depth: int) -> tuple[tuple[object, ...], NameInde
 
 def _joined(packed: list[Packed]) -> Packed:
     """Number the buffers of several groups in one go."""
-    slots: list[Slot] = []
+    slots: list[FlatSlot] = []
     lengths: list[int] = []
     for found in packed:
         slots += [s._replace(buffer=s.buffer + len(lengths)) for s in found.slots]

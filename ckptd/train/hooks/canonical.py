@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckptd.elastic.schedule import share
-from ckptd.elastic.treesum import Node, TreeSum, cover
+from ckptd.elastic.treesum import TreeNode, TreeSum, cover
 from ckptd.errors import UsageError
 from ckptd.train.state.tensors import is_dtensor
 
@@ -102,7 +102,7 @@ class CanonicalGradients:
                 for p in parameters
             ]
             flat[dtype] = torch.cat(parts)
-        self._tree.put(Node(0, microbatch), flat)
+        self._tree.put(TreeNode(0, microbatch), flat)
         for place, p in enumerate(self._parameters):
             if p.grad is not None:
                 self._used[place] = 1

@@ -16,7 +16,7 @@ from typing import Any
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import RingWriter
 
-__all__ = ["CheckpointPhase", "CompilePhase", "Pulse"]
+__all__ = ["CheckpointPhase", "CompilePhase", "RingPulse"]
 
 
 class CompilePhase:
@@ -110,7 +110,7 @@ _kept: list[Any] = []
 _PendingCall = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
-class Pulse:
+class RingPulse:
     """Beats into `ring` until stopped, and calls `beat`; `failed` hears of it if that breaks."""
 
     def __init__(

@@ -34,7 +34,7 @@ from ckptd.train.recorder.counters import CounterSource
 from ckptd.train.recorder.hook import no_call_under_way
 from ckptd.train.recorder.making import Making
 from ckptd.train.recorder.native import NativeSource
-from ckptd.train.recorder.pulse import Pulse
+from ckptd.train.recorder.pulse import RingPulse
 from ckptd.train.recorder.python import PythonSource
 from ckptd.train.recorder.sources import MakeSource, Source, wanted
 
@@ -96,7 +96,7 @@ class Recorder:
         self.ring = ring
         self._on = False
         self._source: Source | None = None
-        self._pulse = Pulse(ring, self._beat, self.aside)
+        self._pulse = RingPulse(ring, self._beat, self.aside)
         self._making = Making(ring, self.aside)
         self._aside = False
         self._by_hand = False

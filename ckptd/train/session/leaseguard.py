@@ -12,12 +12,12 @@ from torch.optim.optimizer import (
 )
 
 from ckptd.elastic.lastwords import note_step
-from ckptd.elastic.lease import Lease
+from ckptd.elastic.lease import WorkerLease
 from ckptd.elastic.messages import LEASE_EXIT_CODE, LEASE_VARIABLE
 
 __all__ = ["BEFORE_STEP", "check_lease", "end_if_over", "guard_steps", "note_first_step"]
 
-_lease: Lease | None = None
+_lease: WorkerLease | None = None
 _installed = False
 BEFORE_STEP: list[Callable[[], None]] = []
 """What else is called before each step; what it raises is raised by the step."""
@@ -32,7 +32,7 @@ def guard_steps() -> None:
     global _installed, _lease
     path = os.environ.get(LEASE_VARIABLE)
     if path and _lease is None:
-        _lease = Lease(path)
+        _lease = WorkerLease(path)
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
@@ -55,7 +55,7 @@ def check_lease() -> None:
         end_if_over(_lease)
 
 
-def end_if_over(lease: Lease) -> None:
+def end_if_over(lease: WorkerLease) -> None:
     """End this process, with code 86, if `lease` is over; no handler or destructor is run."""
     if lease.over:
         # Not through sys.stderr: nothing that could wait comes before the end.

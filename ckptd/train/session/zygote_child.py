@@ -180,11 +180,11 @@ def _guard(lease: str | None) -> None:
     if lease:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        from ckptd.elastic.lease import Lease
+        from ckptd.elastic.lease import WorkerLease
         from ckptd.train.session.leaseguard import end_if_over, note_first_step
 
         note_first_step()
-        mine = Lease(lease)
+        mine = WorkerLease(lease)
         register_optimizer_step_pre_hook(lambda *_: end_if_over(mine))
 
 

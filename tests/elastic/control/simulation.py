@@ -22,10 +22,10 @@ from ckptd.elastic.messages import (
     Abort,
     Action,
     Append,
-    Event,
     Fence,
     Finish,
-    Lost,
+    JobEvent,
+    NodeLost,
     Order,
     OrderKind,
     Progress,
@@ -39,7 +39,7 @@ from ckptd.elastic.messages import (
     Tick,
 )
 from ckptd.elastic.messages import Ended as EndedEvent
-from ckptd.elastic.policy import Job, Shape
+from ckptd.elastic.policy import JobSpec, Shape
 from ckptd.elastic.schedule import Schedule
 from ckptd.errors import CorruptError
 from tests.elastic.control.simulation_judge import Line, Violation
@@ -58,7 +58,7 @@ class World(Nodes):
         planned = rng.choice(_SHAPES)
         pp = (1,) if rng.random() < 0.5 else ()
         least = rng.choice([1, 1, planned.pp * planned.tp * 2])
-        self.job = Job(microbatches=8, planned=planned, pp=pp, least=least)
+        self.job = JobSpec(microbatches=8, planned=planned, pp=pp, least=least)
         slots = planned.tp * rng.choice([1, 1, 2])
         count = -(-planned.world // slots) + rng.choice([0, 0, 1, 2])
         self.nodes = {f"n{k}": SimNode(f"n{k}", slots) for k in range(count)}
@@ -173,7 +173,7 @@ class World(Nodes):
             old, node.boss = node.boss, life
             self.say_up(node)
             if old in self.bosses:
-                self.later(0.5, lambda: self.hear(Lost(node=node.name), self.bosses.get(old)))
+                self.later(0.5, lambda: self.hear(NodeLost(node=node.name), self.bosses.get(old)))
 
     def tick(self, life: int) -> None:
         """Let a controller look at its deadlines."""
@@ -197,11 +197,11 @@ class World(Nodes):
 
         def look() -> None:
             if not (node.alive and node.life == life and node.reaches):
-                self.hear(Lost(node=node.name), self.bosses.get(boss))
+                self.hear(NodeLost(node=node.name), self.bosses.get(boss))
 
         self.later(0.5, look)
 
-    def hear(self, event: Event, boss: Boss | None = None) -> None:
+    def hear(self, event: JobEvent, boss: Boss | None = None) -> None:
         """Hand an event to a controller, and carry out what it wants."""
         boss = boss or self.newest()
         if boss is None or self.bosses.get(boss.life) is not boss or self.over:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptd.elastic.messages import Left, Lost, NodeUp, Notice, Order, OrderKind, Suspected
+from ckptd.elastic.messages import Left, NodeLost, NodeUp, Notice, Order, OrderKind, Suspected
 from tests.elastic.control.simulation import World
 from tests.elastic.control.simulation_nodes import SimNode
 
@@ -72,7 +72,7 @@ class _Faults:
 
     def fault_reset(self) -> None:
         """A connection breaks, and is back too late by a little."""
-        self.world.hear(Lost(node=self.one().name))
+        self.world.hear(NodeLost(node=self.one().name))
 
     def fault_split(self) -> None:
         for node in self.nodes:

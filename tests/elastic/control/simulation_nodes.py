@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptd.elastic.control.statemachine import ControllerSettings, StateMachine
 from ckptd.elastic.membership import Record, decode_record
-from ckptd.elastic.messages import Broken, Ended, Event, Fenced, Loaded, NodeUp
+from ckptd.elastic.messages import Broken, Ended, Fenced, JobEvent, Loaded, NodeUp
 
 SETTINGS = ControllerSettings(
     silent_s=3.0,
@@ -114,7 +114,7 @@ class Nodes:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def hear(self, event: Event, boss: Boss) -> None:
+    def hear(self, event: JobEvent, boss: Boss) -> None:
         """Hand an event to a controller."""
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ class Nodes:
 
         self.later(self.delay(), arrive)
 
-    def tell(self, node: SimNode, event: Event) -> None:
+    def tell(self, node: SimNode, event: JobEvent) -> None:
         """Have the node's controller hear an event, if it arrives."""
         boss = self.bosses.get(node.boss)
         if not (node.alive and node.reaches) or boss is None:

@@ -14,7 +14,7 @@ from ckptd.elastic.control.controller import Controller
 from ckptd.elastic.control.history import RecoveryHistory
 from ckptd.elastic.control.statemachine import ControllerSettings, State, StateMachine
 from ckptd.elastic.control.status import Setting, status_of
-from ckptd.elastic.controller_server import Door, Peer
+from ckptd.elastic.controller_server import Door, PeerConnection
 from ckptd.elastic.dial import MOST_FRAME_BYTES
 from ckptd.elastic.log import MembershipLog
 from ckptd.elastic.messages import (
@@ -25,7 +25,7 @@ from ckptd.elastic.messages import (
     Ended,
     Left,
     Loaded,
-    Lost,
+    NodeLost,
     NodeUp,
     Progress,
     Said,
@@ -38,7 +38,7 @@ from ckptd.store import open_store
 from tests.elastic.driven import JOB
 
 
-class At(Peer):
+class At(PeerConnection):
     """A peer whose connection goes nowhere."""
 
     def __init__(self, door: Door, role: str, name: str) -> None:
@@ -152,7 +152,7 @@ def test_a_broken_link_and_a_failure_elsewhere_are_a_lost_node_at_once(
         else:
             await made.controller._handle(event)
             made.controller.gone(peer)
-        assert made.waiting == [Lost(node="a")]
+        assert made.waiting == [NodeLost(node="a")]
         assert not made.controller._broken
 
     asyncio.run(case())

@@ -14,7 +14,7 @@ from ckptd.elastic.messages import (
     Finish,
     Left,
     Loaded,
-    Lost,
+    NodeLost,
     NodeUp,
     Notice,
     Order,
@@ -31,7 +31,7 @@ from ckptd.elastic.messages import (
     Tell,
     Tick,
 )
-from ckptd.elastic.policy import Job, Shape
+from ckptd.elastic.policy import JobSpec, Shape
 from ckptd.errors import UsageError
 from tests.elastic.driven import Driver, none, one, restart, with_sessions
 
@@ -218,7 +218,7 @@ def test_a_worker_that_fails_because_another_node_is_lost_is_no_fault_of_its_nod
     d.up("d", "a", "b", "c")
     d.hear(Ended(node="a", generation=d.machine.generation, code=1))
     d.all_fenced("a", "b", "c", "d")
-    d.hear(Lost(node="b"), after=0.5)
+    d.hear(NodeLost(node="b"), after=0.5)
     d.all_fenced("a", "c", "d")
     d.pass_time(5, "a", "c", "d")
     record = d.machine.record
@@ -456,7 +456,7 @@ def test_only_faults_count_against_max_restarts() -> None:
 
 
 def test_a_lost_connection_is_silence_at_once(driver: Driver) -> None:
-    fence = one(driver.hear(Lost(node="c")), Fence)
+    fence = one(driver.hear(NodeLost(node="c")), Fence)
     assert fence.nodes == ("a", "b")
     assert one(restart(driver, "a", "b"), Start).record.nodes == {"a", "b"}
 
@@ -563,7 +563,7 @@ def test_the_first_start_waits_for_no_node_without_end() -> None:
 
 def test_fewer_ranks_than_asked_for_are_refused_with_what_was_there() -> None:
     d = Driver("ab", gather_s=1.0, nodes_s=20.0)
-    d.machine.job = Job(microbatches=6, planned=Shape(dp=3), least=3)
+    d.machine.job = JobSpec(microbatches=6, planned=Shape(dp=3), least=3)
     d.up("a", "b")
     aborted = one(d.pass_time(30, "a", "b"), Abort)
     assert aborted.kind == "no-nodes"
@@ -659,7 +659,7 @@ def test_a_node_alone_with_its_end_is_left_out_and_the_job_goes_on() -> None:
 def test_a_loss_that_explains_an_end_makes_it_no_saying() -> None:
     driver = begun()
     driver.hear(says("a", 7, generation=driver.machine.generation))
-    driver.hear(Lost(node="c"))
+    driver.hear(NodeLost(node="c"))
     restart(driver, *"ab")
     event = says("b", 7, generation=driver.machine.generation)
     assert none(driver.hear(event), Abort)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.elastic.messages import Abort, Ended, Fence, Lost, NodeUp, Progress, Reseated
+from ckptd.elastic.messages import Abort, Ended, Fence, NodeLost, NodeUp, Progress, Reseated
 from tests.elastic.control.simulation import run
 from tests.elastic.driven import Driver, none, restart
 
@@ -69,11 +69,11 @@ def test_found_51787_the_fence_of_an_older_generation_proves_nothing_of_the_newe
     d.up("a", "b", "c")
     d.hear(Progress(generation=1, step=1))
     for name in "bc":
-        d.hear(Lost(node=name))
+        d.hear(NodeLost(node=name))
     d.all_fenced("a")
     assert d.machine.members == {"a"}
     d.hear(Progress(generation=d.machine.generation, step=2))
-    d.hear(Lost(node="a"))  # and trains on, alone
+    d.hear(NodeLost(node="a"))  # and trains on, alone
     d.hear(Reseated(generation=d.machine.generation))
     d.up("b", "c")  # with workers of generation 1
     d.all_fenced("b", "c")
@@ -92,7 +92,7 @@ def test_found_66239_who_fenced_while_it_was_cut_off_is_used_again() -> None:
     d.all_fenced("a", "b")
     d.pass_time(10, "a", "b", "c")  # c is stuck
     assert d.machine.nodes["c"].stuck_at is not None
-    d.hear(Lost(node="c"))
+    d.hear(NodeLost(node="c"))
     d.running["c"], d.fenced["c"] = 0, d.machine.generation
     d.pass_time(2, "a", "b", "c")
     assert d.machine.nodes["c"].stuck_at is None

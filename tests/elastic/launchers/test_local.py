@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from ckptd.elastic.launchers.base import Command, Hint, Launcher, MachineState
-from ckptd.elastic.launchers.local import Local
+from ckptd.elastic.launchers.local import LocalLauncher
 from ckptd.errors import DeadlineError, NotFoundError, StoreError
 from ckptd.testing.launchers import LauncherContract
 
@@ -17,11 +17,13 @@ class TestLocal(LauncherContract):
     @pytest.fixture
     def make(self) -> Iterator[Callable[[Command], Launcher]]:
         with ExitStack() as stack:
-            yield lambda command: stack.enter_context(Local(["n0", "n1"], command, spares=["n2"]))
+            yield lambda command: stack.enter_context(
+                LocalLauncher(["n0", "n1"], command, spares=["n2"])
+            )
 
 
 def test_without_spares_nothing_is_replaced() -> None:
-    with Local(["n0"], lambda node: ["true"]) as launcher:
+    with LocalLauncher(["n0"], lambda node: ["true"]) as launcher:
         with pytest.raises(NotFoundError) as caught:
             launcher.replace("n0", 5.0)
         assert caught.value.kind == "no-spare"
@@ -29,7 +31,7 @@ def test_without_spares_nothing_is_replaced() -> None:
 
 
 def test_a_drain_is_told_once() -> None:
-    with Local(["n0", "n1"], lambda node: ["true"]) as launcher:
+    with LocalLauncher(["n0", "n1"], lambda node: ["true"]) as launcher:
         launcher.drain("n1", 60.0, "spot")
         assert launcher.hints(5.0) == (Hint(node="n1", seconds=60.0, reason="spot"),)
         assert launcher.hints(5.0) == ()
@@ -37,14 +39,14 @@ def test_a_drain_is_told_once() -> None:
 
 
 def test_a_command_that_is_not_there_is_told() -> None:
-    with Local(["n0"], lambda node: ["/no/such/program"]) as launcher:
+    with LocalLauncher(["n0"], lambda node: ["/no/such/program"]) as launcher:
         with pytest.raises(StoreError) as caught:
             launcher.start(["n0"], 5.0)
         assert caught.value.kind == "scheduler"
 
 
 def test_a_start_without_time_is_late() -> None:
-    with Local(["n0"], lambda node: ["true"]) as launcher:
+    with LocalLauncher(["n0"], lambda node: ["true"]) as launcher:
         with pytest.raises(DeadlineError) as caught:
             launcher.start(["n0"], 0.0)
         assert caught.value.kind == "scheduler-time-out"

@@ -17,7 +17,7 @@ from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.launchers.nodename import claim_name
 from ckptd.elastic.launchers.sidecars import ControllerSupervisor
 from ckptd.elastic.leader import Leader
-from ckptd.elastic.places import Places, open_places
+from ckptd.elastic.places import JobPlaces, open_places
 from ckptd.errors import StoreError
 
 DEADLINE_S = 60.0
@@ -32,7 +32,7 @@ def until(what: Callable[[], Any]) -> Any:
 
 
 def supervised(
-    places: Places,
+    places: JobPlaces,
     folder: Path,
     *arguments: str,
     address: str = "127.0.0.1",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import MismatchError, UsageError
 from ckptd.layout.grid import Axis
-from ckptd.layout.lay.flats import Slot, cell_cuts, flat_axis, pack, shares
+from ckptd.layout.lay.flats import FlatSlot, cell_cuts, flat_axis, pack, shares
 from ckptd.layout.lay.local import local_tensors
 from ckptd.layout.lay.stored import StoredForm
 from ckptd.layout.lay.table import Row, bucket_table, check_table
@@ -21,11 +21,11 @@ def test_a_bucket_is_closed_once_it_is_full() -> None:
     packed = pack((100, 30, 20, 250, 10), 128, 64, 96)
     assert packed.lengths == (192, 384, 96)
     assert packed.slots == (
-        Slot(0, 0, 100, 192),
-        Slot(0, 128, 30, 192),
-        Slot(1, 0, 20, 384),
-        Slot(1, 64, 250, 384),
-        Slot(2, 0, 10, 96),
+        FlatSlot(0, 0, 100, 192),
+        FlatSlot(0, 128, 30, 192),
+        FlatSlot(1, 0, 20, 384),
+        FlatSlot(1, 64, 250, 384),
+        FlatSlot(2, 0, 10, 96),
     )
 
 

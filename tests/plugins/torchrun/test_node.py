@@ -16,10 +16,10 @@ from ckptd.elastic.messages import (
     Begin,
     Bye,
     Ended,
-    Event,
     Fenced,
     FenceNow,
     Hosting,
+    JobEvent,
     Left,
     Saved,
     SaveNow,
@@ -38,14 +38,14 @@ class _Link:
     """What was told; nobody listens."""
 
     def __init__(self) -> None:
-        self.told: list[Event | Hosting | Timed] = []
+        self.told: list[JobEvent | Hosting | Timed] = []
         self.lease_until = 0.0
         self.silent_s = 0.0
 
-    def tell(self, event: Event | Hosting | Timed) -> None:
+    def tell(self, event: JobEvent | Hosting | Timed) -> None:
         self.told.append(event)
 
-    def has(self, *events: Event) -> bool:
+    def has(self, *events: JobEvent) -> bool:
         return [e for e in self.told if not isinstance(e, Hosting | Timed)] == list(events)
 
 
