@@ -19,11 +19,10 @@ import common
 import msgspec
 import numpy as np
 
-from ckptd.monitor import simulator
 from ckptd.monitor.job import CALL, JobView, Phase, RankView
 from ckptd.monitor.report import STEP, GroupInfo, NodeReport, from_views, merge, pack, unpack_report
 from ckptd.monitor.watch import JobWatch
-from ckptd_simulated.job import Fault, Mesh, Planted, own_times, play, views
+from ckptd_simulated.job import Fault, Mesh, Planted, group_ids, own_times, play, views
 
 MESHES = {
     16: Mesh(2, 2, 4),
@@ -40,7 +39,7 @@ KINDS = ("tp", "dp", "mp", "p2p", "p2p", "p2p", "p2p")
 
 
 def infos(mesh: Mesh) -> dict[int, GroupInfo]:
-    ids = simulator._hash(mesh)
+    ids = group_ids(mesh)
     out = {}
     for slot, kind in enumerate(KINDS):
         order = np.argsort(ids[:, slot], kind="stable")

@@ -28,7 +28,7 @@ def test_plain(number):
 def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
     here = Path(__file__).parent
     (tmp_path / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "processes.py", "reporting.py"):
+    for name in ("__init__.py", "conftest.py", "processes.py", "reporting.py", "selection.py"):
         shutil.copy(here / name, tmp_path / "tests")
     shutil.copy(here.parent / "pyproject.toml", tmp_path)
     for name in ("one", "two"):

@@ -621,15 +621,22 @@ def stage_shard(
     return StagedShard(save, plan, seal, slot, file.header, file.data_bytes, small)
 
 
-def put_shard(store: Store, shard: StagedShard, span: str = "upload") -> None:
+def put_shard(
+    store: Store, shard: StagedShard, span: str = "upload", *, may_delete: bool = True
+) -> None:
     """Write a share to a near tier: the bytes and digests that memory has. Its part goes last.
 
-    Durable on return, where the store is.
+    Durable on return, where the store is. While the bytes are written, and after a failure, there
+    is no part: a snapshot counts as complete by its parts, and one that was left by an agent that
+    died would speak for bytes that are gone.
 
     Parameters
     ----------
     span
         What events call the writing of the data file.
+    may_delete
+        Whether the store lets this process delete; the memory of another node does not, and a
+        request that it refuses would keep the slot for as long as a hung node takes to answer.
 
     Raises
     ------
@@ -640,7 +647,10 @@ def put_shard(store: Store, shard: StagedShard, span: str = "upload") -> None:
     """
     shard.check_whole()
     data = shard.slot.data[: shard.data_bytes]
+    part = part_key(shard.save.folder, shard.rank)
     try:
+        if may_delete:
+            store.delete([part])
         if shard.header:
             _write_data(
                 store,
@@ -656,6 +666,8 @@ def put_shard(store: Store, shard: StagedShard, span: str = "upload") -> None:
         for key, body in shard.small.items():
             store.put(key, body)
     except CkptdError:
-        with contextlib.suppress(CkptdError):  # another node's memory lets nobody delete
-            store.delete([shard.key, digests_key(shard.key)])
+        if may_delete:
+            with contextlib.suppress(CkptdError):
+                store.delete([part])
+                store.delete([shard.key, digests_key(shard.key)])
         raise

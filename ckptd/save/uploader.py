@@ -135,7 +135,8 @@ class TierUploader:
                 events.about(tier=tier),
                 saving(self._near.memory, save.name, save.attempt, shard.rank),
             ):
-                put_shard(self._near.store(tier), shard, _SPANS[tier])
+                store = self._near.store(tier)
+                put_shard(store, shard, _SPANS[tier], may_delete=tier != "peer")
         except CkptdError as caught:
             error = caught.to_dict()
         except Exception as caught:  # noqa: BLE001 - a bug must reach the handle, not vanish

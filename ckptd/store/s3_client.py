@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import random
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -85,6 +87,7 @@ class S3Client:
         self._options = options
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
         # Of the loop's thread:
         self._opening: asyncio.Lock | None = None
         self._opened: AsyncExitStack | None = None
@@ -125,8 +128,10 @@ class S3Client:
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._loop is None:
-                self._loop = _loop()
+            if self._loop is None or self._pid != os.getpid():
+                # The thread of a loop does not live on in a process that was forked.
+                self._loop, self._pid = _loop(), os.getpid()
+                self._client = self._opening = self._opened = self._slots = None
             return self._loop
 
     # -- in the loop's thread ------------------------------------------------------------------
@@ -151,6 +156,9 @@ class S3Client:
             if self._client is None:
                 self._opened = AsyncExitStack()
                 self._client = await self._opened.enter_async_context(_new_client(self._options))
+                # Connections of a store that nobody closes end with it.
+                leave = weakref.finalize(self, _leave, asyncio.get_running_loop(), self._opened)
+                leave.atexit = False
             return self._client
 
     async def _shut(self) -> None:
@@ -210,6 +218,12 @@ class S3Client:
                 await asyncio.sleep(random.uniform(0, pause))
                 pause *= 3
         raise TransientStoreError("no try was made", where=where)
+
+
+def _leave(loop: asyncio.AbstractEventLoop, opened: AsyncExitStack) -> None:
+    """Have the loop close what a client had opened; a second time it finds nothing."""
+    with suppress(RuntimeError):  # the loop ended first
+        loop.call_soon_threadsafe(lambda: asyncio.ensure_future(opened.aclose(), loop=loop))
 
 
 def check_installed() -> None:

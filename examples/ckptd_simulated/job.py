@@ -285,7 +285,7 @@ def _advance(
 
 
 def _job(mesh: Mesh, faults: Sequence[Fault], played: _Played, step: int, heard: Array) -> JobView:
-    ids = _hash(mesh)
+    ids = group_ids(mesh)
     ranks = _ranks(mesh, faults, played, step, ids)
     known = mesh.slots >= 0
     row, slot = np.nonzero(known & heard[:, None])
@@ -313,7 +313,7 @@ def _place(played: _Played) -> Array:
     return out
 
 
-def _hash(mesh: Mesh) -> Array:
+def group_ids(mesh: Mesh) -> Array:
     ids = mix(mesh.slots.ravel()).reshape(mesh.slots.shape)
     out: Array = np.where(mesh.slots >= 0, ids, np.uint64(0))
     return out

@@ -26,14 +26,14 @@ from tests.daemon.daemons import JOB, SECRET, WAIT_S
 CONTROLLER = """
 import socket, sys
 from ckptd.elastic.places import open_places
-from ckptd.elastic.policy import Job, Shape
+from ckptd.elastic.policy import JobSpec, Shape
 from ckptd.elastic.control.running import Setup, run_controller
 from ckptd.elastic.control.states import ControllerSettings
 
 name, secret, place, replicas, port = sys.argv[1:]
 sock = socket.create_server(("127.0.0.1", int(port)))
 address = f"127.0.0.1:{sock.getsockname()[1]}"
-job = Job(microbatches=8, planned=Shape(1, int(replicas), 1))
+job = JobSpec(microbatches=8, planned=Shape(1, int(replicas), 1))
 settings = ControllerSettings(gather_s=30.0, grow_s=3600.0, silent_s=60.0, settle_s=30.0)
 setup = Setup(name, secret.encode(), job, settings, open_places(name, place), sock, address)
 run_controller(setup, lambda: print(address, flush=True))

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 
-from ckptd.cli import reshard as _reshard  # noqa: F401 - so that a child begins to work at once
+from ckptd.cli.layouts import reshard as _reshard  # noqa: F401 - so that a child begins to work at once
 from ckptd.cli.main import run
 
 

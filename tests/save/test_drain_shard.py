@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-from ckptd.errors import SaveError
+from ckptd.errors import SaveError, StoreError
 from ckptd.save.drain import put_shard
+from ckptd.save.recover import complete_snapshots
+from ckptd.store.base import Writer
 from ckptd.store.memory import MemoryStore
 from tests.save import snapshotting
 from tests.save.saving import plan_of, values
@@ -53,3 +57,64 @@ def test_the_part_goes_last() -> None:
     put_shard(Watched("order"), shard)
     shard.slot.close()
     assert order[-1].endswith("parts/r00000")
+
+
+class Full(MemoryStore):
+    """A store that has no room for data, and notes what is deleted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.deleted: list[str] = []
+        self.full = False
+
+    def writer(self, key: str, size: int) -> Writer:
+        if self.full:
+            raise StoreError("no space left", kind="no-space", where=key)
+        return super().writer(key, size)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = [*keys]
+        self.deleted += names
+        super().delete(names)
+
+
+def test_a_share_whose_second_writing_fails_is_not_counted() -> None:
+    """An agent that died may have left a part; its data goes with the failure, and so must it."""
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    store = Full("second")
+    put_shard(store, shard)
+    assert len(complete_snapshots([store])) == 1
+    store.full = True
+    with pytest.raises(StoreError):
+        put_shard(store, shard)
+    shard.slot.close()
+    assert complete_snapshots([store]) == []
+
+
+def test_a_part_that_is_there_after_its_put_failed_is_taken_down() -> None:
+    class Late(Full):
+        def put(self, key: str, data: bytes, *, create_only: bool = False) -> None:
+            super().put(key, data, create_only=create_only)
+            if "/parts/r" in key:
+                raise StoreError("the folder cannot be synced", where=key)
+
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    store = Late("late")
+    with pytest.raises(StoreError):
+        put_shard(store, shard)
+    shard.slot.close()
+    assert not [k for k in content(store) if "/parts/r" in k or k.endswith(".safetensors")]
+
+
+def test_another_nodes_memory_is_not_asked_to_delete() -> None:
+    """It refuses; and where it hangs, the slot would be kept for another time-out."""
+    plan = plan_of()
+    shard = shard_in(slot_for(plan), save_for(plan, 1), plan)
+    store = Full("peer")
+    store.full = True
+    with pytest.raises(StoreError):
+        put_shard(store, shard, may_delete=False)
+    shard.slot.close()
+    assert store.deleted == []
