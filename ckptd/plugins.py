@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ckptd.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["DUMPS", "SIMULATIONS", "VERBS", "Verb", "entries", "origin"]
+__all__ = ["DUMPS", "SIMULATIONS", "VERBS", "Verb", "entries", "load_entry", "origin"]
 
 DUMPS = "ckptd.dumps"
 """Group of the entry point that diagnoses a folder of dumps of PyTorch's flight recorder."""
@@ -42,6 +44,42 @@ def entries(group: str) -> list[EntryPoint]:
     from importlib.metadata import entry_points  # 20 ms that a plain path need not pay
 
     return sorted(entry_points(group=group), key=lambda e: (e.name, origin(e)))
+
+
+def load_entry(group: str, package: str, where: str) -> Any:
+    """Return what the first entry point of a group stands for.
+
+    Parameters
+    ----------
+    package
+        What of ours has one, for the error.
+    where
+        The option that needs it.
+
+    Raises
+    ------
+    UsageError
+        kind ``missing-package``: no installed package has one; kind ``broken-plugin``: it does not
+        load.
+    """
+    found = entries(group)
+    if not found:
+        raise UsageError(
+            f"{where} needs {package}, which is not installed",
+            kind="missing-package",
+            where=where,
+            hint="install ckptd from its wheel or its source tree: both hold it",
+        )
+    try:
+        return found[0].load()
+    except Exception as error:
+        raise UsageError(
+            "an installed package does not load",
+            kind="broken-plugin",
+            where=origin(found[0]),
+            found=repr(error),
+            hint=f"repair or remove it: {where} takes the first of the group {group}",
+        ) from error
 
 
 def origin(entry: EntryPoint) -> str:

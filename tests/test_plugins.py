@@ -6,7 +6,10 @@ import os
 import subprocess
 from pathlib import Path
 
-from ckptd.plugins import VERBS, Verb, entries
+import pytest
+
+from ckptd.errors import UsageError
+from ckptd.plugins import DUMPS, VERBS, Verb, entries, load_entry
 from tests.cli.running import COMMAND, TIMEOUT_S
 
 ROOT = Path(__file__).parents[1]
@@ -20,12 +23,12 @@ def greet(*words: str) -> int:
 NAMES = ["greet = zz_verbs:GREET", "wrong = zz_verbs:greet", "gone = zz_verbs:X", "ls = zz_verbs:X"]
 
 
-def install(folder: Path, name: str, lines: list[str]) -> None:
+def install(folder: Path, name: str, lines: list[str], group: str = VERBS) -> None:
     """Make what pip leaves behind, but for the module."""
     info = folder / f"{name}-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{VERBS}]", *lines]) + "\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]) + "\n")
 
 
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -51,3 +54,23 @@ def test_a_verb_of_an_installed_package(tmp_path: Path) -> None:
 
 def test_shipped_verbs_load() -> None:
     assert all(isinstance(e.load(), Verb) for e in entries(VERBS))
+
+
+@pytest.mark.parametrize("value", ["ckptd_gone:X", "zz_verbs:NOTHING"])
+def test_a_package_that_does_not_load_is_named(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zz_verbs.py").write_text(MODULE)
+    install(tmp_path, "aaa", [f"a = {value}"], DUMPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        load_entry(DUMPS, "ckptd_nccl", "--flight-recorder")
+    assert caught.value.kind == "broken-plugin"
+    assert "aaa 1.2" in str(caught.value.where)
+
+
+def test_an_option_that_no_package_serves_names_ours() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_entry("ckptd.nothing", "ckptd_nothing", "--nothing")
+    assert caught.value.kind == "missing-package"
+    assert "ckptd_nothing" in caught.value.message

@@ -250,12 +250,12 @@ def listen_for_probes(secret: bytes, towards: str = "localhost") -> Answerer:
     host = address_towards(towards)
     try:
         return Answerer(host, secret)
-    except OSError as error:
+    except StoreError as error:
         raise StoreError(
             "link probes cannot be answered here",
             kind="listen",
             where=host,
-            found=error.strerror or str(error),
+            found=error.found or error.message,
             hint=f"set {BIND_VARIABLE} to an address of this node",
         ) from error
 

@@ -115,6 +115,8 @@ app.command(
     help="Install tab completion for the shell in use.",
     sort_key=1000,
 )
+_JSON_GIVEN = {f"--json={word}" for word in ("true", "t", "yes", "y", "1", "on")}
+"""What the parser takes for a switch that is on."""
 
 
 @cache
@@ -175,7 +177,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    as_json = not {"--json", "--json=true"}.isdisjoint(argv)
+    as_json = any(
+        word == "--json" or word.lower() in _JSON_GIVEN for word in argv if word[:6] == "--json"
+    )
     try:
         reply: Reply | int | None = app(
             list(argv), exit_on_error=False, print_error=False, result_action="return_value"

@@ -15,7 +15,7 @@ from ckptd.monitor.recording import Replay
 from ckptd.monitor.recording import replay as replay_recording
 from ckptd.monitor.settings import WatchSettings, changed
 from ckptd.monitor.verdict import Suspect
-from ckptd.plugins import DUMPS, entries
+from ckptd.plugins import DUMPS, load_entry
 
 __all__ = ["ReplayDocument", "ReplayedIncident", "replay"]
 
@@ -204,13 +204,6 @@ def _suspects(incident: ReplayedIncident) -> str:
 
 
 def _show_dumps(folder: str, json: bool) -> int:
-    found = entries(DUMPS)
-    if not found:
-        raise UsageError(
-            "dumps of the flight recorder need ckptd_nccl, which is not installed",
-            kind="missing-package",
-            where="--flight-recorder",
-            hint="install ckptd from its wheel or its source tree: both hold it",
-        )
-    code: int = found[0].load()(folder, json=json)
+    show = load_entry(DUMPS, "ckptd_nccl", "--flight-recorder")
+    code: int = show(folder, json=json)
     return code

@@ -20,7 +20,7 @@ from cyclopts import Parameter
 from ckptd.cli.output import Document, Json, flag, print_document
 from ckptd.errors import RefusedError, UsageError
 from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
-from ckptd.plugins import SIMULATIONS, entries
+from ckptd.plugins import SIMULATIONS, load_entry
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
@@ -237,15 +237,8 @@ def _serve(
 def _simulate(
     stack: ExitStack, service: Service, ranks: int, fault: tuple[str, ...], saved: Path | None
 ) -> None:
-    found = entries(SIMULATIONS)
-    if not found:
-        raise UsageError(
-            "a simulated job needs ckptd_simulated, which is not installed",
-            kind="missing-package",
-            where="--simulate",
-            hint="install ckptd from its wheel or its source tree: both hold it",
-        )
-    feeder = found[0].load()(service.setup.job, ranks, fault, saved, service.ingest.hand_in)
+    simulate = load_entry(SIMULATIONS, "ckptd_simulated", "--simulate")
+    feeder = simulate(service.setup.job, ranks, fault, saved, service.ingest.hand_in)
     stack.callback(feeder.close)
 
 

@@ -256,7 +256,9 @@ class NodeLink:
     def _note(self, error: Exception) -> None:
         """Remember why nobody hears this node."""
         kind = error.kind if isinstance(error, CkptdError) else ""
-        text = f"{error.message}: {error.found}" if isinstance(error, CkptdError) else str(error)
+        text = error.message if isinstance(error, CkptdError) else str(error)
+        if isinstance(error, CkptdError) and error.found is not None:
+            text += f": {error.found}"
         if kind == "permission":
             text = "its secret is not the one that is used here"
         self._refused = isinstance(error, RefusedError) or kind == "permission"

@@ -112,7 +112,8 @@ class HttpClient:
         self.target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         https = parts.scheme == "https"
         self._connect = http.client.HTTPSConnection if https else http.client.HTTPConnection
-        self._host, self._port = parts.hostname or "", parts.port
+        # With no port http.client looks for one in the host, and takes the end of an IPv6 address.
+        self._host, self._port = parts.hostname or "", parts.port or (443 if https else 80)
         self._what, self._kind = what, kind
         self._timeout_s, self._most_bytes = timeout_s, most_bytes
         self._keep = keep

@@ -314,6 +314,7 @@ def _place(played: _Played) -> Array:
 
 
 def group_ids(mesh: Mesh) -> Array:
+    """Return the ids of the groups in each slot of each rank, (ranks, SLOTS) of uint64; 0: none."""
     ids = mix(mesh.slots.ravel()).reshape(mesh.slots.shape)
     out: Array = np.where(mesh.slots >= 0, ids, np.uint64(0))
     return out

@@ -24,7 +24,7 @@ from ckptd.monitor.report import (
 )
 from ckptd.monitor.settings import WatchSettings
 from ckptd.monitor.watch import JobWatch
-from ckptd_simulated.job import Mesh, _hash, play, views
+from ckptd_simulated.job import Mesh, group_ids, play, views
 
 JOB = "job"
 START = 1000.0
@@ -35,7 +35,7 @@ KINDS = ("tp", "dp", "mp", "p2p", "p2p", "p2p", "p2p")
 
 def infos(mesh: Mesh) -> dict[int, GroupInfo]:
     """What agents tell of the groups of a mesh."""
-    ids = _hash(mesh)
+    ids = group_ids(mesh)
     out = {}
     for slot, kind in enumerate(KINDS):
         for group in np.unique(ids[:, slot]).tolist():

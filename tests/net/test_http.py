@@ -94,3 +94,14 @@ def test_a_server_that_is_away_and_a_url_that_is_none() -> None:
     assert (caught.value.kind, caught.value.where) == ("daemon-away", url)
     with pytest.raises(UsageError):
         HttpClient("ftp://x", "the daemon")
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [("http://[::1]/", "::1", 80), ("https://[fe80::abcd]", "fe80::abcd", 443)],
+)
+def test_an_ipv6_address_without_a_port(url: str, host: str, port: int) -> None:
+    client = HttpClient(url, "a daemon")
+    assert (client._host, client._port) == (host, port)
+    connection = client._connect(client._host, client._port)
+    assert (connection.host, connection.port) == (host, port)
