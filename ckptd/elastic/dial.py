@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+from ckptd.decoding import msgpack_decoder
 from ckptd.net.address import parse_address
-from ckptd.net.connection import Connection, greet_server
+from ckptd.net.connection import Challenge, Connection, greet_server
 
-__all__ = ["MOST_FRAME_BYTES", "PURPOSE", "dial"]
+__all__ = ["MOST_FRAME_BYTES", "PURPOSE", "await_greeting", "dial"]
 
 PURPOSE = "controller"
 """Of the connections to a controller, see `ckptd.net.connection.Greeting`."""
 MOST_FRAME_BYTES = 4 << 20
 """Largest message between a controller and its peers."""
 _SEND_S = 2.0
+_CHALLENGE = msgpack_decoder(Challenge)
 
 
 def dial(
@@ -59,3 +61,30 @@ def dial(
         connection.release()
         raise
     return connection, str(said.get("life", ""))
+
+
+def await_greeting(address: str, timeout_s: float) -> None:
+    """Return once the server at `address` has greeted: its process is there and runs.
+
+    That it can be connected to proves neither: the kernel accepts connections to a process that is
+    stopped. The secret is not needed, because the server sends the first message.
+
+    Parameters
+    ----------
+    timeout_s
+        For the connection, and once more for the greeting: a slow look-up of the name says nothing
+        of the server.
+
+    Raises
+    ------
+    UsageError
+        kind ``bad-url``: it is no address.
+    TransientStoreError
+        Kind ``link-late``: no greeting within `timeout_s`. Kinds of `Connection`: nothing listens
+        there, or what does is no server of ours.
+    """
+    connection = Connection(parse_address(address).connect(timeout_s), address, _SEND_S)
+    try:
+        connection.receive(_CHALLENGE, timeout_s)
+    finally:
+        connection.release()

@@ -20,6 +20,7 @@ __all__ = [
     "LOCALHOST",
     "Address",
     "UnixAddress",
+    "any_address",
     "bound",
     "is_here",
     "is_loopback",
@@ -270,6 +271,12 @@ def is_here(host: str) -> bool:
     return False
 
 
+def any_address(host: str) -> str:
+    """Return the address of all interfaces, of the protocol by which others reach `host`."""
+    families = {family for family, *_ in _resolved(host)} if host else set()
+    return "::" if families == {socket.AF_INET6} else "0.0.0.0"
+
+
 def loopback_of(host: str) -> str:
     """Return the loopback address that a name other than localhost has here; empty if it has none.
 
@@ -291,7 +298,9 @@ def _resolved(host: str) -> list[Any]:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to the first address of `host`; port 0 takes any that is free.
+    """Return a socket that is bound to an address of `host`; port 0 takes any that is free.
+
+    Of several addresses the first that this machine has, see `is_here`.
 
     Raises
     ------
@@ -299,7 +308,17 @@ def bound(host: str, port: int) -> socket.socket:
         The address is taken, is not this machine's, or cannot be one.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, address = found[0]
+    for entry in found[:-1]:
+        try:
+            return _bound(host, entry)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    return _bound(host, found[-1])
+
+
+def _bound(host: str, entry: Any) -> socket.socket:
+    family, kind, protocol, _, address = entry
     sock = socket.socket(family, kind, protocol)
     with _closed_on_error(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

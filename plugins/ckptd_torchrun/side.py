@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
@@ -24,6 +25,7 @@ from ckptd.elastic.launchers import (
     address_towards,
     claim_name,
     is_here,
+    is_loopback,
     job_secret,
     open_places,
     parse_address,
@@ -133,6 +135,12 @@ def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:
     return value
 
 
+def _towards(host: str) -> str:
+    """Return the address by which others reach this machine; empty where only its name is known."""
+    found = address_towards(host)
+    return "" if is_loopback(found) or found in ("0.0.0.0", "::") else found
+
+
 class Side:
     """Everything of an agent but torch.
 
@@ -220,6 +228,7 @@ class Side:
     def _make_supervisor(self) -> ControllerSupervisor:
         s = self._settings
         url = s.conf.get("log")
+        digest = hashlib.sha256(s.job.encode()).hexdigest()[:12]
         arguments = ["--job", s.job, "--nodes", f"{s.least}:{s.most}"]
         if url is not None:
             arguments += ["--log", url]
@@ -229,7 +238,7 @@ class Side:
         return ControllerSupervisor(
             open_places(s.job, url) if s.here or url is not None else None,
             s.endpoint,
-            s.local_addr or address_towards(s.host),
+            s.local_addr or _towards(s.host),
             arguments,
             self._environ,
             self._folder,
@@ -238,6 +247,8 @@ class Side:
             here=s.here,
             # The controller is no worker of the agent's.
             start=self.node.workers.start_other,
+            anywhere=True,
+            kept_log=run_folder() / f"controller-{digest}.log",
         )
 
     def _mark_environment(self, token: str) -> None:

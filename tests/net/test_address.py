@@ -105,6 +105,18 @@ def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "getaddrinfo", two)
     assert not is_here("192.0.2.1")
     assert is_here("mine")
+    with listen_at("mine", 0, "it") as sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+    with listen_at("127.0.0.1", 0, "it") as taken:
+
+        def both(*args: Any, **more: Any) -> Any:
+            port = taken.getsockname()[1]
+            return [*resolve("127.0.0.1", port), *resolve("127.0.0.2", port)]
+
+        # Another address in place of one that is taken would not be found.
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        with pytest.raises(OSError, match="in use"):
+            bound("mine", 1)
 
 
 def test_a_machine_whose_own_name_is_the_loopback_is_found_out(

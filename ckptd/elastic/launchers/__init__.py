@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ckptd.elastic.places import open_places
     from ckptd.elastic.supervisor import Outcome, Supervisor
     from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-    from ckptd.net.address import Address, is_here, parse_address
+    from ckptd.net.address import Address, is_here, is_loopback, parse_address
     from ckptd.net.signing import SECRET_VARIABLE, check_folder, job_secret, secret_of
     from ckptd.runtime.agentlink import run_folder
     from ckptd.runtime.host import address_towards
@@ -95,6 +95,7 @@ __all__ = [
     "claim_name",
     "exit_code",
     "is_here",
+    "is_loopback",
     "job_secret",
     "open_places",
     "parse_address",
@@ -159,6 +160,7 @@ _MODULES = {
     "net.address": (
         "Address",
         "is_here",
+        "is_loopback",
         "parse_address",
     ),
     "net.signing": (

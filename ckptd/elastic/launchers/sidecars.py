@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from ckptd.elastic.dial import await_greeting
 from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.leader import Outlook, stand_in_pause_s
 from ckptd.elastic.places import JobPlaces
@@ -27,7 +30,7 @@ from ckptd.errors import (
     UsageError,
     WorkerError,
 )
-from ckptd.net.address import is_here, parse_address
+from ckptd.net.address import Address, any_address, is_here, is_loopback, parse_address
 
 __all__ = [
     "CKPTD",
@@ -42,13 +45,13 @@ CKPTD = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
 """The command line, in this Python."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Those that end a launcher."""
-_ANYWHERE = "0.0.0.0"
-_DIAL_S = 0.5
+_GREET_S = 1.0
 _AGAIN_S = 0.5
 _MOST_AGAIN_S = 10.0
 _QUIET_S = 1.0
 """Two beats: a controller that was heard of within it is there."""
 _HUNG_S = 5.0
+"""For how long a controller is not heard of before its process is asked, and it may answer."""
 _END_S = 10.0
 _MOST_LOG = 2000
 _PR_SET_PDEATHSIG = 1
@@ -135,7 +138,13 @@ class Sidecar:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                self.process.wait(_END_S)
+
+    def keep_log(self, path: Path) -> None:
+        """Append its log to the file `path`, which outlives its folder."""
+        with suppress(OSError), open(self._log, "rb") as log, open(path, "ab") as kept:
+            shutil.copyfileobj(log, kept)
 
 
 def old_folders(base: Path, prefix: str) -> list[Path]:
@@ -152,10 +161,41 @@ def _answers(address: str) -> bool:
     if not address:
         return False
     try:
-        with socket.create_connection(parse_address(address), timeout=_DIAL_S):
-            return True
-    except (OSError, UnicodeError):
+        await_greeting(address, _GREET_S)
+    except CkptdError:
         return False
+    return True
+
+
+class _Probe:
+    """Asks the process that listens at `address` whether it runs, in a thread of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._error: CkptdError | None = None
+        self._thread = threading.Thread(target=self._ask, name="ckptd-probe", daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        try:
+            await_greeting(self._address, _HUNG_S)
+        except CkptdError as error:
+            self._error = error
+
+    @property
+    def over(self) -> bool:
+        """Whether it is known how it ended."""
+        return not self._thread.is_alive()
+
+    @property
+    def problem(self) -> str:
+        """Why the process could not be asked; empty if it answers, or proved that it does not."""
+        return "" if self._error is None or self.hung else str(self._error)
+
+    @property
+    def hung(self) -> bool:
+        """Whether it listens and does not answer."""
+        return self._error is not None and self._error.kind == "link-late"
 
 
 class ControllerSupervisor:
@@ -181,6 +221,12 @@ class ControllerSupervisor:
         Whether `endpoint` is this machine; by default, whether a socket can be bound to it.
     start
         Starts its process as `subprocess.Popen` does.
+    anywhere
+        Whether it listens at all addresses of this machine, unless `endpoint` is a loopback
+        address: what a name stands for here need not be what it stands for elsewhere. `address`
+        may then be empty: nodes are given this machine's name.
+    kept_log
+        File to which the log of each controller is appended when it has ended.
 
     Attributes
     ----------
@@ -203,6 +249,8 @@ class ControllerSupervisor:
         *,
         here: bool | None = None,
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        anywhere: bool = False,
+        kept_log: Path | None = None,
     ) -> None:
         several = places is not None and node
         self._outlook = Outlook(places.leader, node) if several and places is not None else None
@@ -213,6 +261,11 @@ class ControllerSupervisor:
         self._places, self._endpoint, self._address = places, endpoint, address
         self._arguments, self._env, self._folder, self._say = arguments, env, folder, say
         self._here, self._start_process = here, start
+        self._anywhere, self._kept_log = anywhere, kept_log
+        self._bound_to = ""
+        """Host by which this machine reaches the controller of this launcher."""
+        self._other_port = False
+        """Whether the endpoint's port may be held by a controller that hangs."""
         self._part: Sidecar | None = None
         self._announced = ""
         """Where the controller of this launcher listens."""
@@ -226,6 +279,9 @@ class ControllerSupervisor:
         self._silent_s = 0.0
         self._turned = self._heard = time.monotonic()
         """When was looked last, and when its own controller was last known to answer."""
+        self._probe: _Probe | None = None
+        self._probe_at, self._silence = 0.0, ""
+        """When it may be asked again, and what was found and said since it last answered."""
         self._problem = ""
         """Why none could be started, as it was said last."""
         self._asked = 0
@@ -351,18 +407,38 @@ class ControllerSupervisor:
     def _end_hung(self, part: Sidecar, silent_s: float) -> None:
         """Kill a controller of this launcher that runs and answers no more.
 
-        It is stopped, or its machine's clock jumped: another one may then take its place here. That
-        this launcher itself was stopped meanwhile is no reason.
+        It is stopped, say: another one may then take its place here. That nothing was heard of it
+        proves nothing: this launcher may have been stopped, its link may wait for a slow store, or
+        not reach the address that others are given. So the process is asked where it listens.
         """
         now = time.monotonic()
         answers = silent_s <= _QUIET_S or silent_s == math.inf
         if answers or not self._announced or now - self._turned > _QUIET_S:
-            self._heard = now
+            self._heard, self._probe, self._probe_at, self._silence = now, None, 0.0, ""
         self._turned = now
-        if now - self._heard > _HUNG_S and part.process.poll() is None:
-            self._say(f"the controller answers no more for {now - self._heard:.0f} s: it is killed")
-            part.process.kill()
-            part.process.wait()
+        if now - self._heard <= _HUNG_S or part.process.poll() is not None:
+            return
+        if self._probe is None and now >= self._probe_at:
+            port = parse_address(self._announced).port
+            self._probe = _Probe(str(Address(self._bound_to, port)))
+        elif self._probe is not None and self._probe.over:
+            self._judge_silent(part, self._probe, f"for {now - self._heard:.0f} s")
+            self._probe, self._probe_at = None, now + _HUNG_S
+
+    def _judge_silent(self, part: Sidecar, probe: _Probe, since: str) -> None:
+        """Kill a process that has proved that it hangs; say once what was found."""
+        if probe.hung:
+            part.process.kill()  # its end is seen by the next looks
+            found, text = "hung", f"the controller answers no more {since}: it is killed"
+        else:
+            found = f"cannot be asked: {probe.problem}" if probe.problem else "answers"
+            text = (
+                f"nothing was heard {since} of the controller at {self._announced}, which is not "
+                f"ended: its process runs, and {found}"
+            )
+        if found != self._silence:
+            self._silence = found
+            self._say(text)
 
     def _endpoint_here(self) -> bool:
         if self._here is not None:
@@ -384,18 +460,30 @@ class ControllerSupervisor:
 
     def _start(self) -> None:
         host, port = self._address, 0
-        if self._endpoint and self._endpoint_here():
-            host, port = parse_address(self._endpoint)
-        # Said to be this machine's, behind a translation of addresses: nothing can be bound to it.
-        bind = host if is_here(host) else _ANYWHERE
+        there = parse_address(self._endpoint) if self._endpoint else None
+        if there is not None and self._endpoint_here():
+            host, port = there.host, 0 if self._other_port else there.port
+        elif there is not None and self._anywhere and is_loopback(there.host):
+            host = there.host
+        self._other_port = False
+        if self._anywhere:
+            everywhere = there is None or not is_loopback(there.host)
+        else:
+            # One that is said to be this machine's, behind a translation of addresses, cannot be
+            # bound to.
+            everywhere = not is_here(host)
+        bind = any_address(host or socket.gethostname()) if everywhere else host
+        self._bound_to = ("::1" if bind == "::" else "127.0.0.1") if everywhere else bind
         newest = self._places.leader.newest() if self._places is not None else None
         after = newest.number if newest is not None else -1
         name = f"controller-{self._lives}" if self._lives else "controller"
         command = [*CKPTD, "controller", "--json", *self._arguments]
-        command += ["--bind", bind, "--host", host, "--port", str(port), "--after", str(after)]
+        command += ["--bind", bind, "--port", str(port), "--after", str(after)]
+        if host:
+            command += ["--host", host]
         self._lives += 1
         self._follows = False
-        self.host, self.since = host, time.monotonic()
+        self.host, self.since = host or bind, time.monotonic()
         self._announced = ""
         self._part = Sidecar(name, command, self._env, self._folder, self._start_process)
 
@@ -408,7 +496,7 @@ class ControllerSupervisor:
         code = part.process.poll()
         if code is None:
             return self._announced != before
-        part.end()
+        self._end_part(part)
         self._part, self._announced, self._pause_of = None, "", -1
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
@@ -422,6 +510,10 @@ class ControllerSupervisor:
         """Say what has become of the controller; give up what another one could not do either."""
         error = part.error()
         self._yielded = self._yielded or isinstance(error, ConflictError)
+        if error is not None and error.kind == "listen":
+            # Of a job that had a controller, one that hangs may hold the port: every other start
+            # takes any port, and nodes find it by the leader's record.
+            self._other_port = self._met or bool(self._seated())
         if error is None or isinstance(error, ConflictError):
             if code:
                 self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")
@@ -440,4 +532,9 @@ class ControllerSupervisor:
             end = time.monotonic() + wait_s
             while part.process.poll() is None and time.monotonic() < end:
                 time.sleep(0.02)
-            part.end()
+            self._end_part(part)
+
+    def _end_part(self, part: Sidecar) -> None:
+        part.end()
+        if self._kept_log is not None:
+            part.keep_log(self._kept_log)

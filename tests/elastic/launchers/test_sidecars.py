@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -19,6 +21,7 @@ from ckptd.elastic.launchers.sidecars import ControllerSupervisor
 from ckptd.elastic.leader import Leader
 from ckptd.elastic.places import JobPlaces, open_places
 from ckptd.errors import StoreError
+from tests.elastic.controlled import controlled
 
 DEADLINE_S = 60.0
 
@@ -29,6 +32,12 @@ def until(what: Callable[[], Any]) -> Any:
         assert time.monotonic() < end
         time.sleep(0.02)
     return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def supervised(
@@ -85,8 +94,8 @@ def test_a_launcher_that_is_never_heard_asks_for_the_seat_now_and_then(
 ) -> None:
     monkeypatch.setattr("ckptd.elastic.launchers.sidecars._AGAIN_S", 600.0)
     places = open_places("j", str(tmp_path / "log"))
-    with socket.create_server(("127.0.0.1", 0)) as refuses:
-        places.leader.take(0, f"127.0.0.1:{refuses.getsockname()[1]}", "another")
+    with controlled(tmp_path, job="k", log=str(tmp_path / "k")) as refuses:
+        places.leader.take(0, refuses.address, "another")
         supervisor = ControllerSupervisor(
             places, "", "127.0.0.1", [], os.environ, tmp_path, lambda _: None
         )
@@ -116,17 +125,39 @@ def test_a_store_that_is_away_ends_no_training(
     assert len(said) == 1
 
 
+class Started:
+    """Starts processes, and keeps them."""
+
+    def __init__(self) -> None:
+        self.commands, self.processes = list[list[str]](), list[subprocess.Popen[bytes]]()
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        self.commands.append(command)
+        self.processes.append(subprocess.Popen(command, **options))
+        return self.processes[-1]
+
+
+def silent(supervisor: ControllerSupervisor, done: Callable[[], Any]) -> None:
+    """Have a launcher hear nothing of its controller until something is so."""
+    until(lambda: supervisor.turn(9.0, 0) or done())
+
+
 def test_a_controller_that_answers_no_more_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was stopped kept its job waiting: nobody else can start one on its machine."""
     monkeypatch.setattr("ckptd.elastic.launchers.sidecars._HUNG_S", 0.3)
-    log, said = str(tmp_path / "log"), list[str]()
+    log, said, started = str(tmp_path / "log"), list[str](), Started()
     arguments = ["--job", "j", "--log", log]
-    supervisor = supervised(open_places("j", log), tmp_path, *arguments, say=said.append)
+    kept = tmp_path / "kept.log"
+    places = open_places("j", log)
+    more: dict[str, Any] = {"say": said.append, "start": started, "kept_log": kept}
+    supervisor = supervised(places, tmp_path, *arguments, **more)
     try:
         until(lambda: supervisor.turn(0.0, 0) or supervisor.turn(9.0, 0))
         first = supervisor.addresses()
+        (hung,) = started.processes
+        hung.send_signal(signal.SIGSTOP)
         end = time.monotonic() + 0.6
         while time.monotonic() < end:
             assert not supervisor.turn(math.inf, 0)  # nobody knows whether it answers
@@ -135,11 +166,90 @@ def test_a_controller_that_answers_no_more_is_replaced(
         time.sleep(1.2)  # this launcher was stopped: that is no fault of its controller
         supervisor.turn(5.0, 0)
         assert said == []
-        until(lambda: supervisor.turn(5.0, 0))
+        waits, wait = list[float | None](), hung.wait
+
+        def waited(timeout: float | None = None) -> int:
+            waits.append(timeout)
+            return wait(timeout)
+
+        monkeypatch.setattr(hung, "wait", waited)
+        silent(supervisor, lambda: said)
+        monkeypatch.setattr("ckptd.elastic.launchers.sidecars._HUNG_S", 60.0)
         assert "answers no more" in said[0]
+        until(lambda: supervisor.turn(9.0, 0))
+        assert hung.poll() == -signal.SIGKILL
+        assert None not in waits  # a process may hang in the kernel
         assert supervisor.addresses() not in ("", first)
+        started.processes[1].kill()
+        until(lambda: supervisor.turn(9.0, 0) or len(started.processes) > 2)
+        assert kept.exists()  # it outlives the folder
     finally:
         supervisor.end(0.0)
+
+
+def test_a_controller_that_answers_is_not_killed_when_nothing_was_heard_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow log store kept the launcher's link from calling the controller, which was killed."""
+    monkeypatch.setattr("ckptd.elastic.launchers.sidecars._HUNG_S", 0.5)
+    log, said, started = str(tmp_path / "log"), list[str](), Started()
+    # Nodes are given an address that this machine itself does not reach.
+    more: dict[str, Any] = {"endpoint": f"127.0.0.1:{free_port()}", "here": True}
+    monkeypatch.setattr("ckptd.elastic.launchers.sidecars.is_here", lambda _: False)
+    arguments = ["--job", "j", "--log", log]
+    supervisor = supervised(
+        open_places("j", log), tmp_path, *arguments, say=said.append, start=started, **more
+    )
+    monkeypatch.setenv("CKPTD_SECRET", "s" * 32)
+    try:
+        until(lambda: supervisor.turn(0.0, 0) or supervisor.turn(9.0, 0))
+        port = more["endpoint"].partition(":")[2]
+        monkeypatch.setattr(supervisor, "_announced", f"192.0.2.1:{port}")
+        silent(supervisor, lambda: said)
+        assert "is not ended: its process runs, and answers" in said[0]
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:  # asked again, and said once
+            supervisor.turn(9.0, 0)
+            time.sleep(0.02)
+        assert (len(said), started.processes[0].poll()) == (1, None)
+        monkeypatch.setattr(supervisor, "_announced", f"192.0.2.1:{free_port()}")
+        silent(supervisor, lambda: len(said) > 1)
+        assert "cannot be asked" in said[1]
+        assert started.processes[0].poll() is None
+    finally:
+        supervisor.end(0.0)
+
+
+def test_a_controller_is_stood_in_for_when_it_is_stopped_with_its_launcher(
+    tmp_path: Path,
+) -> None:
+    """The kernel accepts connections to a process that is stopped: that is no answer."""
+    log, started = str(tmp_path / "log"), Started()
+    endpoint = f"127.0.0.1:{free_port()}"
+    with controlled(tmp_path, "--port", endpoint.partition(":")[2], log=log) as old:
+        supervisor = supervised(
+            open_places("j", log),
+            tmp_path,
+            *("--job", "j", "--log", log),
+            endpoint=endpoint,
+            start=started,
+        )
+        try:
+            supervisor.turn(0.5, 0)
+            supervisor.turn(0.1, 0)  # it was heard of
+            end = time.monotonic() + 1.0
+            while time.monotonic() < end:
+                supervisor.turn(9.0, 0)  # by others it is
+                time.sleep(0.05)
+            assert not started.processes
+            assert old.process is not None
+            old.process.send_signal(signal.SIGSTOP)
+            until(lambda: supervisor.turn(9.0, 0))
+            # The endpoint's port is still held.
+            assert supervisor.addresses() not in ("", endpoint)
+            assert old.seat() == supervisor.addresses()
+        finally:
+            supervisor.end(0.0)
 
 
 def test_an_old_record_of_this_machine_alone_makes_nobody_wait(
@@ -167,13 +277,64 @@ def test_an_endpoint_may_be_said_to_be_here(
 
     for here, bind in ((True, "0.0.0.0"), (False, "")):
         places = open_places("j", str(tmp_path / str(here)))
-        more = {"endpoint": "127.0.0.1:9", "here": here, "start": start}
+        more: dict[str, Any] = {"endpoint": "127.0.0.1:9", "here": here, "start": start}
         supervisor = supervised(places, tmp_path, **more)
         supervisor.turn(0.1, NO_ORDER)
         assert supervisor.started is here
         if here:
-            words = commands[0][commands[0].index("--bind") :]
-            assert words[:6] == ["--bind", bind, "--host", "127.0.0.1", "--port", "9"]
+            words = dict(itertools.pairwise(commands[0]))
+            assert (words["--bind"], words["--host"], words["--port"]) == (bind, "127.0.0.1", "9")
+        supervisor.end(0.0)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address", "here", "words"),
+    [
+        # Debian has such a name stand for 127.0.1.1 on the machine itself.
+        ("mine:9", "", True, ["0.0.0.0", "9", "mine"]),
+        ("localhost:9", "", True, ["localhost", "9", "localhost"]),
+        ("away:9", "", False, ["0.0.0.0", "0", None]),
+        ("away:9", "192.0.2.7", False, ["0.0.0.0", "0", "192.0.2.7"]),
+        ("six:9", "", True, ["::", "9", "six"]),
+    ],
+)
+def test_a_controller_that_others_reach_listens_at_all_addresses(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: str,
+    address: str,
+    here: bool,
+    words: list[str | None],
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def debian(host: str, *args: Any, **more: Any) -> Any:
+        known = {"mine": "127.0.1.1", "away": "192.0.2.1", "six": "::1"}
+        return resolve(known.get(host, host), *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", debian)
+    commands = list[list[str]]()
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return subprocess.Popen(["sleep", "60"], **options)
+
+    supervisor = supervised(
+        open_places("j", str(tmp_path / "log")),
+        tmp_path,
+        address=address,
+        endpoint=endpoint,
+        here=here,
+        start=start,
+        anywhere=True,
+    )
+    try:
+        supervisor.turn(0.0, 0)
+        supervisor.turn(9.0, 0)
+        (command,) = commands
+        options = dict(itertools.pairwise(command))
+        assert [options.get(name) for name in ("--bind", "--port", "--host")] == words
+    finally:
         supervisor.end(0.0)
 
 

@@ -39,6 +39,8 @@ def test_a_killed_worker_is_replaced_and_the_job_ends_in_good_order(tmp_path: Pa
         _ends_well(job)
         steps = [e["step"] for e in job.events() if e["what"] == "step" and e["rank"] == 0]
         assert steps == sorted(steps)
+        (log,) = job.runs.glob("controller-*.log")  # agents have removed their folders
+        assert log.stat().st_size
 
 
 @pytest.mark.long
@@ -148,6 +150,21 @@ def test_a_controller_that_is_killed_goes_on_from_its_log(tmp_path: Path) -> Non
         job.worker(0).kill()
         second = job.steps(2, generation)
         assert second > generation
+        _ends_well(job)
+
+
+@pytest.mark.long
+def test_a_controller_that_is_stopped_with_its_agent_is_stood_in_for(tmp_path: Path) -> None:
+    with _job(tmp_path, 2, conf=",controller.silent_s=2") as job:
+        generation = job.steps(2)
+        (controller,) = job.processes("controller")
+        node = next(k for k, agent in job.agents.items() if agent.pid == controller.ppid())
+        for process in (controller, job.agents[node]):
+            process.send_signal(signal.SIGSTOP)
+        alone = job.steps(1, generation, nodes={f"node{1 - node}"})
+        for process in (controller, job.agents[node]):
+            process.send_signal(signal.SIGCONT)
+        job.steps(2, alone, nodes={"node0", "node1"})
         _ends_well(job)
 
 
