@@ -24,7 +24,7 @@ import msgspec
 from ckptd.decoding import json_decoder
 from ckptd.elastic.log import entry_key, entry_number
 from ckptd.errors import ConflictError, CorruptError, NotFoundError
-from ckptd.store.base import Store
+from ckptd.store.base import ObjectInfo, Store
 
 __all__ = [
     "FOLDER",
@@ -125,15 +125,16 @@ class LeaderRecord:
         StoreError
             The store cannot be read.
         """
-        numbers = [
-            number
-            for info in self._store.list(FOLDER)
-            if (number := entry_number(info.key.removeprefix(FOLDER))) is not None
-            and info.size <= _MOST_BYTES
-        ]
-        if not numbers:
+        last = self._store.last(FOLDER)
+        if last is None:
             return None
-        key = FOLDER + entry_key(max(numbers))
+        number = _number(last)
+        if number is None:  # other objects are there
+            numbers = [n for info in self._store.list(FOLDER) if (n := _number(info)) is not None]
+            if not numbers:
+                return None
+            number = max(numbers)
+        key = FOLDER + entry_key(number)
         try:
             raw = self._store.get(key)
         except NotFoundError:
@@ -190,16 +191,20 @@ class LeaderRecord:
             The store cannot be read.
         """
         found = {}
-        for info in self._store.list(SIGNS):
-            if info.size <= _MOST_BYTES:
-                # One that is replaced just now, or is damaged, is no sign.
-                with suppress(NotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-                    raw = self._store.get(info.key)
+        for info, raw in self._store.read_all(SIGNS, most_bytes=_MOST_BYTES):
+            if raw is not None:
+                # One that is damaged is no sign.
+                with suppress(msgspec.MsgspecError, UnicodeDecodeError):
                     found[info.key.removeprefix(SIGNS)] = _signs.decode(raw)
         return found
 
     def _where(self, key: str) -> str:
         return f"{self._store.url.rstrip('/')}/{key}"
+
+
+def _number(info: ObjectInfo) -> int | None:
+    """Return which record an object is; None if it is none."""
+    return entry_number(info.key.removeprefix(FOLDER)) if info.size <= _MOST_BYTES else None
 
 
 def seat_taken(where: str) -> ConflictError:

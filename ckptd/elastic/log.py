@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 from ckptd.elastic.membership import Record, check_log, decode_record, encode_record
 from ckptd.errors import ConflictError, CorruptError
 from ckptd.store.base import Store
@@ -13,7 +11,6 @@ __all__ = ["FOLDER", "MembershipLog", "entry_key", "entry_number"]
 FOLDER = "membership/"
 _MOST_ENTRY_BYTES = 16 << 20
 _DIGITS = 12
-_READERS = 16
 
 
 def entry_key(number: int) -> str:
@@ -52,13 +49,14 @@ class MembershipLog:
         """
         where = f"{self._store.url.rstrip('/')}/{FOLDER}"
         found = {}
-        for info in self._store.list(FOLDER):
-            number = entry_number(info.key.removeprefix(FOLDER))
+        for info, raw in self._store.read_all(FOLDER, most_bytes=_MOST_ENTRY_BYTES):
+            name = info.key.removeprefix(FOLDER)
+            number = entry_number(name)
             if number is None:
                 continue
-            if info.size > _MOST_ENTRY_BYTES:
-                raise CorruptError("a record is too large", kind="bad-log", where=where + info.key)
-            found[number] = info.key
+            if raw is None:
+                raise CorruptError("a record is too large", kind="bad-log", where=where + name)
+            found[number] = raw
         if sorted(found) != list(range(len(found))):
             missing = next(n for n in range(len(found)) if n not in found)
             raise CorruptError(
@@ -68,13 +66,7 @@ class MembershipLog:
                 wanted=entry_key(missing),
                 found=f"{len(found)} records",
             )
-
-        def record(number: int) -> Record:
-            return decode_record(self._store.get(found[number]), f"{where}{entry_key(number)}")
-
-        # One after the other, a bucket's log of some thousand generations would take minutes.
-        with ThreadPoolExecutor(_READERS, "ckptd-membership-read") as pool:
-            records = list(pool.map(record, sorted(found)))
+        records = [decode_record(found[n], f"{where}{entry_key(n)}") for n in sorted(found)]
         check_log(records, where)
         return records
 

@@ -36,6 +36,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -95,6 +96,7 @@ __all__ = [
 _SEGMENT = re.compile(r"[A-Za-z0-9._=+@,%-]{1,255}")
 MAX_KEY_BYTES = 512
 """Longest key in bytes; half of what S3 allows, so that a store's prefix has room."""
+_READERS = 16
 Names = list[str]
 """A list of names; inside `Store`, ``list`` is a method."""
 
@@ -303,6 +305,35 @@ class Store(ABC):
 
         Leftovers of interrupted puts are not objects and are not listed.
         """
+
+    def last(self, prefix: str = "") -> ObjectInfo | None:
+        """Return the last object of `list`, None if there is none; with less work where it can."""
+        found = None
+        for info in self.list(prefix):
+            found = info
+        return found
+
+    def read_all(
+        self, prefix: str = "", *, most_bytes: int
+    ) -> Iterator[tuple[ObjectInfo, bytes | None]]:
+        """Yield every object below `prefix`, in key order, with its bytes; for many small ones.
+
+        None in place of the bytes where there are more than `most_bytes`. An object that is deleted
+        meanwhile is left out. A store that has bytes in its listings asks for nothing twice.
+        """
+
+        def read(info: ObjectInfo) -> tuple[ObjectInfo, bytes | None] | None:
+            try:
+                return info, self.get(info.key) if info.size <= most_bytes else None
+            except NotFoundError:
+                return None
+
+        infos = [*self.list(prefix)]
+        # One after the other, thousands of a bucket's would take minutes.
+        with ThreadPoolExecutor(min(self.capabilities.parallel, _READERS), "ckptd-read") as pool:
+            for found in pool.map(read, infos):
+                if found is not None:
+                    yield found
 
     @abstractmethod
     def children(self, prefix: str = "") -> Names:

@@ -486,6 +486,21 @@ class StoreContract:
         assert [*store.list("nowhere/")] == []
         assert [*store.list("a/")] == []
 
+    def test_all_are_read_and_the_last_is_found(self, store: Store) -> None:
+        assert store.last() is None
+        assert [*store.read_all(most_bytes=9)] == []
+        for i in (3, 70, 5, 41, *range(40)):
+            store.put(f"a/{i:02}", bytes(i))
+        store.put("b", b"")
+        found = [(info.key, info.size, raw) for info, raw in store.read_all("a/", most_bytes=40)]
+        sizes = [*range(40), 41, 70]
+        assert found == [(f"a/{i:02}", i, bytes(i) if i <= 40 else None) for i in sizes]
+        for prefix, key in (("", "b"), ("a/", "a/70")):
+            last = store.last(prefix)
+            assert last is not None
+            assert last.key == key
+        assert store.last("nowhere/") is None
+
     def test_children(self, store: Store) -> None:
         for key in ["z", "b/x", "b/y/z", "a.txt", "a/1"]:
             store.put(key, b"")

@@ -200,19 +200,39 @@ class EtcdStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Yield every object below `prefix`, in key order."""
+        for key, raw in self._pairs(prefix):
+            yield ObjectInfo(key, len(raw), 0.0)
+
+    def last(self, prefix: str = "") -> ObjectInfo | None:
+        """Return the last object below `prefix`, None if there is none."""
+        for key, raw in self._pairs(prefix, limit=1, order="DESCEND"):
+            return ObjectInfo(key, len(raw), 0.0)
+        return None
+
+    def read_all(
+        self, prefix: str = "", *, most_bytes: int
+    ) -> Iterator[tuple[ObjectInfo, bytes | None]]:
+        """Yield every object below `prefix`, in key order, with its bytes, of the same requests."""
+        for key, raw in self._pairs(prefix):
+            yield ObjectInfo(key, len(raw), 0.0), raw if len(raw) <= most_bytes else None
+
+    def _pairs(
+        self, prefix: str, *, limit: int = _PAGE, order: str = "ASCEND"
+    ) -> Iterator[tuple[str, bytes]]:
+        """Yield keys and values below `prefix`, page by page; from behind only the first page."""
         begin = self._root + check_prefix(prefix).encode()
         end = begin[:-1] + bytes([begin[-1] + 1])  # the first key behind those that begin so
         more = True
         while more:
-            request = {"key": _b64(begin), "range_end": _b64(end), "limit": _PAGE}
-            answer = self._ask("range", request | {"sort_order": "ASCEND"}, _Range)
+            request = {"key": _b64(begin), "range_end": _b64(end), "limit": limit}
+            answer = self._ask("range", request | {"sort_order": order}, _Range)
             before = begin
             for pair in answer.kvs:
                 name = self._unb64(pair.key)
                 key = name.decode(errors="replace").removeprefix(self._root.decode())
-                yield ObjectInfo(key, len(self._unb64(pair.value)), 0.0)
+                yield key, self._unb64(pair.value)
                 begin = name + b"\0"
-            more = answer.more and bool(answer.kvs)
+            more = order == "ASCEND" and answer.more and bool(answer.kvs)
             if more and begin <= before:
                 raise CorruptError("etcd repeats its keys", kind="bad-log", where=self.url)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import http.server
+import json
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+import msgspec
 import pytest
 
+from ckptd.elastic.leader import FOLDER as SEATS
+from ckptd.elastic.leader import SIGNS, Leader, LeaderRecord, Sign
 from ckptd.elastic.log import FOLDER, MembershipLog, entry_key
+from ckptd.elastic.membership import encode_record
 from ckptd.elastic.policy import Shape
 from ckptd.errors import ConflictError, CorruptError, StoreError, TransientStoreError, UsageError
 from ckptd.store import Store, StoreSpec, open_store
@@ -96,14 +102,60 @@ def test_a_transaction_that_says_nothing_has_not_created() -> None:
         MembershipLog(store).append(record(Shape(), 1), 0)
 
 
+def test_what_a_page_of_etcd_has_is_not_asked_for_again() -> None:
+    """Launchers that hear no controller read the signs of all others twice a second."""
+    with _ranges() as (store, asked, pairs):
+        leader = LeaderRecord(store)
+        for k in range(100):
+            sign = msgspec.json.encode(Sign(by="x", beat=k))
+            pairs[f"/jobs/a/{SIGNS}silent-{k:03}"] = sign
+            seat = Leader(number=k, address="h:1", by=f"c{k}", at=0.0)
+            pairs[f"/jobs/a/{SEATS}{entry_key(k)}"] = msgspec.json.encode(seat)
+            pairs[f"/jobs/a/{FOLDER}{entry_key(k)}"] = encode_record(record(Shape(), k + 1))
+        assert {sign.beat for sign in leader.signs().values()} == {*range(100)}
+        assert len(asked) <= 5
+        asked.clear()
+        assert leader.still("c99")
+        assert len(asked) <= 2
+        asked.clear()
+        assert len(MembershipLog(store).read()) == 100
+        assert len(asked) <= 5
+        pairs[f"/jobs/a/{SEATS}notes"] = b""
+        assert leader.still("c99")
+
+
 @contextmanager
-def _answering(answer: str) -> Iterator[Store]:
+def _ranges() -> Iterator[tuple[Store, list[str], dict[str, bytes]]]:
+    """Give a store in what answers ranges as etcd does, what is asked, and what it has."""
+    asked, pairs = list[str](), dict[str, bytes]()
+
+    def encoded(raw: bytes) -> str:
+        return base64.b64encode(raw).decode()
+
+    def answer(raw: bytes) -> str:
+        asked.append(raw.decode())
+        request = json.loads(raw)
+        begin = base64.b64decode(request["key"])
+        end = base64.b64decode(request.get("range_end", "")) or begin + b"\0"
+        keys = sorted(k for k in pairs if begin <= k.encode() < end)
+        keys = keys[::-1] if request.get("sort_order") == "DESCEND" else keys
+        limit = request.get("limit", len(keys))
+        kvs = [{"key": encoded(k.encode()), "value": encoded(pairs[k])} for k in keys[:limit]]
+        return json.dumps({"kvs": kvs, "more": len(keys) > limit})
+
+    with _answering(answer) as store:
+        yield store, asked, pairs
+
+
+@contextmanager
+def _answering(answer: str | Callable[[bytes], str]) -> Iterator[Store]:
     class Nonsense(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            asked = self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(answer.encode())
+            said = answer if isinstance(answer, str) else answer(asked)
+            self.wfile.write(said.encode())
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
