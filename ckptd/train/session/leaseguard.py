@@ -41,12 +41,17 @@ def guard_steps() -> None:
 
 def note_first_step() -> None:
     """Leave word for the launcher when an optimizer of this process has made its first step."""
+    noted = False
 
     def stepped(*_: Any) -> None:
-        handle.remove()
-        note_step()
+        # The hook stays: torch goes through the hooks themselves, and raises in the step where one
+        # is removed before others.
+        nonlocal noted
+        if not noted:
+            noted = True
+            note_step()
 
-    handle = register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(stepped)
 
 
 def check_lease() -> None:
