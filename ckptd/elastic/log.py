@@ -55,7 +55,14 @@ class MembershipLog:
             if number is None:
                 continue
             if raw is None:
-                raise CorruptError("a record is too large", kind="bad-log", where=where + name)
+                # The log is never cut: without its newest record a generation would be begun twice.
+                raise CorruptError(
+                    "a record of the membership log cannot be read",
+                    kind="bad-log",
+                    where=where + name,
+                    wanted=f"at most {_MOST_ENTRY_BYTES} bytes, and never deleted",
+                    found=f"{info.size} bytes when it was listed",
+                )
             found[number] = raw
         if sorted(found) != list(range(len(found))):
             missing = next(n for n in range(len(found)) if n not in found)

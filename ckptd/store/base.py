@@ -318,22 +318,20 @@ class Store(ABC):
     ) -> Iterator[tuple[ObjectInfo, bytes | None]]:
         """Yield every object below `prefix`, in key order, with its bytes; for many small ones.
 
-        None in place of the bytes where there are more than `most_bytes`. An object that is deleted
-        meanwhile is left out. A store that has bytes in its listings asks for nothing twice.
+        None in place of the bytes where there are more than `most_bytes`, and where the object was
+        deleted meanwhile. A store that has bytes in its listings asks for nothing twice.
         """
 
-        def read(info: ObjectInfo) -> tuple[ObjectInfo, bytes | None] | None:
+        def read(info: ObjectInfo) -> tuple[ObjectInfo, bytes | None]:
             try:
                 return info, self.get(info.key) if info.size <= most_bytes else None
             except NotFoundError:
-                return None
+                return info, None
 
         infos = [*self.list(prefix)]
         # One after the other, thousands of a bucket's would take minutes.
         with ThreadPoolExecutor(min(self.capabilities.parallel, _READERS), "ckptd-read") as pool:
-            for found in pool.map(read, infos):
-                if found is not None:
-                    yield found
+            yield from pool.map(read, infos)
 
     @abstractmethod
     def children(self, prefix: str = "") -> Names:

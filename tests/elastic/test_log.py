@@ -10,8 +10,10 @@ import pytest
 from ckptd.elastic.log import FOLDER, MembershipLog, entry_key, entry_number
 from ckptd.elastic.membership import encode_record
 from ckptd.elastic.policy import Shape
-from ckptd.errors import ConflictError, CorruptError
+from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.store import open_store
+from ckptd.store.memory import MemoryStore
+from ckptd.types import ByteRange
 from tests.elastic.test_membership import record
 from tests.plugins.etcd.server import etcd as etcd
 
@@ -99,3 +101,21 @@ def test_other_objects_are_none_of_the_log(tmp_path: Path) -> None:
 def test_names_that_are_no_records(name: str) -> None:
     assert entry_number(name) is None
     assert entry_number(entry_key(7)) == 7
+
+
+def test_a_newest_record_that_vanishes_while_it_is_read_is_an_error() -> None:
+    """Left out, the log would look as it was before, and a generation would be begun over it."""
+
+    class Vanishing(MemoryStore):
+        def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+            if key == FOLDER + entry_key(1):
+                raise NotFoundError("no such object", where=key)
+            return super().get(key, byte_range)
+
+    store = Vanishing("vanishing")
+    log = MembershipLog(store)
+    for number in range(2):
+        log.append(record(Shape(), number + 1), number)
+    with pytest.raises(CorruptError) as caught:
+        log.read()
+    assert caught.value.kind == "bad-log"
