@@ -6,7 +6,7 @@ JSON lacks, dates, paths and other values of the standard library, enums and dat
 registered. Anything else is an error that says how to register it.
 
 Decoding imports nothing that a file names and runs no code that was not registered. Enums and
-named tuples that nobody registered are made again where their class is loaded already; elsewhere
+named tuples that are not registered are made again where their class is loaded already; elsewhere
 they come back as their plain value.
 """
 
@@ -112,7 +112,7 @@ def encode(value: Any, where: str = "value") -> Any:
     Raises
     ------
     UsageError
-        kind ``unsavable``: a type that nobody registered, or nesting beyond 64 levels.
+        kind ``unsavable``: a type that is not registered, or nesting beyond 64 levels.
     """
     return _encode(value, where, 0)
 
@@ -377,7 +377,7 @@ def _decode_type(name: str, v: Any, where: str, depth: int) -> Any:
         return function(value)
     except CkptdError:
         raise
-    except Exception as error:  # noqa: BLE001 - somebody else's code, given data from a file
+    except Exception as error:  # noqa: BLE001 - a user's code, given data from a file
         raise ValueError(f"{name} was not made: {error!r}") from None
 
 

@@ -281,7 +281,7 @@ class FileMap:
         )
 
     def locate(self, tensor: int, piece: int) -> tuple[int, int, int]:
-        """Return ``(file, start, end)`` of a piece; the file is `ABSENT` when nobody holds it."""
+        """Return ``(file, start, end)`` of a piece; the file is `ABSENT` when no rank holds it."""
         file = self.owner(tensor, piece)
         if file == ABSENT:
             return ABSENT, 0, 0

@@ -193,7 +193,7 @@ _INTEGER = re.compile(r"-?[0-9]+")
 def canonical_fqn(fqn: str) -> str:
     """Remove the segments that wrappers (compile, activation checkpointing, FSDP1) put in.
 
-    ``module.`` of DDP is a legal attribute name, so it is removed by whoever sees the wrapper
+    ``module.`` of DDP is a legal attribute name, so it is removed by the code that sees the wrapper
     object itself, not here.
     """
     segments = fqn.split(".")

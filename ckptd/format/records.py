@@ -188,22 +188,22 @@ def _check_digest(raw: bytes, document: dict[str, Any], where: str) -> None:
     """Raise when a record has a digest and is not what that says.
 
     Records of versions before the digest have none. A flipped bit in the field's own name must not
-    make a record pass for one of those: its last field then looks like a digest, and is nobody's.
+    make a record pass for one of those: its last field then looks like a digest, and is none.
     """
-    said = document.get("digest")
+    stated = document.get("digest")
     last = next(reversed(document), "")
-    if said is None and not _looks_like_digest(last, document.get(last)):
+    if stated is None and not _looks_like_digest(last, document.get(last)):
         return
     found = ""
-    if isinstance(said, str) and raw.endswith(said.encode() + _TAIL):
-        found = digest_hex(raw[: -len(said.encode() + _TAIL)])
-        if found == said:
+    if isinstance(stated, str) and raw.endswith(stated.encode() + _TAIL):
+        found = digest_hex(raw[: -len(stated.encode() + _TAIL)])
+        if found == stated:
             return
     raise CorruptError(
         "a record is not what was written",
         kind="digest",
         where=where,
-        wanted=str(said)[:64],
+        wanted=str(stated)[:64],
         found=found or "a digest that is not the last field, or under another name",
         hint="bring the file back from a copy of the root",
     )

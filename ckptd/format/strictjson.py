@@ -31,7 +31,7 @@ def parse_json(raw: bytes) -> Any:
         parse_constant=_no_constant,
         parse_float=_finite,
     )
-    if _ESCAPED_SURROGATE.search(raw):  # alone it is no character, and nobody can write it
+    if _ESCAPED_SURROGATE.search(raw):  # alone it is no character, and it cannot be encoded
         json.dumps(document, ensure_ascii=False).encode()
     return document
 

@@ -2,7 +2,7 @@
 
 Digests catch flipped bits. The witness catches a wrong layout of the right shape (swapped QKV
 order, experts off by one): its values are taken at logical positions that depend on the tensor's
-name alone, so whoever holds the tensor, in whatever layout, must find the same values there.
+name alone, so every holder of the tensor, in whatever layout, must find the same values there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The witness of kind ``full-1``: a position-keyed sum over every element (spec section 8.4).
 
 Each 64-bit word adds ``splitmix64(word XOR splitmix64(seed + position))`` modulo 2^64. Addition
-makes it independent of order and of layout: whoever holds a part of the tensor adds up its part.
+makes it independent of order and of layout: each holder of a part of the tensor adds up its part.
 The position is hashed on its own first and the word after it, so that two elements that change
 places change the sum whatever their bits are. A product of a position key and the word would not
 do: doubles that differ in their sign bit only would cancel modulo 2^64.

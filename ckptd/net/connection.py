@@ -519,7 +519,7 @@ def greet_client(
     about: _About | None = None,
     refuse: Refuse = no_refusal,
 ) -> _About | None:
-    """Let a client prove itself; return what it says of itself, None if it was refused."""
+    """Let a client prove itself; return its description of itself, None if it was refused."""
     greeting = Greeting(_checked(connection, secret), purpose)
     connection.send(greeting.challenge)
     proof, _ = connection.receive(_CLIENT_PROOF, wait_s)
@@ -528,8 +528,8 @@ def greet_client(
     if isinstance(answer, Refusal):
         return None
     greeting.use_keys(connection.codec, proof)
-    said: _About = proof.about
-    return said
+    of_client: _About = proof.about
+    return of_client
 
 
 def greet_server(
@@ -540,7 +540,7 @@ def greet_server(
     wait_s: float,
     about: _About | None = None,
 ) -> _About:
-    """Prove ourselves to a server and let it prove itself; return what it says of itself.
+    """Prove ourselves to a server and let it prove itself; return its description of itself.
 
     Raises
     ------
@@ -576,8 +576,8 @@ def greet_server(
     if not hmac.compare_digest(answer.mac, _proof(keyed("server"), answer.about)):
         raise StoreError(_OTHER_SECRET, kind="permission", where=connection.peer)
     connection.codec.use_keys(send=keyed("to server"), receive=keyed("to client"))
-    said: _About = answer.about
-    return said
+    of_server: _About = answer.about
+    return of_server
 
 
 def _checked(connection: Connection, secret: bytes) -> bytes:
@@ -616,8 +616,8 @@ def _key(secret: bytes, *parts: str | bytes) -> bytes:
 
 
 def _proof(key: bytes, about: _About) -> bytes:
-    said = msgspec.msgpack.encode(about, order="deterministic")
-    return hmac.digest(key, said, "sha256") if key else b""
+    raw = msgspec.msgpack.encode(about, order="deterministic")
+    return hmac.digest(key, raw, "sha256") if key else b""
 
 
 def _mac(key: bytes, number: int, size: int, bulk_bytes: int, body: bytes | bytearray) -> bytes:

@@ -1,7 +1,7 @@
 """The job's secret, the keys that are derived from it, and the MACs of requests to its daemon.
 
 The secret itself never leaves a process that was given it. What has to prove something to another
-process does so with a key of one purpose, so whoever learns one key can do one thing.
+process does so with a key of one purpose, so a key that leaks opens one thing only.
 
 Every message to a daemon, and its answer, carries a MAC. Clocks of nodes may differ by minutes, so
 no time is signed. Each life of a daemon draws a challenge that every MAC includes, so what was
@@ -91,7 +91,7 @@ def checked_secret(secret: bytes, where: str) -> bytes:
 
 
 def derived_key(secret: bytes, *purpose: str) -> bytes:
-    """Return 32 bytes for one purpose, from which nobody learns `secret` or another purpose's key.
+    """Return 32 bytes for one purpose, which reveal neither `secret` nor another purpose's key.
 
     HMAC-SHA256 of the parts, each with its length before it, as the expansion step of HKDF
     (RFC 5869): no part can pass for the end of another.
@@ -144,7 +144,7 @@ def job_secret(job: str, folder: Path) -> bytes:
     UsageError
         kind ``bad-secret``: it is too short or too long.
     RefusedError
-        kind ``not-ours``: somebody else made the file, or others may read it.
+        kind ``not-ours``: another user made the file, or others may read it.
     """
     if (given := given_secret()) is not None:
         return given
@@ -159,7 +159,7 @@ def secret_of(path: Path) -> bytes:
     UsageError
         kind ``bad-secret``: it is too short or too long.
     RefusedError
-        kind ``not-ours``: the file is a link, somebody else's, or one that others may read; or
+        kind ``not-ours``: the file is a link, another user's, or one that others may read; or
         others may write into its folder, and so put a file of theirs there.
     """
     check_folder(path.parent)
@@ -171,7 +171,7 @@ def secret_of(path: Path) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder in which somebody else may put files, or that is a link.
+    """Refuse a folder in which another user may put files, or that is a link.
 
     Raises
     ------
@@ -265,10 +265,10 @@ def check_request(
         missing, or made with another secret or of another message.
     """
     version, _, rest = (header or "")[:_MOST_HEADER].partition(" ")
-    said, _, _ = rest.partition(" ")
-    if version != _VERSION or not said:
+    sent, _, _ = rest.partition(" ")
+    if version != _VERSION or not sent:
         raise _refused("bad-mac", f"a header {MAC_HEADER}: {_VERSION} CHALLENGE MAC")
-    if not _same(said, challenge):
+    if not _same(sent, challenge):
         raise _refused("stale-mac", "the challenge of this life of the daemon")
     if not _same(header or "", sign_request(secret, method, path, challenge, body)):
         raise _refused("bad-mac", "the MAC of this message with the job's secret")

@@ -256,7 +256,7 @@ def waste(
 def choose(auto: Auto, cost: Cost, mtbf: Mtbf, restart_s: float = 0.0) -> IntervalChoice:
     """Return the interval for saves of this cost.
 
-    It is the optimum, but not above `Auto.max_minutes`, and whatever that says not below the time
+    It is the optimum, but not above `Auto.max_minutes`, and in any case not below the time
     that a save takes to become durable: the next one would wait for it.
     """
     best = optimum_s(cost.total_s, mtbf.seconds)
@@ -306,8 +306,8 @@ def lives_of(generations: Sequence[Generation]) -> list[float]:
     """Return the rank-seconds of each earlier life of the job that failed.
 
     One counts when the next generation is a job that goes on from a checkpoint of it: it had got
-    somewhere, and then somebody had to begin again. What ended in a rollback by hand, or before its
-    first checkpoint, tells nothing of the machines. A life lasts until the next one begins.
+    somewhere, and then the job had to begin again. What ended in a rollback by hand, or before its
+    first checkpoint, shows nothing about the machines. A life lasts until the next one begins.
     """
     found = []
     for life, after in pairwise(generations):

@@ -2,7 +2,7 @@
 
 Everything is decided by three kinds of small create-only records (``ckptd.json``, generations,
 commits) and computed from their names where names are enough. Records never change, so nothing
-here needs a lock, and two processes that disagree are told apart by who created a name first.
+here needs a lock, and of two processes that disagree, the one that created a name first has it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Catalogue(Index):
         Raises
         ------
         NotFoundError
-            Kind ``no-commit``: the parent does not exist, or nobody claimed its generation.
+            Kind ``no-commit``: the parent does not exist, or its generation was never claimed.
         RefusedError
             Kind ``behind``: a parent whose step is not later than its generation's own parent.
         ConflictError
@@ -102,7 +102,7 @@ class Catalogue(Index):
             return self._claim(None, world_size, reason)
         # The lease keeps gc, which may be at work elsewhere, from deleting it before the claim.
         with hold(self, parent, holder="claim") if committed else self._hold_upto(parent):
-            self.ancestor(parent.generation)  # without it nobody could follow the line
+            self.ancestor(parent.generation)  # without it the line cannot be followed
             return self._claim(Parent(parent.step, parent.generation), world_size, reason)
 
     def _hold_upto(self, parent: CommitName) -> AbstractContextManager[object]:
@@ -165,7 +165,7 @@ class Catalogue(Index):
             latest = self.latest()
             with hold(self, latest, holder="claim") if latest else nullcontext():
                 parent = Parent(latest.step, latest.generation) if latest else None
-                # This number and no other: if somebody was faster, it may be one of us.
+                # This number and no other: a faster process may be one of us.
                 found = self._try_claim(newest + 1, uuid.uuid4().hex, parent, 0, reason)
             if found is not None:
                 return found
@@ -259,7 +259,7 @@ class Catalogue(Index):
         RefusedError
             Kind ``behind``: the newest commit is not older than `step`, so going on from it
             would hide checkpoints of another run, or overwrite its history. Kind ``not-loaded``:
-            there is one, and nobody asked for that.
+            there is one, and the caller did not ask for that.
         """
         check_step(step)
         latest = self.latest()
@@ -378,7 +378,7 @@ class Catalogue(Index):
         self._check_whole(commit, ours)
         self.check_not_superseded(commit.generation)
         with self._taken_back(key, raw) if ours else nullcontext():
-            self.check_root()  # the last thing before somebody is promised it
+            self.check_root()  # the last thing before the caller is promised it
 
     def _check_here(self, commit: Commit) -> None:
         """Raise unless this is the root, and its generation the claim, that wrote a commit."""
@@ -411,7 +411,8 @@ class Catalogue(Index):
     def _check_whole(self, commit: Commit, ours: bool) -> None:
         """Take the record back when gc took the attempt for a leftover at this very moment.
 
-        A record of another committer stays while the manifest does: it may have been told so.
+        A record of another committer stays while the manifest does: its caller may
+        rely on it.
         """
         free = unmarked(self.store, [commit.folder])
         there = self.size(commit.folder + commit.manifest) is not None

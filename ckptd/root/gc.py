@@ -122,14 +122,14 @@ def take(index: Index, now: float, whole: CommitName | None = None) -> Inventory
     Parameters
     ----------
     now
-        Seconds since 1970; tells which leases ran out.
+        Seconds since 1970; decides which leases ran out.
     whole
         A commit that the caller knows to be complete: its files are not looked for.
 
     Raises
     ------
     CorruptError
-        A record cannot be read: without it nobody knows which data it refers to.
+        A record cannot be read: without it, it is unknown which data it refers to.
     """
     newest, names = index.survey()
     records = index.records(names)
@@ -260,7 +260,7 @@ def _size(index: Index, sizes: dict[str, int], key: str) -> int | None:
 def run_of(index: Index, generation: int) -> int | None:
     """Return the generation with which a run began: the first one that others descend from.
 
-    None where a record on the way is gone: nobody knows whose it is.
+    None where a record on the way is gone: it is unknown which run it belongs to.
     """
     while True:
         try:
@@ -284,7 +284,7 @@ def _abandoned(
 
 def _left(index: Index, commit: Commit, claimed: Iterable[int]) -> Abandoned:
     by = abandoned_by(commit.name, claimed, index.generation)
-    if by is None:  # its generation was never claimed: somebody removed the record
+    if by is None:  # its generation has no record: it was removed
         key = commit_key(commit.name)
         return Abandoned(seconds_of(commit.created, index.where(key)), commit.generation)
     key = generation_key(by)
@@ -390,7 +390,7 @@ class GcPlan(msgspec.Struct, frozen=True):
     kept
         Checkpoints that stay, abandoned ones included.
     notes
-        What somebody should look at, such as a newest checkpoint that lost files.
+        What a person should look at, such as a newest checkpoint that lost files.
     sweep_s
         Also remove what interrupted store calls left, at this age in seconds; None: do not look.
     """
@@ -472,7 +472,7 @@ def plan_gc(
     Raises
     ------
     CorruptError
-        A record cannot be read, so that nobody knows what it refers to: nothing is planned.
+        A record cannot be read, so that it is unknown what it refers to: nothing is planned.
     """
     now = time.time() if now is None else now
     catalogue.check_root()
@@ -582,7 +582,7 @@ def _markers(catalogue: Catalogue, inventory: Inventory, now: float) -> Iterator
 
 
 def run_gc(store: Store, plan: GcPlan) -> GcReport:
-    """Delete what the plan says and still may be deleted; durable on return.
+    """Delete what the plan lists and still may be deleted; durable on return.
 
     May be killed anywhere and run again, by this plan or another. Two at a time do no harm.
 
@@ -654,11 +654,11 @@ class _Run:
     # -- commit records
 
     def _commits(self, items: list[GcItem]) -> None:
-        """Mark what is to go, look who relies on it, and only then delete what nobody does.
+        """Mark what is to go, look for leases and pins, and only then delete what has none.
 
         Readers create a lease (or pin) first and look for marks second, see `leases`; a rollback
-        holds a lease until its generation is claimed. Who came before the look is seen by it, and
-        who comes after sees the mark. So no record is deleted that somebody was promised, whenever
+        holds a lease until its generation is claimed. A reader that came before the look is seen,
+        and one that comes after sees the mark. So no record is deleted that was promised, whenever
         this process dies.
         """
         if not items:
@@ -678,7 +678,7 @@ class _Run:
         marks = {n: put_mark(self.store, r.folder, commit=True) for n, r in found.items()}
         try:
             guards = guarded(self.catalogue, time.time())
-            # After the guards: who rolls back lets go of its lease when the generation is claimed.
+            # After the guards: a rollback releases its lease when the generation is claimed.
             self._check_current()
             doomed = [n for n in found if n not in guards]
             raw: dict[CommitName, bytes] = {}
@@ -707,8 +707,8 @@ class _Run:
     def _check_unclaimed(self, raw: dict[CommitName, bytes]) -> None:
         """Put records back where a generation was claimed meanwhile that may need them.
 
-        Who goes on from a snapshot without a commit holds what lies before it on the line, if it
-        is not marked; what is, nobody was promised.
+        A job that goes on from a snapshot without a commit holds what lies before it on the line,
+        if that is not marked; what is marked was not promised.
         """
         try:
             self._check_current()
@@ -719,7 +719,7 @@ class _Run:
             raise
 
     def _put_back(self, key: str, raw: bytes) -> None:
-        with suppress(ConflictError):  # somebody else did
+        with suppress(ConflictError):  # another process did
             self.store.put(key, raw, create_only=True)
         # Another gc that saw no record deletes the data and looks for records after that.
         record = decode_record(raw, Commit, self.catalogue.where(key))
@@ -745,7 +745,7 @@ class _Run:
         # Without its manifest a folder is nothing that anybody could commit.
         self._delete([k for k in keys if k.startswith(item.key + MANIFEST)])
         self._delete([k for k in keys if not k.startswith(item.key + MANIFEST)])
-        # Somebody may have committed what was taken for a leftover; it looks for marks after that.
+        # A writer may have committed what was taken for a leftover; it looks for marks after that.
         hollow = [n for n, r in self._records(item).items() if item.key in r.folders]
         self._delete([commit_key(n) for n in hollow])
         self._delete([*(o.key for o in marks), mark])
@@ -762,7 +762,7 @@ class _Run:
         for name, record in records.items():
             if item.key in record.folders:
                 return f"{name} refers to it"
-        # Without its record nobody knows which attempt a reader is at, or what else it refers to.
+        # Without its record it is unknown which attempt a reader is at, or what else it refers to.
         # With it, it was not this.
         names = {item.name, *(i.name for i in self.plan.items if i.kind == "commit")}
         if (names - set(records)) & set(guarded(self.catalogue, time.time())):

@@ -57,12 +57,12 @@ def commit_marks(store: Store, folder: str) -> list[str]:
 
 
 def unmarked(store: Store, folders: Iterable[str], own: str = "") -> bool:
-    """Tell whether nobody is about to delete any of the folders; waits while that is open.
+    """Return whether no clean-up is about to delete any of the folders; waits while that is open.
 
     Parameters
     ----------
     own
-        The folder of the commit that is relied on: nobody is about to delete that commit either.
+        The folder of the commit that is relied on: nothing is about to delete that commit either.
     """
     folders = list(folders)
     end = time.monotonic() + WAIT_S
@@ -86,7 +86,7 @@ def _is_young(store: Store, mark: str) -> bool:
 
 
 MAX_TRIES = 64
-"""Bound of each loop that starts again because somebody else was faster."""
+"""Bound of each loop that starts again because another process was faster."""
 _THREAD_S = 0.001
 """A read that takes longer is waited for with others, in threads of their own."""
 MANIFEST_NAMES = ("manifest.json", "manifest.json.zst")
@@ -184,7 +184,7 @@ class Index(Root):
         Parameters
         ----------
         suspect
-            Also return what `suspect` says something about.
+            Also return commits that `suspect` has a reason against.
 
         Raises
         ------
@@ -206,7 +206,7 @@ class Index(Root):
         )
 
     def suspect(self) -> CorruptError | None:
-        """Return why nobody can tell what counts here: the record of a generation is gone.
+        """Return why it is unknown what counts here: the record of a generation is gone.
 
         A commit is made after the record of its generation. Where there is a commit of a generation
         that is newer than every record, records were lost, or are not copied yet; one of them may
@@ -255,8 +255,8 @@ class Index(Root):
             Kind ``no-step``: names the steps nearest to it, and says where else it exists.
         """
         check_step(step)
-        # Who names the generation too asks for one commit, whatever counts: also in a root of
-        # which nobody can tell, and out of which it is the way.
+        # A caller that names the generation too asks for one commit, whatever counts: also in a
+        # root of which that is unknown, because this is the way out of it.
         named = all and generation is not None
         newest, names = self.survey(suspect=named)
         if generation is not None and named and CommitName(step, generation) in names:
@@ -326,7 +326,7 @@ class Index(Root):
     def counts(self, name: CommitName) -> bool:
         """Tell whether a commit of the line is of this root and its generation, by its record.
 
-        One that cannot be read counts: whoever takes it finds that out.
+        One that cannot be read counts: the caller that takes it finds that out.
         """
         try:
             return self.foreign(self._records.get(name) or self._read_commit(name)) is None
@@ -416,7 +416,7 @@ class Index(Root):
         where = self.where(key)
         try:
             size = self.store.stat(key).size
-            # The size is compared first: nobody's terabyte is read to find that out.
+            # The size is compared first: no terabyte is read to find that out.
             raw = self.store.get(key) if size == commit.manifest_bytes else b""
         except NotFoundError:
             raise CorruptError(
@@ -432,14 +432,14 @@ class Index(Root):
                 hint=f"ckptd verify {self.store.url}@{commit.step}-g{commit.generation}",
             )
         manifest = decode_manifest(raw, where)
-        said = (manifest.step, manifest.generation, manifest.attempt)
-        if said != (commit.step, commit.generation, commit.attempt):
+        found = (manifest.step, manifest.generation, manifest.attempt)
+        if found != (commit.step, commit.generation, commit.attempt):
             raise CorruptError(
                 "the manifest is another checkpoint's",
                 kind="bad-manifest",
                 where=where,
                 wanted=f"{commit.name}, attempt {commit.attempt}",
-                found=f"step {said[0]} of generation {said[1]}, attempt {said[2]}",
+                found=f"step {found[0]} of generation {found[1]}, attempt {found[2]}",
             )
         return manifest
 

@@ -1,9 +1,9 @@
-"""Leases: a reader at work on a checkpoint, so that nobody deletes it under the reader's hands.
+"""Leases: a reader at work on a checkpoint, so that it is not deleted while it is read.
 
 A reader creates the lease first and looks for marks on the commit second; gc marks the commit
 first, looks for leases second, and only then deletes it. Whatever the order of events, one of the
 two sees the other: either the reader is refused, since the checkpoint is being deleted, or gc lets
-it live. A death between any two steps loses nothing that somebody was promised. See
+it live. A death between any two steps loses nothing that was promised. See
 `ckptd.root.index`.
 """
 

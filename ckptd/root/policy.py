@@ -214,7 +214,7 @@ def _best(commits: Sequence[Commit], metric: str, mode: str) -> list[CommitName]
 
 
 def metric_of(value: object) -> float | None:
-    """Return a metric as a number; what somebody wrote there may be anything."""
+    """Return a metric as a number; what a user wrote there may be anything."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Who is at work in a generation without ranks: one at a time, and the next takes over.
+"""Which process works in a generation without ranks: one at a time, and the next takes over.
 
 A copy is written by one process, which may be killed and started again. The lease that it keeps on
-its unfinished checkpoint tells others that it lives, and keeps gc away from what it wrote so far.
+its unfinished checkpoint shows others that it lives, and keeps gc away from what it wrote so far.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Working:
         Raises
         ------
         ConflictError
-            Kind ``at-work``: somebody else is at work in the newest generation.
+            Kind ``at-work``: another process is at work in the newest generation.
         """
         newest = catalogue.newest_generation()
         record = catalogue.generation(newest) if newest else None
@@ -70,7 +70,7 @@ class Working:
         return working
 
     def touch(self, name: CommitName) -> None:
-        """Say that work on `name` goes on; cheap when it was said lately."""
+        """Write a sign that work on `name` goes on; cheap when the last one is recent."""
         with self._lock:
             now = time.time()
             if name == self._on and now - self._renewed < _RENEW_S:

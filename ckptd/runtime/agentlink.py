@@ -1,7 +1,8 @@
-"""Finding a node's agent, or starting it: one a job and node, whoever comes first starts it.
+"""Finding a node's agent, or starting it: one a job and node.
 
-The socket lies in a folder that only this user can enter. Whoever looks for the agent holds a lock
-meanwhile, and so does an agent that is about to end: nobody connects to one that is leaving.
+The first process that needs it starts it. The socket lies in a folder that only this user can
+enter. A process that looks for the agent holds a lock meanwhile, and so does an agent that is about
+to end: no client connects to one that is leaving.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def run_folder(folder: str | None = None) -> Path:
     Raises
     ------
     RefusedError
-        kind ``not-ours``: somebody else made it, or others may enter it.
+        kind ``not-ours``: another user made it, or others may enter it.
     """
     chosen = folder or os.environ.get("CKPTD_RUN_DIR")
     if chosen is None:

@@ -118,7 +118,7 @@ class SocketChannel:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See `Channel`; descriptors that nobody took are closed."""
+        """See `Channel`; descriptors that were not taken are closed."""
         self._out.close()
         self._sock.close()
         while self._fds:

@@ -204,7 +204,7 @@ class Mount:
 
 
 def mount_of(path: str | os.PathLike[str]) -> Mount | None:
-    """Return the mount that holds `path`, which need not exist; None where nobody knows."""
+    """Return the mount that holds `path`, which need not exist; None where that is unknown."""
     real = os.path.realpath(path)
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -56,7 +56,7 @@ def run_all(
         What the earliest failing task raised; tasks under way are waited for, others not begun.
     DeadlineError
         kind ``stalled``: no task ended for `stall_s` seconds. Threads may still hang in a call
-        that the system does not give back; nobody waits for them.
+        that the system does not give back; nothing waits for them.
     """
     pool = _Pool(enumerate(tasks), work)
     pool.start(threads)

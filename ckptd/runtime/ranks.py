@@ -1,4 +1,4 @@
-"""Agreement between ranks over a board: who failed, and nobody waits for the dead.
+"""Agreement between ranks over a board: which one failed, so that none waits for a dead one.
 
 A wait ends when its value comes, when the awaited rank says that it gives up, when its process is
 gone (seen on the same host only), or when it made no progress for `stall_s` seconds. Time alone
@@ -81,7 +81,7 @@ class LocalBoard:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_s):
                 raise DeadlineError(
-                    "nobody published a value in time",
+                    "no value was published in time",
                     kind="board",
                     where=key,
                     wanted=f"within {timeout_s:.0f} s",
@@ -161,7 +161,7 @@ class Pulse:
         self._board.set(self._name(self._board.rank), b"%d" % steps)
 
     def give_up(self, error: CkptdError) -> None:
-        """Tell whoever waits for this rank that nothing more will come."""
+        """Show the ranks that wait for this one that nothing more will come."""
         if self._board.world > 1:
             raw = _GIVE_UP + msgspec.json.encode(error.to_dict())
             self._board.set(self._name(self._board.rank), raw)
@@ -231,7 +231,7 @@ def wait(
     stall_s
         Longest time without a sign, in seconds.
     own
-        Beaten while waiting: whoever waits for us must not take our waiting for a stall.
+        Beaten while waiting: a rank that waits for us must not take our waiting for a stall.
 
     Raises
     ------

@@ -193,7 +193,7 @@ class OpenFile:
     Attributes
     ----------
     fd
-        Open for reading, with ``O_CLOEXEC``; whoever got this closes it. A regular file or a
+        Open for reading, with ``O_CLOEXEC``; the caller closes it. A regular file or a
         memory file; `os.pread` and `mmap.mmap` work.
     shift
         In bytes; negative where the object begins before the file does (its header lies
@@ -840,7 +840,7 @@ def _check(entry: EntryPoint, seen: set[str]) -> str | None:
         loaded = entry.load()
     except CkptdError as error:
         return error.message
-    except Exception as error:  # noqa: BLE001 - a broken package may raise anything; it is told
+    except Exception as error:  # noqa: BLE001 - a broken package may raise anything; it is logged
         return f"{type(error).__name__}: {error}"
     return None if callable(loaded) else "the entry point is not callable"
 

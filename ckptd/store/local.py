@@ -174,7 +174,7 @@ class LocalWriter(SizedWriter):
         try:
             self._fd = self._system.open(self.key, flags)
         except FileExistsError:
-            # A new file, never a truncated old one: somebody may have the old one mapped.
+            # A new file, never a truncated old one: a reader may have the old one mapped.
             self._system.unlink(self.key)
             self._fd = self._system.open(self.key, flags)
         self._device = os.fstat(self._fd).st_dev
@@ -604,7 +604,7 @@ class LocalStore(Store):
             with suppress(FileExistsError):
                 self._system.mkdir(folder)
                 self._check_anchor(made=folder)
-            # Also when it was there: whoever made it may not have come to its fsync yet.
+            # Also when it was there: the process that made it may not have come to its fsync yet.
             self._system.fsync_folder(os.path.dirname(folder))
         with self._lock:
             self._folders.add(folder)

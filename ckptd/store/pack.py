@@ -135,10 +135,10 @@ def decode_frame(frame: PackFrame, out: memoryview, where: str) -> None:
 
 def _expand(data: bytes | memoryview, size: int, where: str) -> bytes:
     try:
-        # Said by the data themselves: to be compared before that much is allocated.
-        said = zstandard.get_frame_parameters(data).content_size
-        if said != size:
-            raise _wrong_length(where, size, said)
+        # Claimed by the data themselves: to be compared before that much is allocated.
+        claimed = zstandard.get_frame_parameters(data).content_size
+        if claimed != size:
+            raise _wrong_length(where, size, claimed)
         found = _decompressor().decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(

@@ -156,7 +156,7 @@ class S3Client:
             if self._client is None:
                 self._opened = AsyncExitStack()
                 self._client = await self._opened.enter_async_context(_new_client(self._options))
-                # Connections of a store that nobody closes end with it.
+                # Connections of a store that is never closed end with it.
                 leave = weakref.finalize(self, _leave, asyncio.get_running_loop(), self._opened)
                 leave.atexit = False
             return self._client

@@ -134,7 +134,7 @@ class S3Writer(SizedWriter):
             self._client.wait(future, 4 * self._options.tries)
 
     def _complete(self) -> None:
-        """Complete the upload; a lost answer is told by the object that stands there."""
+        """Complete the upload; after a lost answer, the object that stands there decides."""
         backoff = Backoff(RetrySpec(deadline_s=self._options.request_timeout_s))
         while True:
             try:

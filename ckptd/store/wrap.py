@@ -500,7 +500,7 @@ class Meter(Wrapper):
         return self.timed("stat", lambda: self.inner.exists(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Pass on and count; the listing is read whole, so that its time can be told."""
+        """Pass on and count; the listing is read whole, so that its time is measured."""
         return iter(self.timed("list", lambda: [*self.inner.list(prefix)]))
 
     def children(self, prefix: str = "") -> Names:

@@ -79,7 +79,7 @@ class NetStore(Store):
     `StoreError` of kind ``permission`` or ``link-version``, and, as the server decides,
     ``read-only``.
 
-    Over TCP, `get`, `put` and everything said between the two are protected against change by
+    Over TCP, `get`, `put` and every message between the two are protected against change by
     others, the bytes of `read_into` and `writer` are not (`ckptd.net.connection` says why): they
     need digests of their own. Nothing is encrypted.
 
@@ -258,7 +258,7 @@ class NetStore(Store):
             return False
 
     def writer(self, key: str, size: int) -> Writer:
-        """Begin a large object; its bytes are sent as they come and kept by nobody in between.
+        """Begin a large object; its bytes are sent as they come and not kept in between.
 
         A writer has a connection of its own. It is not repeated when that is lost.
         """

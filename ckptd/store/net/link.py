@@ -67,9 +67,9 @@ class StoreLink:
                 raise StoreError(
                     "the server runs as another user", kind="permission", where=address.url
                 )
-            said = greet_server(self.wire, secret, PURPOSE, wait_s=connect_s)
+            greeting = greet_server(self.wire, secret, PURPOSE, wait_s=connect_s)
             try:
-                self.capabilities = _promised(said)
+                self.capabilities = _promised(greeting)
             except msgspec.ValidationError as error:
                 raise self.wire.fail(
                     "not a store's promise", kind="link-protocol", found=error
@@ -156,7 +156,7 @@ class StoreLink:
 
     def _surprise(self, answer: object) -> CkptdError:
         found = type(answer).__name__
-        return self.wire.fail("an answer that nobody asked for", kind="link-protocol", found=found)
+        return self.wire.fail("an answer without a request", kind="link-protocol", found=found)
 
 
 class LinkPool:

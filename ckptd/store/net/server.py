@@ -186,7 +186,7 @@ class StoreServer:
             with self._lock:
                 room = len(self._wires) - len(self._strangers) < self._limits.connections
             busy = Refusal("link-busy", "the server has no room")
-            said = greet_client(
+            greeting = greet_client(
                 wire,
                 self._secret,
                 PURPOSE,
@@ -194,7 +194,7 @@ class StoreServer:
                 about=msgspec.to_builtins(self._promised),
                 refuse=lambda _, proved: busy if proved and not room else None,
             )
-            good = said is not None
+            good = greeting is not None
             return good
         finally:
             with self._lock:
@@ -241,7 +241,7 @@ class StoreServer:
 
     def _remove_socket(self) -> None:
         if isinstance(self._address, UnixAddress):
-            with contextlib.suppress(OSError):  # somebody removed it
+            with contextlib.suppress(OSError):  # it was removed
                 if os.stat(self._address.path).st_ino == self._inode:
                     os.unlink(self._address.path)
 

@@ -40,10 +40,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes
     ----------
     connections
-        Served at once; the next client is told that there is no room.
+        Served at once; the next client receives the error that there is no room.
     strangers
         Connections at once that have not proved themselves; the oldest is closed for one more. A
-        client proves itself in one round trip: who is silent keeps nobody out.
+        client proves itself in one round trip: one that is silent keeps no other out.
     greeting_s
         For a client to prove itself, in seconds.
     idle_s
@@ -86,7 +86,7 @@ class Session:
             if self._wire.broken:
                 raise
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - whatever the store raises, its client is told
+        except Exception as error:  # noqa: BLE001 - whatever the store raises is sent to its client
             self._fail(_unexpected(error))
 
     def _fail(self, error: CkptdError) -> None:
@@ -179,7 +179,7 @@ class Session:
     def _send_mapped(self, fd: int, place: ByteRange) -> None:
         """Send from a mapping: a copy less than by reading first.
 
-        Only the kernel touches it: where somebody has truncated the file, sending fails, while
+        Only the kernel touches it: where the file was truncated meanwhile, sending fails, while
         touching it here would be a SIGBUS. Over TCP sendfile(2) is slower: it makes small packets.
         """
         skip = place.start % mmap.ALLOCATIONGRANULARITY
@@ -265,7 +265,7 @@ class Session:
         except CkptdError as error:
             self._fail(error)
             return False
-        except Exception as error:  # noqa: BLE001 - whatever the store raises, its client is told
+        except Exception as error:  # noqa: BLE001 - whatever the store raises is sent to its client
             self._fail(_unexpected(error))
             return False
         return True
