@@ -164,7 +164,7 @@ def ours(folder: Path, name: str, budget: int) -> dict[str, Any]:
         latest = catalogue.latest()
         assert latest is not None
         start = time.perf_counter()
-        stock = open_own(catalogue, CkptdReader(catalogue, latest))
+        stock = open_own(CkptdReader(catalogue, latest))
         opened = time.perf_counter() - start
         source = source_program(stock, None).with_rules(LETS)
         found = run(stock, source, program(*TARGETS[name]), out, budget)

@@ -25,6 +25,7 @@ __all__ = [
     "FileEntry",
     "GridEntry",
     "Manifest",
+    "ManifestTables",
     "MeshEntry",
     "ObjectEntry",
     "TensorEntry",
@@ -172,6 +173,32 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     def owner_table(self) -> list[Owners]:
         """Return the owner maps as objects; raises ValueError when one breaks a rule."""
         return [Owners(r) for r in self.owners]
+
+
+class ManifestTables:
+    """Grids and owner maps under construction, each stored once."""
+
+    def __init__(self) -> None:
+        self._grids: dict[GridEntry, int] = {}
+        self._owners: dict[Runs3, int] = {}
+
+    def grid(self, grid: GridEntry) -> int:
+        """Return the number of a grid."""
+        return self._grids.setdefault(grid, len(self._grids))
+
+    def owner(self, owners: Runs3) -> int:
+        """Return the number of an owner map."""
+        return self._owners.setdefault(owners, len(self._owners))
+
+    @property
+    def grids(self) -> tuple[GridEntry, ...]:
+        """All grids."""
+        return tuple(self._grids)
+
+    @property
+    def owners(self) -> tuple[Runs3, ...]:
+        """All owner maps."""
+        return tuple(self._owners)
 
 
 converter(Manifest)  # now, and not by the first thread that reads one

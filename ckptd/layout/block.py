@@ -8,18 +8,20 @@ regions share elements, a block says which bytes go where. Plans of many blocks 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from ckptd.layout.grid import Piece, strides_of
 from ckptd.types import Box
 
 __all__ = [
     "Block",
+    "Fill",
     "Region",
     "Templates",
     "box_region",
@@ -59,6 +61,29 @@ class Region:
             return self.start, self.start
         reach = sum((n - 1) * s for n, s in zip(self.box.shape, self.strides, strict=True))
         return self.start, self.start + reach + 1
+
+
+class Fill(NamedTuple):
+    """Places of a buffer that hold a value: all ``start + i0*s0 + i1*s1 + ...``.
+
+    Attributes
+    ----------
+    steps
+        ``(count, stride)`` of each dimension, in elements.
+    start
+        Position of the first.
+    value
+        What they hold.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    start: int
+    value: float
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(n for n, _ in self.steps)
 
 
 def box_region(box: Box, strides: tuple[int, ...] | None = None, start: int = 0) -> Region:

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError, CorruptError, DeadlineError, MismatchError, UsageError
-from ckptd.layout.lay.lattice import reach
+from ckptd.layout.block import Fill
+from ckptd.layout.clip import clip_fill
+from ckptd.layout.lattice import reach
 from ckptd.layout.lay.live import Transfers
-from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.syntax import Average
 from ckptd.layout.lay.values import Values
 from ckptd.live.check import Sampler
@@ -45,7 +46,6 @@ from ckptd.live.plan import (
 )
 from ckptd.live.transport import PendingMessage, Transport, gone
 from ckptd.reshard.changes import Linear, change_of, changed_dtype
-from ckptd.reshard.clip import clip_fill
 from ckptd.runtime.ranks import Board, Peers
 from ckptd.types import DType
 

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Fill
+from ckptd.layout.clip import clip
 from ckptd.layout.lay.live import LiveCopy, Transfers
 from ckptd.layout.lay.local import LaidTensor, local_tensors
-from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.values import Values
 from ckptd.live.memory import TensorMemory
-from ckptd.reshard.clip import clip
 
 __all__ = [
     "Chunk",

@@ -1,7 +1,8 @@
 """The data files of a checkpoint: where each piece lies in them, and open descriptors to them.
 
 Offsets in a checkpoint's own files follow from its manifest. A file of an older checkpoint holds
-more than what is referred to here, so there the safetensors header tells, by chunk name.
+more than what is referred to here, so its safetensors header gives them, by chunk name. A foreign
+checkpoint comes with a table of them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from ckptd.format.digest import (
     digest,
     digest_hex,
 )
-from ckptd.format.filemap import ChunkRef, FileMap, is_home
+from ckptd.format.filemap import ChunkRef, FileMap, PieceTable, is_home
 from ckptd.format.invariants import FREE_CHUNKS, check_chunks, check_index
 from ckptd.format.manifest import FileEntry, Manifest
-from ckptd.format.names import digests_key, parse_chunk_name
+from ckptd.format.names import chunk_name, digests_key, parse_chunk_name
+from ckptd.layout.block import Block
+from ckptd.layout.clip import restride
 from ckptd.layout.owners import ABSENT
 from ckptd.runtime.host import available_bytes
 from ckptd.store.base import Store
@@ -54,31 +57,75 @@ E = TypeVar("E", bound=CkptdError)
 
 
 class PieceLocations:
-    """Finds pieces in files; safe to share between threads.
+    """Finds pieces in the files of a checkpoint, ckptd's or foreign. Threads may share it.
 
     Parameters
     ----------
     manifest, filemap
         The checkpoint.
     store
-        Its root: asked for headers of older checkpoints' files and for nothing else. May be left
-        out for a checkpoint that refers to none.
+        Its root. May be left out where only pieces in the checkpoint's own files are located.
+    table
+        Where the pieces of a foreign checkpoint lie. Nobody wrote digests of its files, so only
+        their sizes are checked.
     """
 
-    def __init__(self, manifest: Manifest, filemap: FileMap, store: Store | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        filemap: FileMap,
+        store: Store | None = None,
+        table: PieceTable | None = None,
+    ) -> None:
         self.manifest = manifest
         self.filemap = filemap
+        self.files = manifest.files
         self._store = store
-        self._folder = manifest.folder
+        self._table = table
+        self._folder = "" if table else manifest.folder
         self._checked: dict[int, bool] = {}
+        self._sized: set[int] = set()
         self.indexes: dict[int, DigestIndex] = {}
         """Checked digest indexes by file: several reads of one checkpoint share them."""
         self._headers: dict[int, dict[str, Chunk]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def store(self) -> Store:
+        """The root of the checkpoint.
+
+        Raises
+        ------
+        UsageError
+            None was given.
+        """
+        if self._store is None:
+            raise UsageError("reading files of a checkpoint needs its store", where=self._folder)
+        return self._store
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a table gives the places of pieces: there are no digests then."""
+        return self._table is not None
+
     def is_own(self, file: int) -> bool:
-        """Whether this checkpoint wrote `file` itself."""
-        return is_home(self.manifest.files[file].path, self._folder)
+        """Whether this checkpoint wrote `file` itself, so that its manifest gives all places."""
+        return not self.is_foreign and is_home(self.files[file].path, self._folder)
+
+    def check_file(self, file: int) -> None:
+        """Check size and digest index of a file, unless that was done before.
+
+        Raises
+        ------
+        CorruptError
+            kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``.
+        """
+        if file in self._sized:
+            return
+        check_size(self.store, self.files[file])
+        if not self.is_foreign and file not in self.indexes:
+            self.indexes[file] = load_index(self.store, self.files[file])
+        self._sized.add(file)
 
     def of(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return ``(file, first byte in its data section)`` of a piece; `ABSENT` for no file.
@@ -88,6 +135,8 @@ class PieceLocations:
         CorruptError
             The file's header does not hold the chunk, or manifest and file disagree.
         """
+        if self._table is not None:
+            return self._tabled(self._table, tensor, piece)
         file, start, _ = self.filemap.locate(tensor, piece)
         if file == ABSENT:
             return ABSENT, 0
@@ -96,16 +145,59 @@ class PieceLocations:
             own = self._check(tensor, file)
         return file, start if own else self._chunk(tensor, piece, file).start
 
-    def _check(self, tensor: int, file: int) -> bool:
-        """Check once for each file that it exists and has the size that the tables imply."""
-        if not 0 <= file < len(self.manifest.files):
+    def _tabled(self, table: PieceTable, tensor: int, piece: int) -> tuple[int, int]:
+        """Look a piece of a foreign checkpoint up, and check that it lies inside its file."""
+        file = self.filemap.owner(tensor, piece)
+        if file == ABSENT:
+            return ABSENT, 0
+        self._check_number(tensor, file)
+        start, end = table.starts[tensor][piece], self._end(table, tensor, piece)
+        if not 0 <= start <= end <= self.files[file].data_bytes:
+            raise CorruptError(
+                "a piece of a tensor reaches out of its file",
+                kind="truncated",
+                where=f"{self.filemap.tensors[tensor].name} in {self.files[file].path}",
+                wanted=f"bytes {start} to {end}",
+                found=f"{self.files[file].data_bytes} bytes",
+            )
+        return file, start
+
+    def _end(self, table: PieceTable, tensor: int, piece: int) -> int:
+        """Return one past the last byte of a piece of a foreign checkpoint."""
+        cut = self.filemap.grid_of(tensor).piece(piece)
+        strides, numel = table.strides.get((tensor, piece)), cut.numel
+        if strides is not None and numel:
+            if min(strides, default=0) < 0:
+                raise CorruptError(
+                    "a tensor with a negative stride",
+                    kind="bad-manifest",
+                    where=self.filemap.tensors[tensor].name,
+                    found=strides,
+                )
+            numel = 1 + sum((n - 1) * s for n, s in zip(cut.box.shape, strides, strict=True))
+        return table.starts[tensor][piece] + numel * self.filemap.dtypes[tensor].itemsize
+
+    def blocks(self, tensor: int, piece: int, blocks: Iterable[Block]) -> Iterable[Block]:
+        """Return copies out of a piece, made for row-major elements, as its elements lie."""
+        strides = self._table.strides.get((tensor, piece)) if self._table else None
+        if strides is None:
+            return blocks
+        shape = self.filemap.grid_of(tensor).piece(piece).box.shape
+        return [one for block in blocks for one in restride(block, shape, strides, 0)]
+
+    def _check_number(self, tensor: int, file: int) -> None:
+        if not 0 <= file < len(self.files):
             raise CorruptError(
                 "an owner map names a file that does not exist",
                 kind="bad-manifest",
                 where=self.filemap.tensors[tensor].name,
-                found=f"file {file} of {len(self.manifest.files)}",
+                found=f"file {file} of {len(self.files)}",
             )
-        entry, own = self.manifest.files[file], self.is_own(file)
+
+    def _check(self, tensor: int, file: int) -> bool:
+        """Check once for each file that it exists and has the size that the tables imply."""
+        self._check_number(tensor, file)
+        entry, own = self.files[file], self.is_own(file)
         implied = self.filemap.data_bytes(file)
         if own and implied != entry.data_bytes:
             raise CorruptError(
@@ -127,7 +219,7 @@ class PieceLocations:
             raise CorruptError(
                 "a file of an older checkpoint does not hold the chunk referred to",
                 kind="missing-chunk",
-                where=f"chunk {name} of {self.manifest.files[file].path}",
+                where=f"chunk {name} of {self.files[file].path}",
                 wanted=f"{wanted[0]} {wanted[1]}",
                 found="nothing" if chunk is None else f"{chunk.code} {chunk.shape}",
             )
@@ -138,19 +230,28 @@ class PieceLocations:
         with self._lock:
             found = self._headers.get(file)
         if found is None:
-            entry = self.manifest.files[file]
-            if self._store is None:
-                raise UsageError("a store is needed to read a header", where=entry.path)
+            entry = self.files[file]
             try:
-                found = read_header(self._store, entry)[0]
+                found = read_header(self.store, entry)[0]
             except CorruptError as error:
                 raise blame(error, entry.path) from error.__cause__
             with self._lock:
                 self._headers[file] = found
         return found
 
+    def holders(self, file: int, start: int, end: int, most: int = 4) -> str:
+        """Return the names of what lies in bytes ``[start, end)`` of `file`, for errors."""
+        chunks = self.chunks_at(file, start, end)
+        named = ", ".join(
+            f"tensor {tensor}" if tensor == chunk else f"tensor {tensor} (chunk {chunk})"
+            for tensor, chunk in chunks[:most]
+        )
+        return f"{named} and {len(chunks) - most} more" if len(chunks) > most else named
+
     def chunks_at(self, file: int, start: int, end: int) -> list[tuple[str, str]]:
         """Return ``(tensor, chunk name)`` of what lies in bytes ``[start, end)``, for errors."""
+        if self._table is not None:
+            return list(self._tabled_at(self._table, file, start, end))
         if not self.is_own(file):
             found = [c for c in self.header(file).values() if c.start < end and start < c.end]
             return [(parse_chunk_name(c.name)[0], c.name) for c in found]
@@ -160,9 +261,19 @@ class PieceLocations:
             if c.start < end and start < c.end
         ]
 
+    def _tabled_at(
+        self, table: PieceTable, file: int, start: int, end: int
+    ) -> Iterator[tuple[str, str]]:
+        for tensor, entry in enumerate(self.filemap.tensors):
+            for piece, at in enumerate(table.starts[tensor]):
+                here = self.filemap.owner(tensor, piece) == file
+                if here and at < end and start < self._end(table, tensor, piece):
+                    cut = self.filemap.grid_of(tensor).piece(piece)
+                    yield entry.name, chunk_name(entry.name, cut, entry.shape)
+
 
 def blame(error: E, key: str) -> E:
-    """Say which object was found bad, for whoever may have it elsewhere too; return `error`."""
+    """Note which object was found bad, as another source may have a good one; return `error`."""
     error.key = key
     return error
 

@@ -520,7 +520,8 @@ def _plan_one(
         if file == ABSENT:
             absent.append((tensor, grid.piece(piece).box))
             continue
-        moves += [BufferCopy(file, start, itemsize, block, target) for block in blocks]
+        found = places.blocks(tensor, piece, blocks)
+        moves += [BufferCopy(file, start, itemsize, block, target) for block in found]
 
 
 def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:

@@ -83,7 +83,7 @@ class Fetcher:
     stall_s
         Longest time without progress, in seconds.
     verify
-        Compare digests.
+        Compare digests; a foreign checkpoint has none.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Fetcher:
         self._files = files
         self._threads = threads
         self._stall_s = stall_s
-        self._verify = verify
+        self._verify = verify and not places.is_foreign
         self._scratch = threading.local()
 
     def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:
@@ -140,7 +140,9 @@ class Fetcher:
         self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
         if self._verify and file not in self._places.indexes:
             self._places.indexes[file] = self._good(
-                digests_key(entry.path), lambda: load_index(self._store, entry), anywhere
+                digests_key(entry.path),
+                lambda: load_index(self._store, entry),
+                anywhere,
             )
 
     def _good(self, key: str, look: Callable[[], T], anywhere: bool = True) -> T:
@@ -272,7 +274,7 @@ class Fetcher:
             "bytes of the checkpoint are not what was written",
             kind="digest",
             where=f"block {block} of {entry.path}, written by rank {entry.rank}: "
-            + _held(self._places.chunks_at(file, start, start + length)),
+            + self._places.holders(file, start, start + length),
             wanted=f"XXH3-128 {wanted.hex()}",
             found=f"XXH3-128 {found.hex()}",
             hint="ckptd verify lists everything that is bad; load an older step or another tier",
@@ -283,14 +285,6 @@ class Fetcher:
 def _holds(runs: Runs, position: int) -> bool:
     at = int(np.searchsorted(runs[:, 0], position, side="right")) - 1
     return at >= 0 and position < int(runs[at, 1])
-
-
-def _held(chunks: list[tuple[str, str]], most: int = 4) -> str:
-    named = ", ".join(
-        f"tensor {tensor}" if tensor == chunk else f"tensor {tensor} (chunk {chunk})"
-        for tensor, chunk in chunks[:most]
-    )
-    return f"{named} and {len(chunks) - most} more" if len(chunks) > most else named
 
 
 FAR_BYTES = 256 << 10

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckptd.errors import MismatchError
-from ckptd.format.manifest import GridEntry, MeshEntry, TensorEntry
+from ckptd.format.manifest import GridEntry, ManifestTables, MeshEntry, TensorEntry
 from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.scales import scale_tensor
@@ -17,7 +17,7 @@ from ckptd.reshard.compose import Composed, TensorLink
 from ckptd.reshard.feed import ChunkFeed, Feeds, Literal, MixedFeeds, Recut
 from ckptd.reshard.objects import Carried, Changed, carry_objects
 from ckptd.reshard.source import StockTensor
-from ckptd.reshard.target import Tables, Target
+from ckptd.reshard.target import Target
 
 __all__ = ["Assembled", "assemble_target"]
 
@@ -59,7 +59,7 @@ class Assembled:
 @dataclass(eq=False)
 class _Builder:
     world: int
-    tables: Tables = field(default_factory=Tables)
+    tables: ManifestTables = field(default_factory=ManifestTables)
     entries: list[TensorEntry] = field(default_factory=list)
     feeds: dict[int, Feeds] = field(default_factory=dict)
 

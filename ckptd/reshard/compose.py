@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError
-from ckptd.format.manifest import GridEntry, TensorEntry
+from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.layout.block import Block, flat_regions
 from ckptd.layout.grid import Grid, Piece, coordinates_of, strides_of, whole
 from ckptd.layout.lay.bind import bind_sizes, bind_stored
@@ -36,7 +36,7 @@ from ckptd.reshard.feed import Change, ChunkFeed, Take
 from ckptd.reshard.moves import RoundPlanner, cut_rounds
 from ckptd.reshard.reading import BlockCache, Reading
 from ckptd.reshard.source import Stock, StockTensor
-from ckptd.reshard.target import Tables, Target
+from ckptd.reshard.target import Target
 from ckptd.types import Box, DType, dtype_of
 
 __all__ = [
@@ -262,7 +262,7 @@ def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]
     source, grid = composed.stock.source, link.tensor.grid
     modifier = quantized(composed.composition.target.rules[link.key[0]].equation.modifiers)
     block = modifier.block if modifier else ()
-    tables = Tables()
+    tables = ManifestTables()
     entries = []
     for number in range(grid.npieces):
         flat = whole((grid.piece(number).numel,))

@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError
-from ckptd.format.manifest import GridEntry, TensorEntry
+from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.layout.grid import Grid
+from ckptd.load.files import PieceLocations
 from ckptd.load.plan import BlockLine
 from ckptd.reshard.feed import ChunkFeed, Feeds, Recut
 from ckptd.reshard.moves import RoundPlanner, Stretch, cut_rounds
 from ckptd.reshard.reading import BlockCache, Reading
-from ckptd.reshard.source import ReshardSource, Stock, StockTensor
-from ckptd.reshard.target import Tables, Target
+from ckptd.reshard.source import Stock, StockTensor
+from ckptd.reshard.target import Target
 from ckptd.types import DType
 
 __all__ = ["Duplicate", "check_duplicates"]
@@ -125,8 +126,8 @@ def _check(stock: Stock, one: Duplicate) -> None:
 class _Side:
     """One of the two, read round by round."""
 
-    def __init__(self, source: ReshardSource, grid: Grid, dtype: DType, feeds: Feeds) -> None:
-        tables = Tables()
+    def __init__(self, source: PieceLocations, grid: Grid, dtype: DType, feeds: Feeds) -> None:
+        tables = ManifestTables()
         at = tables.grid(GridEntry.of(grid)), tables.owner(((0, 0, grid.npieces),))
         entries = (TensorEntry("copy", dtype.name, grid.shape, *at),)
         self.target = Target(1, entries, tables.grids, tables.owners, feeds)

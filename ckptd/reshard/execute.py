@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex
+from ckptd.load.files import PieceLocations
 from ckptd.load.plan import BlockLine
 from ckptd.reshard.moves import RoundPlan, RoundPlanner, Stretch, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.samples import Expected, FileSamples
-from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Target
 from ckptd.save.drain import Digester
 from ckptd.store.base import Store, Writer
@@ -259,7 +259,7 @@ class Executor:
 
     def __init__(
         self,
-        source: ReshardSource,
+        source: PieceLocations,
         target: Target,
         budget: Budget,
         expected: Mapping[int, Expected],
@@ -355,7 +355,8 @@ class Executor:
     def samples(self, file: int) -> FileSamples:
         """Return what looks at one target file."""
         chunks = self._target.filemap.chunks(file)
-        return FileSamples(self._target, chunks, self._expected, self._source.names)
+        names = [t.name for t in self._source.manifest.tensors]
+        return FileSamples(self._target, chunks, self._expected, names)
 
     def written(self, nbytes: int) -> None:
         """Count bytes that were handed to the store."""

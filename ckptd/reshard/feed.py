@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from ckptd.layout.block import Block, piece_regions
+from ckptd.layout.block import Block, Fill, piece_regions
 from ckptd.layout.grid import Grid
-from ckptd.layout.lay.regions import Fill
 from ckptd.layout.plan import plan_once
 
 __all__ = ["Change", "ChunkFeed", "Feeds", "Literal", "MixedFeeds", "Recut", "Take"]

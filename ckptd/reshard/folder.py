@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.format.container import Chunk, header_bytes, parse_header
-from ckptd.format.digest import DigestIndex, digest_hex
-from ckptd.format.manifest import FileEntry
+from ckptd.format.digest import digest_hex
+from ckptd.format.filemap import FileMap, PieceTable
+from ckptd.format.manifest import FileEntry, GridEntry, Manifest, ManifestTables, TensorEntry
 from ckptd.layout.grid import whole
+from ckptd.layout.owners import single_owner
+from ckptd.load.files import PieceLocations
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.store.base import Store
 from ckptd.types import DTYPES, ByteRange
 
-__all__ = ["BY_CODE", "FolderSource", "HeaderOf", "open_folder", "read_headers"]
+__all__ = ["BY_CODE", "HeaderOf", "identity_of", "open_folder", "places_of", "read_headers"]
 
 END = ".safetensors"
 INDEX_END = ".safetensors.index.json"
@@ -33,8 +36,8 @@ HeaderOf = tuple[FileEntry, dict[str, Chunk], str]
 chunk is a chunk with the same bytes."""
 
 
-class FolderSource:
-    """Files that somebody else wrote: nothing but their lengths can be checked.
+def places_of(store: Store, headers: Sequence[HeaderOf], names: Sequence[str]) -> PieceLocations:
+    """Return where the chunks of some files are: each is a tensor of one piece.
 
     Parameters
     ----------
@@ -45,49 +48,36 @@ class FolderSource:
     names
         Of the chunks, in the order of files and headers.
     """
+    tables = ManifestTables()
+    chunks = [(f, c) for f, (_, chunks, _) in enumerate(headers) for c in chunks.values()]
+    tensors = [
+        TensorEntry(
+            name,
+            BY_CODE[chunk.code].name,
+            chunk.shape,
+            tables.grid(GridEntry.of(whole(chunk.shape))),
+            tables.owner(single_owner(0).runs),
+            file,
+        )
+        for name, (file, chunk) in zip(names, chunks, strict=True)
+    ]
+    manifest = Manifest(
+        step=0,
+        generation=1,
+        attempt="foreign",
+        world_size=len(headers),
+        files=tuple(entry for entry, _, _ in headers),
+        grids=tables.grids,
+        owners=tables.owners,
+        tensors=tuple(tensors),
+    )
+    table = PieceTable([(chunk.start,) for _, chunk in chunks])
+    return PieceLocations(manifest, FileMap.of(manifest, store.url), store, table)
 
-    def __init__(self, store: Store, headers: Sequence[HeaderOf], names: Sequence[str]) -> None:
-        self.store = store
-        self.files = [entry for entry, _, _ in headers]
-        self.names = names
-        self.chunks = [(f, c) for f, header in enumerate(headers) for c in header[1].values()]
-        """All chunks, by number, each with its file."""
-        self.dtypes = [BY_CODE[c.code] for _, c in self.chunks]
-        self._found = [found for _, _, found in headers]
 
-    def identity(self, step: int) -> str:
-        """Return text that is the same as long as nobody changes a file, for a `Stock`."""
-        return "\n".join([self.store.url, f"step {step}", *self._found])
-
-    def place(self, tensor: int, piece: int) -> tuple[int, int]:
-        """Return where a tensor lies; each is one piece."""
-        file, chunk = self.chunks[tensor]
-        return file, chunk.start
-
-    def open_file(self, file: int) -> None:
-        """Check that the file has the length that its header says."""
-        entry = self.files[file]
-        try:
-            size = self.store.stat(entry.path).size
-        except NotFoundError:
-            raise _missing(entry.path) from None
-        if size != entry.data_start + entry.data_bytes:
-            raise CorruptError(
-                "a file has changed under our hands",
-                kind="bad-size",
-                where=entry.path,
-                wanted=f"{entry.data_start + entry.data_bytes} bytes",
-                found=f"{size} bytes",
-            )
-
-    def index(self, file: int) -> DigestIndex | None:
-        """Return None: nobody wrote digests."""
-        return None
-
-    def holders(self, file: int, start: int, end: int) -> str:
-        """Return the tensors that lie there."""
-        found = zip(self.names, self.chunks, strict=True)
-        return ", ".join(n for n, (f, c) in found if f == file and c.start < end and start < c.end)
+def identity_of(store: Store, step: int, headers: Sequence[HeaderOf]) -> str:
+    """Return text that is the same as long as nobody changes a file, for a `Stock`."""
+    return "\n".join([store.url, f"step {step}", *(found for _, _, found in headers)])
 
 
 def read_headers(store: Store, keys: Sequence[str] | None = None) -> list[HeaderOf]:
@@ -204,24 +194,25 @@ def open_folder(store: Store, step: int) -> Stock:
         As `read_headers`; kind ``bad-header``: two files have one tensor.
     """
     headers = read_headers(store)
-    source = FolderSource(store, headers, [c.name for _, cs, _ in headers for c in cs.values()])
-    tensors: list[StockTensor] = []
     seen: dict[str, str] = {}
-    for number, (file, chunk) in enumerate(source.chunks):
-        path = source.files[file].path
-        if chunk.name in seen:
-            raise CorruptError(
-                "two files have one tensor",
-                kind="bad-header",
-                where=f"{path}: {chunk.name}",
-                found=seen[chunk.name],
-            )
-        seen[chunk.name] = path
-        dtype, grid = source.dtypes[number], whole(chunk.shape)
-        tensors.append(StockTensor(number, chunk.name, dtype, chunk.shape, grid))
+    for entry, chunks, _ in headers:
+        for name in chunks:
+            if name in seen:
+                raise CorruptError(
+                    "two files have one tensor",
+                    kind="bad-header",
+                    where=f"{entry.path}: {name}",
+                    found=seen[name],
+                )
+            seen[name] = entry.path
+    source = places_of(store, headers, list(seen))
+    tensors = [
+        StockTensor(n, t.name, source.filemap.dtypes[n], t.shape, source.filemap.grid_of(n))
+        for n, t in enumerate(source.manifest.tensors)
+    ]
     return Stock(
         source,
-        identity=source.identity(step),
+        identity=identity_of(store, step, headers),
         tensors=tensors,
         values=lambda names: _values(source, tensors, names),
         step=step,
@@ -232,13 +223,13 @@ def open_folder(store: Store, step: int) -> Stock:
 
 
 def _values(
-    source: FolderSource, tensors: Sequence[StockTensor], names: Sequence[str]
+    source: PieceLocations, tensors: Sequence[StockTensor], names: Sequence[str]
 ) -> Mapping[str, NDArray[Any]]:
     by_name = {t.name: t for t in tensors}
     out: dict[str, NDArray[Any]] = {}
     for name in names:
         t = by_name[name]
-        file, start = source.place(t.number, 0)
+        file, start = source.of(t.number, 0)
         entry = source.files[file]
         count = t.grid.piece(0).numel * t.dtype.itemsize
         at = entry.data_start + start

@@ -17,10 +17,11 @@ import msgspec
 from ckptd.errors import RefusedError, UsageError
 from ckptd.format.digest import digest_hex
 from ckptd.format.filemap import FileMap
-from ckptd.format.manifest import GridEntry, TensorEntry
+from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.format.names import PARTS
 from ckptd.layout.grid import whole
 from ckptd.layout.owners import single_owner
+from ckptd.load.files import PieceLocations
 from ckptd.reshard.assemble import Assembled
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.feed import ChunkFeed, Feeds, MixedFeeds
@@ -28,8 +29,7 @@ from ckptd.reshard.job import ReshardShare, Work
 from ckptd.reshard.publish import missing_files
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.samples import Expected
-from ckptd.reshard.source import ReshardSource
-from ckptd.reshard.target import Tables, Target
+from ckptd.reshard.target import Target
 from ckptd.save.commit import remove_parts
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing
@@ -75,7 +75,7 @@ def hf_target(
     UsageError
         ``lay-rule``: the layout cuts a tensor.
     """
-    tables = Tables()
+    tables = ManifestTables()
     entries: list[TensorEntry] = []
     feeds: dict[int, Feeds] = {}
     wanted: dict[int, Expected] = {}
@@ -204,7 +204,7 @@ class HfJob:
 
     def __init__(
         self,
-        source: ReshardSource,
+        source: PieceLocations,
         target: Target,
         expected: Mapping[int, Expected],
         folder: Path,

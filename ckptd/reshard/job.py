@@ -17,6 +17,7 @@ from ckptd.format.container import build_header
 from ckptd.format.digest import DigestIndex, digest_hex
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import ROOT_MARKER, digests_key
+from ckptd.load.files import PieceLocations
 from ckptd.reshard.execute import Budget, Executor, FileDraft
 from ckptd.reshard.publish import (
     FilePart,
@@ -29,7 +30,6 @@ from ckptd.reshard.publish import (
 )
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.samples import Expected, FileSamples
-from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Target, share
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.working import Working, refuse_behind, refuse_others
@@ -168,7 +168,7 @@ class ReshardJob:
 
     def __init__(
         self,
-        source: ReshardSource,
+        source: PieceLocations,
         target: Target,
         catalogue: Catalogue,
         *,

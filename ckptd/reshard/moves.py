@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from ckptd.errors import MismatchError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import ChunkRef, FileMap
-from ckptd.layout.block import Block
-from ckptd.layout.lay.regions import Fill
+from ckptd.layout.block import Block, Fill
+from ckptd.layout.clip import clip, clip_fill
 from ckptd.layout.owners import ABSENT
+from ckptd.load.files import PieceLocations
 from ckptd.load.plan import BlockLine, Runs, SourceCopy, count, merge, needed_blocks, no_runs
-from ckptd.reshard.clip import clip, clip_fill
 from ckptd.reshard.feed import Change, ChunkFeed
-from ckptd.reshard.source import ReshardSource
 from ckptd.reshard.target import Target
 
 __all__ = ["RoundPlan", "RoundPlanner", "StagedCopy", "Stretch", "cut_rounds", "group_files"]
@@ -149,7 +148,7 @@ class RoundPlanner:
         Positions of the source's blocks.
     """
 
-    def __init__(self, source: ReshardSource, target: Target, line: BlockLine) -> None:
+    def __init__(self, source: PieceLocations, target: Target, line: BlockLine) -> None:
         self._source = source
         self._target = target
         self._line = line
@@ -226,15 +225,16 @@ class RoundPlanner:
     ) -> Iterator[StagedCopy]:
         lo, hi, at = self._bounds(chunk, stretch)
         for take in feed.takes:
-            file, start = self._source.place(take.tensor, take.piece)
+            file, start = self._source.of(take.tensor, take.piece)
             if file == ABSENT:
                 raise self._absent(chunk, take.tensor)
-            for block in take.blocks:
+            blocks = self._source.blocks(take.tensor, take.piece, take.blocks)
+            for block in blocks:
                 for part in clip(block, "target", lo, hi):
                     yield StagedCopy(
                         file,
                         start,
-                        self._source.dtypes[take.tensor].itemsize,
+                        self._source.filemap.dtypes[take.tensor].itemsize,
                         _moved(part, at),
                         number,
                         chunk.tensor,
@@ -253,10 +253,11 @@ class RoundPlanner:
                 yield number, chunk.tensor, part._replace(start=part.start + at)
 
     def _absent(self, chunk: ChunkRef, tensor: int) -> MismatchError:
+        source, target = self._source.manifest.tensors[tensor], self._target.tensors[chunk.tensor]
         return MismatchError(
             "the source leaves out what the target wants",
             kind="absent",
-            where=f"{self._target.tensors[chunk.tensor].name}, from {self._source.names[tensor]}",
+            where=f"{target.name}, from {source.name}",
             wanted="pieces that some file holds",
             hint="drop it in the target layout",
         )

@@ -12,13 +12,12 @@ from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import read_witness
 from ckptd.readers.reader import PerRankValues
-from ckptd.reshard.source import OwnSource, Stock, StockTensor
-from ckptd.root.index import Index
+from ckptd.reshard.source import Stock, StockTensor
 
 __all__ = ["open_own"]
 
 
-def open_own(index: Index, reader: CkptdReader) -> Stock:
+def open_own(reader: CkptdReader) -> Stock:
     """Describe a checkpoint; the caller holds a lease on it.
 
     Raises
@@ -43,7 +42,7 @@ def open_own(index: Index, reader: CkptdReader) -> Stock:
     ]
     witness, note = _witness(reader)
     return Stock(
-        OwnSource(reader.places, index.store),
+        reader.places,
         identity=f"{manifest.step} {reader.commit.manifest_digest}",
         tensors=tensors,
         values=lambda names: _values(reader, names),

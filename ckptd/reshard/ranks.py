@@ -7,6 +7,7 @@ out of that. Replicas are compared, combined or chosen, as the rules say.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
 from ckptd.format.container import Chunk
 from ckptd.layout.block import Block
+from ckptd.layout.clip import clip, restride
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.bind import bind_ranks
 from ckptd.layout.lay.indexes import write_name
@@ -28,9 +30,9 @@ from ckptd.layout.lay.resolve import MeshShape, Resolved
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
 from ckptd.layout.lay.syntax import Average, NameIndex, Replicas, Text, show_name
-from ckptd.reshard.clip import clip, restride
+from ckptd.load.files import PieceLocations
 from ckptd.reshard.feed import Take
-from ckptd.reshard.folder import BY_CODE, FolderSource, HeaderOf, read_headers
+from ckptd.reshard.folder import BY_CODE, HeaderOf, identity_of, places_of, read_headers
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.store.base import Store
 from ckptd.types import ByteRange, DType
@@ -72,7 +74,7 @@ class _Ranks:
     """What the ranks hold."""
 
     form: StoredForm
-    source: FolderSource
+    source: PieceLocations
     places: Sequence[Mapping[TensorKey, _Where]]
     keys: Mapping[str, TensorKey]
 
@@ -165,7 +167,7 @@ class _Ranks:
                 raise CorruptError(
                     "replicas differ between ranks",
                     kind="replicas-differ",
-                    where=self.source.names[number],
+                    where=self.source.filemap.tensors[number].name,
                     wanted=f"what rank {found[numbers[0]]} holds",
                     found=f"other values on rank {found[number]}",
                     hint="if they may differ, say so in the rule: any, or avg(axis)",
@@ -182,12 +184,13 @@ def _shifted(block: Block, shift: int) -> Block:
     )
 
 
-def _digest(source: FolderSource, number: int) -> bytes:
-    file, chunk = source.chunks[number]
-    entry = source.files[file]
+def _digest(source: PieceLocations, number: int) -> bytes:
+    file, start = source.of(number, 0)
+    entry, tensor = source.files[file], source.manifest.tensors[number]
     state = xxhash.xxh3_128()
-    end = entry.data_start + chunk.end
-    for at in range(entry.data_start + chunk.start, end, _SLAB_BYTES):
+    begin = entry.data_start + start
+    end = begin + math.prod(tensor.shape) * source.filemap.dtypes[number].itemsize
+    for at in range(begin, end, _SLAB_BYTES):
         slab = ByteRange(at, min(at + _SLAB_BYTES, end))
         state.update(source.store.get(entry.path, slab))
     return state.digest()
@@ -213,9 +216,9 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
         ``lay-fit``: the layout does not fit what the files hold.
     """
     headers = read_headers(store, _files_of(store, layout))
-    names = [f"{e.path}: {c.name}" for e, chunks, _ in headers for c in chunks.values()]
-    source = FolderSource(store, headers, names)
-    numbers = {(file, chunk.name): n for n, (file, chunk) in enumerate(source.chunks)}
+    names = [f"{e.path}: {name}" for e, chunks, _ in headers for name in chunks]
+    source = places_of(store, headers, names)
+    numbers = {(file, chunk.name): n for n, (file, chunk) in enumerate(_chunks(headers))}
     mesh = layout.mesh or MeshShape(1, {}, {})
     files = [_file_of(layout, mesh, rank, headers) for rank in range(mesh.world)]
     shapes = {r: {n: c.shape for n, c in headers[f][1].items()} for r, f in enumerate(files)}
@@ -240,7 +243,14 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
     _check_all_held(headers, files, places, source, layout)
-    return _stock(ranks, dtypes, step)
+    return _stock(ranks, dtypes, step, identity_of(store, step, headers))
+
+
+def _chunks(headers: Sequence[HeaderOf]) -> Iterator[tuple[int, Chunk]]:
+    """Yield all chunks with their file, in the order of the tensors of `places_of`."""
+    for file, (_, chunks, _) in enumerate(headers):
+        for chunk in chunks.values():
+            yield file, chunk
 
 
 def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
@@ -291,7 +301,7 @@ def _check_all_held(
     headers: Sequence[HeaderOf],
     files: Sequence[int],
     places: Sequence[Mapping[TensorKey, _Where]],
-    source: FolderSource,
+    source: PieceLocations,
     layout: Resolved,
 ) -> None:
     """Every file is some rank's, and every tensor of it is what the layout says or leaves out.
@@ -314,7 +324,7 @@ def _check_all_held(
     drops, templates = Matcher(layout, stored=False), NameTemplates(layout)
     mesh = layout.mesh or MeshShape(1, {}, {})
     lost = []
-    for number, (file, chunk) in enumerate(source.chunks):
+    for number, (file, chunk) in enumerate(_chunks(headers)):
         if number in held:
             continue
         undressed = templates.take(chunk.name)
@@ -325,7 +335,7 @@ def _check_all_held(
         ]
         if not chunk.numel or any(m is not None and m.equation == -1 for m in found):
             continue
-        lost.append(source.names[number])
+        lost.append(source.manifest.tensors[number].name)
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise MismatchError(
@@ -378,14 +388,14 @@ def _held(
         yield key, (number, tuple(pieces)), chunk
 
 
-def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int) -> Stock:
+def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int, identity: str) -> Stock:
     tensors = []
     for number, (name, key) in enumerate(ranks.keys.items()):
         tensor = ranks.form.tensor(*key)
         tensors.append(StockTensor(number, name, dtypes[key], tensor.shape, tensor.grid))
     return Stock(
         ranks.source,
-        identity=ranks.source.identity(step),
+        identity=identity,
         tensors=tensors,
         values=_no_values,
         step=step,

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from ckptd.errors import CorruptError, DeadlineError, NotFoundError
 from ckptd.format.digest import BLOCK_BYTES, digest
 from ckptd.layout.block import Block
-from ckptd.load.files import LocalFiles, missing_file
+from ckptd.layout.clip import clip
+from ckptd.load.files import LocalFiles, PieceLocations, missing_file
 from ckptd.load.plan import BlockLine, Runs, strided, words_of
-from ckptd.reshard.clip import clip
 from ckptd.reshard.moves import RoundPlan, StagedCopy
-from ckptd.reshard.source import ReshardSource
 from ckptd.runtime.pool import run_all
 from ckptd.types import DType
 
@@ -220,7 +219,7 @@ class Reading:
 
     def __init__(
         self,
-        source: ReshardSource,
+        source: PieceLocations,
         line: BlockLine,
         *,
         threads: int,
@@ -267,7 +266,7 @@ class Reading:
         """
         for _, runs in plan.turns:
             for file in self._line.files_of(runs):
-                self._source.open_file(file)
+                self._source.check_file(file)
         with LocalFiles(self._source.store, self._source.files) as files:
             for moves, runs in plan.turns:
 
@@ -310,7 +309,7 @@ class Reading:
 
     def _bring(self, window: _Window, files: LocalFiles) -> U8:
         """Read and check a window."""
-        index = self._source.index(window.file)
+        index = self._source.indexes.get(window.file)
         entry = self._source.files[window.file]
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
         wanted = end if index is not None else min(entry.data_bytes, end + _TAIL)
@@ -346,7 +345,7 @@ class Reading:
             self._cache.keep(position, data[at : at + BLOCK_BYTES])
 
     def _check(self, window: _Window, start: int, data: U8) -> None:
-        index = self._source.index(window.file)
+        index = self._source.indexes.get(window.file)
         for at in range(0, len(data), BLOCK_BYTES):
             part = data[at : at + BLOCK_BYTES]
             block = (start + at) // BLOCK_BYTES
@@ -375,7 +374,7 @@ class Reading:
         dtypes: Sequence[DType],
     ) -> None:
         """Copy what a window has of a move."""
-        source = self._source.dtypes[move.source_tensor]
+        source = self._source.filemap.dtypes[move.source_tensor]
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
         # An element belongs to the window that has its first byte.
         lo = -((move.start - start) // source.itemsize)

@@ -19,33 +19,7 @@ from ckptd.format.witness import WitnessPlan
 from ckptd.layout.owners import Owners
 from ckptd.reshard.feed import Feeds
 
-__all__ = ["Tables", "Target", "share"]
-
-
-class Tables:
-    """Grids and owner maps under construction, each stored once."""
-
-    def __init__(self) -> None:
-        self._grids: dict[GridEntry, int] = {}
-        self._owners: dict[Runs3, int] = {}
-
-    def grid(self, grid: GridEntry) -> int:
-        """Return the number of a grid."""
-        return self._grids.setdefault(grid, len(self._grids))
-
-    def owner(self, owners: Runs3) -> int:
-        """Return the number of an owner map."""
-        return self._owners.setdefault(owners, len(self._owners))
-
-    @property
-    def grids(self) -> tuple[GridEntry, ...]:
-        """All grids."""
-        return tuple(self._grids)
-
-    @property
-    def owners(self) -> tuple[Runs3, ...]:
-        """All owner maps."""
-        return tuple(self._owners)
+__all__ = ["Target", "share"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,7 +135,7 @@ def prepared(
     store: Store, to: LayoutProgram, given: LayoutProgram | None = None, **options: Any
 ) -> Prepared:
     reader = latest(store)
-    stock = open_own(Catalogue(store), reader)
+    stock = open_own(reader)
     return prepare(stock, source_program(stock, given), to, **options)
 
 

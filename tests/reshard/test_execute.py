@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from ckptd.errors import CorruptError
-from ckptd.format.manifest import GridEntry, TensorEntry
+from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.layout.owners import Owners
 from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.feed import MixedFeeds, Recut
 from ckptd.reshard.job import ReshardJob, ReshardShare
-from ckptd.reshard.source import OwnSource
-from ckptd.reshard.target import Tables, Target, share
+from ckptd.reshard.target import Target, share
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store
@@ -42,7 +41,7 @@ def values(rng: random.Random, big: int = 0) -> dict[str, np.ndarray]:
 
 def recut(built: Built, rng: random.Random, world: int) -> Target:
     """Return a target with other grids, other owners and another order of tensors."""
-    tables = Tables()
+    tables = ManifestTables()
     entries, feeds = [], {}
     order = list(range(len(built.manifest.tensors)))
     rng.shuffle(order)
@@ -64,7 +63,7 @@ def recut(built: Built, rng: random.Random, world: int) -> Target:
 
 
 def job(store: Store, built: Built, target: Target, out: Store) -> ReshardJob:
-    source = OwnSource(PieceLocations(built.manifest, built.filemap, store), store)
+    source = PieceLocations(built.manifest, built.filemap, store)
     return ReshardJob(
         source,
         target,

@@ -169,7 +169,7 @@ def test_a_source_that_changes_is_noticed(source: Path, tmp_path: Path) -> None:
         path = tmp_path / "hf" / stock.source.files[0].path
         path.write_bytes(path.read_bytes() + b"more")
         with pytest.raises(CorruptError) as caught:
-            stock.source.open_file(0)
+            stock.source.check_file(0)
     assert caught.value.kind == "bad-size"
 
 

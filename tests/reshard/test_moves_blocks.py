@@ -7,10 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Fill
+from ckptd.layout.clip import clip, clip_fill, restride
 from ckptd.layout.grid import strides_of
-from ckptd.layout.lay.regions import Fill
-from ckptd.reshard.clip import clip, clip_fill, restride
 
 
 def pairs(block: Block) -> list[tuple[int, int]]:

@@ -44,7 +44,7 @@ def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterat
     try:
         with opened(address.root) as catalogue:
             with held(catalogue, address.find(catalogue), "reshard") as commit:
-                yield open_own(catalogue, CkptdReader(catalogue, commit))
+                yield open_own(CkptdReader(catalogue, commit))
                 return
     except NotFoundError as error:
         if error.kind not in ("not-a-root", "no-root"):

@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ckptd.errors import MismatchError
-from ckptd.layout.block import Block, Region, Templates
+from ckptd.layout.block import Block, Fill, Region, Templates
 from ckptd.layout.grid import Grid
 from ckptd.layout.lay.agree import agreed
 from ckptd.layout.lay.boxes import Run
 from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
 from ckptd.layout.lay.meet import Meeting, every_meeting, meetings, piece_blocks
-from ckptd.layout.lay.regions import BoxPart, BufferParts, Fill, box_parts, flat_parts
+from ckptd.layout.lay.regions import BoxPart, BufferParts, box_parts, flat_parts
 from ckptd.layout.lay.resolve import ALL, Bound, Tags
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey

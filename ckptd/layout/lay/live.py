@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptd.layout.block import Block, Templates
+from ckptd.layout.block import Block, Fill, Templates
 from ckptd.layout.grid import Axis, strides_of
 from ckptd.layout.lay.copies import Composition, gap
 from ckptd.layout.lay.flats import flat_axis, shares
 from ckptd.layout.lay.holders import HolderSet, choose, holders_of
 from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
 from ckptd.layout.lay.meet import BlockStep, Crossing, Meeting, block, crossings, cut_flat
-from ckptd.layout.lay.regions import BufferParts, Fill, box_parts
+from ckptd.layout.lay.regions import BufferParts, box_parts
 from ckptd.layout.lay.resolve import Ints
 from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, local_cells

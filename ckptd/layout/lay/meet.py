@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ckptd.errors import MismatchError
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Axis, Grid
+from ckptd.layout.lattice import first_from, within
 from ckptd.layout.lay.boxes import Run
-from ckptd.layout.lay.lattice import first_from, within
 from ckptd.layout.lay.resolve import Tags
 from ckptd.layout.lay.ruleform import RuleForm
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ckptd.layout.block import Region, flat_regions
+from ckptd.layout.block import Fill, Region, flat_regions
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import DimFill, Found, Run, restrict
 from ckptd.layout.lay.boxes import Sequence as Line
 from ckptd.layout.lay.resolve import Axes, Tags
 from ckptd.types import Box
 
-__all__ = ["BoxPart", "BufferParts", "Fill", "box_parts", "flat_parts", "region"]
+__all__ = ["BoxPart", "BufferParts", "box_parts", "flat_parts", "region"]
 
 
 class BoxPart(NamedTuple):
@@ -43,29 +43,6 @@ class BoxPart(NamedTuple):
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(r.size for r in self.runs)
-
-
-class Fill(NamedTuple):
-    """Places of a buffer that hold a value: all ``start + i0*s0 + i1*s1 + ...``.
-
-    Attributes
-    ----------
-    steps
-        ``(count, stride)`` of each dimension, in elements.
-    start
-        Position of the first.
-    value
-        What they hold.
-    """
-
-    steps: tuple[tuple[int, int], ...]
-    start: int
-    value: float
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(n for n, _ in self.steps)
 
 
 class BufferParts(NamedTuple):

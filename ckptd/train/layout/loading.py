@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.block import Block, box_region
+from ckptd.layout.block import Block, Fill, box_region
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LaidTensor
-from ckptd.layout.lay.regions import Fill
 from ckptd.load.plan import PieceBlocks, Want, strided
 from ckptd.reshard.changes import Linear, change_of
 from ckptd.train.filling import U8, Filling

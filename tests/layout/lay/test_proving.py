@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from ckptd.errors import UsageError
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Fill
 from ckptd.layout.grid import whole
 from ckptd.layout.lay.copies import SourceCopies, TargetPlan
 from ckptd.layout.lay.proving import prove
-from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.stored import StoredTensor
 from ckptd.layout.owners import single_owner
 from ckptd.layout.plan import Proof

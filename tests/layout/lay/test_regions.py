@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.layout.block import Region
+from ckptd.layout.block import Fill, Region
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.boxes import Run, sequence
-from ckptd.layout.lay.regions import BoxPart, BufferParts, Fill, box_parts, flat_parts, region
+from ckptd.layout.lay.regions import BoxPart, BufferParts, box_parts, flat_parts, region
 from ckptd.layout.lay.resolve import ValueScope
 from ckptd.layout.lay.syntax import Atom, Branch, Dim, One, Product, Split, Sum
 from ckptd.types import Box

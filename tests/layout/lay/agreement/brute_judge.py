@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Fill
 from ckptd.layout.grid import Piece
 from ckptd.layout.lay.copies import Composition, Copy, TargetPlan, compose
 from ckptd.layout.lay.live import LiveCopy, LivePlan, Transfers
-from ckptd.layout.lay.regions import Fill
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.syntax import Alias
 from tests.layout.lay.agreement.brute import Brute, Cells, Numbering

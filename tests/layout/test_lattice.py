@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.layout.lay.lattice import first_from, reach, within
+from ckptd.layout.lattice import first_from, reach, within
 
 
 @st.composite

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, Fill
 from ckptd.layout.grid import coordinates_of, strides_of
-from ckptd.layout.lay.lattice import within
-from ckptd.layout.lay.regions import Fill
+from ckptd.layout.lattice import within
 
 __all__ = ["Side", "clip", "clip_fill", "restride"]
 
