@@ -74,10 +74,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _tell_group(item, group.args[0])
 
 
-def pytest_collection_finish() -> None:
-    """Leave what stays to the end, all tests and their modules, to no later collection."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Make tests and their modules, which stay to the end, the business of no collection."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _tell_group(item: pytest.Item, group: str) -> None:

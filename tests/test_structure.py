@@ -6,14 +6,28 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "ckptd").rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(), str(path)) for path in MODULES}
 MOST_IN_A_FOLDER = 25
+pytestmark = pytest.mark.xdist_group("source")  # one worker parses them
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Return a module parsed, not before a test wants it: every worker collects this file."""
+    return ast.parse(path.read_text(), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Let no later test's garbage collection walk the trees of all modules."""
+    yield
+    tree_of.cache_clear()
 
 
 def name_of(path: Path) -> str:
@@ -27,7 +41,7 @@ NAMES = {name_of(path): path for path in MODULES}
 
 def imported(path: Path) -> Iterator[str]:
     """Yield the modules of ckptd that one imports, wherever in it the import stands."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in NAMES)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -89,8 +103,8 @@ def test_no_folder_is_crowded(top: str) -> None:
 
 def test_no_public_class_has_the_name_of_another() -> None:
     where = defaultdict(list)
-    for path, tree in TREES.items():
-        for node in tree.body:
+    for path in MODULES:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 where[node.name].append(name_of(path))
     assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
