@@ -167,8 +167,8 @@ class CheckpointReader(ABC):
         """Return all objects by name, each as of `raw_object`."""
         return {o.name: self.raw_object(o) for o in self.entries}
 
-    def objects(self) -> dict[str, Any]:
-        """Return all objects by name; per-rank objects are `PerRankValues`.
+    def object(self, entry: ObjectEntry) -> Any:
+        """Return an object; a per-rank object is `PerRankValues`.
 
         Raises
         ------
@@ -177,12 +177,14 @@ class CheckpointReader(ABC):
         CorruptError
             kind ``bad-object``.
         """
-        return {
-            name: PerRankValues((r, codec.decode(v, name)) for r, v in raw.items())
-            if isinstance(raw, PerRankValues)
-            else codec.decode(raw, name)
-            for name, raw in self.raw_objects().items()
-        }
+        raw = self.raw_object(entry)
+        if isinstance(raw, PerRankValues):
+            return PerRankValues((r, codec.decode(v, entry.name)) for r, v in raw.items())
+        return codec.decode(raw, entry.name)
+
+    def objects(self) -> dict[str, Any]:
+        """Return all objects by name; raises as `object`."""
+        return {o.name: self.object(o) for o in self.entries}
 
 
 def batches(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

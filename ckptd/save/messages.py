@@ -24,6 +24,7 @@ from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
 
 __all__ = [
+    "INLINE_OBJECT_BYTES",
     "AbortSave",
     "AgentContents",
     "AskEnd",
@@ -161,6 +162,10 @@ def visit(
         )
     status: AgentContents = item[0]
     return status
+
+
+INLINE_OBJECT_BYTES = 16 << 10
+"""Replicated objects up to this size stand in the manifest; larger ones get a chunk."""
 
 
 class Extra(msgspec.Struct, frozen=True):

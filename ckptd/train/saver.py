@@ -24,7 +24,7 @@ from ckptd.root.policy import Keep
 from ckptd.save.arena import Slot
 from ckptd.save.client import WriterClient, near_key, post_failure
 from ckptd.save.handle import SaveHandle
-from ckptd.save.messages import Blob, Extra, SaveRequest
+from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
 from ckptd.save.structure import RankGroup, ReplicaHolders, SavePlan, Structure, build_plan
 from ckptd.train.copy import CopySources, CopyStep, Snapshot, copy_steps
 from ckptd.train.cuda import CudaCopies, refuse_capture
@@ -148,8 +148,6 @@ class SavePlanner:
 Lazy = Literal["auto", "all", "off"]
 
 _log = logging.getLogger("ckptd")
-INLINE_OBJECT_BYTES = 16 << 10
-"""Replicated objects up to this size stand in the manifest; larger ones get a chunk."""
 
 
 class Saver:

@@ -1,0 +1,421 @@
+"""A root, for frameworks that cut tensors into boxes and let their ranks agree by themselves.
+
+`ckptd.train.Checkpointer` finds out how a state is cut, and has processes that write. A framework
+with a checkpoint protocol of its own knows its cuts and runs its own collectives: one process
+plans, every rank writes its file, one process commits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptd.errors import NotFoundError, RefusedError, SaveError, UsageError
+from ckptd.format import codec
+from ckptd.format.manifest import GridEntry, ObjectEntry, Runs3, TensorEntry
+from ckptd.format.metadata import checked_metadata
+from ckptd.format.names import CommitName, check_step, file_key
+from ckptd.format.records import Generation
+from ckptd.layout.grid import Axis, Grid
+from ckptd.layout.owners import ABSENT, Owners
+from ckptd.load.reader import CkptdReader
+from ckptd.root.catalogue import Catalogue, publish_manifest
+from ckptd.root.leases import Hold, hold_or_read
+from ckptd.root.opening import root_spec
+from ckptd.save.commit import finish_attempt
+from ckptd.save.drain import FileResult, data_file, write_file
+from ckptd.save.messages import INLINE_OBJECT_BYTES, Extra, RankPart, SaveRequest
+from ckptd.save.structure import RankPlan, SavePlan
+from ckptd.types import Box, dtype_of
+
+__all__ = ["BoxRoot", "BoxSave", "BoxTensor"]
+
+U8 = NDArray[np.uint8]
+
+_MOST_CELLS = 1 << 22
+
+
+@dataclass(frozen=True)
+class BoxTensor:
+    """A tensor, and which rank writes which box of it.
+
+    Attributes
+    ----------
+    dtype
+        The format's name of it, which is torch's.
+    boxes
+        The boxes cover the tensor. Of equal boxes the first counts; others do not overlap.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[tuple[int, Box]]
+
+    def owners(self, name: str) -> tuple[Grid, NDArray[np.int64]]:
+        """Return the coarsest grid that has all boxes as unions of cells, and each cell's rank.
+
+        Raises
+        ------
+        UsageError
+            kind ``placement``: boxes overlap, leave a hole, or are no boxes of this tensor.
+        """
+        ranks: dict[Box, int] = {}
+        for rank, box in self.boxes:
+            if box.numel or 0 in self.shape:
+                ranks.setdefault(box, rank)
+        cuts = []
+        for dim, extent in enumerate(self.shape):
+            ends = {x for box in ranks for x in (box.offset[dim], box.offset[dim] + box.shape[dim])}
+            cuts.append(np.array(sorted(ends | {0, extent}), dtype=np.int64))
+            if cuts[-1][0] < 0 or cuts[-1][-1] > extent:
+                raise _misplaced(name, f"boxes within {list(self.shape)}", "a box outside")
+        grid = Grid(tuple(Axis.from_sizes(np.diff(c).tolist()) for c in cuts))
+        if 0 in self.shape:
+            return grid, np.full(grid.ncells, min(ranks.values(), default=0), dtype=np.int64)
+        if grid.ncells > _MOST_CELLS:
+            raise _misplaced(name, f"at most {_MOST_CELLS} cells", f"{grid.ncells} cells")
+        cells = np.full(tuple(len(c) - 1 for c in cuts), ABSENT, dtype=np.int64)
+        for box, rank in ranks.items():
+            begin = [np.searchsorted(c, o) for c, o in zip(cuts, box.offset, strict=True)]
+            end = [
+                np.searchsorted(c, o + n)
+                for c, o, n in zip(cuts, box.offset, box.shape, strict=True)
+            ]
+            part = tuple(slice(b, e) for b, e in zip(begin, end, strict=True))
+            if (cells[part] != ABSENT).any():
+                raise _misplaced(
+                    name, "boxes apart from each other, or equal", f"an overlap: {box}"
+                )
+            cells[part] = rank
+        if (cells == ABSENT).any():
+            raise _misplaced(name, "boxes that cover the tensor", "a hole")
+        return grid, cells.reshape(-1)
+
+
+def _misplaced(name: str, wanted: str, found: str) -> UsageError:
+    return UsageError(
+        "the boxes of a tensor do not make a whole",
+        kind="placement",
+        where=name,
+        wanted=wanted,
+        found=found,
+        hint="the ranks of one save hold the whole tensor between them",
+    )
+
+
+@dataclass(frozen=True)
+class BoxSave:
+    """A save under way, the same on all ranks; one process sends it to the others (by pickle).
+
+    Attributes
+    ----------
+    plan
+        Who writes what.
+    request
+        The name of the attempt.
+    """
+
+    plan: SavePlan
+    request: SaveRequest
+
+
+class BoxRoot:
+    """A root of checkpoints; each process has one for as long as it trains. Thread-safe.
+
+    The first `begin` claims a generation: it continues from what was `loaded` before, else from the
+    newest checkpoint. From then on saves of an older life of the job fail.
+
+    Parameters
+    ----------
+    url, store_options, compress
+        As of `ckptd.train.Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        store_options: Mapping[str, Any] | None = None,
+        compress: int | None = None,
+    ) -> None:
+        self._store = root_spec(url, store_options, compress=compress).open()
+        self._catalogue = Catalogue(self._store)
+        self._lock = threading.Lock()
+        self._loaded: CommitName | None = None
+        self._claimed: Generation | None = None
+        self._attempts = 0
+        self._last = -1
+
+    def close(self) -> None:
+        """Close the store. Idempotent."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        step: int,
+        world: int,
+        tensors: Mapping[str, BoxTensor],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> BoxSave:
+        """Plan a save; on one process.
+
+        Parameters
+        ----------
+        world
+            Number of ranks, each of which calls `write`.
+        tensors
+            All tensors, by name.
+        metadata
+            JSON values for the commit record.
+
+        Raises
+        ------
+        UsageError
+            kinds ``placement``, ``dtype``: a tensor cannot be saved so.
+        RefusedError
+            kind ``behind``: the step is not later than the newest one.
+        ConflictError
+            kind ``superseded``: a newer life of the job saves here.
+        """
+        step = check_step(step)
+        plan = _plan(world, tensors)
+        checked = checked_metadata(dict(metadata or {}))
+        with self._lock:
+            claimed = self._claim(step, world)
+            self._attempts += 1
+            self._last = step
+            # With the claim in its name, no other life writes into the folder of this attempt.
+            attempt = f"{self._attempts:04d}{claimed.claim_id[:8]}"
+        request = SaveRequest(
+            job=0,
+            step=step,
+            generation=claimed.generation,
+            attempt=attempt,
+            plan=plan.digest,
+            extra=(),
+            objects=(),
+            metadata=checked,
+            keep=None,
+            timeout_s=0.0,
+            root_id=claimed.root,
+            claim_id=claimed.claim_id,
+        )
+        return BoxSave(plan, request)
+
+    def _claim(self, step: int, world: int) -> Generation:
+        catalogue = self._catalogue
+        if self._claimed is not None:
+            catalogue.check_not_superseded(self._claimed.generation)
+            if step < self._last:
+                raise _behind(step, self._last)
+            return self._claimed
+        catalogue.create_or_open()
+        parent = self._loaded or catalogue.continue_line(step)
+        if parent is not None and step <= parent.step:
+            raise _behind(step, parent.step + 1)
+        reason = "load" if self._loaded else "start" if parent is None else "continue"
+        self._claimed = catalogue.claim(parent, world, reason)
+        return self._claimed
+
+    def write(
+        self,
+        save: BoxSave,
+        rank: int,
+        values: Callable[[str, Box], U8],
+        objects: Mapping[str, Any],
+    ) -> bytes:
+        """Write what the plan gives to a rank, durably; return its part for `commit`.
+
+        Parameters
+        ----------
+        values
+            Returns the bytes of a box that lies within one of this rank's, row-major.
+        objects
+            What this rank saves besides tensors; no other rank gives the same name.
+
+        Raises
+        ------
+        UsageError
+            kind ``unsavable``: an object cannot be saved.
+        StoreError
+            As the store says; what was written is removed as far as that is possible.
+        """
+        entries, bodies = _encoded(objects)
+        extra = tuple(Extra(name, len(body)) for name, body in bodies)
+        request = msgspec.structs.replace(save.request, extra=extra)
+        rank_plan = RankPlan(save.plan, rank)
+        file = data_file(rank_plan, request)
+        part = RankPart(rank, save.plan.digest, objects=entries, metadata=request.metadata)
+        if file is None:
+            return part.encode()
+        data = memoryview(mmap.mmap(-1, max(1, file.data_bytes)))[: file.data_bytes]
+        chunks = iter(rank_plan.chunks)
+        done = 0
+
+        def fill(upto: int) -> None:
+            """Copy chunk after chunk, while the store writes those before it."""
+            nonlocal done
+            while done < min(upto, rank_plan.data_bytes):
+                chunk = next(chunks)
+                if chunk.end > chunk.start:
+                    name = save.plan.tensors[chunk.tensor].name
+                    data[chunk.start : chunk.end] = values(name, chunk.piece.box).data
+                done = chunk.end
+
+        at = rank_plan.data_bytes
+        for _, body in bodies:
+            data[at : at + len(body)] = body
+            at += len(body)
+        key = file_key(request.folder, rank)
+        wrote = write_file(self._store, key, file.header, data, file.ends, fill, _ignore)
+        self._store.sync(request.folder)
+        return _part(part, rank_plan, data, wrote, extra).encode()
+
+    def commit(self, save: BoxSave, parts: Sequence[bytes]) -> CommitName:
+        """Make the checkpoint exist, when every rank has returned from `write`; on one process.
+
+        Returns once the commit is durable.
+
+        Raises
+        ------
+        SaveError
+            kind ``structure``: a rank's part is missing, or ranks gave one object twice.
+        ConflictError
+            kind ``superseded``: a newer life of the job saves here.
+        """
+        found = sorted((RankPart.decode(p, "a rank's part") for p in parts), key=lambda p: p.rank)
+        if [p.rank for p in found] != list(range(save.plan.world)):
+            raise SaveError(
+                "a commit needs the part of every rank once",
+                kind="structure",
+                wanted=f"{save.plan.world} parts",
+                found=f"parts of ranks {[p.rank for p in found][:16]}",
+            )
+        names = Counter(
+            n for p in found for n in [o.name for o in p.objects] + [e.name for e in p.extra]
+        )
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise SaveError("several ranks gave one object", kind="structure", where=twice[0])
+        request = save.request
+        manifest = finish_attempt(self._store, self._store, save.plan, request, found)
+        publish_manifest(self._catalogue, manifest, root=request.root_id, claim=request.claim_id)
+        return request.name
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def latest(self) -> int | None:
+        """Return the step of the newest checkpoint, or None."""
+        try:
+            self._catalogue.open()
+        except NotFoundError:
+            return None
+        name = self._catalogue.latest()
+        return None if name is None else name.step
+
+    @contextmanager
+    def open(self, step: int | None = None) -> Iterator[CkptdReader]:
+        """Read a checkpoint, the newest one by default; nobody deletes it meanwhile.
+
+        Raises
+        ------
+        NotFoundError
+            There is none, or not this one.
+        CorruptError
+            Its metadata is damaged.
+        """
+        catalogue = self._catalogue
+        catalogue.open()
+        name = catalogue.latest() if step is None else catalogue.find(check_step(step))
+        if name is None:
+            raise NotFoundError(
+                "the root has no checkpoint", kind="no-commit", where=self._store.url
+            )
+        held = hold_or_read(catalogue, name)
+        try:
+            yield CkptdReader(catalogue, held.commit)
+        finally:
+            if isinstance(held, Hold):
+                held.release()
+
+    def loaded(self, checkpoint: CkptdReader) -> None:
+        """Let the first `begin` continue from a checkpoint, which the job has loaded."""
+        with self._lock:
+            self._loaded = checkpoint.commit.name
+
+
+def _behind(step: int, least: int) -> RefusedError:
+    return RefusedError(
+        "the step is not later than the newest one of this run",
+        kind="behind",
+        wanted=f"a step from {least} on",
+        found=step,
+        hint="to go back, load the older step in a new process, or ckptd rollback first",
+    )
+
+
+def _plan(world: int, tensors: Mapping[str, BoxTensor]) -> SavePlan:
+    grids: dict[GridEntry, int] = {}
+    owners: dict[Runs3, int] = {}
+    entries = []
+    for name, tensor in tensors.items():
+        dtype_of(tensor.dtype, name)
+        grid, ranks = tensor.owners(name)
+        base = int(ranks.min())
+        grid_number = grids.setdefault(GridEntry.of(grid), len(grids))
+        number = owners.setdefault(Owners.from_array(ranks - base).runs, len(owners))
+        entries.append(TensorEntry(name, tensor.dtype, tensor.shape, grid_number, number, base))
+    return SavePlan(world, tuple(grids), tuple(owners), tuple(entries), ()).stamped()
+
+
+def _encoded(
+    objects: Mapping[str, Any],
+) -> tuple[tuple[ObjectEntry, ...], list[tuple[str, bytes]]]:
+    """Return the objects for the manifest, and those that get a chunk."""
+    entries, bodies = [], []
+    for name in sorted(objects):
+        raw = codec.encode(objects[name], name)
+        body = msgspec.json.encode(raw)
+        if len(body) > INLINE_OBJECT_BYTES:
+            bodies.append((name, body))
+        else:
+            entries.append(ObjectEntry(name, raw))
+    return tuple(entries), bodies
+
+
+def _part(
+    bare: RankPart,
+    rank_plan: RankPlan,
+    data: memoryview,
+    wrote: FileResult,
+    extra: tuple[Extra, ...],
+) -> RankPart:
+    slots, values = rank_plan.witness(data)
+    return msgspec.structs.replace(
+        bare,
+        data_start=wrote.data_start,
+        data_bytes=wrote.data_bytes,
+        index=wrote.index,
+        extra=extra,
+        slots=slots,
+        values=values,
+    )
+
+
+def _ignore(written: int) -> None:
+    """Nobody follows the progress."""

@@ -1,0 +1,144 @@
+"""DCP's `StorageReader` over a root of ckptd: any cut of a checkpoint into any other."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata as words
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
+
+from ckptd.errors import ConflictError, UsageError
+from ckptd.types import Box
+from ckptd_dcp.roots import RootId
+
+__all__ = ["CkptdReader"]
+
+_READ_BYTES = 256 << 20
+"""So much is read at a time, if a tensor is not larger."""
+
+
+class CkptdReader(dcp.StorageReader):
+    """Loads a checkpoint of ckptd, whoever saved it, by ``dcp.load``.
+
+    Every block is compared with its digest before its bytes reach a tensor. A lease keeps the
+    checkpoint until it is loaded. Values that each rank has of its own (`ckptd.PerRank`, random
+    streams) are not offered: DCP has no such thing.
+
+    Parameters
+    ----------
+    url, store_options
+        As for `ckptd_dcp.CkptdWriter`.
+    step
+        Which checkpoint, the newest one by default. DCP's ``checkpoint_id`` may say it instead.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        step: int | None = None,
+        *,
+        store_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._at = RootId(url, step, store_options)
+        self._held = ExitStack()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the step from DCP's ``checkpoint_id``, if there is one."""
+        self._held.close()
+        self._at.take(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """Open the checkpoint; return names, shapes and types of what it offers."""
+        self._held.close()
+        self._reader = self._held.enter_context(self._at.root.open(self._at.step))
+        found: dict[str, Any] = {}
+        for name, info in self._reader.infos.items():
+            shape = torch.Size(info.shape)
+            # One chunk a tensor: a box is read below, however the checkpoint is cut.
+            chunk = words.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            properties = words.TensorProperties(dtype=_dtype(info))
+            entry = words.TensorStorageMetadata(properties, shape, [chunk])
+            found |= dict.fromkeys((name, *info.aliases), entry)
+        self._objects = {o.name: o for o in self._reader.entries if not o.per_rank}
+        found |= {name: words.BytesStorageMetadata() for name in self._objects}
+        return dcp.Metadata(found, planner_data={name: (name,) for name in found})
+
+    def set_up_storage_reader(
+        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: `read_metadata` has opened the checkpoint."""
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        """Note which checkpoint this rank reads."""
+        plan.storage_data = self._reader.title
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        """Check that all ranks read one checkpoint."""
+        found = sorted({str(plan.storage_data) for plan in plans})
+        if len(found) > 1:
+            raise ConflictError(
+                "a checkpoint was committed while ranks looked for the newest one",
+                kind="busy",
+                where=self._at.url,
+                found=", ".join(found[:4]),
+                hint="load again, or say which: CkptdReader(url, step=...)",
+            )
+        return plans
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        """Fill what the planner gives, tensor by tensor and value by value."""
+        with self._held:
+            batch: list[tuple[ReadItem, Box]] = []
+            held = 0
+            for item in plan.items:
+                if item.type is LoadItemType.BYTE_IO:
+                    self._load_object(item, planner)
+                    continue
+                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                size = box.numel * self._reader.info(item.storage_index.fqn).dtype.itemsize
+                if batch and held + size > _READ_BYTES:
+                    self._load_tensors(batch, planner)
+                    batch, held = [], 0
+                batch.append((item, box))
+                held += size
+            self._load_tensors(batch, planner)
+            self._at.root.loaded(self._reader)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _load_tensors(self, batch: list[tuple[ReadItem, Box]], planner: dcp.LoadPlanner) -> None:
+        read = self._reader.read([(item.storage_index.fqn, box) for item, box in batch])
+        for (item, box), values in zip(batch, read, strict=True):
+            dtype = _dtype(self._reader.info(item.storage_index.fqn))
+            raw = torch.from_numpy(values.reshape(-1).view(np.uint8))
+            tensor = planner.resolve_tensor(item)
+            tensor.detach().copy_(raw.view(dtype).reshape(box.shape))
+            planner.commit_tensor(item, tensor)
+
+    def _load_object(self, item: ReadItem, planner: dcp.LoadPlanner) -> None:
+        body = io.BytesIO()
+        torch.save(self._reader.object(self._objects[item.storage_index.fqn]), body)
+        body.seek(0)
+        planner.load_bytes(item, body)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a ``checkpoint_id`` is a step."""
+        return str(checkpoint_id).isdecimal()
+
+
+def _dtype(info: Any) -> torch.dtype:
+    dtype = getattr(torch, info.dtype.name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError("this PyTorch lacks a dtype", kind="dtype", where=info.name)
+    return dtype

@@ -1,0 +1,189 @@
+"""`dcp.save` and `dcp.load` on roots of ckptd, in one process."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import ckptd
+from ckptd.errors import CkptdError
+from ckptd.save import BoxRoot
+from ckptd_dcp import CkptdReader, CkptdWriter
+from tests.cli.running import Cli
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def cause(error: BaseException) -> CkptdError:
+    """Return what DCP wrapped."""
+    failures: Any = getattr(error, "failures", None)
+    found = failures[0][0] if failures else error
+    assert isinstance(found, CkptdError), error
+    return found
+
+
+def state() -> dict[str, Any]:
+    tensors = {
+        str(d).removeprefix("torch."): torch.arange(1, 13).reshape(3, 4).to(d) for d in DTYPES
+    }
+    return {
+        "types": tensors,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "step": 7,
+        "plain": {"a": [1, "two", None], "b": (3.5, True)},
+        "big": ["x" * 40] * 1000,
+        "ordered": OrderedDict(z=1, a=torch.Size([2, 3])),
+    }
+
+
+def test_all_types_come_back(tmp_path: Path, cli: Cli) -> None:
+    root = str(tmp_path / "root")
+    wanted = state()
+    dcp.save(wanted, storage_writer=CkptdWriter(root, step=7, metadata={"loss": 0.5}))
+    found = state()
+    for name, tensor in found["types"].items():
+        found["types"][name] = torch.zeros_like(tensor)
+    for name in ("scalar", "turned", "conjugate"):
+        found[name] = torch.zeros_like(wanted[name])
+    found |= {"step": 0, "big": [], "ordered": OrderedDict(z=0, a=None)}
+    found["plain"] = {"a": [0, "", 0], "b": (0.0, False)}
+    dcp.load(found, storage_reader=CkptdReader(root))
+    for name, tensor in wanted["types"].items():
+        assert torch.equal(found["types"][name].view(torch.uint8), tensor.view(torch.uint8)), name
+    for name in ("scalar", "turned", "conjugate", "empty"):
+        assert torch.equal(found[name], wanted[name])
+    for name in ("step", "plain", "big", "ordered"):
+        assert found[name] == wanted[name], name
+    listed = cli.json("ls", root)
+    assert [c["step"] for c in listed["checkpoints"]] == [7]
+    cli.json("verify", root)
+
+
+def test_a_module_goes_to_a_checkpointer_and_back(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    torch.manual_seed(1)
+    model, other, third = (nn.Linear(5, 3) for _ in range(3))
+    dcp.save({"model": model.state_dict()}, storage_writer=CkptdWriter(root, 1))
+    with ckptd.Checkpointer(root) as ck:
+        assert ck.load({"model": other}) == 1
+        assert torch.equal(model.weight, other.weight)
+        with torch.no_grad():
+            other.weight += 1
+        ck.save(2, {"model": other, "rng": ckptd.Rng()})
+    into = {"model": third.state_dict()}
+    dcp.load(into, storage_reader=CkptdReader(root, 2))
+    assert torch.equal(into["model"]["weight"], other.weight)
+
+
+def test_a_line_goes_on(tmp_path: Path) -> None:
+    """Writers of one process are one life; an older life cannot commit any more."""
+    root = str(tmp_path / "root")
+    x = {"x": torch.ones(3)}
+    for step in (1, 2):
+        dcp.save(x, storage_writer=CkptdWriter(root), checkpoint_id=str(step))
+    with pytest.raises(dcp.CheckpointException, match="not later") as caught:
+        dcp.save(x, storage_writer=CkptdWriter(root, 1))
+    assert cause(caught.value).kind == "behind"
+    with ckptd.Checkpointer(root) as ck:
+        assert ck.load({"x": torch.zeros(3)}) == 2
+        ck.save(3, x)
+    with pytest.raises(dcp.CheckpointException, match="superseded") as caught:
+        dcp.save(x, storage_writer=CkptdWriter(root, 4))
+    assert cause(caught.value).kind == "superseded"
+
+
+@pytest.mark.parametrize("where", ["write", "commit"])
+def test_nothing_is_there_before_the_commit(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    root = str(tmp_path / "root")
+    dcp.save({"x": torch.ones(3)}, storage_writer=CkptdWriter(root, 1))
+
+    def die(*given: object) -> None:
+        raise OSError("the machine is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoxRoot, where, die)
+        with pytest.raises(dcp.CheckpointException, match="gone"):
+            dcp.save({"x": torch.zeros(3)}, storage_writer=CkptdWriter(root, 2))
+    found = {"x": torch.zeros(3)}
+    dcp.load(found, storage_reader=CkptdReader(root))
+    assert torch.equal(found["x"], torch.ones(3))
+    dcp.save({"x": torch.full((3,), 2.0)}, storage_writer=CkptdWriter(root, 2))
+    dcp.load(found, storage_reader=CkptdReader(root))
+    assert found["x"][0] == 2
+    cli.json("verify", root)
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "kind"),
+    [
+        ({"x": torch.ones(1)}, {}, "bad-argument"),
+        ({"x": torch.ones(1)}, {"checkpoint_id": "last"}, "bad-argument"),
+        ({"x": lambda: 0}, {"checkpoint_id": "1"}, "unsavable"),
+        (
+            {"x": torch.ones(1)},
+            {"checkpoint_id": "1", "planner": dcp.DefaultSavePlanner(enable_plan_caching=True)},
+            "",
+        ),
+    ],
+    ids=["no-step", "no-number", "function", "first-cached"],
+)
+def test_what_cannot_be_saved(
+    saved: dict[str, Any], options: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    writer = CkptdWriter(str(tmp_path / "root"))
+    if not kind:
+        dcp.save(saved, storage_writer=writer, **options)
+        kind, options = "bad-argument", options | {"checkpoint_id": "2"}
+    with pytest.raises((dcp.CheckpointException, CkptdError), match=r".") as caught:
+        dcp.save(saved, storage_writer=writer, **options)
+    assert cause(caught.value).kind == kind
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    found = {"x": torch.ones(1)}
+    (tmp_path / "other").touch()
+    for url, text in ((root, "nothing is stored here"), (str(tmp_path), "not a checkpoint root")):
+        with pytest.raises(dcp.CheckpointException, match=text):
+            dcp.load(found, storage_reader=CkptdReader(url))
+    dcp.save(found, storage_writer=CkptdWriter(root, 1))
+    with pytest.raises(dcp.CheckpointException, match="Missing key"):
+        dcp.load({"y": torch.ones(1)}, storage_reader=CkptdReader(root))
+    with pytest.raises(dcp.CheckpointException, match="step 5"):
+        dcp.load(found, storage_reader=CkptdReader(root, 5))
+
+
+def test_writers_go_to_other_processes() -> None:
+    """DCP's background process gets its writer by pickle."""
+    assert pickle.loads(pickle.dumps(CkptdWriter("x", 3)))._at.step == 3
