@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import fcntl
-import math
 import mmap
 import os
 import platform
@@ -31,7 +30,7 @@ from ckptd.layout.block import Region
 from ckptd.save.arena import Slot, anonymous_file
 from ckptd.save.structure import SavePlan
 from ckptd.train.cuda import CHUNK_BYTES, CudaCopies, CudaSnapshot, OnDevice
-from ckptd.train.feed import CopyFeed, CopyMark, Unit, UnitGroup, cuts, grouped
+from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, StridedWindow, grouped
 from ckptd.train.replicas import Samples
 from ckptd.train.state.describe import Describer
 from ckptd.train.state.leaves import TensorLeaf
@@ -41,7 +40,6 @@ from ckptd.types import Box
 __all__ = [
     "PAGE",
     "CopySources",
-    "CopyStep",
     "Count",
     "MappedRange",
     "MemorySpan",
@@ -49,7 +47,6 @@ __all__ = [
     "Range",
     "Snapshot",
     "SpanWatch",
-    "StridedWindow",
     "WatchedSpans",
     "copy_steps",
     "mappings",
@@ -555,28 +552,6 @@ REPORT_BYTES = 8 << 20
 SMALL_TENSOR_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class StridedWindow:
-    """A strided part of a contiguous tensor, in elements."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStep:
-    """One chunk, or a part: which part of which local tensor goes where in the buffer.
-
-    `part` is in the local tensor's own coordinates; None means all of it.
-    """
-
-    name: str
-    part: Box | StridedWindow | None
-    start: int
-    end: int
-
-
 class LaidSteps(Protocol):
     """Knows the chunks of tensors that a layout describes."""
 
@@ -633,7 +608,8 @@ class CopySources:
     Parameters
     ----------
     steps
-        What is copied, in file order.
+        What is copied, in file order. Large steps on a device are cut, so that the link is free
+        for others meanwhile.
     leaves
         Leaf by the name that steps use.
     held
@@ -654,7 +630,6 @@ class CopySources:
         leaves: Mapping[str, TensorLeaf],
         held: Callable[[TensorLeaf], bool],
     ) -> None:
-        self.steps = steps
         self.leaves = leaves
         self._held = held
         self.locals = {s.name: local_tensor(leaves[s.name].tensor) for s in steps}
@@ -665,7 +640,15 @@ class CopySources:
         self._shared_locals = {id(self.locals[n]) for n in self.shared}
         self.late = {n: x for n, x in self.locals.items() if self.is_held(leaves[n])}
         self._counted = {n: _counted(leaves[n], x) for n, x in self.late.items()}
-        self._addresses = [self.locals[step.name].data_ptr() for step in steps]
+        self.steps = [cut for step in steps for cut in self._cut(step)]
+        self._addresses = [self.locals[step.name].data_ptr() for step in self.steps]
+
+    def _cut(self, step: CopyStep) -> Iterable[CopyStep]:
+        local = self.locals[step.name]
+        if not local.is_cuda or step.end - step.start <= CHUNK_BYTES:
+            return (step,)
+        shape = tuple(local.shape) if step.part is None else step.part.shape
+        return step.cut(shape, local.element_size(), CHUNK_BYTES)
 
     def is_held(self, leaf: TensorLeaf) -> bool:
         """Tell whether a leaf is copied late."""
@@ -690,9 +673,9 @@ class CopySources:
         """Finds writes that torch does not count to what is copied late on the host."""
         spans = []
         whole = set()
-        for unit in self.late_on_host:
-            step = self.steps[unit.step]
-            plain = self._plain[unit.step]
+        for number in self.late_on_host:
+            step = self.steps[number]
+            plain = self._plain[number]
             if plain is not None:
                 at = plain.ctypes.data
                 spans.append(MemorySpan(step.name, at, plain.nbytes, step.start))
@@ -713,51 +696,18 @@ class CopySources:
         ]
 
     @cached_property
-    def units(self) -> list[Unit]:
-        """What is scheduled: steps, and parts of those that are large and on a device."""
-        units: list[Unit] = []
-        for number, step in enumerate(self.steps):
-            nbytes = step.end - step.start
-            if nbytes <= CHUNK_BYTES or not self.locals[step.name].is_cuda:
-                units.append(Unit(len(units), number, None, step.start, step.end))
-                continue
-            whole = self.whole(number)
-            at = step.start
-            for box in cuts(tuple(whole.shape), whole.element_size(), CHUNK_BYTES):
-                end = at + math.prod(box.shape) * whole.element_size()
-                units.append(Unit(len(units), number, box, at, end))
-                at = end
-        return units
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """Where each unit ends in the slot."""
-        return [unit.end for unit in self.units]
-
-    @cached_property
-    def placed_early(self) -> list[int]:
-        """Indexes of the units of `early`."""
-        early = set(self.early)
-        return [unit.index for unit in self.units if unit.step in early]
-
-    @cached_property
-    def late_on_host(self) -> list[Unit]:
-        """The units that a thread copies on the host."""
+    def late_on_host(self) -> list[int]:
+        """Numbers of the steps that a thread copies on the host."""
         return [
-            unit
-            for unit in self.units
-            if (local := self.late.get(self.steps[unit.step].name)) is not None
-            and not local.is_cuda
+            number
+            for number, step in enumerate(self.steps)
+            if (local := self.late.get(step.name)) is not None and not local.is_cuda
         ]
 
-    def whole(self, number: int) -> torch.Tensor:
+    def source(self, number: int) -> torch.Tensor:
         """Return what a step copies."""
         step = self.steps[number]
         return _part(self.locals[step.name], step.part)
-
-    def part(self, unit: Unit) -> torch.Tensor:
-        """Return what a unit copies."""
-        return _part(self.whole(unit.step), unit.part)
 
     def copy(self, number: int, slot: Slot) -> None:
         """Copy a step's tensor, which is on the host, into its place in the slot.
@@ -772,7 +722,7 @@ class CopySources:
             raise _mutated([step.name])
         plain = self._plain[number]
         if plain is None:
-            _copy(self.whole(number), slot.place(step.start, step.end))
+            _copy(self.source(number), slot.place(step.start, step.end))
         else:
             slot.put(step.start, plain)
 
@@ -783,7 +733,7 @@ class CopySources:
         plain = self._plain[number]
         if plain is not None:
             return bool(np.array_equal(place, plain))
-        return digest(place.data) == _digest(self.whole(number))
+        return digest(place.data) == _digest(self.source(number))
 
     @cached_property
     def _plain(self) -> list[_Bytes | None]:
@@ -810,9 +760,9 @@ class _HostLane:
         self._slot = slot
         self._sources = sources
 
-    def push(self, group: UnitGroup) -> CopyMark:
-        for unit in group.units:
-            self._sources.copy(unit.step, self._slot)
+    def push(self, group: CopyGroup) -> CopyMark:
+        for number in group.steps:
+            self._sources.copy(number, self._slot)
         if group.task is not None:
             group.task()
         return self
@@ -884,7 +834,7 @@ class Snapshot:
         on_host = {n: x for n, x in self._late.items() if not x.is_cuda} if look else {}
         self._digests = {name: _digest(local) for name, local in on_host.items()}
         self._staged_digests = {
-            number: _digest(sources.whole(number).cpu())
+            number: _digest(sources.source(number).cpu())
             for number, step in enumerate(steps if look else ())
             if step.name in self._late and step.name not in on_host
         }
@@ -928,7 +878,7 @@ class Snapshot:
         ]
 
     def _devices(self) -> dict[torch.device, OnDevice]:
-        """Return what is on CUDA devices, without its units."""
+        """Return what is on CUDA devices, without the steps."""
         found = {x.device: OnDevice() for x in self._locals.values() if x.is_cuda}
         if self._samples is not None:
             for late in (False, True):
@@ -940,24 +890,22 @@ class Snapshot:
         return found
 
     def _begin_on(self, devices: dict[torch.device, OnDevice]) -> None:
-        for unit in self._live.units:
-            name = self._steps[unit.step].name
-            local = self._locals[name]
+        for number, step in enumerate(self._steps):
+            local = self._locals[step.name]
             if not local.is_cuda:
                 continue
             part = devices[local.device]
-            if name in self._late:
-                part.late.append(unit)
-                part.held[name] = local
+            if step.name in self._late:
+                part.late.append(number)
+                part.held[step.name] = local
             else:
-                part.early.append(unit)
+                part.early.append(number)
         self._on_cuda = CudaSnapshot(
             self._shared or CudaCopies(),
             self._slot,
             devices,
-            self._live.part,
-            self._live.whole,
-            self._live.ends,
+            self._steps,
+            self._live.source,
             clone=self._clone,
             timeout_s=self._timeout_s,
         )
@@ -965,12 +913,12 @@ class Snapshot:
         self._feed = self._feed_of(groups, self._on_cuda.placed)
         self.on_device = True
 
-    def _host_groups(self) -> list[UnitGroup]:
+    def _host_groups(self) -> list[CopyGroup]:
         lane = _HostLane(self._slot, self._live)
-        late = self._live.late_on_host
-        groups = list(grouped(lane, late, REPORT_BYTES, len(self._steps)))
+        late, most = self._live.late_on_host, len(self._steps)
+        groups = list(grouped(lane, self._steps, late, REPORT_BYTES, most))
         if self._samples is not None:
-            groups.append(UnitGroup(lane, (), self._sample_late))
+            groups.append(CopyGroup(lane, (), self._sample_late))
         return groups
 
     def _sample_late(self) -> None:
@@ -978,11 +926,11 @@ class Snapshot:
             for leaf in self._common("cpu", late=True):
                 self._samples(leaf.tensor)
 
-    def _feed_of(self, groups: Iterable[UnitGroup], placed: Iterable[int]) -> CopyFeed:
+    def _feed_of(self, groups: Iterable[CopyGroup], placed: Iterable[int]) -> CopyFeed:
         def report(front: int) -> None:
             self._slot.staged = front
 
-        return CopyFeed(self._live.ends, groups, report, (*self._live.placed_early, *placed))
+        return CopyFeed(self._steps, groups, report, (*self._live.early, *placed))
 
     # -- in the copying thread -------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 
 from ckptd.errors import UsageError
 from ckptd.save.arena import Slot
-from ckptd.train.feed import CopyFeed, CopyMark, Unit, UnitGroup, grouped
+from ckptd.train.feed import CopyFeed, CopyGroup, CopyMark, CopyStep, grouped
 from ckptd.train.replicas import Samples, digest_of_sample, sampled_ranges
 from ckptd.train.state.tensors import as_bytes
 
@@ -34,7 +34,6 @@ __all__ = [
     "cloned",
     "device_bytes",
     "is_capturing",
-    "lane_groups",
     "refuse_capture",
 ]
 
@@ -155,7 +154,7 @@ CHUNK_BYTES = 32 << 20
 """Of one group: 0.6 ms of a link of 50 GB/s."""
 IN_FLIGHT = 4
 """Groups that wait for the link at a time: what else wants it waits no longer than for these."""
-MOST_UNITS = 128
+MOST_STEPS = 128
 CLONE_ALWAYS = 64 << 20
 """Bytes that are cloned on the device without asking how much of it is free."""
 
@@ -224,8 +223,10 @@ class CudaLane:
         What copies.
     target
         The slot's bytes.
+    steps
+        Of the snapshot.
     source
-        Returns the live tensor, or its clone, of a unit.
+        Returns what the step of a number copies: the live tensor, or its clone.
     buffers
         In place of a slot that is not page-locked; None where it is. Where there are none, every
         copy is waited for.
@@ -236,12 +237,14 @@ class CudaLane:
         device: torch.device,
         stream: torch.cuda.Stream,
         target: torch.Tensor,
-        source: Callable[[Unit], torch.Tensor],
+        steps: Sequence[CopyStep],
+        source: Callable[[int], torch.Tensor],
         buffers: Buffers | None = None,
     ) -> None:
         self.device = device
         self._stream = stream
         self._target = target
+        self._steps = steps
         self._source = source
         self._buffers = buffers
         self._last: torch.cuda.Event | None = None
@@ -254,40 +257,43 @@ class CudaLane:
         ready.record(torch.cuda.current_stream(self.device))
         self._stream.wait_event(ready)
 
-    def push(self, group: UnitGroup) -> CopyMark:
+    def push(self, group: CopyGroup) -> CopyMark:
         """See `Lane`."""
         after = None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             if self._buffers is None:
-                for unit in group.units:
-                    part = device_bytes(self._source(unit))
-                    self._target[unit.start : unit.end].copy_(part, non_blocking=True)
+                for number in group.steps:
+                    part = device_bytes(self._source(number))
+                    self._place(number).copy_(part, non_blocking=True)
             elif self._buffers.count:
-                after = self._through(self._buffers, group.units)
+                after = self._through(self._buffers, group.steps)
             else:
-                for unit in group.units:
-                    self._target[unit.start : unit.end].copy_(device_bytes(self._source(unit)))
+                for number in group.steps:
+                    self._place(number).copy_(device_bytes(self._source(number)))
             if group.task is not None:
                 group.task()
             self._last = torch.cuda.Event()
             self._last.record(self._stream)
         return _Copied(self._last, after)
 
-    def _through(self, buffers: Buffers, units: Sequence[Unit]) -> Callable[[], None]:
+    def _place(self, number: int) -> torch.Tensor:
+        return self._target[self._steps[number].start : self._steps[number].end]
+
+    def _through(self, buffers: Buffers, numbers: Sequence[int]) -> Callable[[], None]:
         """Copy to a buffer; return what takes it from there to the slot."""
         buffer = buffers.take()
         runs = []
         at = 0
-        for unit in units:
-            end = at + unit.end - unit.start
-            buffer[at:end].copy_(device_bytes(self._source(unit)), non_blocking=True)
-            runs.append((at, end, unit.start))
+        for number in numbers:
+            place = self._place(number)
+            end = at + place.numel()
+            buffer[at:end].copy_(device_bytes(self._source(number)), non_blocking=True)
+            runs.append((at, end, place))
             at = end
 
         def carry() -> None:
-            for first, last, start in runs:
-                to = as_bytes(self._target[start : start + last - first])
-                np.copyto(to, as_bytes(buffer[first:last]))
+            for first, last, place in runs:
+                np.copyto(as_bytes(place), as_bytes(buffer[first:last]))
             buffers.give(buffer)
 
         return carry
@@ -322,7 +328,8 @@ class CudaCopies:
         self,
         devices: Iterable[torch.device],
         slot: Slot,
-        source: Callable[[Unit], torch.Tensor],
+        steps: Sequence[CopyStep],
+        source: Callable[[int], torch.Tensor],
     ) -> dict[torch.device, CudaLane]:
         """Return a lane for each device; page-locks the slot the first time."""
         slot.allocate()
@@ -333,18 +340,14 @@ class CudaCopies:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             buffers = None if locked else self._buffers_of(device)
-            found[device] = CudaLane(device, self._streams[device], target, source, buffers)
+            stream = self._streams[device]
+            found[device] = CudaLane(device, stream, target, steps, source, buffers)
         return found
 
     def _buffers_of(self, device: torch.device) -> Buffers:
         if device not in self._buffers:
             self._buffers[device] = Buffers()
         return self._buffers[device]
-
-
-def lane_groups(lane: CudaLane, units: Iterable[Unit]) -> list[UnitGroup]:
-    """Return the groups in which a lane gets these units."""
-    return list(grouped(lane, units, CHUNK_BYTES, MOST_UNITS))
 
 
 def cloned(parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -499,15 +502,15 @@ class OnDevice:
     Attributes
     ----------
     early, late
-        Units of what may change once `save` has returned, and of what may not.
+        Numbers of the steps of what may change once `save` has returned, and of what may not.
     held
         Local tensors that are copied late, by name.
     common_early, common_late
         What other ranks hold as well.
     """
 
-    early: list[Unit] = field(default_factory=list)
-    late: list[Unit] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     common_early: list[Pair] = field(default_factory=list)
     common_late: list[Pair] = field(default_factory=list)
@@ -523,10 +526,10 @@ class CudaSnapshot:
     ----------
     parts
         What is on each device.
+    steps
+        Of the snapshot.
     source
-        Returns the live tensor of a unit.
-    whole
-        Returns the live tensor of a copy step.
+        Returns what the step of a number copies.
     clone
         False: nothing changes before everything is copied, so nothing needs a clone.
 
@@ -535,7 +538,7 @@ class CudaSnapshot:
     groups
         For a `CopyFeed`, in the order in which lanes get them.
     placed
-        Indexes of the units that are in place already.
+        Numbers of the steps that are in place already.
     """
 
     def __init__(
@@ -543,9 +546,8 @@ class CudaSnapshot:
         shared: CudaCopies,
         slot: Slot,
         parts: Mapping[torch.device, OnDevice],
-        source: Callable[[Unit], torch.Tensor],
-        whole: Callable[[int], torch.Tensor],
-        ends: Sequence[int],
+        steps: Sequence[CopyStep],
+        source: Callable[[int], torch.Tensor],
         *,
         clone: bool,
         timeout_s: float,
@@ -553,54 +555,43 @@ class CudaSnapshot:
         self._shared = shared
         self._slot = slot
         self._clones: dict[int, torch.Tensor] = {}
+        self._steps = steps
         self._live = source
-        self.groups: list[UnitGroup] = []
+        self.groups: list[CopyGroup] = []
         self.placed: list[int] = []
-        self._lanes = shared.lanes(parts, slot, self._source)
+        self._lanes = shared.lanes(parts, slot, steps, self._source)
         shared.pins.use(slot, 1)
         self._samples = {device: DeviceSamples() for device in parts}
         self._watches: list[FirstBytesWatch] = []
         try:
             for device, part in parts.items():
-                at_once = clone and not self._clone(part.early, whole)
-                self._begin(self._lanes[device], part, at_once, ends, timeout_s)
+                at_once = clone and not self._clone(part.early)
+                self._begin(self._lanes[device], part, at_once, timeout_s)
         except BaseException:
             self.release()
             raise
 
-    def _clone(self, early: Sequence[Unit], whole: Callable[[int], torch.Tensor]) -> bool:
-        steps = list(dict.fromkeys(unit.step for unit in early))
-        clones = cloned([whole(step) for step in steps]) if steps else []
+    def _clone(self, early: Sequence[int]) -> bool:
+        clones = cloned([self._live(number) for number in early]) if early else []
         if clones is None:
             return False
-        self._clones.update(zip(steps, clones, strict=True))
+        self._clones.update(zip(early, clones, strict=True))
         return True
 
-    def _source(self, unit: Unit) -> torch.Tensor:
-        clone = self._clones.get(unit.step)
-        if clone is None:
-            return self._live(unit)
-        for dim, size in enumerate(() if unit.part is None else unit.part.shape):
-            clone = clone.narrow(dim, unit.part.offset[dim] if unit.part else 0, size)
-        return clone
+    def _source(self, number: int) -> torch.Tensor:
+        clone = self._clones.get(number)
+        return self._live(number) if clone is None else clone
 
-    def _begin(
-        self,
-        lane: CudaLane,
-        part: OnDevice,
-        at_once: bool,
-        ends: Sequence[int],
-        timeout_s: float,
-    ) -> None:
+    def _begin(self, lane: CudaLane, part: OnDevice, at_once: bool, timeout_s: float) -> None:
         samples = self._samples[lane.device]
         samples.take(part.common_early)
         watch = FirstBytesWatch(part.held)
         self._watches.append(watch)
         lane.begin()
-        early = lane_groups(lane, part.early)
+        early = self._grouped(lane, part.early)
         if at_once:
-            CopyFeed(ends, early, lambda front: None).run(timeout_s)
-            self.placed += [unit.index for unit in part.early]
+            CopyFeed(self._steps, early, lambda front: None).run(timeout_s)
+            self.placed += part.early
             early = []
 
         def last() -> None:
@@ -608,9 +599,12 @@ class CudaSnapshot:
             samples.fetch(lane)
 
         self.groups += early
-        self.groups.append(UnitGroup(lane, (), lambda: samples.take(part.common_late)))
-        self.groups += lane_groups(lane, part.late)
-        self.groups.append(UnitGroup(lane, (), last))
+        self.groups.append(CopyGroup(lane, (), lambda: samples.take(part.common_late)))
+        self.groups += self._grouped(lane, part.late)
+        self.groups.append(CopyGroup(lane, (), last))
+
+    def _grouped(self, lane: CudaLane, numbers: Sequence[int]) -> list[CopyGroup]:
+        return list(grouped(lane, self._steps, numbers, CHUNK_BYTES, MOST_STEPS))
 
     def order(self) -> None:
         """Let what the current streams do from now on come after everything that is pushed."""

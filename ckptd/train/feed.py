@@ -1,4 +1,4 @@
-"""In which order copies are handed over, how many are under way, when everything is in place.
+"""What is copied into a slot, in which order, how much is under way, when all of it is in place.
 
 Scheduling alone, without torch: what carries a copy out is a `CopyLane`. A lane on the host copies
 in `push`; one of a GPU enqueues there and is done later (`ckptd.train.cuda`).
@@ -17,32 +17,66 @@ from typing import Protocol
 from ckptd.errors import SaveError
 from ckptd.types import Box
 
-__all__ = ["CopyFeed", "CopyLane", "CopyMark", "Unit", "UnitGroup", "cuts", "grouped"]
+__all__ = ["CopyFeed", "CopyGroup", "CopyLane", "CopyMark", "CopyStep", "StridedWindow", "grouped"]
 
 _POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """A run of bytes in the slot, and what of which copy step it comes from.
+class StridedWindow:
+    """A strided part of a contiguous tensor, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """A chunk, or a run of its bytes, and the part of a local tensor that is copied there.
+
+    A step is known by its number among the steps of a snapshot, which are in file order.
 
     Attributes
     ----------
-    index
-        Its place among the units of a snapshot, in file order.
-    step
-        Index of the copy step.
+    name
+        Of the tensor.
     part
-        Which part of the step's own tensor; None means all of it.
+        In the local tensor's own coordinates; None means all of it.
     start, end
         Bytes in the slot.
     """
 
-    index: int
-    step: int
-    part: Box | None
+    name: str
+    part: Box | StridedWindow | None
     start: int
     end: int
+
+    def cut(self, shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[CopyStep]:
+        """Cut the step into steps of at most `limit` bytes that follow one another in the slot.
+
+        Parameters
+        ----------
+        shape
+            Of the part.
+        itemsize
+            Bytes of an element; one that is larger than `limit` is a step of its own.
+        """
+        at = self.start
+        for box in _cuts(shape, itemsize, limit):
+            end = at + math.prod(box.shape) * itemsize
+            yield CopyStep(self.name, self._inner(box), at, end)
+            at = end
+
+    def _inner(self, box: Box) -> Box | StridedWindow:
+        """Return a box of the part, in the coordinates of the local tensor."""
+        part = self.part
+        if isinstance(part, StridedWindow):
+            skipped = sum(o * s for o, s in zip(box.offset, part.strides, strict=True))
+            return StridedWindow(box.shape, part.strides, part.start + skipped)
+        if part is None:
+            return box
+        return Box(tuple(map(sum, zip(part.offset, box.offset, strict=True))), box.shape)
 
 
 class CopyMark(Protocol):
@@ -66,16 +100,16 @@ class CopyLane(Protocol):
         Who is in a hurry may then push from any thread and beyond `limit`.
         """
 
-    def push(self, group: UnitGroup) -> CopyMark:
+    def push(self, group: CopyGroup) -> CopyMark:
         """Begin to copy a group, then do its task."""
 
 
 @dataclass(frozen=True, slots=True)
-class UnitGroup:
-    """Units that are pushed together; `task` comes after their copies, on the same lane."""
+class CopyGroup:
+    """Numbers of steps that are pushed together; `task` comes after their copies, on their lane."""
 
     lane: CopyLane
-    units: Sequence[Unit] = ()
+    steps: Sequence[int] = ()
     task: Callable[[], None] | None = None
 
 
@@ -84,8 +118,8 @@ class _Line:
     """What a lane has before it, and under way."""
 
     lane: CopyLane
-    waiting: deque[UnitGroup] = field(default_factory=deque)
-    flying: deque[tuple[UnitGroup, CopyMark]] = field(default_factory=deque)
+    waiting: deque[CopyGroup] = field(default_factory=deque)
+    flying: deque[tuple[CopyGroup, CopyMark]] = field(default_factory=deque)
 
 
 class CopyFeed:
@@ -95,32 +129,32 @@ class CopyFeed:
 
     Parameters
     ----------
-    ends
-        Where each unit of the snapshot ends in the slot, in file order.
+    steps
+        Of the snapshot, in file order.
     groups
         In the order in which each lane gets them.
     report
         Called with the bytes that are in place from the front, whenever they grow.
     placed
-        Indexes of units that are in place already.
+        Numbers of steps that are in place already.
     """
 
     def __init__(
         self,
-        ends: Sequence[int],
-        groups: Iterable[UnitGroup],
+        steps: Sequence[CopyStep],
+        groups: Iterable[CopyGroup],
         report: Callable[[int], None],
         placed: Iterable[int] = (),
     ) -> None:
-        self._ends = ends
+        self._steps = steps
         self._report = report
         self._lines: dict[int, _Line] = {}
         for group in groups:
             line = self._lines.setdefault(id(group.lane), _Line(group.lane))
             line.waiting.append(group)
-        self._in_place = bytearray(len(ends))
-        for index in placed:
-            self._in_place[index] = 1
+        self._in_place = bytearray(len(steps))
+        for number in placed:
+            self._in_place[number] = 1
         self._front = 0
         self._change = threading.Condition()
         self._hurried = False
@@ -214,8 +248,8 @@ class CopyFeed:
                 except BaseException as error:  # noqa: BLE001 - as above
                     self._fail(error)
                 line.flying.popleft()
-                for unit in group.units:
-                    self._in_place[unit.index] = 1
+                for number in group.steps:
+                    self._in_place[number] = 1
         settled = before != sum(len(x.flying) for x in self._lines.values())
         if settled and self._error is None:
             self._advance()
@@ -226,7 +260,7 @@ class CopyFeed:
         front = len(self._in_place) if front < 0 else front
         if front > self._front:
             self._front = front
-            self._report(self._ends[front - 1])
+            self._report(self._steps[front - 1].end)
 
     def _fail(self, error: BaseException) -> BaseException:
         with self._change:
@@ -272,7 +306,7 @@ def _is_done(mark: CopyMark) -> bool:
         return True
 
 
-def cuts(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
+def _cuts(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most `limit` bytes that follow one another in its memory.
 
     Parameters
@@ -292,23 +326,30 @@ def cuts(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Box]:
             yield Box((first, *rest), (min(rows, shape[0] - first), *shape[1:]))
         return
     for i in range(shape[0]):
-        for box in cuts(shape[1:], itemsize, limit):
+        for box in _cuts(shape[1:], itemsize, limit):
             yield Box((i, *box.offset), (1, *box.shape))
 
 
-def grouped(lane: CopyLane, units: Iterable[Unit], limit: int, most: int) -> Iterator[UnitGroup]:
-    """Put units that follow one another into groups of at most `most`, and of `limit` bytes.
+def grouped(
+    lane: CopyLane, steps: Sequence[CopyStep], numbers: Iterable[int], limit: int, most: int
+) -> Iterator[CopyGroup]:
+    """Put steps that follow one another into groups of at most `most`, and of `limit` bytes.
 
-    A unit that is larger is a group of its own.
+    A step that is larger is a group of its own.
+
+    Parameters
+    ----------
+    steps, numbers
+        All steps of the snapshot, and the numbers of those that are grouped.
     """
-    group: list[Unit] = []
+    group: list[int] = []
     size = 0
-    for unit in units:
-        nbytes = unit.end - unit.start
+    for number in numbers:
+        nbytes = steps[number].end - steps[number].start
         if group and (size + nbytes > limit or len(group) == most):
-            yield UnitGroup(lane, group)
+            yield CopyGroup(lane, group)
             group, size = [], 0
-        group.append(unit)
+        group.append(number)
         size += nbytes
     if group:
-        yield UnitGroup(lane, group)
+        yield CopyGroup(lane, group)

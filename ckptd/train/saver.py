@@ -26,8 +26,9 @@ from ckptd.save.client import WriterClient, near_key, post_failure
 from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
 from ckptd.save.structure import RankGroup, ReplicaHolders, SavePlan, Structure, build_plan
-from ckptd.train.copy import CopySources, CopyStep, Snapshot, copy_steps
+from ckptd.train.copy import CopySources, Snapshot, copy_steps
 from ckptd.train.cuda import CudaCopies, refuse_capture
+from ckptd.train.feed import CopyStep
 from ckptd.train.gate import Gate
 from ckptd.train.pauses import no_collection
 from ckptd.train.ranks import Agreement

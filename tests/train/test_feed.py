@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given
 
 from ckptd.errors import SaveError
-from ckptd.train.feed import CopyFeed, Unit, UnitGroup, cuts, grouped
+from ckptd.train.feed import CopyFeed, CopyGroup, CopyStep, StridedWindow, grouped
+from ckptd.types import Box
 
 SOURCE = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
+SIZE = len(SOURCE) // 20
+STEPS = [CopyStep("w", None, i * SIZE, (i + 1) * SIZE) for i in range(20)]
 
 
 class Later:
@@ -41,35 +44,29 @@ class ThreadLane:
         self.target = np.zeros_like(SOURCE)
         self.go = threading.Event()
         self.pushed: list[int] = []
-        self.fail: Callable[[UnitGroup], None] = lambda group: None
-        self.refuse: Callable[[UnitGroup], None] = lambda group: None
+        self.fail: Callable[[CopyGroup], None] = lambda group: None
+        self.refuse: Callable[[CopyGroup], None] = lambda group: None
         self._thread = ThreadPoolExecutor(1)
 
-    def push(self, group: UnitGroup) -> Later:
+    def push(self, group: CopyGroup) -> Later:
         self.refuse(group)
-        self.pushed += [unit.index for unit in group.units]
+        self.pushed += group.steps
         return Later(self._thread.submit(self._copy, group))
 
-    def _copy(self, group: UnitGroup) -> None:
+    def _copy(self, group: CopyGroup) -> None:
         assert self.go.wait(30.0)
         self.fail(group)
-        for unit in group.units:
-            self.target[unit.start : unit.end] = SOURCE[unit.start : unit.end]
+        for step in (STEPS[number] for number in group.steps):
+            self.target[step.start : step.end] = SOURCE[step.start : step.end]
         if group.task is not None:
             group.task()
 
 
-def units(count: int = 20) -> list[Unit]:
-    size = len(SOURCE) // count
-    return [Unit(i, i, None, i * size, (i + 1) * size) for i in range(count)]
-
-
 def feed_of(*lanes: ThreadLane, reports: list[int] | None = None) -> CopyFeed:
-    """Return a feed of 20 units, dealt to lanes in turn, each a group of its own."""
-    dealt = units()
-    groups = [UnitGroup(lanes[u.index % len(lanes)], (u,)) for u in dealt]
+    """Return a feed of 20 steps, dealt to lanes in turn, each a group of its own."""
+    groups = [CopyGroup(lanes[n % len(lanes)], (n,)) for n in range(20)]
     reported = [] if reports is None else reports
-    return CopyFeed([u.end for u in dealt], groups, reported.append)
+    return CopyFeed(STEPS, groups, reported.append)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -136,27 +133,25 @@ def test_a_lane_that_is_not_free_is_waited_for() -> None:
 
 
 def test_what_is_in_place_already_is_not_awaited() -> None:
-    dealt = units()
     lane = ThreadLane(4)
     lane.go.set()
     reports: list[int] = []
-    groups = [UnitGroup(lane, (u,)) for u in dealt[5:]]
-    CopyFeed([u.end for u in dealt], groups, reports.append, range(5)).run(60.0)
-    assert reports[0] == dealt[4].end
+    groups = [CopyGroup(lane, (n,)) for n in range(5, 20)]
+    CopyFeed(STEPS, groups, reports.append, range(5)).run(60.0)
+    assert reports[0] == STEPS[4].end
     assert reports[-1] == len(SOURCE)
 
 
 def test_tasks_come_in_their_turn() -> None:
     lane = ThreadLane(2)
     seen: list[str] = []
-    dealt = units(2)
     groups = [
-        UnitGroup(lane, (), lambda: seen.append("first")),
-        UnitGroup(lane, dealt, lambda: seen.append("copied")),
-        UnitGroup(lane, (), lambda: seen.append("last")),
+        CopyGroup(lane, (), lambda: seen.append("first")),
+        CopyGroup(lane, (0, 1), lambda: seen.append("copied")),
+        CopyGroup(lane, (), lambda: seen.append("last")),
     ]
     lane.go.set()
-    CopyFeed([u.end for u in dealt], groups, lambda front: seen.append(f"{front}")).run(60.0)
+    CopyFeed(STEPS[:2], groups, lambda front: seen.append(f"{front}")).run(60.0)
     assert [s for s in seen if not s.isdigit()] == ["first", "copied", "last"]
 
 
@@ -164,8 +159,8 @@ def test_tasks_come_in_their_turn() -> None:
 def test_a_failure_is_raised_when_nothing_is_under_way(where: str) -> None:
     lane = ThreadLane(4)
 
-    def fail(group: UnitGroup) -> None:
-        if group.units[0].index == 7:
+    def fail(group: CopyGroup) -> None:
+        if group.steps[0] == 7:
             raise RuntimeError("the device is lost")
 
     if where == "copy":
@@ -209,29 +204,64 @@ def test_a_hurry_never_overtakes_the_feeding_thread() -> None:
         assert all(lane.pushed == sorted(lane.pushed) for lane in lanes)
 
 
-@given(
-    st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple),
-    st.sampled_from([1, 2, 8]),
-    st.integers(1, 200),
-)
-def test_cuts_follow_one_another_and_cover_the_tensor(
-    shape: tuple[int, ...], itemsize: int, limit: int
+SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
+
+
+def local_part(local: np.ndarray, part: Box | StridedWindow | None) -> np.ndarray:
+    """Return a part of a local tensor, element by element."""
+    if part is None:
+        return local.reshape(-1)
+    if isinstance(part, Box):
+        window = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
+        return local[window].reshape(-1)
+    places = [
+        part.start + sum(i * n for i, n in zip(index, part.strides, strict=True))
+        for index in np.ndindex(part.shape)
+    ]
+    return local.reshape(-1)[places]
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[np.ndarray, Box | StridedWindow | None, tuple[int, ...]]:
+    """Draw a local tensor, a part of it, and the shape of the part."""
+    shape = draw(SHAPES)
+    local = np.arange(math.prod(shape)).reshape(shape)
+    if not draw(st.booleans()):
+        return local, None, shape
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    inner = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    if draw(st.booleans()):
+        return local, Box(offset, inner), inner
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    start = sum(o * n for o, n in zip(offset, strides, strict=True))
+    return local, StridedWindow(inner, strides, start), inner
+
+
+@given(parts(), st.sampled_from([1, 2, 8]), st.integers(1, 200), st.integers(0, 99))
+def test_cuts_of_a_step_follow_one_another_and_cover_its_part(
+    drawn: tuple[np.ndarray, Box | StridedWindow | None, tuple[int, ...]],
+    itemsize: int,
+    limit: int,
+    start: int,
 ) -> None:
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    found = []
-    for box in cuts(shape, itemsize, limit):
-        assert math.prod(box.shape) * itemsize <= max(limit, itemsize)
-        window = tuple(slice(o, o + s) for o, s in zip(box.offset, box.shape, strict=True))
-        found += whole[window].reshape(-1).tolist()
-    assert found == list(range(math.prod(shape)))
+    local, part, shape = drawn
+    step = CopyStep("w", part, start, start + math.prod(shape) * itemsize)
+    found: list[int] = []
+    at = start
+    for cut in step.cut(shape, itemsize, limit):
+        values = local_part(local, cut.part).tolist()
+        assert (cut.name, cut.start, cut.end) == ("w", at, at + len(values) * itemsize)
+        assert cut.end - cut.start <= max(limit, itemsize)
+        found += values
+        at = cut.end
+    assert at == step.end
+    assert found == local_part(local, part).tolist()
 
 
 def test_groups_hold_neighbours_up_to_a_limit() -> None:
     lane = ThreadLane(1)
     sizes = [10, 20, 30, 500, 1, 1, 1, 1]
     ends = np.cumsum(sizes).tolist()
-    given_units = [
-        Unit(i, i, None, end - n, end) for i, (n, end) in enumerate(zip(sizes, ends, strict=True))
-    ]
-    found = [[u.index for u in g.units] for g in grouped(lane, given_units, 60, 3)]
+    steps = [CopyStep("w", None, end - n, end) for n, end in zip(sizes, ends, strict=True)]
+    found = [g.steps for g in grouped(lane, steps, range(len(steps)), 60, 3)]
     assert found == [[0, 1, 2], [3], [4, 5, 6], [7]]

@@ -25,7 +25,7 @@ from ckptd.layout.lay.stored import StoredTensor, local_cells
 from ckptd.layout.lay.syntax import Replicas
 from ckptd.save.structure import RankTensor as Held
 from ckptd.save.structure import ReplicaHolders, Shared, Structure
-from ckptd.train.copy import CopyStep, StridedWindow
+from ckptd.train.feed import CopyStep, StridedWindow
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.program import combined
 from ckptd.train.replicas import Samples
