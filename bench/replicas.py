@@ -17,9 +17,10 @@ import common
 import planning
 
 from ckptd.format.digest import digest_hex
+from ckptd.format.manifest import TensorEntry
 from ckptd.save.commit import differing_groups
 from ckptd.save.messages import RankPart
-from ckptd.save.structure import RankGroup, RankTensor, ReplicaHolders, Structure, build_plan
+from ckptd.save.structure import RankGroup, ReplicaHolders, Structure, TensorCut, build_plan
 
 COMMON = 200
 
@@ -31,8 +32,8 @@ def names() -> list[str]:
 
 def structure(held: list[str]) -> Structure:
     """Return the structure of ranks that hold these tensors and some values."""
-    tensors = tuple(RankTensor(n, "float32", (8,)) for n in held)
-    return Structure((), tensors, tuple(f"value{i}" for i in range(20)))
+    tensors = ((TensorEntry(n, "float32", (8,), 0, 0), TensorCut()) for n in held)
+    return Structure.of(tensors, tuple(f"value{i}" for i in range(20)))
 
 
 def cases(ranks: int) -> dict[str, list[RankGroup]]:

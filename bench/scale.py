@@ -18,12 +18,18 @@ import numpy as np
 import planning
 
 from ckptd.format.invariants import check_manifest
-from ckptd.format.manifest import Manifest, MeshEntry, decode_manifest, encode_manifest
+from ckptd.format.manifest import (
+    Manifest,
+    MeshEntry,
+    TensorEntry,
+    decode_manifest,
+    encode_manifest,
+)
 from ckptd.layout import sharding
 from ckptd.load.plan import Want, read_plan
 from ckptd.save.commit import assemble
 from ckptd.save.messages import RankPart, SaveRequest
-from ckptd.save.structure import RankGroup, RankPlan, RankTensor, SavePlan, Structure, build_plan
+from ckptd.save.structure import RankGroup, RankPlan, SavePlan, Structure, TensorCut, build_plan
 
 
 def groups(layout: planning.Layout) -> list[RankGroup]:
@@ -38,14 +44,14 @@ def groups(layout: planning.Layout) -> list[RankGroup]:
         for t in tensors:
             if layout.stage(t) != stage:
                 continue
-            held.append(RankTensor(f"optim.{t.name}.step", "float32", ()))
-            placements = layout.placements(t)
+            held.append((TensorEntry(f"optim.{t.name}.step", "float32", (), 0, 0), TensorCut()))
+            cut = TensorCut(mesh, layout.placements(t))
             held += [
-                RankTensor(f"{state}.{t.name}", "float32", t.shape, 0, placements)
+                (TensorEntry(f"{state}.{t.name}", "float32", t.shape, 0, 0), cut)
                 for state in ("model", "exp_avg", "exp_avg_sq")
             ]
         ranks = tuple(range(stage * size, (stage + 1) * size))
-        out.append(RankGroup(Structure((mesh,), tuple(held)), ranks))
+        out.append(RankGroup(Structure.of(held), ranks))
     return out
 
 

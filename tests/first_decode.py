@@ -68,7 +68,7 @@ def calls() -> list[Call]:
         partial(RankPart.decode, part, "x"),
         received(Request, save),
         partial(decode_plan, msgspec.msgpack.encode(plan), "x"),
-        partial(Structure.decode, Structure((), ()).encode()),
+        partial(Structure.decode, Structure().encode()),
         partial(decode_record, generation, Generation, "x"),
         partial(StoreSpec.from_json, spec),
         lambda: msgpack_decoder(Late).decode(late),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,17 +28,17 @@ from ckptd.format.witness import WitnessPlan, gather
 from ckptd.layout.block import piece_regions
 from ckptd.layout.grid import Axis, Grid, whole
 from ckptd.layout.owners import Owners
-from ckptd.layout.sharding import Placement, nested, owner_array, sharded_grid
+from ckptd.layout.sharding import nested, owner_array, sharded_grid
 from ckptd.types import dtype_of
 
 __all__ = [
     "RankGroup",
     "RankPlan",
-    "RankTensor",
     "ReplicaHolders",
     "SavePlan",
     "Shared",
     "Structure",
+    "TensorCut",
     "build_plan",
     "witness_plan",
 ]
@@ -48,49 +48,62 @@ SPLIT_BYTES = 4 << 20
 """Replicated tensors below this size are written by one rank whole."""
 
 
-class RankTensor(msgspec.Struct, frozen=True):
-    """One tensor as a rank sees it.
+class TensorCut(msgspec.Struct, frozen=True):
+    """How a tensor lies over the ranks that have it; without arguments each of them has it whole.
 
     Attributes
     ----------
-    mesh
-        Number of its mesh in `Structure.meshes`; -1 for a plain tensor, which every rank of the
-        group holds whole.
-    placements
-        One per mesh dimension, see `ckptd.layout.sharding`.
-    grid, owners, base
-        Of a tensor that a layout program describes: numbers in `Structure.grids` and
-        `Structure.owners`, and what is added to the owners. -1 for all others.
-    own
-        Ranks may have values of their own, and the lowest rank's are saved. Of a plain tensor.
+    mesh, placements
+        Of a DTensor; one placement for each mesh dimension, see `ckptd.layout.sharding`.
+    grid, owners
+        Of a tensor that a layout program describes.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    mesh: int = -1
-    placements: tuple[Any, ...] = ()
-    aliases: tuple[str, ...] = ()
-    grid: int = -1
-    owners: int = -1
-    base: int = 0
-    own: bool = False
+    mesh: MeshEntry | None = None
+    placements: tuple[Literal["replicate"] | tuple[Any, ...], ...] = ()
+    grid: GridEntry | None = None
+    owners: Runs3 = ()
 
 
 class Structure(msgspec.Struct, frozen=True):
     """A rank's description of its state; equal on all ranks that hold alike things.
 
-    `objects` names the replicated objects; their values change from save to save and are not
-    part of the structure. `grids` and `owners` are those of tensors that a layout describes, and
-    `lay` is its program.
+    Attributes
+    ----------
+    tensors
+        As they will stand in the manifest, but that `TensorEntry.grid` is a number in `cuts`.
+        `TensorEntry.base` is added to the owners that a layout says.
+    cuts
+        How the tensors lie over the ranks, each stored once.
+    objects
+        Names of the replicated objects; their values change from save to save and are not part of
+        the structure.
+    own
+        Names of plain tensors of which each rank may have values of its own: those of the lowest
+        rank are saved.
+    lay
+        The layout program that describes some of the tensors, or empty.
     """
 
-    meshes: tuple[MeshEntry, ...]
-    tensors: tuple[RankTensor, ...]
+    tensors: tuple[TensorEntry, ...] = ()
+    cuts: tuple[TensorCut, ...] = ()
     objects: tuple[str, ...] = ()
-    grids: tuple[GridEntry, ...] = ()
-    owners: tuple[Runs3, ...] = ()
+    own: tuple[str, ...] = ()
     lay: str = ""
+
+    @staticmethod
+    def of(
+        tensors: Iterable[tuple[TensorEntry, TensorCut]],
+        objects: tuple[str, ...] = (),
+        own: tuple[str, ...] = (),
+        lay: str = "",
+    ) -> Structure:
+        """Return the structure of tensors that come each with its cut."""
+        cuts: dict[TensorCut, int] = {}
+        numbered = tuple(
+            msgspec.structs.replace(t, grid=cuts.setdefault(c, len(cuts))) for t, c in tensors
+        )
+        return Structure(numbered, tuple(cuts), objects, own, lay)
 
     def encode(self) -> bytes:
         """Return canonical JSON."""
@@ -110,18 +123,6 @@ class RankGroup(msgspec.Struct, frozen=True):
 
     structure: Structure
     ranks: tuple[int, ...]
-
-
-class RowCut(msgspec.Struct, frozen=True):
-    """How a layout cuts a tensor, and who writes each piece."""
-
-    grid: GridEntry
-    owners: Runs3
-    base: int
-
-    def files(self) -> np.ndarray[Any, Any]:
-        """Return the rank that writes each piece."""
-        return Owners(self.owners).array(self.base)
 
 
 class SavePlan(msgspec.Struct, frozen=True, dict=True):
@@ -160,11 +161,6 @@ class SavePlan(msgspec.Struct, frozen=True, dict=True):
         """Return the plan with its digest."""
         bare = msgspec.structs.replace(self, digest="")
         return msgspec.structs.replace(bare, digest=digest_hex(msgspec.json.encode(bare)))
-
-
-def _as_placement(raw: Any) -> Placement:
-    """JSON turns tuples into lists; the geometry wants tuples back."""
-    return raw if isinstance(raw, str) else tuple(raw)  # type: ignore[return-value]
 
 
 class _Tables:
@@ -221,28 +217,29 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     merged = _merge(groups)
     tables, balance = _Tables(), _Balance(world)
     entries: dict[str, TensorEntry] = {}
-    plain: list[tuple[RankTensor, tuple[int, ...]]] = []
+    plain: list[tuple[TensorEntry, tuple[int, ...]]] = []
     replicas: dict[tuple[int, ...], list[int]] = {}
-    for name, (tensor, place, ranks) in merged.items():
-        if place is None:
-            # One rank's alone: pieces of several ranks would be a mixture.
-            plain.append((tensor, ranks[:1] if tensor.own else ranks))
-        elif isinstance(place, RowCut):
-            entries[name] = _cut_entry(tensor, place, ranks, tables, balance)
+    own = {name for group in groups for name in group.structure.own}
+    for name, (tensor, cut, ranks) in merged.items():
+        if cut.grid is not None:
+            entries[name] = _laid_entry(tensor, cut.grid, cut.owners, ranks, tables, balance)
+        elif cut.mesh is not None:
+            entries[name] = _sharded_entry(tensor, cut, cut.mesh, ranks, tables, balance, replicas)
         else:
-            entries[name] = _sharded_entry(tensor, place, ranks, tables, balance, replicas)
+            # One rank's alone: pieces of several ranks would be a mixture.
+            plain.append((tensor, ranks[:1] if name in own else ranks))
     # Big pieces first: that is what makes the greedy assignment a good one.
     share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
     pieces: dict[str, list[tuple[int, int, int]]] = {}
     for tensor, ranks in plain:
         rows = _cut_rows(tensor, len(ranks), share)
         pieces[tensor.name] = [(n, len(ranks), i) for i, n in enumerate(rows.sizes())]
-        entries[tensor.name] = _bare(tensor, tables.grid(_row_grid(tensor, rows)))
+        entries[tensor.name] = _entry(tensor, tables.grid(_row_grid(tensor, rows)))
     owners = _assign(plain, pieces, balance)
     for name, files in owners.items():
         number, base = tables.owner(files)
-        entries[name] = msgspec.structs.replace(entries[name], owners=number, base=base)
-    meshes = {m: None for g in groups for m in g.structure.meshes}
+        entries[name] = _entry(entries[name], entries[name].grid, number, base)
+    meshes = {c.mesh: None for g in groups for c in g.structure.cuts if c.mesh is not None}
     homes: dict[str, int] = {}
     for group in groups:
         for name in group.structure.objects:
@@ -259,12 +256,12 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
     ).stamped()
 
 
-def _nbytes(tensor: RankTensor) -> int:
+def _nbytes(tensor: TensorEntry) -> int:
     return math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
 
 
-def _bare(tensor: RankTensor, grid: int) -> TensorEntry:
-    return TensorEntry(tensor.name, tensor.dtype, tensor.shape, grid, 0, 0, tensor.aliases)
+def _entry(tensor: TensorEntry, grid: int, owners: int = 0, base: int = 0) -> TensorEntry:
+    return msgspec.structs.replace(tensor, grid=grid, owners=owners, base=base)
 
 
 def _lay(groups: Sequence[RankGroup]) -> str:
@@ -281,30 +278,21 @@ def _lay(groups: Sequence[RankGroup]) -> str:
     return first
 
 
-_Place: TypeAlias = MeshEntry | RowCut | None
-
-
-def _place(structure: Structure, tensor: RankTensor) -> _Place:
-    if tensor.grid >= 0:
-        return RowCut(structure.grids[tensor.grid], structure.owners[tensor.owners], tensor.base)
-    return structure.meshes[tensor.mesh] if tensor.mesh >= 0 else None
-
-
 def _merge(
     groups: Sequence[RankGroup],
-) -> dict[str, tuple[RankTensor, _Place, tuple[int, ...]]]:
+) -> dict[str, tuple[TensorEntry, TensorCut, tuple[int, ...]]]:
     """Join the groups' tensors by name, in order of first appearance."""
-    merged: dict[str, tuple[RankTensor, _Place]] = {}
+    merged: dict[str, tuple[TensorEntry, TensorCut]] = {}
     holding: dict[str, list[int]] = {}
     aliases: dict[str, list[str]] = {}
     for number, group in enumerate(groups):
         for tensor in group.structure.tensors:
-            place = _place(group.structure, tensor)
+            cut = group.structure.cuts[tensor.grid]
             known = aliases.setdefault(tensor.name, [])
             known += [a for a in tensor.aliases if a not in known]
             seen = merged.get(tensor.name)
             if seen is None:
-                merged[tensor.name], holding[tensor.name] = (tensor, place), [number]
+                merged[tensor.name], holding[tensor.name] = (tensor, cut), [number]
                 continue
             if (seen[0].dtype, seen[0].shape) != (tensor.dtype, tensor.shape):
                 first = groups[holding[tensor.name][0]].ranks[0]
@@ -317,25 +305,23 @@ def _merge(
                     hint="declare values that differ per rank with ckptd.PerRank, or give tensors "
                     "of different stages different names",
                 )
-            if seen[1] != place and (isinstance(seen[1], RowCut) or isinstance(place, RowCut)):
+            if (seen[1], seen[0].base) == (cut, tensor.base):
+                holding[tensor.name].append(number)
+            elif seen[1].grid is not None or cut.grid is not None:
                 raise _two_cuts(
                     tensor.name, groups[holding[tensor.name][0]].ranks[0], group.ranks[0]
                 )
-            if tensor.own and not seen[0].own:
-                merged[tensor.name] = msgspec.structs.replace(seen[0], own=True), seen[1]
-            if seen[1] == place and seen[0].placements == tensor.placements:
-                holding[tensor.name].append(number)
     _check_meanings(groups, merged, aliases)
     # Thousands of names have the same holders: their ranks are joined once.
     ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
-    out: dict[str, tuple[RankTensor, _Place, tuple[int, ...]]] = {}
-    for name, (tensor, place) in merged.items():
+    out: dict[str, tuple[TensorEntry, TensorCut, tuple[int, ...]]] = {}
+    for name, (tensor, cut) in merged.items():
         key = tuple(holding[name])
         if key not in ranks:
             ranks[key] = tuple(sorted(r for i in key for r in groups[i].ranks))
         if len(aliases[name]) != len(tensor.aliases):
             tensor = msgspec.structs.replace(tensor, aliases=tuple(aliases[name]))
-        out[name] = (tensor, place, ranks[key])
+        out[name] = (tensor, cut, ranks[key])
     return out
 
 
@@ -369,13 +355,13 @@ def _two_meanings(groups: Sequence[RankGroup], name: str) -> UsageError:
                 found.setdefault(f"another name of {tensor.name}", group.ranks[0])
         if name in structure.objects:
             found.setdefault("a value", group.ranks[0])
-    told = [f"{what} on rank {rank}" for what, rank in found.items()]
+    meanings = [f"{what} on rank {rank}" for what, rank in found.items()]
     return UsageError(
         "a name has two meanings",
         kind="structure",
         where=name,
-        wanted=told[0],
-        found="; ".join(told[1:]),
+        wanted=meanings[0],
+        found="; ".join(meanings[1:]),
         hint="every rank must have the same under one name: a tensor (torch.as_tensor(value)) or a "
         "value (tensor.item()) on all ranks, tied on all or on none; ckptd.PerRank(value, "
         "on_change=...) on all ranks holds what differs",
@@ -392,11 +378,16 @@ def _two_cuts(name: str, first: int, second: int) -> UsageError:
     )
 
 
-def _cut_entry(
-    tensor: RankTensor, cut: RowCut, holders: tuple[int, ...], tables: _Tables, balance: _Balance
+def _laid_entry(
+    tensor: TensorEntry,
+    grid: GridEntry,
+    owners: Runs3,
+    holders: tuple[int, ...],
+    tables: _Tables,
+    balance: _Balance,
 ) -> TensorEntry:
     """Return the entry of a tensor whose pieces and owners a layout says."""
-    files = cut.files()
+    files = Owners(owners).array(tensor.base)
     lacking = set(files.tolist()) - set(holders)
     if lacking:
         raise UsageError(
@@ -410,20 +401,19 @@ def _cut_entry(
     each = _nbytes(tensor) // max(1, len(files))
     for rank in files if len(files) <= 64 else ():
         balance.load[int(rank)] += each
-    entry = _bare(tensor, tables.grid(cut.grid.grid()))
-    return msgspec.structs.replace(entry, owners=number, base=base)
+    return _entry(tensor, tables.grid(grid.grid()), number, base)
 
 
 def _sharded_entry(
-    tensor: RankTensor,
+    tensor: TensorEntry,
+    cut: TensorCut,
     mesh: MeshEntry,
     holders: tuple[int, ...],
     tables: _Tables,
     balance: _Balance,
     replicas: dict[tuple[int, ...], list[int]],
 ) -> TensorEntry:
-    placements = tuple(_as_placement(p) for p in tensor.placements)
-    placements = nested(mesh.shape, placements) or placements
+    placements = nested(mesh.shape, cut.placements) or cut.placements
     grid = sharded_grid(tensor.shape, mesh.shape, placements).grid
     ranks = mesh_array(mesh)
     free = tuple(i for i, p in enumerate(placements) if p == "replicate" and mesh.shape[i] > 1)
@@ -449,12 +439,10 @@ def _sharded_entry(
             found=f"the tensor on ranks {list(holders[:16])} only",
         )
     number, base = tables.owner(files)
-    entry = _bare(tensor, tables.grid(grid))
     each = _nbytes(tensor) // len(files)
-    if len(files) <= 64:
-        for rank in files:
-            balance.load[int(rank)] += each
-    return msgspec.structs.replace(entry, owners=number, base=base)
+    for rank in files if len(files) <= 64 else ():
+        balance.load[int(rank)] += each
+    return _entry(tensor, tables.grid(grid), number, base)
 
 
 def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -462,7 +450,7 @@ def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
     return Owners(mesh.ranks).array().reshape(mesh.shape)
 
 
-def _cut_rows(tensor: RankTensor, holders: int, share: int) -> Axis:
+def _cut_rows(tensor: TensorEntry, holders: int, share: int) -> Axis:
     rows = tensor.shape[0] if tensor.shape else 1
     parts = min(holders, rows, -(-_nbytes(tensor) // share)) if tensor.shape else 1
     if parts <= 1 or 0 in tensor.shape:
@@ -471,14 +459,14 @@ def _cut_rows(tensor: RankTensor, holders: int, share: int) -> Axis:
     return Axis.from_sizes([small + 1] * extra + [small] * (parts - extra))
 
 
-def _row_grid(tensor: RankTensor, rows: Axis) -> Grid:
+def _row_grid(tensor: TensorEntry, rows: Axis) -> Grid:
     if not tensor.shape:
         return whole(())
     return Grid((rows, *(Axis(((n, 1),)) for n in tensor.shape[1:])))
 
 
 def _assign(
-    plain: Sequence[tuple[RankTensor, tuple[int, ...]]],
+    plain: Sequence[tuple[TensorEntry, tuple[int, ...]]],
     pieces: dict[str, list[tuple[int, int, int]]],
     balance: _Balance,
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -495,6 +483,14 @@ def _assign(
 
 _Cut: TypeAlias = tuple[tuple[int, Any], ...]
 """How a tensor is cut: size and placement of each mesh dimension that cuts it."""
+
+
+def _part_of(cut: TensorCut) -> _Cut | None:
+    if cut.grid is not None:
+        return None  # a layout says which part of it a rank holds
+    sizes = () if cut.mesh is None else cut.mesh.shape
+    placed = zip(sizes, cut.placements, strict=True)
+    return tuple((n, p) for n, p in placed if n > 1 and p != "replicate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,23 +541,22 @@ class ReplicaHolders:
         self._tensors: dict[str, int] = {}
         self._objects: dict[str, int] = {}
         self._own_values: set[str] = set()
-        self._cuts: dict[tuple[int, Any], _Cut] = {}
         self._found: dict[tuple[str, int], Shared] = {}
         self._described: dict[int, list[tuple[int, int, Any]]] = {}
         first: dict[str, tuple[_Cut | None, int]] = {}
         for number, group in enumerate(groups):
-            meshes = [self._meshes.setdefault(m, len(self._meshes)) for m in group.structure.meshes]
+            self._own_values.update(group.structure.own)
+            meshes = [self._mesh(cut) for cut in group.structure.cuts]
+            parts = [_part_of(cut) for cut in group.structure.cuts]
             for tensor in group.structure.tensors:
-                mesh = meshes[tensor.mesh] if tensor.mesh >= 0 else -1
-                placements = _hashable(tensor.placements)
-                cut = self._cut(tensor, group, mesh, placements)
-                seen = first.setdefault(tensor.name, (cut, number))
-                if seen[0] != cut:
+                part = parts[tensor.grid]
+                seen = first.setdefault(tensor.name, (part, number))
+                if seen[0] != part:
                     raise _cut_twice(tensor.name, groups, seen[1], number)
-                if tensor.own:
-                    self._own_values.add(tensor.name)
                 before = self._tensors.get(tensor.name, -1)
-                self._tensors[tensor.name] = self._link(before, number, mesh, placements)
+                placements = group.structure.cuts[tensor.grid].placements
+                link = self._link(before, number, meshes[tensor.grid], placements)
+                self._tensors[tensor.name] = link
             for name in group.structure.objects:
                 before = self._objects.get(name, -1)
                 self._objects[name] = self._link(before, number, -1, ())
@@ -573,18 +568,8 @@ class ReplicaHolders:
             self._chain.append(link)
         return number
 
-    def _cut(self, tensor: RankTensor, group: RankGroup, mesh: int, placements: Any) -> _Cut | None:
-        if tensor.grid >= 0:
-            return None  # a layout says which part of it a rank holds
-        if mesh < 0:
-            return ()
-        found = self._cuts.get((mesh, placements))
-        if found is None:
-            shape = group.structure.meshes[tensor.mesh].shape
-            found = self._cuts[mesh, placements] = tuple(
-                (n, p) for n, p in zip(shape, placements, strict=True) if n > 1 and p != "replicate"
-            )
-        return found
+    def _mesh(self, cut: TensorCut) -> int:
+        return -1 if cut.mesh is None else self._meshes.setdefault(cut.mesh, len(self._meshes))
 
     # -- what is asked ---------------------------------------------------------------------------
 
@@ -669,29 +654,24 @@ class ReplicaHolders:
         return np.atleast_1d(self._array(mesh)[tuple(index)]).reshape(-1)
 
 
-def _hashable(placements: Sequence[Any]) -> tuple[Any, ...]:
-    """JSON turns tuples into lists."""
-    return tuple(p if isinstance(p, str) else tuple(p) for p in placements)
-
-
 def _cut_twice(name: str, groups: Sequence[RankGroup], one: int, other: int) -> UsageError:
-    def told(number: int) -> str:
-        tensor = next(t for t in groups[number].structure.tensors if t.name == name)
-        if tensor.grid >= 0:
+    def held(number: int) -> str:
+        structure = groups[number].structure
+        cut = structure.cuts[next(t.grid for t in structure.tensors if t.name == name)]
+        if cut.grid is not None:
             how = "cut by the layout"
-        elif tensor.mesh < 0:
+        elif cut.mesh is None:
             how = "a plain tensor"
         else:
-            mesh = groups[number].structure.meshes[tensor.mesh]
-            how = f"{list(tensor.placements)} on a mesh {list(mesh.shape)}"
+            how = f"{list(cut.placements)} on a mesh {list(cut.mesh.shape)}"
         return f"{how} on rank {groups[number].ranks[0]}"
 
     return UsageError(
         "ranks disagree on how a tensor is cut",
         kind="structure",
         where=name,
-        wanted=told(one),
-        found=told(other),
+        wanted=held(one),
+        found=held(other),
         hint="one of them would be saved and the others lost: give tensors of different stages "
         "different names, or cut them alike; with a layout, every rank gives the same one",
     )

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from ckptd.format.manifest import MeshEntry, TensorEntry
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.policy import Keep
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import Blob, Extra, SaveRequest
-from ckptd.save.structure import RankGroup, RankTensor, SavePlan, Structure, build_plan
+from ckptd.save.structure import RankGroup, SavePlan, Structure, TensorCut, build_plan
 from ckptd.store import StoreSpec
 from ckptd.store.base import Store
 
@@ -26,10 +27,22 @@ def values(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[st
     return {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
 
 
+def tensor(
+    name: str,
+    shape: tuple[int, ...],
+    mesh: MeshEntry | None = None,
+    *placements: Any,
+    aliases: tuple[str, ...] = (),
+    dtype: str = "float32",
+) -> tuple[TensorEntry, TensorCut]:
+    """Return a tensor as a structure describes it."""
+    return TensorEntry(name, dtype, shape, 0, 0, 0, aliases), TensorCut(mesh, placements)
+
+
 def plan_of(shapes: Mapping[str, tuple[int, ...]] = SHAPES, world: int = 1) -> SavePlan:
     """Return the plan for replicated float32 tensors of a job of `world` ranks."""
-    tensors = tuple(RankTensor(n, "float32", s) for n, s in shapes.items())
-    return build_plan([RankGroup(Structure((), tensors), tuple(range(world)))], world)
+    structure = Structure.of(tensor(n, s) for n, s in shapes.items())
+    return build_plan([RankGroup(structure, tuple(range(world)))], world)
 
 
 def fill(plan: SavePlan, rank: int, arrays: Mapping[str, Any], data: memoryview) -> int:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ckptd.errors import UsageError
 from ckptd.format.manifest import MeshEntry
-from ckptd.save.structure import RankGroup, RankTensor, ReplicaHolders, Structure, build_plan
+from ckptd.save.structure import RankGroup, ReplicaHolders, Structure, build_plan
+from tests.save.saving import tensor
 
 PP, DP, TP = 2, 2, 2
 WORLD = PP * DP * TP
@@ -28,14 +29,13 @@ tensors = st.tuples(
 def structures(held: list[tuple[set[int], tuple | None]]) -> list[RankGroup]:
     by_structure: dict[Structure, list[int]] = {}
     for rank in range(WORLD):
-        own = tuple(
-            RankTensor(f"t{i}", "float32", (8,), -1 if cut is None else 0, cut or ())
+        own = [
+            tensor(f"t{i}", (8,), None if cut is None else MESH, *(cut or ()))
             for i, (ranks, cut) in enumerate(held)
             if rank in ranks
-        )
+        ]
         names = tuple(f"o{i}" for i, (ranks, _) in enumerate(held) if rank in ranks)
-        meshes = (MESH,) if any(t.mesh == 0 for t in own) else ()
-        by_structure.setdefault(Structure(meshes, own, names), []).append(rank)
+        by_structure.setdefault(Structure.of(own, names), []).append(rank)
     return [RankGroup(s, tuple(r)) for s, r in by_structure.items()]
 
 
@@ -82,9 +82,8 @@ def test_stages_with_meshes_of_their_own_compare_by_place() -> None:
     groups = []
     for stage in range(2):
         mesh = MeshEntry(("dp",), (2,), ((2 * stage, 1, 2),))
-        tied = RankTensor("tied", "float32", (4,), 0, (("shard", 0),))
-        own = RankTensor(f"own{stage}", "float32", (4,), 0, (("shard", 0),))
-        groups.append(RankGroup(Structure((mesh,), (tied, own)), (2 * stage, 2 * stage + 1)))
+        held = [tensor(name, (4,), mesh, ("shard", 0)) for name in ("tied", f"own{stage}")]
+        groups.append(RankGroup(Structure.of(held), (2 * stage, 2 * stage + 1)))
     keys = [ReplicaHolders(groups, rank).tensor("tied").key for rank in range(4)]
     assert keys[0] == keys[2] != keys[1] == keys[3]
     assert [ReplicaHolders(groups, r).tensor("tied").first for r in range(4)] == [
@@ -98,10 +97,9 @@ def test_stages_with_meshes_of_their_own_compare_by_place() -> None:
 
 def test_a_tensor_that_is_cut_in_two_ways_is_an_error() -> None:
     mesh = MeshEntry(("dp",), (2,), ((0, 1, 2),))
-    cut = RankTensor("t", "float32", (4,), 0, (("shard", 0),))
     groups = [
-        RankGroup(Structure((mesh,), (cut,)), (0, 1)),
-        RankGroup(Structure((), (RankTensor("t", "float32", (4,)),)), (2,)),
+        RankGroup(Structure.of([tensor("t", (4,), mesh, ("shard", 0))]), (0, 1)),
+        RankGroup(Structure.of([tensor("t", (4,))]), (2,)),
     ]
     with pytest.raises(UsageError) as caught:
         ReplicaHolders(groups, 0)
@@ -110,24 +108,18 @@ def test_a_tensor_that_is_cut_in_two_ways_is_an_error() -> None:
     assert "rank 2" in str(caught.value.found)
 
 
-def plain(*names: str, aliases: tuple[str, ...] = ()) -> tuple[RankTensor, ...]:
-    first, *rest = names
-    return (
-        RankTensor(first, "float32", (4,), aliases=aliases),
-        *(RankTensor(n, "float32", (4,)) for n in rest),
-    )
+def plain(*names: str, aliases: tuple[str, ...] = (), objects: tuple[str, ...] = ()) -> Structure:
+    rest = [tensor(name, (4,)) for name in names[1:]]
+    return Structure.of([tensor(n, (4,), aliases=aliases) for n in names[:1]] + rest, objects)
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (Structure((), plain("a")), Structure((), (), ("a",))),
-        (Structure((), plain("a", aliases=("b",))), Structure((), plain("a", "b"))),
-        (Structure((), plain("a", aliases=("b",))), Structure((), plain("a"), ("b",))),
-        (
-            Structure((), plain("a", "c", aliases=("b",))),
-            Structure((), plain("c", "a", aliases=("b",))),
-        ),
+        (plain("a"), plain(objects=("a",))),
+        (plain("a", aliases=("b",)), plain("a", "b")),
+        (plain("a", aliases=("b",)), plain("a", objects=("b",))),
+        (plain("a", "c", aliases=("b",)), plain("c", "a", aliases=("b",))),
     ],
     ids=["tensor and value", "alias and tensor", "alias and value", "alias of two"],
 )
@@ -139,8 +131,8 @@ def test_a_name_with_two_meanings_is_an_error(one: Structure, other: Structure) 
 
 def test_aliases_of_all_ranks_are_kept() -> None:
     groups = [
-        RankGroup(Structure((), plain("a", aliases=("b",))), (0,)),
-        RankGroup(Structure((), plain("a", aliases=("c",))), (1,)),
+        RankGroup(plain("a", aliases=("b",)), (0,)),
+        RankGroup(plain("a", aliases=("c",)), (1,)),
     ]
     (entry,) = build_plan(groups, 2).tensors
     assert entry.aliases == ("b", "c")

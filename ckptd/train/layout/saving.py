@@ -12,19 +12,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
 from ckptd.errors import MismatchError, UsageError
 from ckptd.format.filemap import ChunkRef
-from ckptd.format.manifest import GridEntry, Runs3
+from ckptd.format.manifest import GridEntry, TensorEntry
 from ckptd.layout.block import flat_regions
 from ckptd.layout.grid import strides_of
 from ckptd.layout.lay.local import LocalPiece
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.stored import StoredTensor, local_cells
 from ckptd.layout.lay.syntax import Replicas
-from ckptd.save.structure import RankTensor as Held
-from ckptd.save.structure import ReplicaHolders, Shared, Structure
+from ckptd.save.structure import ReplicaHolders, Shared, Structure, TensorCut
 from ckptd.train.feed import CopyStep, StridedWindow
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.program import combined
@@ -83,28 +80,14 @@ class LaidLeaves:
 
     def structure(self, bare: Structure) -> Structure:
         """Add the stored tensors to the structure of everything else."""
-        grids: dict[GridEntry, int] = {}
-        owners: dict[Runs3, int] = {}
-        tensors = []
+        tensors = [(tensor, bare.cuts[tensor.grid]) for tensor in bare.tensors]
         for name, part in self.parts.items():
             stored = part.stored
-            tensors.append(
-                Held(
-                    name,
-                    part.leaf.dtype,
-                    stored.shape,
-                    grid=grids.setdefault(GridEntry.of(stored.grid), len(grids)),
-                    owners=owners.setdefault(stored.owners.runs, len(owners)),
-                    base=stored.base + self.job.writers.shift(stored),
-                )
-            )
-        return msgspec.structs.replace(
-            bare,
-            tensors=(*bare.tensors, *tensors),
-            grids=tuple(grids),
-            owners=tuple(owners),
-            lay=self.job.kept,
-        )
+            cut = TensorCut(grid=GridEntry.of(stored.grid), owners=stored.owners.runs)
+            base = stored.base + self.job.writers.shift(stored)
+            entry = TensorEntry(name, part.leaf.dtype, stored.shape, 0, 0, base)
+            tensors.append((entry, cut))
+        return Structure.of(tensors, bare.objects, bare.own, self.job.kept)
 
     # --- copies ---------------------------------------------------------------------------------
 

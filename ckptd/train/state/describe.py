@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckptd.errors import UsageError
-from ckptd.format.manifest import MeshEntry
+from ckptd.format.manifest import MeshEntry, TensorEntry
 from ckptd.layout.block import Region, box_region
 from ckptd.layout.owners import Owners
 from ckptd.layout.sharding import Placement, ambiguous, local_regions, local_shape, nested
-from ckptd.save.structure import RankTensor, Structure
+from ckptd.save.structure import Structure, TensorCut
 from ckptd.train.state.leaves import TensorLeaf
 from ckptd.train.state.tensors import dtype_name, is_dtensor
 from ckptd.types import Box
@@ -61,27 +61,17 @@ class Describer:
         UsageError
             A placement that cannot be saved, or a mesh that reaches outside the group.
         """
-        meshes: dict[MeshEntry, int] = {}
         tensors = []
         for name, leaf in leaves.items():
-            tensor = leaf.tensor
-            if is_dtensor(tensor):
-                entry, _, placements = self._sharding(name, tensor)
-                number = meshes.setdefault(entry, len(meshes))
-            else:
-                number, placements = -1, ()
-            tensors.append(
-                RankTensor(
-                    name,
-                    dtype_name(tensor.dtype),
-                    tuple(tensor.shape),
-                    number,
-                    placements,
-                    tuple(leaf.aliases),
-                    own=bool(leaf.own) and not is_dtensor(tensor),
-                )
-            )
-        return Structure(tuple(meshes), tuple(tensors), tuple(sorted(objects)))
+            cut = TensorCut()
+            if is_dtensor(leaf.tensor):
+                mesh, _, placements = self._sharding(name, leaf.tensor)
+                cut = TensorCut(mesh, placements)
+            shape, aliases = tuple(leaf.tensor.shape), tuple(leaf.aliases)
+            entry = TensorEntry(name, dtype_name(leaf.tensor.dtype), shape, 0, 0, 0, aliases)
+            tensors.append((entry, cut))
+        own = tuple(n for n, leaf in leaves.items() if leaf.own and not is_dtensor(leaf.tensor))
+        return Structure.of(tensors, tuple(sorted(objects)), own)
 
     def held(self, name: str, tensor: torch.Tensor) -> LocalRegions:
         """Return what this rank holds of a tensor.
