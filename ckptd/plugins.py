@@ -10,10 +10,12 @@ from ckptd.errors import UsageError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["DUMPS", "SIMULATIONS", "VERBS", "Verb", "entries", "load_entry", "origin"]
+__all__ = ["DUMPS", "READERS", "SIMULATIONS", "VERBS", "Verb", "entries", "load_entry", "origin"]
 
 DUMPS = "ckptd.dumps"
 """Group of the entry point that diagnoses a folder of dumps of PyTorch's flight recorder."""
+READERS = "ckptd.readers"
+"""Group of the entry points that read a foreign format: a `ckptd.readers.base.FormatReader`."""
 SIMULATIONS = "ckptd.simulations"
 """Group of the entry point that feeds a daemon with a job that does not exist."""
 VERBS = "ckptd.verbs"

@@ -20,6 +20,8 @@ from ckptd.cli.output import note, warn
 from ckptd.errors import CkptdError, NotFoundError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
+from ckptd.readers.find import find_foreign, split_file
+from ckptd.readers.twin import ForeignRoot
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.leases import LEASE_S, Hold, hold_or_read
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
@@ -96,19 +98,37 @@ def spec_of(root: str) -> StoreSpec:
 
 
 @contextmanager
-def opened(root: str) -> Iterator[Catalogue]:
-    """Open an existing root; creates nothing.
+def opened(root: str, step: int = 0) -> Iterator[Catalogue]:
+    """Open an existing root, or a foreign checkpoint as a root that is only read.
+
+    Parameters
+    ----------
+    step
+        Of a foreign checkpoint that does not say its own.
 
     Raises
     ------
     NotFoundError
-        There is no root.
+        There is neither.
+    MismatchError, CorruptError, RefusedError
+        As `ckptd.readers.find.find_foreign`.
     """
-    with spec_of(root).open() as store:
+    folder, file = split_file(root)
+    with spec_of(folder).open() as store:
         catalogue = Catalogue(store)
         try:
+            if file:
+                raise NotFoundError("no root", kind="not-a-root", where=root)
             catalogue.open()
         except NotFoundError as error:
+            foreign = find_foreign(store, file, step)
+            if foreign is not None:
+                note(
+                    f"{root} is read as {foreign.format}, which has no digests: sizes are"
+                    " checked, bytes are not"
+                )
+                yield Catalogue(foreign)
+                return
             if "@" in root.rpartition("/")[2] and error.hint:
                 error.add_note("  note:   steps are written ROOT@STEP or ROOT@STEP-gGENERATION")
             raise
@@ -125,6 +145,9 @@ def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit
     Where no lease can be written (a full disk, a root that is read-only), it is read without one,
     and the user is warned.
     """
+    if isinstance(catalogue.store, ForeignRoot):
+        yield catalogue.commit(name)  # nobody deletes it by ckptd's rules
+        return
     lease = hold_or_read(catalogue, name, holder=holder)
     if not isinstance(lease, Hold):
         warn(lease.text)

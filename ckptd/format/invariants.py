@@ -18,7 +18,7 @@ from ckptd.errors import CkptdError, CorruptError
 from ckptd.format.container import ALIGNMENT, MAX_HEADER_BYTES, Chunk
 from ckptd.format.digest import MAX_CHUNKS, DigestIndex, is_digest
 from ckptd.format.filemap import FileMap, is_home
-from ckptd.format.manifest import FileEntry, GridEntry, Manifest, MeshEntry
+from ckptd.format.manifest import UNDIGESTED, FileEntry, GridEntry, Manifest, MeshEntry
 from ckptd.format.metadata import MAX_METADATA_BYTES
 from ckptd.format.names import (
     MAX_GENERATION,
@@ -76,7 +76,7 @@ def check_manifest(manifest: Manifest, where: str, manifest_bytes: int) -> FileM
         ``bad-object``, ``bad-witness`` or ``limits``.
     """
     _check_identity(manifest, where)
-    _check_file_table(manifest.files, where)
+    _check_file_table(manifest.files, where, digested=UNDIGESTED not in manifest.requires)
     _check_dims(manifest.grids, where)
     _check_numbers(manifest, where)
     filemap = FileMap.of(manifest, where)
@@ -109,7 +109,7 @@ def _check_identity(m: Manifest, where: str) -> None:
         raise _bad("bad-manifest", "step, generation, attempt or world size out of range", where)
 
 
-def _check_file_table(files: Sequence[FileEntry], where: str) -> None:
+def _check_file_table(files: Sequence[FileEntry], where: str, *, digested: bool) -> None:
     for number, file in enumerate(files):
         if not is_data_path(file.path):
             raise _bad(
@@ -119,13 +119,13 @@ def _check_file_table(files: Sequence[FileEntry], where: str) -> None:
                 "data/<step>-g<generation>-<attempt>/<name>.safetensors",
                 repr(file.path[:200]),
             )
-        if not _is_plausible(file):
+        if not _is_plausible(file, digested):
             raise _bad("bad-file", "impossible sizes, rank or digest", f"{where}: {file.path}")
     if len({f.path for f in files}) != len(files):
         raise _bad("bad-file", "two entries name one file", where)
 
 
-def _is_plausible(file: FileEntry) -> bool:
+def _is_plausible(file: FileEntry, digested: bool) -> bool:
     if not 0 <= file.rank <= MAX_RANK:
         return False
     if file.data_start == 0:
@@ -134,7 +134,7 @@ def _is_plausible(file: FileEntry) -> bool:
         file.data_start % ALIGNMENT == 0
         and 0 < file.data_start <= MAX_HEADER_BYTES + ALIGNMENT
         and 0 <= file.data_bytes < MAX_BYTES
-        and is_digest(file.index)
+        and (is_digest(file.index) if digested else file.index == "")
     )
 
 

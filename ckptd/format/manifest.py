@@ -21,6 +21,7 @@ from ckptd.layout.owners import Owners
 __all__ = [
     "FORMAT",
     "OPTIMIZER_CLASS",
+    "UNDIGESTED",
     "VERSION",
     "FileEntry",
     "GridEntry",
@@ -41,7 +42,9 @@ FORMAT = "ckptd"
 VERSION = 1
 OPTIMIZER_CLASS = "ckptd.class"
 """Key of a group of an object of the kind ``groups`` that says whose groups they are."""
-SUPPORTED: frozenset[str] = frozenset()
+UNDIGESTED = "undigested"
+"""Feature of a manifest that stands for foreign files: of them no digests are known."""
+SUPPORTED = frozenset({UNDIGESTED})
 """Features of ``requires`` that this reader knows."""
 
 COMPRESS_ABOVE_BYTES = 1 << 20
@@ -68,7 +71,8 @@ class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     data_bytes
         Length of the data section.
     index
-        XXH3-128 of the digest index file, as hexadecimal digits.
+        XXH3-128 of the digest index file, as hexadecimal digits. Empty: nobody wrote digests, and
+        only the file's size can be checked (see `UNDIGESTED`).
     """
 
     path: str

@@ -85,8 +85,9 @@ class PieceLocations:
         self._folder = "" if table else manifest.folder
         self._checked: dict[int, bool] = {}
         self._sized: set[int] = set()
-        self.indexes: dict[int, DigestIndex] = {}
-        """Checked digest indexes by file: several reads of one checkpoint share them."""
+        self.indexes: dict[int, DigestIndex | None] = {}
+        """Checked digest indexes by file: several reads of one checkpoint share them. None is
+        for a file without digests."""
         self._headers: dict[int, dict[str, Chunk]] = {}
         self._lock = threading.Lock()
 
@@ -405,8 +406,10 @@ def check_index_size(store: Store, entry: FileEntry) -> None:
         raise blame(error, key)
 
 
-def load_index(store: Store, entry: FileEntry) -> DigestIndex:
+def load_index(store: Store, entry: FileEntry) -> DigestIndex | None:
     """Read the digest index of a data file, and check it against the manifest.
+
+    None for a file of which nobody wrote digests.
 
     Raises
     ------
@@ -414,6 +417,8 @@ def load_index(store: Store, entry: FileEntry) -> DigestIndex:
         kind ``missing-file``, ``truncated`` or ``bad-size`` (before anything is allocated),
         ``digest``, or ``bad-index``.
     """
+    if not entry.index:
+        return None
     check_index_size(store, entry)
     key = digests_key(entry.path)
     where = f"{key}, written by rank {entry.rank}"

@@ -256,6 +256,8 @@ class Fetcher:
         if not self._verify:
             return
         index = self._places.indexes[file]
+        if index is None:
+            return
         first = self._line.first(file)
         for at in range(0, len(view), BLOCK_BYTES):
             position = lo + at // BLOCK_BYTES

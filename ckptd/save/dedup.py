@@ -521,8 +521,8 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> ChunkDigests | N
     for file, chunks in _by_file(places, manifest, plan):
         header = places.header(file)
         number = {name: i for i, name in enumerate(header)}
-        table = digest_table(load_index(catalogue.store, manifest.files[file]).chunks)
-        if len(table) != len(header):
+        index = load_index(catalogue.store, manifest.files[file])
+        if index is None or len(table := digest_table(index.chunks)) != len(header):
             continue
         for mine, name in chunks:
             chunk, dtype = header.get(name), plan.plan.filemap.dtypes[plan.chunks[mine].tensor]

@@ -13,11 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
+import xxhash
 
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
+from ckptd.format.filemap import ChunkRef
 from ckptd.format.invariants import check_files, check_index
-from ckptd.format.manifest import FileEntry, Manifest
+from ckptd.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
 from ckptd.load.files import load_index, missing_file, read_header
@@ -78,24 +80,24 @@ class FileCopy:
         # Named after what is copied: a later copy of the same finds its files by it.
         self._attempt = f"cp{original.commit.manifest_digest[:_ATTEMPT_DIGITS]}"
         self._name = CommitName(original.commit.step, working.generation)
+        self._files = self._file_table()
 
     def run(self) -> int:
         """Copy everything and commit; return how many files were there already."""
         self._working.touch(self._name)
-        files = self._files()
         run_all(
-            [i for i, f in enumerate(files) if f.data_start],
-            lambda i: self._file(i, files[i].path),
+            [i for i, f in enumerate(self._files) if f.data_start],
+            self._file,
             threads=_THREADS,
             stall_s=_STALL_S,
             what="copying",
             pulse=lambda: self._done,
         )
         self._witness()
-        self._commit(files)
+        self._commit()
         return self._reused
 
-    def _files(self) -> list[FileEntry]:
+    def _file_table(self) -> list[FileEntry]:
         """Return the file table of the copy.
 
         Files of older checkpoints hold more than is referred to here, so they keep a folder of
@@ -114,9 +116,9 @@ class FileCopy:
 
     # -- data files
 
-    def _file(self, number: int, key: str) -> None:
-        entry = self._original.manifest.files[number]
-        if self._is_there(entry, key):
+    def _file(self, number: int) -> None:
+        entry, key = self._original.manifest.files[number], self._files[number].path
+        if self._is_there(number, entry, key):
             with self._lock:
                 self._reused += 1
             self._count(entry.data_bytes)
@@ -126,23 +128,35 @@ class FileCopy:
         backoff = Backoff(RetrySpec())
         while True:
             try:
-                self._write(number, key, header, index)
+                index = self._write(number, key, header, index)
                 break
             except TransientStoreError as error:
                 backoff.wait(error)
         # Last: whoever finds the index knows that the file is complete.
-        self._target.store.put(digests_key(key), index.encode())
+        raw = index.encode()
+        self._target.store.put(digests_key(key), raw)
+        self._digested(number, raw)
 
-    def _write(self, number: int, key: str, header: bytes, index: DigestIndex) -> None:
-        """Write one file front to back, reading and checking as it goes."""
+    def _digested(self, number: int, raw: bytes) -> None:
+        """Note the digest of a file's index, for the manifest of the copy."""
+        entry = self._files[number]
+        self._files[number] = msgspec.structs.replace(entry, index=digest_hex(raw))
+
+    def _write(
+        self, number: int, key: str, header: bytes, index: DigestIndex | None
+    ) -> DigestIndex:
+        """Write one file front to back, reading and checking as it goes; return its digests."""
         entry = self._original.manifest.files[number]
         copied = 0
+        made = _Digests(entry.data_bytes, self._original.filemap.chunks(number))
         try:
             with self._bulk.writer(key, len(header) + entry.data_bytes) as writer:
                 writer.write(_aligned(header))
                 for start in range(0, entry.data_bytes, _SLICE_BYTES):
                     view = self._slice(number, entry, index, start)
                     writer.write(view)
+                    if index is None:
+                        made.feed(view)
                     copied += len(view)
                     self._count(len(view))
                     self._working.touch(self._name)
@@ -150,16 +164,22 @@ class FileCopy:
         except TransientStoreError:
             self._count(-copied)  # it is copied again from its beginning
             raise
+        return made.index() if index is None else index
 
-    def _is_there(self, entry: FileEntry, key: str) -> bool:
+    def _is_there(self, number: int, entry: FileEntry, key: str) -> bool:
         if self._target.size(key) != entry.data_start + entry.data_bytes:
             return False
         try:
-            return digest_hex(self._target.store.get(digests_key(key))) == entry.index
+            raw = self._target.store.get(digests_key(key))
         except NotFoundError:
             return False
+        if entry.index:
+            return digest_hex(raw) == entry.index
+        # Nobody wrote digests of the original: an earlier copy made these, and made them last.
+        self._digested(number, raw)
+        return True
 
-    def _header(self, number: int, entry: FileEntry, index: DigestIndex) -> bytes:
+    def _header(self, number: int, entry: FileEntry, index: DigestIndex | None) -> bytes:
         """Return the header when it says what the manifest says."""
         chunks, _ = read_header(self._source, entry)
         nchunks = len(chunks)
@@ -177,10 +197,13 @@ class FileCopy:
                     wanted=f"{len(wanted)} chunks",
                     found=f"{len(said)} chunks, {len(set(said) - set(wanted))} of them others",
                 )
-        check_index(entry, index, nchunks, digests_key(entry.path))
+        if index is not None:
+            check_index(entry, index, nchunks, digests_key(entry.path))
         return self._source.get(entry.path, ByteRange(0, entry.data_start))
 
-    def _slice(self, number: int, entry: FileEntry, index: DigestIndex, start: int) -> memoryview:
+    def _slice(
+        self, number: int, entry: FileEntry, index: DigestIndex | None, start: int
+    ) -> memoryview:
         """Read and check part of a data section, into memory that direct I/O can write from."""
         size = min(_SLICE_BYTES, entry.data_bytes - start)
         view = memoryview(mmap.mmap(-1, size))
@@ -191,7 +214,7 @@ class FileCopy:
         for at in range(0, size, BLOCK_BYTES):
             block = (start + at) // BLOCK_BYTES
             part = view[at : at + BLOCK_BYTES]
-            if digest(part) != index.block(block):
+            if index is not None and digest(part) != index.block(block):
                 raise self._bad_block(number, entry, block, len(part))
         return view
 
@@ -228,14 +251,15 @@ class FileCopy:
             raise CorruptError("the witness is not what was written", kind="digest", where=key)
         self._target.store.put(data_folder(self._name, self._attempt) + WITNESS, raw)
 
-    def _commit(self, files: Sequence[FileEntry]) -> None:
+    def _commit(self) -> None:
         manifest = msgspec.structs.replace(
             self._original.manifest,
             generation=self._name.generation,
             attempt=self._attempt,
-            files=tuple(files),
+            files=tuple(self._files),
+            requires=tuple(r for r in self._original.manifest.requires if r != UNDIGESTED),
         )
-        folders = {f.folder for f in files if f.data_start}
+        folders = {f.folder for f in self._files if f.data_start}
         for folder in sorted(folders - {manifest.folder}):
             self._target.store.sync(folder)
         publish_manifest(
@@ -244,6 +268,39 @@ class FileCopy:
             write_id=self._working.work_id,
             created=self._original.commit.created,
         )
+
+
+class _Digests:
+    """Computes the digest index of a data section that passes by, front to back."""
+
+    def __init__(self, nbytes: int, chunks: Sequence[ChunkRef]) -> None:
+        self._nbytes = nbytes
+        self._chunks = chunks
+        self._blocks: list[bytes] = []
+        self._done: list[bytes] = []
+        self._hash = xxhash.xxh3_128()
+        self._at = 0
+
+    def feed(self, view: memoryview) -> None:
+        """Take the next bytes: whole blocks, but for the last ones."""
+        self._blocks += [
+            digest(view[i : i + BLOCK_BYTES]) for i in range(0, len(view), BLOCK_BYTES)
+        ]
+        end = self._at + len(view)
+        while len(self._done) < len(self._chunks):
+            chunk = self._chunks[len(self._done)]
+            lo, hi = max(chunk.start, self._at), min(chunk.end, end)
+            self._hash.update(view[lo - self._at : hi - self._at] if hi > lo else b"")
+            if chunk.end > end:
+                break
+            self._done.append(self._hash.digest())
+            self._hash.reset()
+        self._at = end
+
+    def index(self) -> DigestIndex:
+        """Return the index, once everything has passed."""
+        self.feed(memoryview(b""))  # chunks without bytes, in a file without any
+        return DigestIndex.build(self._nbytes, self._blocks, self._done)
 
 
 def _aligned(header: bytes) -> memoryview:
@@ -362,7 +419,7 @@ class Transfer:
         step = original.commit.step
         for name in line:
             if name.step == step:
-                if _content(self._target.manifest(name)) == _content(original.manifest):
+                if _same(self._target.manifest(name), original.manifest):
                     return name
                 break
         refuse_behind(self._target, line, step)
@@ -380,7 +437,15 @@ class Transfer:
         )
 
 
-def _content(manifest: Manifest) -> Manifest:
-    """Return what two copies have in common: everything but where they lie."""
-    files = tuple(msgspec.structs.replace(f, path="") for f in manifest.files)
-    return msgspec.structs.replace(manifest, generation=0, attempt="", files=files)
+def _same(copy: Manifest, original: Manifest) -> bool:
+    """Tell whether one is a copy of the other: alike in everything but where they lie."""
+    digested = UNDIGESTED not in original.requires
+    return _content(copy, digested) == _content(original, digested)
+
+
+def _content(manifest: Manifest, digested: bool) -> Manifest:
+    files = tuple(
+        msgspec.structs.replace(f, path="", index=f.index if digested else "")
+        for f in manifest.files
+    )
+    return msgspec.structs.replace(manifest, generation=0, attempt="", files=files, requires=())

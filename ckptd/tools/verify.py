@@ -219,6 +219,8 @@ class Scan:
 
     def _check_blocks(self, file: int, start: int, window: NDArray[np.uint8]) -> None:
         index = self._places.indexes[file]
+        if index is None:
+            return
         for at in range(0, len(window), BLOCK_BYTES):
             block = (start + at) // BLOCK_BYTES
             part = window[at : at + BLOCK_BYTES]
@@ -238,8 +240,10 @@ class Scan:
                 self._witness.feed(chunk.witness, lo - chunk.target.start, part)
 
     def _close(self, file: int, chunk: _Open) -> None:
-        target = chunk.target
-        wanted, found = self._places.indexes[file].chunk(target.number), chunk.hash.digest()
+        target, index = chunk.target, self._places.indexes[file]
+        if index is None:
+            return
+        wanted, found = index.chunk(target.number), chunk.hash.digest()
         if wanted == found:
             return
         entry = self._places.manifest.files[file]
@@ -566,11 +570,13 @@ class _Verification:
         key = digests_key(entry.path)
         try:
             if not deep:
-                check_index_size(self._store, entry)
+                if entry.index:
+                    check_index_size(self._store, entry)
                 return
             index = load_index(self._store, entry)
-            count = self._filemap.nchunks(file) if self._places.is_own(file) else None
-            check_index(entry, index, count, key)
+            if index is not None:
+                count = self._filemap.nchunks(file) if self._places.is_own(file) else None
+                check_index(entry, index, count, key)
         except CkptdError as error:
             self._findings.add(VerifyFinding.of(error, key, entry.rank))
             return

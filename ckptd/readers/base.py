@@ -1,0 +1,234 @@
+"""What a reader of a foreign format finds: a table of pieces, and what else it knows.
+
+A format is one module with one `FormatReader`. It reads metadata and never a tensor's bytes;
+`ckptd.readers.twin` makes a checkpoint of its table, and everything that works on a checkpoint
+works on that. Readers of other packages are found by the entry point ``ckptd.readers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from ckptd.format import codec
+from ckptd.readers.pickles import PickledObject, walk_values
+from ckptd.readers.zips import Extent, ReadRange
+from ckptd.store.base import Store
+from ckptd.types import DTYPES, Box, ByteRange
+
+__all__ = ["CODES", "Foreign", "ForeignPiece", "FormatReader", "Listing", "json_value", "missing"]
+
+MAX_NAMES = 1 << 20
+MAX_VALUES = 1 << 14
+_MAX_CHARS = 1 << 16
+CODES = {d.safetensors: d.name for d in DTYPES.values() if d.safetensors}
+"""Types by their code in a safetensors header."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPiece:
+    """A part of a tensor, and where it lies.
+
+    Attributes
+    ----------
+    name, dtype, shape
+        Of the whole tensor; the type as in `ckptd.types.DTYPES`.
+    box
+        Where the part lies in the tensor.
+    file
+        Key of the file that holds it.
+    at
+        Where it lies in the file; a function, for what costs a read to find out.
+    flat
+        The part is only this range of the box's row-major elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    file: str
+    at: Extent | Callable[[], Extent]
+    flat: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.box.numel if self.flat is None else self.flat[1] - self.flat[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A checkpoint as a reader found it.
+
+    Attributes
+    ----------
+    pieces
+        The table. Two pieces of one place are replicas: the first one counts.
+    objects
+        Values that JSON has, by name.
+    left_out
+        Names of values that JSON has not.
+    unread
+        Files that look like a part of it and are none.
+    step
+        Of training; None where nothing tells.
+    lay
+        A layout program for its names; empty for none.
+    sizes
+        Sizes of axes that shapes alone do not tell.
+    """
+
+    pieces: Iterable[ForeignPiece]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
+    unread: Sequence[str] = ()
+    step: int | None = None
+    lay: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+class Listing:
+    """The names in a folder, and in the folders directly below.
+
+    Parameters
+    ----------
+    store
+        Where it is.
+    prefix
+        The folder; "" or ending in "/".
+    only
+        Look at these names alone.
+    """
+
+    def __init__(self, store: Store, prefix: str = "", only: Sequence[str] = ()) -> None:
+        self.store = store
+        self.prefix = prefix
+        self._only = only
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names, sorted; folders end in "/"."""
+        found = list(self._only) or self.store.children(self.prefix)
+        if len(found) > MAX_NAMES:
+            raise CorruptError(
+                "too many files",
+                kind="limits",
+                where=self.where,
+                wanted=f"at most {MAX_NAMES}",
+                found=len(found),
+            )
+        return found
+
+    @property
+    def where(self) -> str:
+        """The folder, for errors."""
+        return f"{self.store.url.rstrip('/')}/{self.prefix}".rstrip("/")
+
+    def ending(self, *ends: str) -> list[str]:
+        """Return the names that end so."""
+        return [n for n in self.names if n.endswith(ends)]
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders directly below, with their "/"."""
+        return self.ending("/")
+
+    def inside(self, folder: str) -> Listing:
+        """Return the listing of a folder directly below."""
+        return Listing(self.store, self.prefix + folder)
+
+    def key(self, name: str) -> str:
+        """Return the key of a file."""
+        return self.prefix + name
+
+    def size(self, name: str) -> int:
+        """Return the length of a file; `CorruptError`, kind ``missing-file``, for none."""
+        try:
+            return self.store.stat(self.key(name)).size
+        except NotFoundError:
+            raise missing(self.key(name)) from None
+
+    def reads(self, name: str) -> ReadRange:
+        """Return a function that reads ranges of a file."""
+        key = self.key(name)
+        return lambda start, end: self.store.get(key, ByteRange(start, end))
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return a small file; `CorruptError`, kind ``limits``, for one above `most` bytes."""
+        size = self.size(name)
+        if size > most:
+            raise CorruptError(
+                "a file is too large",
+                kind="limits",
+                where=self.key(name),
+                wanted=f"at most {most} bytes",
+                found=size,
+            )
+        return self.store.get(self.key(name), ByteRange(0, size))
+
+
+class FormatReader(Protocol):
+    """Reads one format.
+
+    Attributes
+    ----------
+    name
+        What users call it: ``dcp``, ``hf``.
+    """
+
+    name: str
+
+    def recognise(self, names: Listing) -> int:
+        """Return how surely a folder is of this format, from names alone: 0 is not at all."""
+
+    def open(self, names: Listing) -> Foreign:
+        """Read metadata and describe the checkpoint.
+
+        Raises
+        ------
+        CorruptError, MismatchError, RefusedError
+            It is damaged, incomplete, or of a kind that is not read.
+        """
+
+
+def missing(path: str, hint: str | None = None) -> CorruptError:
+    """Return the error for a file that the checkpoint needs and the folder lacks."""
+    return CorruptError(
+        "a file of the checkpoint is missing", kind="missing-file", where=path, hint=hint
+    )
+
+
+def json_value(value: Any) -> Any:
+    """Return a value of a pickle as a manifest keeps it (spec section 7).
+
+    Raises
+    ------
+    MismatchError
+        It holds what is no number, text, list, tuple or dict, or too much.
+    """
+    left = MAX_VALUES
+    for path, leaf in walk_values(value):
+        left -= 1
+        good = leaf is None or isinstance(leaf, bool | int | float | str)
+        if left < 0 or not good or len(str(leaf)) > _MAX_CHARS:
+            found = leaf.cls if isinstance(leaf, PickledObject) else type(leaf).__name__
+            raise MismatchError("no plain value, or too much", where=path[:200], found=found)
+    try:
+        return codec.encode(_plain(value))
+    except UsageError as error:
+        raise MismatchError("no plain value", found=error.message) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the types of this module."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, dict):
+        return {_plain(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(v) for v in value)
+    return value

@@ -1,0 +1,269 @@
+"""Checkpoints of torch.distributed.checkpoint: ``.metadata`` and files of items.
+
+The metadata says of each part of a tensor its box, its file, and the span of its item there. An
+item is a zip of torch.save, whose head is read when the part is, or a safetensors file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.format.container import Chunk, header_bytes, parse_header
+from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, json_value
+from ckptd.readers.pickles import (
+    MAX_PICKLE_BYTES,
+    GlobalName,
+    PickledObject,
+    PickledTensor,
+    read_pickle,
+)
+from ckptd.readers.zips import Extent, extent_of, open_zip
+from ckptd.types import DTYPES, Box
+
+__all__ = ["METADATA", "DcpReader", "read_items"]
+
+METADATA = ".metadata"
+_ZIP = b"PK\x03\x04"
+_SMALL_ITEM = 1 << 16
+_MOST_OBJECTS = 4096
+_Header = tuple[Mapping[str, Chunk], int]
+"""Chunks of a safetensors file, and the length of its header."""
+
+
+class DcpReader:
+    """Reads what ``torch.distributed.checkpoint.save`` wrote."""
+
+    name = "dcp"
+
+    def recognise(self, names: Listing) -> int:
+        """Return 100 where the metadata file is."""
+        return 100 if METADATA in names.names else 0
+
+    def open(self, names: Listing) -> Foreign:
+        """Read the metadata file."""
+        return read_items(names)
+
+
+def read_items(names: Listing, is_object: Callable[[str], bool] = lambda name: True) -> Foreign:
+    """Return the table of a folder of DCP.
+
+    Parameters
+    ----------
+    is_object
+        Tells which values that are no tensors are read.
+
+    Raises
+    ------
+    CorruptError
+        kind ``missing-file``, ``truncated``, ``missing-chunk``, ``bad-size``, ``bad-pickle``.
+    RefusedError
+        kind ``unreadable-format``: items are compressed; kind ``unsafe-pickle``.
+    """
+    where = names.key(METADATA)
+    found = read_pickle(names.read(METADATA, MAX_PICKLE_BYTES), where)
+    items = _Items(names, found, where)
+    objects: dict[str, Any] = {}
+    left_out: list[str] = []
+    pieces: list[ForeignPiece] = []
+    for name, entry in items.tensors.items():
+        if entry.short == "TensorStorageMetadata":
+            pieces += items.pieces(name, entry)
+        elif entry.short == "BytesStorageMetadata" and is_object(name):
+            value = items.value(name, len(objects) + len(left_out))
+            if value is None:
+                left_out.append(name)
+            else:
+                objects[name] = value[0]
+        else:
+            left_out.append(name)
+    return Foreign(pieces, objects, left_out)
+
+
+class _Items:
+    """What a metadata file says."""
+
+    def __init__(self, names: Listing, found: Any, where: str) -> None:
+        self._names = names
+        self._where = where
+        try:
+            self.tensors: Mapping[str, Any] = dict(found.fields["state_dict_metadata"])
+            stored = found.fields["storage_data"]
+            self._infos = {_index(key.fields): info for key, info in stored.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self._bad(f"{type(error).__name__}: {error}") from None
+        if not all(isinstance(v, PickledObject) for v in [*self.tensors.values()]):
+            raise self._bad("an entry that is no object")
+        self._sizes: dict[str, int] = {}
+        self._headers: dict[str, _Header] = {}
+
+    def _bad(self, found: str, name: str = "") -> CorruptError:
+        return CorruptError(
+            "not the metadata of a distributed checkpoint",
+            kind="bad-pickle",
+            where=f"{self._where}: {name}" if name else self._where,
+            found=found[:200],
+        )
+
+    def pieces(self, name: str, entry: PickledObject) -> Iterator[ForeignPiece]:
+        """Yield the parts of a tensor."""
+        try:
+            shape = _sizes(entry.fields["size"])
+            dtype = _dtype_of(entry.fields["properties"])
+            chunks = [
+                Box(_sizes(c.fields["offsets"]), _sizes(c.fields["sizes"]))
+                for c in entry.fields["chunks"]
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise self._bad(f"{type(error).__name__}: {error}", name) from None
+        if any(len(box.shape) != len(shape) or len(box.offset) != len(shape) for box in chunks):
+            raise self._bad("a part of another number of dimensions", name)
+        for box in chunks:
+            if not box.numel and 0 not in shape:
+                continue
+            file, start, end = self._span(name, box.offset)
+            if end - start < box.numel * DTYPES[dtype].itemsize:
+                raise CorruptError(
+                    "an item is shorter than its part of the tensor",
+                    kind="truncated",
+                    where=f"{file}: {name}",
+                    wanted=f"{box.numel * DTYPES[dtype].itemsize} bytes",
+                    found=f"{end - start} bytes",
+                )
+            at = _Item(self._names, file, start, end, name, box.shape, dtype, self._headers)
+            yield ForeignPiece(name, dtype, shape, box, self._names.key(file), at)
+
+    def _span(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
+        """Return ``(file, first byte, end)`` of an item."""
+        info = self._infos.get((name, offset)) or self._infos.get((name, None))
+        if info is None:
+            raise CorruptError(
+                "the metadata does not say where a part of a tensor lies",
+                kind="missing-chunk",
+                where=f"{self._where}: {name}",
+                wanted=f"an item at {offset}",
+            )
+        fields = info.fields if isinstance(info, PickledObject) else {}
+        file, start, length = (fields.get(k) for k in ("relative_path", "offset", "length"))
+        if fields.get("transform_descriptors"):
+            raise RefusedError(
+                "items that are compressed or otherwise transformed are not read",
+                kind="unreadable-format",
+                where=f"{file}: {name}",
+                found=str(fields["transform_descriptors"])[:200],
+                hint="save without extensions of FileSystemWriter",
+            )
+        if not isinstance(file, str) or type(start) is not int or type(length) is not int:
+            raise self._bad("an item without file, offset or length", name)
+        if file not in self._sizes:
+            self._sizes[file] = self._names.size(file)
+        if not 0 <= start <= start + length <= self._sizes[file]:
+            raise CorruptError(
+                "a file is shorter than the metadata says",
+                kind="truncated",
+                where=f"{file}: {name}",
+                wanted=f"{start + length} bytes",
+                found=f"{self._sizes[file]} bytes",
+            )
+        return file, start, start + length
+
+    def value(self, name: str, number: int) -> tuple[Any] | None:
+        """Return a small value that is no tensor; None for one that JSON does not have."""
+        file, start, end = self._span(name, None)
+        if number >= _MOST_OBJECTS or end - start > _SMALL_ITEM:
+            return None
+        read = self._names.reads(file)
+        try:
+            if read(start, min(end, start + 4)) == _ZIP:
+                return (json_value(open_zip(read, start, end, f"{file}: {name}").value),)
+            return (json_value(read_pickle(read(start, end), f"{file}: {name}")),)
+        except RefusedError as error:
+            if error.kind == "unsafe-pickle":
+                raise
+            return None
+        except (CorruptError, MismatchError):
+            return None
+
+
+class _Item:
+    """Finds a part of a tensor in its item, when it is wanted."""
+
+    __slots__ = ("_dtype", "_end", "_file", "_headers", "_name", "_names", "_shape", "_start")
+
+    def __init__(
+        self,
+        names: Listing,
+        file: str,
+        start: int,
+        end: int,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        headers: dict[str, _Header],
+    ) -> None:
+        self._headers = headers
+        self._names, self._file, self._name = names, file, name
+        self._start, self._end = start, end
+        self._shape, self._dtype = shape, dtype
+
+    def __call__(self) -> Extent:
+        where = f"{self._file}: {self._name}"
+        read = self._names.reads(self._file)
+        if self._end - self._start <= _SMALL_ITEM:
+            raw, first = read(self._start, self._end), self._start
+            read = lambda lo, hi: raw[lo - first : hi - first]  # noqa: E731
+        head = read(self._start, min(self._end, self._start + 8))
+        if head[:4] == _ZIP:
+            file = open_zip(read, self._start, self._end, where)
+            tensor = file.value
+            if not isinstance(tensor, PickledTensor):
+                raise CorruptError("an item is no tensor", kind="bad-size", where=where)
+            found, extent = (tensor.dtype, tensor.shape), extent_of(file, tensor, where)
+        else:
+            chunk, start = self._chunk(where)
+            found = CODES.get(chunk.code, ""), chunk.shape
+            extent = Extent(start + chunk.start)
+        if found != (self._dtype, self._shape):
+            raise CorruptError(
+                "an item holds another tensor than the metadata says",
+                kind="bad-size",
+                where=where,
+                wanted=f"{self._dtype} {self._shape}",
+                found=f"{found[0]} {found[1]}",
+            )
+        return extent
+
+    def _chunk(self, where: str) -> tuple[Chunk, int]:
+        """Return the chunk of a safetensors file, all of whose items are one file."""
+        header = self._headers.get(self._file)
+        if header is None:
+            size, read = self._names.size(self._file), self._names.reads(self._file)
+            length = header_bytes(read(0, min(8, size)), where, size)
+            chunks, _ = parse_header(read(0, length), where, size - length)
+            header = self._headers[self._file] = chunks, length
+        if self._name not in header[0]:
+            raise CorruptError("a file lacks a tensor", kind="missing-tensor", where=where)
+        return header[0][self._name], header[1]
+
+
+def _index(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
+    offset = fields.get("offset")
+    return str(fields["fqn"]), None if offset is None else _sizes(offset)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    out = tuple(value)
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in out):
+        raise ValueError("a size is no count")
+    return out
+
+
+def _dtype_of(properties: Any) -> str:
+    """Return the type of a tensor: the first value of what `TensorProperties` pickles."""
+    state = properties.fields.get("state")
+    found = state[0] if isinstance(state, tuple) else properties.fields["dtype"]
+    name = str(found).removeprefix("torch.")
+    if not isinstance(found, GlobalName) or name not in DTYPES:
+        raise ValueError(f"unknown type {name[:80]}")
+    return name

@@ -1,0 +1,103 @@
+"""Which format a folder or a file is of, and its opening."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+
+from ckptd.errors import MismatchError
+from ckptd.plugins import READERS, entries
+from ckptd.readers.base import FormatReader, Listing
+from ckptd.readers.twin import ForeignRoot
+from ckptd.store.base import Store
+
+__all__ = ["find_foreign", "split_file"]
+
+_OWN = {
+    "dcp": "ckptd.readers.dcp:DcpReader",
+}
+_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".metadata")
+_MOST_FOLDERS = 256
+_MOST_NAMED = 6
+
+
+def split_file(url: str) -> tuple[str, str]:
+    """Return the folder and the name of a file that a user gives; the name is empty for a folder.
+
+    What ends like a file of a known format is one, unless a folder is called so.
+    """
+    if not url.endswith(_FILES) or os.path.isdir(url.removeprefix("file://")):
+        return url, ""
+    folder, _, name = url.rpartition("/")
+    return folder or ("/" if url.startswith("/") else "."), name
+
+
+def readers() -> list[FormatReader]:
+    """Return all readers, ckptd's own first."""
+    found: list[FormatReader] = []
+    for target in _OWN.values():
+        module, _, name = target.partition(":")
+        found.append(getattr(import_module(module), name)())
+    return found + [entry.load()() for entry in entries(READERS)]
+
+
+def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | None:
+    """Open the foreign checkpoint in a folder; None where no reader recognises one.
+
+    Looked for in the folder itself, and else in the folders directly below, of which one may hold
+    a checkpoint.
+
+    Parameters
+    ----------
+    store
+        The folder.
+    only
+        A file in it: what else is there is not looked at.
+    step
+        Of a checkpoint that does not say its own.
+
+    Raises
+    ------
+    MismatchError
+        kind ``ambiguous-format``: there are checkpoints of several formats, or in several folders.
+    CorruptError, RefusedError
+        It is damaged, or of a kind that is not read.
+    """
+    here = Listing(store, only=[only] if only else ())
+    known = readers()
+    found = _best(known, here)
+    if found is None:
+        below = [here.inside(folder) for folder in here.folders[:_MOST_FOLDERS]]
+        places = [(reader, names) for names in below if (reader := _best(known, names))]
+        if len(places) > 1:
+            raise _ambiguous(
+                "several checkpoints are here", here, [f"{n.prefix} ({r.name})" for r, n in places]
+            )
+        if not places:
+            return None
+        found, here = places[0]
+    return ForeignRoot(store, found.open(here), found.name, step)
+
+
+def _best(known: Sequence[FormatReader], names: Listing) -> FormatReader | None:
+    scores = [(reader.recognise(names), reader) for reader in known]
+    most = max(score for score, _ in scores)
+    best = [reader for score, reader in scores if score == most]
+    if not most:
+        return None
+    if len(best) > 1:
+        raise _ambiguous("checkpoints of several formats are here", names, [r.name for r in best])
+    return best[0]
+
+
+def _ambiguous(what: str, names: Listing, found: Sequence[str]) -> MismatchError:
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return MismatchError(
+        what,
+        kind="ambiguous-format",
+        where=names.where,
+        wanted="one",
+        found=", ".join(found[:_MOST_NAMED]) + more,
+        hint="name the file or the folder of the one that is meant",
+    )

@@ -1,0 +1,689 @@
+"""Pickles without Python's own unpickler: nothing is imported, called or allocated ahead.
+
+A pickle is a program that may call any function. Here every class that it names is an inert
+`PickledObject`, a few constructors of torch make `PickledTensor`, and the rest is data. A pickle
+that names what only an attack needs is refused. Steps, containers, nesting of keys and time are
+bounded by the pickle's length.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ckptd.errors import CkptdError, CorruptError, RefusedError
+from ckptd.types import DTYPES
+
+__all__ = [
+    "GlobalName",
+    "PickledObject",
+    "PickledStorage",
+    "PickledTensor",
+    "read_pickle",
+    "walk_values",
+]
+
+MAX_PICKLE_BYTES = 1 << 28
+MAX_VALUES = 1 << 22
+"""Most values that `walk_values` visits: references can make a small pickle an endless tree."""
+_MAX_DEPTH = 64
+_MAX_MARKS = 1 << 12
+_FREE = 1 << 18
+_TIME_S = 4.0
+_BYTES_A_SECOND = 1 << 20
+_TURN = 1 << 14
+
+_ATTACKS = """
+_posixsubprocess asyncio bdb cgi cloudpickle code codeop commands concurrent cProfile ctypes dill
+ensurepip fileinput http imaplib importlib io joblib linecache marshal mmap multiprocessing nt
+ntpath operator os pdb pickle pip pkgutil platform posix posixpath profile pty pydoc requests runpy
+shelve shutil signal site smtplib socket socketserver ssl subprocess sys sysconfig tempfile
+threading timeit trace traceback urllib webbrowser zipimport"""
+_REFUSED = frozenset(_ATTACKS.split())
+"""Modules that no checkpoint needs. Safety does not rest on the list: nothing is imported."""
+_CONTAINERS = """
+bool bytearray bytes complex dict float frozenset getattr int list object range set slice str
+tuple type"""
+_BUILTINS = frozenset(_CONTAINERS.split())
+STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "UntypedStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
+class GlobalName(str):
+    """The full name of a class, function or constant that a pickle speaks of."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PickledStorage:
+    """The memory below tensors: its key in the file, its type, its length in elements."""
+
+    key: str
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickledTensor:
+    """A tensor: a storage, the first element, shape and strides in elements."""
+
+    storage: PickledStorage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+
+
+class PickledObject:
+    """What a class made of its arguments, without the class.
+
+    Attributes
+    ----------
+    cls
+        Full name of the class or function.
+    args
+        What it was called with.
+    fields
+        Its attributes.
+    pairs, values
+        Items of a mapping or a list that it is besides.
+    """
+
+    __slots__ = ("args", "cls", "fields", "pairs", "values")
+
+    def __init__(self, cls: str, args: tuple[Any, ...] = ()) -> None:
+        self.cls = cls
+        self.args = args
+        self.fields: dict[str, Any] = {}
+        self.pairs: list[tuple[Any, Any]] = []
+        self.values: list[Any] = []
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute."""
+        return self.fields.get(name, default)
+
+    @property
+    def short(self) -> str:
+        """Name of the class without its module."""
+        return self.cls.rpartition(".")[2]
+
+    def __repr__(self) -> str:
+        return f"<{self.cls}>"
+
+
+def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
+    """Return what a pickle holds.
+
+    Parameters
+    ----------
+    raw
+        The pickle, of any protocol.
+    where
+        Names it in errors.
+    storages
+        Whether it is part of a file of torch, and may refer to storages.
+
+    Raises
+    ------
+    RefusedError
+        kind ``unsafe-pickle``: names the global.
+    CorruptError
+        kind ``bad-pickle``, or ``limits``.
+    """
+    if len(raw) > MAX_PICKLE_BYTES:
+        raise CorruptError(
+            "a pickle is too large", kind="limits", where=where, wanted=MAX_PICKLE_BYTES
+        )
+    machine = _Machine(raw, where, storages)
+    try:
+        return machine.run()
+    except CkptdError:
+        raise
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        raise CorruptError(
+            "not a pickle",
+            kind="bad-pickle",
+            where=f"{where}, byte {machine.at}",
+            found=f"{type(error).__name__}: {error}"[:200],
+        ) from None
+
+
+def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tuple[str, Any]]:
+    """Yield ``(dotted path, leaf)`` of nested dicts, lists and tuples.
+
+    Raises
+    ------
+    CorruptError
+        kind ``limits``: nested too deeply, or too many values.
+    """
+    left = MAX_VALUES
+    stack: list[tuple[str, Any, int]] = [(path, value, 0)]
+    while stack:
+        path, value, depth = stack.pop()
+        left -= 1
+        items: Iterable[tuple[Any, Any]]
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list | tuple):
+            items = enumerate(value)
+        else:
+            yield path, value
+            continue
+        if depth > _MAX_DEPTH or left < len(value):
+            raise CorruptError(
+                "a pickle is nested too deeply, or holds too many values",
+                kind="limits",
+                where=path[:200],
+                wanted=f"{_MAX_DEPTH} levels, {MAX_VALUES} values",
+            )
+        inner = [(f"{path}{join}{k}" if path else str(k), v, depth + 1) for k, v in items]
+        stack += reversed(inner)
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def _dtype(name: object) -> str:
+    text = str(name).removeprefix("torch.")
+    if not isinstance(name, GlobalName) or text not in DTYPES:
+        raise ValueError(f"no type of numbers: {str(name)[:80]}")
+    return text
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any = None) -> Any:
+    shape, strides = tuple(shape), tuple(strides)
+    numbers = (offset, *shape, *strides)
+    if len(shape) != len(strides) or len(shape) > _MAX_DEPTH:
+        raise ValueError("shape and strides of a tensor disagree")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError("a size or stride of a tensor is no count")
+    if not isinstance(storage, PickledStorage):
+        return PickledObject("torch.Tensor")
+    return PickledTensor(
+        storage, offset, shape, strides, storage.dtype if dtype is None else _dtype(dtype)
+    )
+
+
+def _rebuild_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
+    """Do `torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, with its attributes."""
+    made = _call(function, tuple(args))
+    if isinstance(made, PickledObject):
+        _build(made, state)
+    return made
+
+
+def _mapping(*args: Any) -> dict[Any, Any]:
+    pairs = next((a for a in args if isinstance(a, list | tuple | dict)), ())
+    items = list(pairs.items() if isinstance(pairs, dict) else pairs)
+    for item in items:
+        _check_key(item[0])
+    return {k: v for k, v in items}  # noqa: C416 - each must be a pair
+
+
+def _hashed(items: Any = ()) -> set[Any]:
+    for item in items:
+        _check_key(item)
+    return set(items)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": lambda s, o, n, t: _tensor(s, o, n, t),
+    "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, *_: _tensor(s, o, n, t),
+    "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, g, h, d, *_: _tensor(s, o, n, t, d),
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_type,
+    "torch.serialization._get_layout": lambda name: GlobalName(name),
+    "torch.Size": lambda sizes=(): tuple(sizes),
+    "collections.OrderedDict": _mapping,
+    "collections.defaultdict": _mapping,
+    "collections.Counter": _mapping,
+    "builtins.dict": _mapping,
+    "builtins.list": lambda items=(): list(items),
+    "builtins.tuple": lambda items=(): tuple(items),
+    "builtins.set": _hashed,
+    "builtins.frozenset": _hashed,
+    "builtins.bytes": lambda data=b"": data if isinstance(data, bytes) else b"",
+    "builtins.bytearray": lambda data=b"", *_: data if isinstance(data, bytes) else b"",
+    "_codecs.encode": lambda text, *_: text.encode("latin-1"),
+}
+
+
+def _call(function: Any, args: tuple[Any, ...]) -> Any:
+    if not isinstance(function, GlobalName):
+        raise TypeError("what is called is no global")
+    known = _CALLS.get(function)
+    return PickledObject(function, args) if known is None else known(*args)
+
+
+def _build(made: Any, state: Any) -> None:
+    """Set attributes: those of a dict, a list or a tensor are of no interest."""
+    if isinstance(made, PickledObject):
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict) and not made.fields:
+                made.fields = part
+            elif isinstance(part, dict):
+                made.fields = made.fields | part
+            elif part is not None:
+                made.fields = made.fields | {"state": state}
+    elif not isinstance(made, dict | list | tuple | set | PickledTensor):
+        raise TypeError(f"{type(made).__name__} has no attributes")
+
+
+_SIMPLE = (str, int, float, bool, bytes, type(None), GlobalName, PickledObject)
+
+
+def _check_key(key: Any) -> None:
+    """Check that hashing a key costs little: references nest tuples without end."""
+    if type(key) in _SIMPLE:
+        return
+    left, stack = _MAX_DEPTH, [key]
+    while stack:
+        item = stack.pop()
+        left -= 1
+        if left < 0 or not isinstance(item, (tuple, *_SIMPLE)):
+            raise TypeError(f"a key of type {type(item).__name__}, or one nested too deeply")
+        if isinstance(item, tuple):
+            left -= len(item)
+            stack += item[: _MAX_DEPTH + 1]
+
+
+Op: TypeAlias = "Callable[[_Machine], None]"
+
+
+class _Machine:
+    """One pickle on its way through the stack."""
+
+    def __init__(self, raw: bytes, where: str, storages: bool) -> None:
+        self.raw = raw
+        self.where = where
+        self.storages = storages
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.left = _FREE + len(raw) // 4
+        self.done = False
+
+    def run(self) -> Any:
+        """Run to the end; what lies on the stack then is the value."""
+        end = time.thread_time() + _TIME_S + len(self.raw) / _BYTES_A_SECOND
+        while not self.done:
+            self._turn(_TABLE)
+            if time.thread_time() > end:
+                raise self.limits("it takes too long")
+        return self.stack.pop()
+
+    def _turn(self, table: list[Op]) -> None:
+        for _ in range(_TURN):
+            op = table[self.raw[self.at]]
+            self.at += 1
+            op(self)
+            if self.done:
+                return
+
+    def limits(self, what: str) -> CorruptError:
+        """Return the error for a pickle that costs more than its length justifies."""
+        return CorruptError("a pickle costs too much", kind="limits", where=self.where, found=what)
+
+    def spend(self, n: int) -> None:
+        """Count elements that are copied, and containers that are made."""
+        self.left -= n
+        if self.left < 0:
+            raise self.limits("too many containers or copies for its length")
+
+    def take(self, n: int) -> bytes:
+        """Return the next `n` bytes."""
+        if n < 0 or n > len(self.raw) - self.at:
+            raise ValueError(f"{n} bytes are wanted where {len(self.raw) - self.at} are left")
+        self.at += n
+        return self.raw[self.at - n : self.at]
+
+    def count(self, width: int) -> int:
+        """Return an unsigned number of `width` bytes."""
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        """Return the text up to the end of the line."""
+        end = self.raw.index(b"\n", self.at)
+        text = self.raw[self.at : end]
+        self.at = end + 1
+        return text.decode("latin-1")
+
+    def push(self, value: Any) -> None:
+        """Put a value on the stack."""
+        self.stack.append(value)
+
+    def pop_mark(self) -> list[Any]:
+        """Return what lies above the newest mark, and go back below it."""
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def name(self, module: Any, name: Any) -> GlobalName:
+        """Return a global, unless nothing but an attack needs it."""
+        if type(module) is not str or type(name) is not str:
+            raise TypeError("a global without a name")
+        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        full = f"{module}.{name}"
+        root = module.partition(".")[0]
+        first = name.partition(".")[0]
+        if (
+            root in _REFUSED
+            or (root == "builtins" and (first not in _BUILTINS or "." in name))
+            or "__" in name
+        ):
+            raise self.unsafe(full)
+        return GlobalName(full)
+
+    def unsafe(self, what: str) -> RefusedError:
+        """Return the error for a pickle that wants to do something."""
+        return RefusedError(
+            "a pickle wants what no checkpoint needs",
+            kind="unsafe-pickle",
+            where=f"{self.where}, byte {self.at}",
+            found=what[:200],
+            hint="nothing was run; do not open this file with torch.load(weights_only=False)",
+        )
+
+    def call(self, function: Any, args: Any) -> None:
+        """Push what a constructor makes."""
+        if not isinstance(args, tuple):
+            raise TypeError("arguments that are no tuple")
+        if isinstance(function, PickledObject):
+            raise self.unsafe(f"a call of what {function.cls} returned")
+        self.spend(1 + sum(len(a) for a in args if isinstance(a, tuple | list | dict | str | set)))
+        self.push(_call(function, args))
+
+    # -- numbers and text
+
+    def op_int(self) -> None:
+        text = self.line()
+        self.push({"00": False, "01": True}.get(text) if text in ("00", "01") else int(text))
+
+    def op_long(self) -> None:
+        self.push(int(self.line().rstrip("L")))
+
+    def op_float(self) -> None:
+        self.push(float(self.line()))
+
+    def op_binfloat(self) -> None:
+        self.push(struct.unpack(">d", self.take(8))[0])
+
+    def op_binint1(self) -> None:
+        self.stack.append(self.raw[self.at])
+        self.at += 1
+
+    def op_binint(self) -> None:
+        self.push(int.from_bytes(self.take(4), "little", signed=True))
+
+    def op_string(self) -> None:
+        text = self.line()
+        if len(text) < 2 or text[0] != text[-1] or text[0] not in "'\"":
+            raise ValueError("a string without quotes")
+        self.push(text[1:-1].encode("latin-1").decode("unicode-escape", "replace"))
+
+    def op_unicode(self) -> None:
+        self.push(self.line().encode("latin-1").decode("raw-unicode-escape"))
+
+    def text(self, width: int) -> None:
+        """Push a counted text."""
+        self.push(self.take(self.count(width)).decode("utf-8", "surrogatepass"))
+
+    # -- containers
+
+    def op_mark(self) -> None:
+        if len(self.marks) > _MAX_MARKS:
+            raise self.limits("marks without end")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def made(self, value: Any) -> None:
+        """Push a new container."""
+        self.spend(2)
+        self.stack.append(value)
+
+    def tuple_of(self, n: int) -> None:
+        """Push a tuple of the `n` values on top."""
+        if len(self.stack) < n:
+            raise IndexError("the stack is empty")
+        self.spend(1)
+        self.stack[-n:] = [tuple(self.stack[-n:])]
+
+    def op_tuple(self) -> None:
+        self.made(tuple(self.pop_mark()))
+
+    def op_dict(self) -> None:
+        items = self.pop_mark()
+        self.made({})
+        self.put(items)
+
+    def put(self, items: list[Any]) -> None:
+        """Set items of the mapping on top, from keys and values in turn."""
+        target = self.stack[-1]
+        keys = items[::2]
+        for key in keys:
+            if type(key) not in _SIMPLE:
+                _check_key(key)
+        pairs = zip(keys, items[1::2], strict=True)
+        if isinstance(target, dict):
+            target.update(pairs)
+        elif isinstance(target, PickledObject):
+            target.pairs += pairs
+        else:
+            raise TypeError(f"{type(target).__name__} is no mapping")
+
+    def extend(self, items: list[Any]) -> None:
+        """Append to the list on top."""
+        target = self.stack[-1]
+        if isinstance(target, PickledObject):
+            target = target.values
+        if not isinstance(target, list):
+            raise TypeError(f"{type(target).__name__} is no list")
+        target += items
+
+    def op_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.put([key, value])
+
+    def op_append(self) -> None:
+        item = self.stack.pop()
+        self.extend([item])
+
+    def op_additems(self) -> None:
+        items = self.pop_mark()
+        target = self.stack[-1]
+        if isinstance(target, PickledObject):
+            target.values += items
+        else:
+            target |= _hashed(items)
+
+    # -- globals and objects
+
+    def op_global(self) -> None:
+        module, name = self.line(), self.line()
+        self.push(self.name(module, name))
+
+    def op_stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.push(self.name(module, name))
+
+    def op_reduce(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
+        self.call(function, args)
+
+    def op_newobj_ex(self) -> None:
+        fields, args, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        self.call(cls, args)
+        if fields:
+            _build(self.stack[-1], fields)
+
+    def op_inst(self) -> None:
+        cls = self.name(self.line(), self.line())
+        self.call(cls, tuple(self.pop_mark()))
+
+    def op_obj(self) -> None:
+        cls, *args = self.pop_mark()
+        self.call(cls, tuple(args))
+
+    def op_build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if isinstance(made, PickledObject) and made.fields:
+            self.spend(len(made.fields) + len(state) if isinstance(state, dict | tuple) else 1)
+        _build(made, state)
+
+    def op_binpersid(self) -> None:
+        pid = self.stack.pop()
+        if not self.storages or not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+            raise self.unsafe(f"persistent id {pid!r}"[:120] if isinstance(pid, str) else "an id")
+        _, cls, key, _, numel = pid[:5]
+        text = str(cls).removeprefix("torch.").removeprefix("storage.")
+        good = isinstance(cls, GlobalName) and isinstance(key, str) and type(numel) is int
+        dtype = STORAGES.get(text)
+        if dtype is None and text.endswith("Storage"):  # Float8_e4m3fnStorage and its kin
+            dtype = text.removesuffix("Storage").replace("Float8", "float8")
+        if not good or dtype not in DTYPES or numel < 0:
+            raise ValueError(f"no storage: {text[:80]}")
+        self.push(PickledStorage(key, dtype, numel))
+
+    def op_refuse(self) -> None:
+        raise self.unsafe(f"opcode {self.raw[self.at - 1 : self.at]!r}")
+
+    def op_unknown(self) -> None:
+        raise ValueError(f"no opcode: {self.raw[self.at - 1 : self.at]!r}")
+
+    # -- the memo, and the rest
+
+    def get(self, number: int) -> None:
+        """Push what the memo has."""
+        self.stack.append(self.memo[number])
+
+    def keep(self, number: int) -> None:
+        """Put what is on top into the memo."""
+        self.memo[number] = self.stack[-1]
+
+    def op_memoize(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def op_binget(self) -> None:
+        self.stack.append(self.memo[self.raw[self.at]])
+        self.at += 1
+
+    def op_pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_mark()
+
+    def op_pop_mark(self) -> None:
+        self.pop_mark()
+
+    def op_stop(self) -> None:
+        self.done = True
+
+    def op_frame(self) -> None:
+        if self.count(8) > len(self.raw) - self.at:
+            raise ValueError("a frame longer than the pickle")
+
+    def op_proto(self) -> None:
+        if self.count(1) > 5:
+            raise ValueError("a protocol of the future")
+
+
+_OPS: dict[bytes, Op] = {
+    b"(": _Machine.op_mark,
+    b".": _Machine.op_stop,
+    b"0": _Machine.op_pop,
+    b"1": _Machine.op_pop_mark,
+    b"2": lambda m: m.push(m.stack[-1]),
+    b"F": _Machine.op_float,
+    b"I": _Machine.op_int,
+    b"J": _Machine.op_binint,
+    b"K": _Machine.op_binint1,
+    b"L": _Machine.op_long,
+    b"M": lambda m: m.push(m.count(2)),
+    b"N": lambda m: m.stack.append(None),
+    b"P": _Machine.op_refuse,
+    b"Q": _Machine.op_binpersid,
+    b"R": _Machine.op_reduce,
+    b"S": _Machine.op_string,
+    b"T": lambda m: m.push(m.take(m.count(4)).decode("latin-1")),
+    b"U": lambda m: m.push(m.take(m.count(1)).decode("latin-1")),
+    b"V": _Machine.op_unicode,
+    b"X": lambda m: m.text(4),
+    b"a": _Machine.op_append,
+    b"b": _Machine.op_build,
+    b"c": _Machine.op_global,
+    b"d": _Machine.op_dict,
+    b"e": lambda m: m.extend(m.pop_mark()),
+    b"}": lambda m: m.made({}),
+    b"g": lambda m: m.get(int(m.line())),
+    b"h": _Machine.op_binget,
+    b"i": _Machine.op_inst,
+    b"j": lambda m: m.get(m.count(4)),
+    b"l": lambda m: m.made(m.pop_mark()),
+    b"]": lambda m: m.made([]),
+    b"o": _Machine.op_obj,
+    b"p": lambda m: m.keep(int(m.line())),
+    b"q": lambda m: m.keep(m.count(1)),
+    b"r": lambda m: m.keep(m.count(4)),
+    b"s": _Machine.op_setitem,
+    b"t": _Machine.op_tuple,
+    b")": lambda m: m.stack.append(()),
+    b"u": lambda m: m.put(m.pop_mark()),
+    b"G": _Machine.op_binfloat,
+    b"B": lambda m: m.push(m.take(m.count(4))),
+    b"C": lambda m: m.push(m.take(m.count(1))),
+    b"\x80": _Machine.op_proto,
+    b"\x81": _Machine.op_reduce,
+    b"\x82": _Machine.op_refuse,
+    b"\x83": _Machine.op_refuse,
+    b"\x84": _Machine.op_refuse,
+    b"\x85": lambda m: m.tuple_of(1),
+    b"\x86": lambda m: m.tuple_of(2),
+    b"\x87": lambda m: m.tuple_of(3),
+    b"\x88": lambda m: m.stack.append(True),
+    b"\x89": lambda m: m.stack.append(False),
+    b"\x8a": lambda m: m.push(int.from_bytes(m.take(m.count(1)), "little", signed=True)),
+    b"\x8b": lambda m: m.push(int.from_bytes(m.take(m.count(4)), "little", signed=True)),
+    b"\x8c": lambda m: m.text(1),
+    b"\x8d": lambda m: m.text(8),
+    b"\x8e": lambda m: m.push(m.take(m.count(8))),
+    b"\x8f": lambda m: m.made(set()),
+    b"\x90": _Machine.op_additems,
+    b"\x91": lambda m: m.made(_hashed(m.pop_mark())),
+    b"\x92": _Machine.op_newobj_ex,
+    b"\x93": _Machine.op_stack_global,
+    b"\x94": _Machine.op_memoize,
+    b"\x95": _Machine.op_frame,
+    b"\x96": lambda m: m.push(m.take(m.count(8))),
+    b"\x97": _Machine.op_refuse,
+    b"\x98": _Machine.op_refuse,
+}
+_TABLE: list[Op] = [_OPS.get(bytes([code]), _Machine.op_unknown) for code in range(256)]

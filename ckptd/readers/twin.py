@@ -1,0 +1,534 @@
+"""A foreign checkpoint as a root of ckptd: a store that is only read.
+
+From a reader's table it makes a manifest and the records around it, and one data file for each
+file that it finds. Offsets in a data file follow from the manifest, as always; this store turns
+them into bytes of the foreign file when they are read. So nothing above it learns a format.
+
+Nobody wrote digests: the manifest requires ``undigested``, sizes are checked, bytes are not.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
+from ckptd.format.container import build_header
+from ckptd.format.digest import digest_hex
+from ckptd.format.filemap import FileMap
+from ckptd.format.manifest import (
+    UNDIGESTED,
+    FileEntry,
+    GridEntry,
+    Manifest,
+    ObjectEntry,
+    TensorEntry,
+    encode_manifest,
+)
+from ckptd.format.names import (
+    ROOT_MARKER,
+    CommitName,
+    commit_key,
+    data_folder,
+    generation_key,
+)
+from ckptd.format.records import Commit, Generation, RootMarker, encode_record
+from ckptd.layout.grid import Axis, Grid
+from ckptd.layout.owners import Owners
+from ckptd.readers.base import Foreign, ForeignPiece, missing
+from ckptd.readers.zips import Extent
+from ckptd.store.base import (
+    Names,
+    ObjectInfo,
+    OpenFile,
+    ReadOnlyStore,
+    Store,
+    as_bytes_view,
+    check_end,
+    check_key,
+    check_prefix,
+    children_of,
+)
+from ckptd.types import Box, ByteRange, dtype_of
+
+__all__ = ["FOREIGN", "ForeignRoot"]
+
+FOREIGN = "ckptd.foreign"
+"""Key of the metadata under which a manifest says what it was made from."""
+
+_MAX_SPAN = 1 << 30
+_MAX_SWELL = 64
+_FREE_SWELL = 16 << 20
+_MOST_NAMED = 256
+_PLAIN = re.compile(r"[^A-Za-z0-9._=+@,-]")
+
+Cut = tuple[tuple[int, ...], int]
+"""Offset of a piece's box, and the first element of its flat range: its name in its tensor."""
+
+
+class _Tensor:
+    """The pieces of one tensor."""
+
+    def __init__(self, first: ForeignPiece) -> None:
+        self.name = first.name
+        self.dtype = first.dtype
+        self.shape = first.shape
+        self.pieces: dict[Cut, ForeignPiece] = {}
+
+    def add(self, piece: ForeignPiece) -> None:
+        """Take in a piece; of replicas the first one counts."""
+        if (piece.dtype, piece.shape) != (self.dtype, self.shape):
+            raise MismatchError(
+                "files disagree about a tensor",
+                kind="bad-pieces",
+                where=f"{piece.file}: {self.name}",
+                wanted=f"{self.dtype} {self.shape}",
+                found=f"{piece.dtype} {piece.shape}",
+            )
+        inside = all(
+            min(o, n) >= 0 and o + n <= whole
+            for o, n, whole in zip(piece.box.offset, piece.box.shape, self.shape, strict=True)
+        )
+        if not inside or (
+            piece.flat and not 0 <= piece.flat[0] <= piece.flat[1] <= piece.box.numel
+        ):
+            raise self._bad("a part of a tensor lies outside of it", piece.box)
+        if not piece.numel and (self.pieces or math.prod(self.shape)):
+            return
+        cut = piece.box.offset, piece.flat[0] if piece.flat else 0
+        known = self.pieces.setdefault(cut, piece)
+        if (known.box, known.flat) != (piece.box, piece.flat):
+            raise self._bad("parts of a tensor overlap", f"{known.box} and {piece.box}")
+
+    def _bad(self, what: str, found: object, wanted: object = None) -> MismatchError:
+        return MismatchError(
+            what,
+            kind="bad-pieces",
+            where=f"{self.name} {self.shape}",
+            wanted=wanted,
+            found=str(found)[:200],
+            hint="are files of all ranks there, and of one step only?",
+        )
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The grid whose pieces the parts are; `MismatchError` where they are none."""
+        boxes: dict[tuple[int, ...], list[ForeignPiece]] = {}
+        for piece in self.pieces.values():
+            boxes.setdefault(piece.box.offset, []).append(piece)
+        if not boxes:
+            raise self._bad("no file holds a tensor", "nothing")
+        if 0 in self.shape:
+            return Grid(tuple(Axis(((n, 1),)) for n in self.shape), ())
+        axes = tuple(self._axis(d, list(boxes)) for d in range(len(self.shape)))
+        if math.prod(a.ncells for a in axes) != len(boxes):
+            raise self._bad(
+                "the parts of a tensor are no grid, or leave holes",
+                f"{len(boxes)} parts",
+                f"{' x '.join(str(a.ncells) for a in axes)} parts",
+            )
+        grid = Grid(axes, ())
+        flats = []
+        for cell in range(grid.ncells):
+            box = grid.cell_box(cell)
+            found = boxes.get(box.offset, [])
+            if not found or any(p.box != box for p in found):
+                raise self._bad("the parts of a tensor are no grid", found[:1], box)
+            flats.append(self._flat(box, sorted(p.flat or (0, box.numel) for p in found)))
+        if all(axis.ncells == 1 for axis in flats):
+            return grid
+        return Grid(axes, (flats[0],) if len(set(flats)) == 1 else tuple(flats))
+
+    def _axis(self, d: int, offsets: Sequence[tuple[int, ...]]) -> Axis:
+        edges = sorted({o[d] for o in offsets} | {self.shape[d]})
+        if edges[0]:
+            raise self._bad("a tensor begins with a hole", f"dim {d} begins at {edges[0]}")
+        return Axis.from_sizes(b - a for a, b in pairwise(edges))
+
+    def _flat(self, box: Box, ranges: list[tuple[int, int]]) -> Axis:
+        ends = [0, *(end for _, end in ranges)]
+        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != box.numel:
+            raise self._bad("flat parts of a tensor overlap, or leave holes", ranges[:4], box)
+        return Axis.from_sizes(end - start for start, end in ranges)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Bytes ``[start, end)`` of a data file's data section, which a piece is."""
+
+    start: int
+    end: int
+    piece: ForeignPiece
+    extent: Extent | None = None
+
+
+class _DataFile:
+    """A data file, whose bytes are a foreign file's."""
+
+    def __init__(self, key: str, size: int, header: bytes, data_bytes: int) -> None:
+        self.key = key
+        self.size = size
+        self.header = header
+        self.data_bytes = data_bytes
+        self.segments: list[_Segment] = []
+        self.starts: list[int] = []
+
+    @property
+    def total(self) -> int:
+        """Length of the data file."""
+        return len(self.header) + self.data_bytes
+
+
+class ForeignRoot(ReadOnlyStore):
+    """A foreign checkpoint, seen as a root with one checkpoint.
+
+    Parameters
+    ----------
+    inner
+        Where the foreign files are; closed with this store.
+    foreign
+        What a reader found there.
+    format
+        The reader's name.
+    step
+        Of the checkpoint, where the reader knows none.
+
+    Raises
+    ------
+    CorruptError
+        kind ``missing-file``, ``truncated`` or ``limits``.
+    MismatchError
+        kind ``bad-pieces``: the parts of a tensor overlap, leave holes, or are no grid.
+    """
+
+    def __init__(self, inner: Store, foreign: Foreign, format: str, step: int = 0) -> None:
+        self.inner = inner
+        self.format = format
+        self.url = inner.url
+        self.options = dict(inner.options)
+        self.capabilities = replace(inner.capabilities, consistent_list=True, shared=False)
+        self._lock = threading.Lock()
+        self._gathered: tuple[ForeignPiece, bytes] | None = None
+        self._records: dict[str, bytes] = {}
+        self._data: dict[str, _DataFile] = {}
+        self._modified = 0.0
+        tensors: dict[str, _Tensor] = {}
+        for piece in foreign.pieces:
+            if piece.name not in tensors:
+                tensors[piece.name] = _Tensor(piece)
+            tensors[piece.name].add(piece)
+        if not tensors:
+            raise NotFoundError(
+                "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
+            )
+        self._make(tensors, foreign, foreign.step if foreign.step is not None else step)
+
+    # -- the records ---------------------------------------------------------------------------
+
+    def _make(self, tensors: Mapping[str, _Tensor], foreign: Foreign, step: int) -> None:
+        keys = sorted({p.file for t in tensors.values() for p in t.pieces.values()}, key=_natural)
+        numbers = {key: i for i, key in enumerate(keys)}
+        infos = [self._stat(key) for key in keys]
+        self._modified = max(i.modified for i in infos)
+        seen = "\n".join(f"{i.key} {i.size} {i.modified}" for i in infos)
+        attempt = f"f{digest_hex(f'{self.url} {seen}'.encode())[:24]}"
+        name = CommitName(step, 1)
+        folder = data_folder(name, attempt)
+        grids: dict[Grid, int] = {}
+        owners: dict[Owners, int] = {}
+        entries, held = [], []
+        for t in tensors.values():
+            grid = t.grid
+            order = [t.pieces[_cut(grid, i)] for i in range(grid.npieces)]
+            held.append(order)
+            owner = Owners.from_array([numbers[p.file] for p in order])
+            number = grids.setdefault(grid, len(grids)), owners.setdefault(owner, len(owners))
+            entries.append(TensorEntry(t.name, t.dtype, t.shape, *number))
+        filemap = FileMap(entries, list(grids), list(owners))
+        paths = _paths(folder, keys)
+        files = []
+        for i, info in enumerate(infos):
+            header, data_bytes = build_header(filemap.header_entries(i), {})
+            if data_bytes > info.size * _MAX_SWELL + _FREE_SWELL:
+                raise CorruptError(
+                    "tensors are larger than their file",
+                    kind="truncated",
+                    where=info.key,
+                    wanted=f"{data_bytes} bytes",
+                    found=f"{info.size} bytes",
+                )
+            files.append(FileEntry(paths[i], i, len(header), data_bytes))
+            self._data[paths[i]] = _DataFile(info.key, info.size, header, data_bytes)
+        self._place(filemap, held, paths)
+        manifest = Manifest(
+            step,
+            1,
+            attempt,
+            len(files),
+            tuple(files),
+            tuple(map(GridEntry.of, grids)),
+            tuple(o.runs for o in owners),
+            tuple(entries),
+            objects=tuple(ObjectEntry(k, v) for k, v in foreign.objects.items()),
+            metadata={FOREIGN: self._about(foreign)},
+            lay=foreign.lay,
+            requires=(UNDIGESTED,),
+        )
+        self._write(manifest, name, folder)
+
+    def _about(self, foreign: Foreign) -> dict[str, Any]:
+        return {
+            "format": self.format,
+            "left_out": [n[:200] for n in foreign.left_out[:_MOST_NAMED]],
+            "unread": list(foreign.unread[:_MOST_NAMED]),
+            "sizes": dict(foreign.sizes),
+            "has_step": foreign.step is not None,
+        }
+
+    def _place(
+        self, filemap: FileMap, held: Sequence[Sequence[ForeignPiece]], paths: Sequence[str]
+    ) -> None:
+        """Say which bytes of each data file are which piece."""
+        by_file = {self._data[p].key: self._data[p] for p in paths}
+        for number in filemap.order.tolist():
+            size = filemap.dtypes[number].itemsize
+            for piece in held[number]:
+                file = by_file[piece.file]
+                start = file.segments[-1].end if file.segments else 0
+                segment = _Segment(start, start + piece.numel * size, piece)
+                file.segments.append(segment)
+                file.starts.append(start)
+                if isinstance(piece.at, Extent):
+                    self._extent(file, segment)
+
+    def _write(self, manifest: Manifest, name: CommitName, folder: str) -> None:
+        created = datetime.fromtimestamp(self._modified, UTC).isoformat(timespec="milliseconds")
+        created = created.replace("+00:00", "Z")
+        root_id = digest_hex(self.url.encode())
+        file, raw = encode_manifest(manifest)
+        commit = Commit(
+            name.step,
+            1,
+            manifest.attempt,
+            folder,
+            (folder,),
+            file,
+            digest_hex(raw),
+            len(raw),
+            manifest.attempt,
+            created,
+            manifest.world_size,
+            sum(f.data_bytes for f in manifest.files),
+            root=root_id,
+            claim=manifest.attempt,
+        )
+        generation = Generation(
+            1, manifest.attempt, None, created, manifest.world_size, self.format, root_id
+        )
+        self._records = {
+            ROOT_MARKER: encode_record(RootMarker(root_id, created)),
+            generation_key(1): encode_record(generation),
+            commit_key(name): encode_record(commit),
+            folder + file: raw,
+        }
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def _stat(self, key: str) -> ObjectInfo:
+        try:
+            return self.inner.stat(key)
+        except NotFoundError:
+            raise missing(key) from None
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time; for a data file, look whether the foreign file is as it was."""
+        check_key(key)
+        if key in self._records:
+            return ObjectInfo(key, len(self._records[key]), self._modified)
+        file = self._file(key)
+        info = self._stat(file.key)
+        if info.size != file.size:
+            raise CorruptError(
+                "a file has changed under our hands",
+                kind="bad-size",
+                where=file.key,
+                wanted=f"{file.size} bytes",
+                found=f"{info.size} bytes",
+            )
+        return ObjectInfo(key, file.total, info.modified)
+
+    def _file(self, key: str) -> _DataFile:
+        if key not in self._data:
+            raise NotFoundError("no such object", where=f"{self.url}/{key}")
+        return self._data[key]
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield records and data files."""
+        check_prefix(prefix)
+        sizes = {k: len(v) for k, v in self._records.items()}
+        sizes |= {k: f.total for k, f in self._data.items()}
+        for key in sorted(sizes):
+            if key.startswith(prefix):
+                yield ObjectInfo(key, sizes[key], self._modified)
+
+    def children(self, prefix: str = "") -> Names:
+        """Return names directly below `prefix`, sorted."""
+        return children_of((info.key for info in self.list(prefix)), prefix)
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        """Return an object, or a range of it."""
+        check_key(key)
+        record = self._records.get(key)
+        size = len(record) if record is not None else self._file(key).total
+        start, end = (byte_range.start, byte_range.end) if byte_range else (0, size)
+        check_end(f"{self.url}/{key}", end, size)
+        if record is not None:
+            return record[start:end]
+        buffer = bytearray(end - start)
+        self.read_into(key, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from the header that is made, and from the foreign file."""
+        view = as_bytes_view(buffer)
+        if key in self._records:
+            view[:] = self.get(key, ByteRange(offset, offset + len(view)))
+            return
+        file = self._file(check_key(key))
+        check_end(f"{self.url}/{key}", offset + len(view), file.total)
+        head = file.header[offset : offset + len(view)]
+        view[: len(head)] = head
+        at, end = offset + len(head) - len(file.header), offset + len(view) - len(file.header)
+        view = view[len(head) :]
+        base = at
+        for start, stop, source in self._runs(file, at, end):
+            part = view[start - base : stop - base]
+            if isinstance(source, int):
+                self.inner.read_into(file.key, source, part)
+            else:
+                part[:] = source
+
+    def _runs(self, file: _DataFile, at: int, end: int) -> Iterator[tuple[int, int, int | bytes]]:
+        """Yield ``(start, end, byte of the foreign file, or the bytes)`` of a data section."""
+        pending: tuple[int, int, int] | None = None
+        number = bisect.bisect_right(file.starts, at) - 1
+        while at < end:
+            segment = file.segments[number]
+            number += 1
+            stop = min(end, segment.end)
+            if stop <= at:
+                continue
+            extent = self._extent(file, segment)
+            if extent.strides is not None:
+                lo, hi = at - segment.start, stop - segment.start
+                if pending is not None:
+                    yield pending
+                    pending = None
+                yield at, stop, self._gather(segment.piece, extent)[lo:hi]
+            else:
+                source = extent.start + at - segment.start
+                if pending is not None and pending[2] + pending[1] - pending[0] == source:
+                    pending = pending[0], stop, pending[2]
+                else:
+                    if pending is not None:
+                        yield pending
+                    pending = at, stop, source
+            at = stop
+        if pending is not None:
+            yield pending
+
+    def _extent(self, file: _DataFile, segment: _Segment) -> Extent:
+        """Return where a piece lies, once known; checks that the file reaches so far."""
+        if segment.extent is not None:
+            return segment.extent
+        piece = segment.piece
+        found = piece.at if isinstance(piece.at, Extent) else piece.at()
+        end = found.start + _span(piece, found) * dtype_of(piece.dtype, piece.file).itemsize
+        if found.start < 0 or end > file.size:
+            raise CorruptError(
+                "a tensor reaches beyond the end of its file",
+                kind="truncated",
+                where=f"{piece.file}: {piece.name}",
+                wanted=f"{end} bytes",
+                found=f"{file.size} bytes",
+            )
+        segment.extent = found
+        return found
+
+    def _gather(self, piece: ForeignPiece, extent: Extent) -> bytes:
+        """Return the elements of a strided piece in row-major order; the last one is kept."""
+        strides = extent.strides or ()
+        item = dtype_of(piece.dtype).itemsize
+        with self._lock:
+            if self._gathered is not None and self._gathered[0] is piece:
+                return self._gathered[1]
+            count = _span(piece, extent)
+            if max(count, piece.numel) * item > _MAX_SPAN:
+                raise UsageError(
+                    "a tensor that is no contiguous part of its file is too large to be gathered",
+                    kind="limits",
+                    where=f"{piece.file}: {piece.name}",
+                    wanted=f"at most {_MAX_SPAN} bytes",
+                    found=f"{count * item} bytes, strides {strides}",
+                    hint="save it with .contiguous()",
+                )
+            raw = self.inner.get(piece.file, ByteRange(extent.start, extent.start + count * item))
+            steps = tuple(s * item for s in strides)
+            view = np.ndarray(piece.box.shape, np.dtype(f"V{item}"), raw, 0, steps)
+            self._gathered = piece, view.tobytes()
+            return self._gathered[1]
+
+    def open_file(self, key: str) -> OpenFile | None:
+        """Return the foreign file itself where its bytes are those of the data section."""
+        file = self._file(check_key(key))
+        if any(not isinstance(s.piece.at, Extent) for s in file.segments):
+            return None
+        runs = list(self._runs(file, 0, file.data_bytes))
+        if len(runs) != 1 or not isinstance(runs[0][2], int):
+            return None
+        opened = self.inner.open_file(file.key)
+        if opened is None:
+            return None
+        return OpenFile(opened.fd, opened.shift + runs[0][2] - len(file.header))
+
+    def close(self) -> None:
+        """Close the store below."""
+        self.inner.close()
+
+
+def _natural(key: str) -> list[tuple[bool, int, str]]:
+    """Sort numbers in names as numbers: files of ranks then come in the order of ranks."""
+    return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in re.split(r"([0-9]+)", key)]
+
+
+def _span(piece: ForeignPiece, extent: Extent) -> int:
+    """Return how many elements of a file a piece spans."""
+    if extent.strides is None or not piece.numel:
+        return piece.numel
+    sides = zip(piece.box.shape, extent.strides, strict=True)
+    return 1 + sum((n - 1) * s for n, s in sides)
+
+
+def _cut(grid: Grid, number: int) -> Cut:
+    piece = grid.piece(number)
+    return piece.box.offset, piece.flat[0] if piece.flat else 0
+
+
+def _paths(folder: str, keys: Sequence[str]) -> list[str]:
+    """Return the key of each data file: the foreign name, as far as a key may look so."""
+    out: dict[str, None] = {}
+    for number, key in enumerate(keys):
+        name = _PLAIN.sub("%", key.replace("/", "%"))[-160:]
+        path = f"{folder}{name}.safetensors"
+        out[path if path not in out else f"{folder}{name}+{number}.safetensors"] = None
+    return list(out)

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+SAMPLES = Path(__file__).parent / "samples" / "foreign.tar.xz"
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of real foreign checkpoints; samples/README.md says what they are."""
+    folder = tmp_path_factory.mktemp("foreign")
+    with tarfile.open(SAMPLES) as packed:
+        packed.extractall(folder, filter="data")
+    return folder

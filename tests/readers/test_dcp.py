@@ -1,0 +1,228 @@
+"""Checkpoints of torch.distributed.checkpoint, read without torch."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
+
+from ckptd.errors import CkptdError
+from ckptd.load.reader import CkptdReader
+from ckptd.readers.find import find_foreign
+from ckptd.root.index import Index
+from ckptd.store import open_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+SAMPLES = ["dcp-fsdp2-tp", "dcp-per-thread-files", "dcp-safetensors", "fsdp1-sharded"]
+ODD: dict[str, Any] = {
+    "bf": torch.arange(33.0).reshape(3, 11).to(torch.bfloat16),
+    "zero_d": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "ints": torch.arange(5),
+    "bool": torch.tensor([True, False]),
+    "strided": torch.arange(12.0).reshape(3, 4).t(),
+    "cut": torch.arange(30.0).reshape(5, 6)[1:4, 2:5],
+    "f8": torch.arange(8.0).to(torch.float8_e4m3fn),
+    "c": torch.complex(torch.ones(2), torch.zeros(2)),
+    "large": torch.arange(40_000.0),
+    "nested": {"lr": 0.1, "betas": (0.9, 0.99), "names": ["a", {"b": None}]},
+    "note": "x",
+    "step": 7,
+}
+
+
+def open_reader(folder: Path) -> CkptdReader:
+    root = find_foreign(open_store(folder))
+    assert root is not None
+    index = Index(root)
+    index.open()
+    latest = index.latest()
+    assert latest is not None
+    return CkptdReader(index, latest)
+
+
+def fails(folder: Path) -> CkptdError:
+    with pytest.raises(CkptdError) as caught:
+        reader = open_reader(folder)
+        reader.tensors(reader.names)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_are_read_bit_by_bit(foreign: Path, name: str) -> None:
+    reader = open_reader(foreign / "dcp" / name)
+    wanted = np.load(foreign / "dcp" / name / "expected.npz")
+    assert sorted(wanted) == sorted(reader.names)
+    found = reader.tensors(reader.names)
+    assert all(found[n].tobytes() == wanted[n].tobytes() for n in wanted)
+    assert all(found[n].shape == wanted[n].shape for n in wanted)
+
+
+def test_what_ranks_wrote_is_seen(foreign: Path) -> None:
+    reader = open_reader(foreign / "dcp" / "dcp-fsdp2-tp")
+    assert reader.layout("model.layers.0.down.weight").words == "grid 2 x 2"
+    assert reader.layout("model.layers.0.up.weight").words == "rows / 4 (6+5+6+5)"
+    objects = reader.objects()
+    assert objects["step"] == 2
+    assert objects["optim.param_groups.0.lr"] == 0.01
+    assert objects["optim.param_groups.0.betas"] == (0.9, 0.999)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("odd")
+    dcp.save(ODD, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def bits(t: torch.Tensor) -> bytes:
+    return bytes(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def test_odd_types(odd: Path) -> None:
+    reader = open_reader(odd)
+    tensors = {n: t for n, t in ODD.items() if isinstance(t, torch.Tensor)}
+    found = reader.tensors(reader.names)
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].shape == tuple(tensor.shape), name
+        assert found[name].tobytes() == bits(tensor), name
+    assert reader.info("bf").dtype.name == "bfloat16"
+    assert reader.info("f8").dtype.name == "float8_e4m3fn"
+    objects = reader.objects()
+    assert objects["note"] == "x"
+    assert objects["step"] == 7
+    assert objects["nested.betas"] == (0.9, 0.99)
+
+
+def test_parts_of_strided_tensors(odd: Path) -> None:
+    reader = open_reader(odd)
+    for name in ("strided", "cut", "large"):
+        whole = reader.tensor(name)
+        for box, part in reader.slabs(name, 20):
+            cut = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            assert np.array_equal(whole[cut], part)
+
+
+def test_no_torch_is_imported(foreign: Path) -> None:
+    code = (
+        "import sys; from ckptd.cli.main import run;"
+        f"code = run(['inspect', {str(foreign / 'dcp' / SAMPLES[0])!r}]);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def test_compressed_items_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    writer = dcp.FileSystemWriter(str(tmp_path), _extensions=[ZStandard()])
+    try:
+        dcp.save({"a": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    except (ImportError, AttributeError):
+        pytest.skip("no zstd of torch's here")
+    error = fails(tmp_path)
+    assert error.kind == "unreadable-format"
+
+
+@pytest.fixture
+def broken(foreign: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(foreign / "dcp" / "dcp-fsdp2-tp", tmp_path / "broken"))
+
+
+def edit(folder: Path, change: Any) -> None:
+    path = folder / ".metadata"
+    metadata: Any = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def test_a_missing_file(broken: Path) -> None:
+    (broken / "__2_0.distcp").unlink()
+    error = fails(broken)
+    assert (error.kind, error.where) == ("missing-file", "__2_0.distcp")
+
+
+def test_a_short_file(broken: Path) -> None:
+    path = broken / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert fails(broken).kind == "truncated"
+
+
+def test_a_part_that_lies_nowhere(broken: Path) -> None:
+    edit(broken, lambda m: m.storage_data.pop(next(k for k in m.storage_data if k.offset)))
+    assert fails(broken).kind == "missing-chunk"
+
+
+def test_holes_and_overlaps(broken: Path) -> None:
+    name = "model.layers.0.down.weight"
+
+    def shift(m: Any, by: int) -> None:
+        chunk = m.state_dict_metadata[name].chunks[0]
+        key = next(k for k in m.storage_data if k.fqn == name and k.offset == chunk.offsets)
+        chunk.offsets = torch.Size([chunk.offsets[0], chunk.offsets[1] + by])
+        info = m.storage_data.pop(key)
+        m.storage_data[type(key)(name, chunk.offsets)] = info
+
+    edit(broken, lambda m: m.state_dict_metadata[name].chunks.pop())
+    assert fails(broken).kind == "bad-pieces"
+    edit(broken, lambda m: shift(m, 1))
+    assert fails(broken).kind == "bad-pieces"
+
+
+def test_a_box_outside_of_its_tensor(broken: Path) -> None:
+    def grow(m: Any) -> None:
+        m.state_dict_metadata["model.head.weight"].size = torch.Size([20, 10])
+
+    edit(broken, grow)
+    assert fails(broken).kind == "bad-pieces"
+
+
+def test_an_item_of_another_type(broken: Path) -> None:
+    def change(m: Any) -> None:
+        m.state_dict_metadata["model.head.weight"].properties.dtype = torch.int32
+
+    edit(broken, change)
+    error = fails(broken)
+    assert (error.kind, error.found) == ("bad-size", "float32 (16, 10)")
+
+
+def test_a_tensor_of_a_terabyte(broken: Path) -> None:
+    def change(m: Any) -> None:
+        entry = m.state_dict_metadata["model.head.weight"]
+        entry.size = torch.Size([1 << 36, 10])
+        entry.chunks[-1].sizes = torch.Size([(1 << 36) - 16, 10])
+
+    edit(broken, change)
+    assert fails(broken).kind == "truncated"
+
+
+def test_no_metadata(broken: Path) -> None:
+    (broken / ".metadata").write_bytes(b"rubbish")
+    assert fails(broken).kind == "bad-pickle"
+    (broken / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    assert fails(broken).kind == "bad-pickle"
+
+
+def test_a_file_that_changes_under_our_hands(broken: Path) -> None:
+    reader = open_reader(broken)
+    path = broken / "__1_0.distcp"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(CkptdError) as caught:
+        reader.tensors(reader.names)
+    assert caught.value.kind == "bad-size"
