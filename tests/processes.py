@@ -1,31 +1,96 @@
-"""Which processes live, as the kernel says."""
+"""Processes of the tests: which live, how they are ended, and waiting for what they do."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["agents_in", "lives", "stop"]
+__all__ = [
+    "PATIENCE_S",
+    "agents_in",
+    "free_port",
+    "kill",
+    "lives",
+    "stop",
+    "until",
+    "wait_for_end",
+]
+
+T = TypeVar("T")
+PATIENCE_S = 100.0
+"""Less than a test's own time-out, which shows the stacks, while this says what was waited for."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+
+
+def until(
+    ask: Callable[[], T],
+    what: str | Callable[[], str] = "",
+    within_s: float = PATIENCE_S,
+    *,
+    turn: Callable[[], object] | None = None,
+) -> T:
+    """Ask again until the answer is true, and return it.
+
+    Parameters
+    ----------
+    ask
+        What is asked.
+    what
+        What is waited for, or a function that returns it once the wait was in vain (a log, say).
+    within_s
+        Seconds after which `TimeoutError` is raised.
+    turn
+        Called between two questions in place of a pause, by a test that turns a loop itself.
+    """
+    end = time.monotonic() + within_s
+    pause = _FIRST_PAUSE_S
+    while not (answer := ask()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {within_s:g} s: {what() if callable(what) else what}")
+        if turn is not None:
+            turn()
+        else:
+            time.sleep(pause)
+            # What takes long is asked for seldom: on a busy machine the questions cost it time.
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+    return answer
+
+
+def free_port() -> int:
+    """Return a port of the loopback address that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def lives(pid: int) -> bool:
     """Tell whether a process runs; one that has ended and is not yet waited for does not."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"
+    return _state(Path(f"/proc/{pid}")) not in "ZX"
+
+
+def kill(pid: int) -> None:
+    """Kill a process; returns when it has ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
+    """Return when a process has ended, though its parent may not have waited for it."""
+    until(lambda: not lives(pid), f"process {pid} ends")
 
 
 def stop(pid: int) -> None:
     """Stop a process by SIGSTOP; returns when none of its threads runs any more."""
     os.kill(pid, signal.SIGSTOP)
-    end = time.monotonic() + 30.0
-    while any(_state(task) not in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()):
-        assert time.monotonic() < end, "the process does not stop"
-        time.sleep(0.005)
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all(_state(task) in "TtZX" for task in tasks.iterdir()), f"process {pid} stops")
 
 
 def _state(task: Path) -> str:

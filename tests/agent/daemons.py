@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,14 +61,6 @@ class Daemon:
             return b""
         self.sheets.append(unpack_report(body))
         return pack(self.orders.pop(0) if self.orders else AgentOrders(period_s=0.1))
-
-    def until(self, true: Callable[[], Any], what: str) -> Any:
-        """Return what `true` returns once that is something."""
-        end = time.monotonic() + DEADLINE_S
-        while not (found := true()):
-            assert time.monotonic() < end, f"in vain: {what}"
-            time.sleep(0.02)
-        return found
 
     def rows(self) -> dict[int, Any]:
         """Return the newest row of each rank in the newest sheet."""

@@ -16,8 +16,8 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
-from tests.processes import agents_in, lives
-from tests.save.nearjob import WAIT_S, NearJob, Trainer, newest_at, until
+from tests.processes import agents_in, lives, until
+from tests.save.nearjob import WAIT_S, NearJob, Trainer, newest_at
 
 SAVED = """
 for step in (1, 2):

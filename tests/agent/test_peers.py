@@ -14,8 +14,8 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.messages import Neighbours
 from ckptd.save.peers import KnownNode
 from tests.crash.mounts import Mounted, tmpfs
-from tests.processes import lives
-from tests.save.nearjob import WAIT_S, NearJob, newest_at, until
+from tests.processes import lives, until
+from tests.save.nearjob import WAIT_S, NearJob, newest_at
 
 __all__ = ["tmpfs"]
 

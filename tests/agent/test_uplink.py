@@ -17,7 +17,8 @@ from ckptd.agent.uplink import Uplink
 from ckptd.errors import UsageError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, Stack, pack
 from ckptd.net.signing import new_challenge
-from tests.agent.daemons import SECRET, Daemon, daemon
+from tests.agent.daemons import SECRET, daemon
+from tests.processes import until
 
 _numbers = count(1)
 
@@ -53,7 +54,7 @@ def test_sheets_arrive_and_orders_come_back() -> None:
     with daemon() as there, uplink(there.url) as up:
         there.orders = [AgentOrders(period_s=3.0, stacks=(1, 2))]
         up.offer(sheet())
-        there.until(lambda: up.sent, "sent")
+        until(lambda: up.sent, "sent")
         assert up.orders() == [AgentOrders(period_s=3.0, stacks=(1, 2))]
         assert up.orders() == []
         assert len(there.sheets) == 1
@@ -75,7 +76,7 @@ def test_findings_arrive_in_order() -> None:
     with daemon() as there, uplink(there.url) as up:
         for _ in range(5):
             up.report(found())
-        there.until(lambda: len(there.found) == 5, "findings")
+        until(lambda: len(there.found) == 5, "findings")
         numbers = [one.number for one in there.found]
         assert numbers == sorted(numbers)
 
@@ -109,7 +110,7 @@ def test_a_daemon_that_comes_later(caplog: pytest.LogCaptureFixture) -> None:
         assert up.away
         with daemon(port=port) as there:
             keep_offering(up, lambda: up.sent >= 2, "taken at last")
-            there.until(lambda: there.found, "what was found meanwhile")
+            until(lambda: there.found, "what was found meanwhile")
         assert not up.away or up.sent
     said = [r.getMessage() for r in caplog.records]
     assert sum("does not hear" in text for text in said) <= 2  # it is gone at the end again
@@ -196,6 +197,6 @@ def test_a_daemon_that_does_not_answer_is_not_waited_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         up = Uplink(f"http://127.0.0.1:{server.getsockname()[1]}", SECRET, timeout_s=0.2)
         up.offer(sheet())
-        Daemon.until(up, lambda: up.away, "the deadline")  # type: ignore[arg-type]
+        until(lambda: up.away, "the deadline")
         up.close()
         assert not up._thread.is_alive()

@@ -15,7 +15,7 @@ from ckptd.runtime.host import host_id, node_name
 from tests.agent.daemons import SECRET, daemon
 from tests.agent.writers import writers
 from tests.cli.running import COMMAND
-from tests.processes import agents_in
+from tests.processes import agents_in, until
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,12 @@ def test_an_agent_that_is_run_watches(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path / "rings", 2, job="mine") as ranks:
         command = [*COMMAND, "agent", "run", "--job", "mine", "--node", "n", "--watch", there.url]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            there.until(lambda: len(there.rows()) == 2, "two ranks")
+            until(lambda: len(there.rows()) == 2, "two ranks")
             assert there.sheets[-1].job == "mine"
             assert there.sheets[-1].nodes == ("n",)
             assert there.sheets[-1].agents[0].address.startswith("127.0.0.1:")
             os.kill(ranks[0].pid, signal.SIGKILL)
-            there.until(lambda: not there.rows()[0]["alive"], "a death")
+            until(lambda: not there.rows()[0]["alive"], "a death")
             process.terminate()
             assert process.wait(60) == 0
 
@@ -42,7 +42,7 @@ def test_ranks_of_other_jobs_and_nodes_are_left_alone(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path / "rings", 2, job="other"):
         command = [*COMMAND, "agent", "run", "--job", "mine", "--node", "n", "--watch", there.url]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            there.until(lambda: len(there.sheets) > 3, "sheets")
+            until(lambda: len(there.sheets) > 3, "sheets")
             assert there.rows() == {}
             process.terminate()
             assert process.wait(60) == 0
@@ -55,7 +55,7 @@ def test_an_agent_that_a_checkpointer_starts_watches(
         monkeypatch.setenv("CKPTD_DAEMON", there.url)
         sock = connect_agent(AgentPlace("mine", host_id()))
         try:
-            there.until(lambda: there.sheets, "a sheet")
+            until(lambda: there.sheets, "a sheet")
             assert there.sheets[0].job == "mine"
             assert there.sheets[0].nodes == (node_name(),)
         finally:
@@ -70,7 +70,7 @@ def test_a_watcher_ends_with_its_standard_input() -> None:
         with subprocess.Popen(
             [*command, "--daemon", there.url, "--floor", "train=3"], stdin=subprocess.PIPE
         ) as process:
-            there.until(lambda: there.sheets, "a sheet")
+            until(lambda: there.sheets, "a sheet")
             assert there.sheets[0].nodes == ("n",)
             assert process.stdin is not None
             process.stdin.close()

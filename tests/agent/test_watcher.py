@@ -27,7 +27,7 @@ from ckptd.monitor.rules.limits import HangLimits, Learned
 from ckptd.runtime.host import node_name
 from tests.agent.daemons import SECRET, Daemon, daemon
 from tests.agent.writers import writers
-from tests.processes import stop
+from tests.processes import stop, until
 
 SHORT = HangLimits(floors=dict.fromkeys(Phase, 1.0), warm_steps=0)
 
@@ -65,9 +65,9 @@ def members(there: Daemon) -> dict[int, Any]:
 
 def test_ranks_are_told(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 3) as ranks, watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 3, "three ranks")
-        there.until(lambda: any(len(s.table("steps")) for s in there.sheets), "steps")
-        there.until(lambda: any(len(s.table("gaps")) for s in there.sheets), "pauses")
+        until(lambda: len(there.rows()) == 3, "three ranks")
+        until(lambda: any(len(s.table("steps")) for s in there.sheets), "steps")
+        until(lambda: any(len(s.table("gaps")) for s in there.sheets), "pauses")
         rows = there.rows()
         assert [rows[r]["pid"] for r in range(3)] == [rank.pid for rank in ranks]
         assert all(row["alive"] and row["world"] == 3 for row in rows.values())
@@ -79,7 +79,7 @@ def test_ranks_are_told(tmp_path: Path) -> None:
         told = [len(sheet.members) for sheet in there.sheets]
         assert sum(told) == 1
         there.orders.append(AgentOrders(tell=True))
-        there.until(lambda: sum(len(s.members) for s in there.sheets) == 2, "told again")
+        until(lambda: sum(len(s.members) for s in there.sheets) == 2, "told again")
         numbers = [sheet.number for sheet in there.sheets]
         assert numbers == sorted(set(numbers))
         assert there.sheets[-1].agents[0].rings == 3
@@ -87,11 +87,11 @@ def test_ranks_are_told(tmp_path: Path) -> None:
 
 def test_an_end_is_told_with_its_code(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 3) as ranks, watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 3, "three ranks")
+        until(lambda: len(there.rows()) == 3, "three ranks")
         os.kill(ranks[1].pid, signal.SIGSEGV)
         ranks[2].say("exit 3")
-        there.until(lambda: not there.rows()[1]["alive"], "a death")
-        there.until(lambda: not there.rows()[2]["alive"], "an end")
+        until(lambda: not there.rows()[1]["alive"], "a death")
+        until(lambda: not there.rows()[2]["alive"], "an end")
         rows = there.rows()
         assert (rows[1]["exit_code"], rows[2]["exit_code"]) == (-signal.SIGSEGV, 3)
         assert rows[0]["alive"]
@@ -99,16 +99,16 @@ def test_an_end_is_told_with_its_code(tmp_path: Path) -> None:
 
 def test_a_death_is_told_out_of_turn(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 2, "two ranks")
+        until(lambda: len(there.rows()) == 2, "two ranks")
         there.orders = [AgentOrders(period_s=50.0) for _ in range(1000)]
-        there.until(lambda: len(there.orders) < 1000, "a long period")
+        until(lambda: len(there.orders) < 1000, "a long period")
         os.kill(ranks[1].pid, signal.SIGKILL)
-        there.until(lambda: not there.rows()[1]["alive"], "a death")
+        until(lambda: not there.rows()[1]["alive"], "a death")
 
 
 def test_stopped_held_sleeping_and_waiting_are_told_apart(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 5) as ranks, watcher(tmp_path, there, SHORT):
-        there.until(lambda: len(there.rows()) == 5, "five ranks")
+        until(lambda: len(there.rows()) == 5, "five ranks")
         ranks[4].more(30000)  # so that it waits for all others
         stop(ranks[0].pid)
         ranks[1].say("gil")
@@ -121,7 +121,7 @@ def test_stopped_held_sleeping_and_waiting_are_told_apart(tmp_path: Path) -> Non
             2: "Python runs: it computes, sleeps or spins",
             3: "Python runs: it computes, reads or writes",
         }
-        there.until(lambda: subtypes(there) == wanted, f"{wanted}")
+        until(lambda: subtypes(there) == wanted, f"{wanted}")
         row = there.rows()[4]
         assert row["pending_group"] == 7
         assert row["pending_age"] > 0
@@ -137,36 +137,36 @@ def stacks(there: Daemon) -> dict[int, str]:
 
 def test_stacks_are_taken_when_asked(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 2, "two ranks")
+        until(lambda: len(there.rows()) == 2, "two ranks")
         stop(ranks[0].pid)
         there.orders.append(AgentOrders(stacks=(0, 1, 77)))
-        there.until(lambda: set(stacks(there)) == {0, 1}, "stacks")
+        until(lambda: set(stacks(there)) == {0, 1}, "stacks")
         assert "<module>" in stacks(there)[0]
 
 
 def test_stacks_of_a_stuck_rank_outlive_it(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there, SHORT) as on:
-        there.until(lambda: len(there.rows()) == 2, "two ranks")
+        until(lambda: len(there.rows()) == 2, "two ranks")
         ranks[0].say("hold")
-        there.until(lambda: 0 in on._evidence._kept, "stacks kept early")
+        until(lambda: 0 in on._evidence._kept, "stacks kept early")
         os.kill(ranks[0].pid, signal.SIGKILL)
-        there.until(lambda: not there.rows()[0]["alive"], "its death")
+        until(lambda: not there.rows()[0]["alive"], "its death")
         there.orders.append(AgentOrders(stacks=(0,)))
-        there.until(lambda: stacks(there), "stacks")
+        until(lambda: stacks(there), "stacks")
         assert "as it had not moved for" in stacks(there)[0]
         assert "<module>" in stacks(there)[0]
 
 
 def test_stacks_of_the_others_are_taken_at_the_first_death(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 3) as ranks, watcher(tmp_path, there) as on:
-        there.until(lambda: len(there.rows()) == 3, "three ranks")
+        until(lambda: len(there.rows()) == 3, "three ranks")
         os.kill(ranks[1].pid, signal.SIGKILL)
-        there.until(lambda: set(on._evidence._kept) == {0, 2}, "stacks of the others")
+        until(lambda: set(on._evidence._kept) == {0, 2}, "stacks of the others")
         for rank in (0, 2):
             os.kill(ranks[rank].pid, signal.SIGTERM)
-        there.until(lambda: not any(r["alive"] for r in there.rows().values()), "all ended")
+        until(lambda: not any(r["alive"] for r in there.rows().values()), "all ended")
         there.orders.append(AgentOrders(stacks=(0, 1, 2)))
-        there.until(lambda: set(stacks(there)) == {0, 1, 2}, "stacks")
+        until(lambda: set(stacks(there)) == {0, 1, 2}, "stacks")
         assert "rank 1 had just ended" in stacks(there)[2]
         assert "nothing was kept of it" in stacks(there)[1]
 
@@ -174,9 +174,9 @@ def test_stacks_of_the_others_are_taken_at_the_first_death(tmp_path: Path) -> No
 def test_many_calls_when_asked(tmp_path: Path) -> None:
     with daemon() as there, writers(tmp_path, 1, rate=0.0) as ranks, watcher(tmp_path, there):
         ranks[0].more(600)
-        there.until(lambda: there.sheets and len(there.sheets[-1].table("calls")) == 64, "stuck")
+        until(lambda: there.sheets and len(there.sheets[-1].table("calls")) == 64, "stuck")
         there.orders.append(AgentOrders(calls=(0,)))
-        there.until(lambda: any(len(s.table("calls")) == 512 for s in there.sheets), "many")
+        until(lambda: any(len(s.table("calls")) == 512 for s in there.sheets), "many")
 
 
 def test_links_are_probed_when_asked(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_links_are_probed_when_asked(tmp_path: Path) -> None:
             for n, node in ((4, "n"), (5, "another"))
         ]
         there.orders.append(AgentOrders(probes=tuple(probes)))
-        there.until(lambda: there.found, "a result")
+        until(lambda: there.found, "a result")
         results = [result for found in there.found for result in found.probes]
         assert [(r.nonce, r.src, r.dst) for r in results] == [(4, "n", "b")]
         assert results[0].error
@@ -196,7 +196,7 @@ def test_damaged_rings_do_not_spoil_the_sheet(tmp_path: Path) -> None:
     """The daemon of the tests checks every sheet as the real one does."""
     dice = random.Random(7)
     with daemon() as there, writers(tmp_path, 3) as ranks, watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 3, "three ranks")
+        until(lambda: len(there.rows()) == 3, "three ranks")
         size = ranks[1].path.stat().st_size
         for _ in range(12):
             with open(ranks[1].path, "r+b") as file:
@@ -204,11 +204,11 @@ def test_damaged_rings_do_not_spoil_the_sheet(tmp_path: Path) -> None:
                     file.seek(256 + dice.randrange(size - 300))
                     file.write(dice.randbytes(dice.choice((1, 8, 40))))
             seen = len(there.sheets)
-            there.until(lambda: len(there.sheets) > seen, "another sheet")  # noqa: B023
+            until(lambda: len(there.sheets) > seen, "another sheet")  # noqa: B023
             assert {0, 2} <= set(there.rows())
         with open(ranks[1].path, "r+b") as file:
             file.truncate(10)
-        there.until(lambda: set(there.rows()) == {0, 2}, "let go")
+        until(lambda: set(there.rows()) == {0, 2}, "let go")
         assert there.sheets[-1].agents[0].bad_rings == 1
 
 
@@ -223,12 +223,12 @@ def test_a_daemon_that_is_away_for_a_while(
 ) -> None:
     with writers(tmp_path, 1) as ranks, daemon() as first:
         with watcher(tmp_path, first) as on, caplog.at_level(logging.WARNING, "ckptd.agent"):
-            first.until(lambda: first.rows(), "a rank")
+            until(lambda: first.rows(), "a rank")
             first.garbage = nothing
-            first.until(lambda: on._uplink.away, "noticed")
+            until(lambda: on._uplink.away, "noticed")
             os.kill(ranks[0].pid, signal.SIGKILL)
             first.garbage = None
-            first.until(lambda: not first.rows()[0]["alive"], "what happened meanwhile")
+            until(lambda: not first.rows()[0]["alive"], "what happened meanwhile")
     said = [record.getMessage() for record in caplog.records]
     assert sum("does not hear" in text for text in said) == 1
 
@@ -237,21 +237,21 @@ def test_a_folder_that_vanishes(tmp_path: Path) -> None:
     folder = tmp_path / "rings"
     with daemon() as there, watcher(folder, there):
         with writers(folder, 1) as ranks:
-            there.until(lambda: there.rows(), "a rank")
+            until(lambda: there.rows(), "a rank")
             ranks[0].path.unlink()
             folder.rmdir()
             seen = len(there.sheets)
-            there.until(lambda: len(there.sheets) > seen + 2, "sheets")
+            until(lambda: len(there.sheets) > seen + 2, "sheets")
             assert there.rows()[0]["alive"]
         with writers(folder, 2):
-            there.until(lambda: set(there.rows()) == {0, 1}, "a new folder")
+            until(lambda: set(there.rows()) == {0, 1}, "a new folder")
 
 
 def test_nothing_is_left(tmp_path: Path) -> None:
     gc.collect()  # or what others left is closed meanwhile
     before = len(os.listdir("/proc/self/fd"))
     with daemon() as there, writers(tmp_path, 2), watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 2, "ranks")
+        until(lambda: len(there.rows()) == 2, "ranks")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -259,7 +259,7 @@ def test_the_last_sheet_is_told_though_another_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with daemon() as there, writers(tmp_path, 2) as ranks, watcher(tmp_path, there):
-        there.until(lambda: len(there.rows()) == 2, "ranks")
+        until(lambda: len(there.rows()) == 2, "ranks")
         monkeypatch.setattr(Uplink, "ready", False)
         for rank in ranks:
             rank.say("exit 0")

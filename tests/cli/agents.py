@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from ckptd.runtime.agentlink import reach
 from ckptd.save.messages import AgentContents, AskStatus, visit
 from tests.cli.running import COMMAND
+from tests.processes import wait_for_end
 
 DEADLINE_S = 60.0
 
@@ -43,23 +43,6 @@ for line in sys.stdin:
 ck.close()
 """
 """Saves the steps that it is told to, and dies when it is told to."""
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    """Return what `true` returns once that is something."""
-    end = time.monotonic() + DEADLINE_S
-    while not (found := true()):
-        assert time.monotonic() < end, f"in vain: {what}"
-        time.sleep(0.05)
-    return found
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for counts."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 class Trainer:
@@ -166,7 +149,7 @@ class Place:
                         stream.close()
         for status in self.statuses():
             os.kill(status.pid, signal.SIGKILL)  # one that finishes may wait for ranks for a minute
-            until(lambda pid=status.pid: gone(pid), "the end of an agent")
+            wait_for_end(status.pid)
 
 
 @contextmanager

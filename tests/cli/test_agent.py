@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.agents import DEADLINE_S, Place, gone, make_place, until
+from tests.cli.agents import DEADLINE_S, Place, make_place
 from tests.cli.running import Cli, process
+from tests.processes import until, wait_for_end
 
 
 @pytest.fixture
@@ -85,13 +86,13 @@ def test_it_ends_when_its_trainer_has_ended_or_at_once(cli: Cli, place: Place) -
     assert one.ending
     assert one.ranks == (0,)
     assert f"process {first} ends" in cli.good("agent", "stop", place.root, "--now").out
-    until(lambda: gone(first), "the agent's end")
+    wait_for_end(first)
     # What was in memory only is at the root, and the trainer goes on with another agent.
     assert cli.json("ls", place.root)["newest"] == 11
     second = until(lambda: _saves_elsewhere(trainer, first), "another agent")
     assert [s.pid for s in place.statuses()] == [second]
     trainer.end()
-    until(lambda: gone(second), "the agent's end")
+    wait_for_end(second)
 
 
 def _saves_elsewhere(trainer: object, first: int) -> int:

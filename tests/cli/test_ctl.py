@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 from tests.cli.running import COMMAND, TIMEOUT_S
-from tests.elastic.controlled import ControllerProcess, controlled, pretended, status_when, until
+from tests.elastic.controlled import ControllerProcess, controlled, pretended, status_when
+from tests.processes import until
 
 
 def ctl(controller: ControllerProcess, *args: str) -> subprocess.CompletedProcess[str]:

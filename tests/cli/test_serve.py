@@ -15,7 +15,8 @@ import pytest
 from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.place import DaemonPlace, daemons
 from tests.cli.running import COMMAND, Cli
-from tests.daemon.daemons import WAIT_S, until
+from tests.daemon.daemons import WAIT_S
+from tests.processes import until
 
 QUICK = ("--set", "floor.train=1", "--set", "floor.init=1", "--set", "settle_s=0")
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from ckptd.cli.screen import odd_rows, screen
 from ckptd_simulated.feed import PlantedAt
 from tests.cli.running import Cli
-from tests.daemon.daemons import Running, fed, running, until
+from tests.daemon.daemons import Running, fed, running
+from tests.processes import until
 
 
 def columns(status: list[int], age: list[float | None]) -> dict[str, Any]:

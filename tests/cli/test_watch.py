@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.place import daemons
 from tests.agent.writers import WRITER
 from tests.cli.running import COMMAND, Cli
-from tests.processes import lives
+from tests.processes import lives, until
 
 RANKS = f"""
 import os, signal, subprocess, sys, time
@@ -103,14 +101,6 @@ def crash(process: subprocess.Popen[str]) -> None:
 
 def ranks(what: str) -> list[str]:
     return ["--", sys.executable, "-c", RANKS, what]
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + DEADLINE_S
-    while not (found := true()):
-        assert time.monotonic() < end, f"in vain: {what}"
-        time.sleep(0.05)
-    return found
 
 
 def run_folder() -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +12,9 @@ from typing import Any
 import pytest
 
 from ckptd.cli.watch_parts import DaemonSupervisor
+from tests.processes import until
 
 DEADLINE_S = 60.0
-
-
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + DEADLINE_S
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
 
 
 class Watched:

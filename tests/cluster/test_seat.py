@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.running import COMMAND
 from tests.cluster.namespaces import Network, needs_namespaces
+from tests.processes import until
 
 pytestmark = [pytest.mark.dist, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -75,10 +76,7 @@ class Job:
         self.until(found)
 
     def until(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < end, self.words()
-            time.sleep(0.1)
+        until(what, self.words)
 
     def words(self) -> str:
         files = sorted(self.folder.glob("n*.out"))

@@ -48,6 +48,7 @@ from ckptd.save.handle import SaveHandle
 from ckptd.save.messages import SaveRequest
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
+from tests.processes import kill, lives
 from tests.save.saving import fill, plan_of, values
 
 __all__ = ["KINDS", "Campaign", "Tally", "main"]
@@ -238,7 +239,7 @@ class _Schedule:
         while self.alive:
             self._kill(count=False)
         for pid in self._agents():
-            _end(pid)
+            kill(pid)
         self._remount("rw")
         self._judge()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -271,13 +272,13 @@ class _Schedule:
                 os._exit(0)
         self.alive.append(pid)
         before, end = len(self._entries()), time.monotonic() + 30.0
-        while len(self._entries()) == before and _runs(pid) and time.monotonic() < end:
+        while len(self._entries()) == before and lives(pid) and time.monotonic() < end:
             time.sleep(0.01)  # an agent takes its time to start
 
     def _kill(self, *, count: bool = True) -> None:
         agents = self._agents()
         if count and agents and self.draw.random() < 0.2:
-            _end(agents[-1])
+            kill(agents[-1])
             self.tally.kills["agent"] += 1
             self.kills -= 1
         pid = self.alive.pop(0)
@@ -288,7 +289,7 @@ class _Schedule:
             self.kills -= 1
 
     def _agents(self) -> list[int]:
-        return [seed for what, _, _, seed in self._entries() if what == "agent" and _runs(seed)]
+        return [seed for what, _, _, seed in self._entries() if what == "agent" and lives(seed)]
 
     def _entries(self) -> list[tuple[str, str, int, int]]:
         with contextlib.suppress(FileNotFoundError):
@@ -404,22 +405,6 @@ class _Schedule:
 
     def _violation(self, text: str) -> None:
         self.tally.violations.append(f"seed {self.seed} ({self.kind}): {text}")
-
-
-def _end(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    end = time.monotonic() + 10.0
-    while _runs(pid) and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
-from tests.crash.trainers import wait_for_end
+from tests.processes import wait_for_end
 from tests.save.saving import Job, values
 
 

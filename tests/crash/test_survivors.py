@@ -17,8 +17,9 @@ from ckptd.store.base import FaultRule, FaultSpec
 from tests.crash.judge import assert_exact, assert_only_legal, clean
 from tests.crash.life import End, Life
 from tests.crash.places import LocalPlace
-from tests.crash.trainers import Trainers, run_trainers, wait_for_end
+from tests.crash.trainers import Trainers, run_trainers
 from tests.crash.zygote import Zygote
+from tests.processes import wait_for_end
 
 FIRST, SECOND = CommitName(1, 1), CommitName(2, 1)
 

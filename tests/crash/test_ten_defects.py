@@ -38,7 +38,7 @@ from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.tools.verify import verify
 from tests.crash.mounts import Mounted, tmpfs
 from tests.crash.places import LocalPlace
-from tests.crash.trainers import wait_for_end
+from tests.processes import wait_for_end
 from tests.save.saving import Job, fill, plan_of, values
 
 __all__ = ["tmpfs"]

@@ -20,7 +20,7 @@ from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from tests.crash.life import Life, save_on
 
-__all__ = ["Trainers", "run_trainers", "wait_for_end"]
+__all__ = ["Trainers", "run_trainers"]
 
 WAIT_S = 60.0
 
@@ -50,21 +50,6 @@ def run_trainers(trainers: Trainers) -> list[int]:
     )
     assert ended.returncode == -signal.SIGKILL, ended.returncode
     return [int(pid) for pid in json.loads(ended.stdout)]
-
-
-def wait_for_end(pid: int) -> None:
-    """Wait until a process that is nobody's child any more has ended."""
-    limit = time.monotonic() + WAIT_S
-    while Path(f"/proc/{pid}").exists() and not _is_zombie(pid):
-        assert time.monotonic() < limit, f"process {pid} does not end"
-        time.sleep(0.05)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def _wait_written(handle: SaveHandle) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import http.client
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -24,20 +23,11 @@ from ckptd.monitor.settings import WatchSettings
 from ckptd.net.address import listen_at
 from ckptd.net.signing import access_token, sign_request
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
+from tests.processes import until
 
 JOB = "job"
 SECRET = b"secret of the tests, long enough"
 WAIT_S = 60.0
-T = TypeVar("T")
-
-
-def until(ask: Callable[[], T], what: str = "it does not come about", wait_s: float = WAIT_S) -> T:
-    """Ask again until the answer is true, and return it."""
-    end = time.monotonic() + wait_s
-    while not (answer := ask()):
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-    return answer
 
 
 def quick_settings() -> WatchSettings:

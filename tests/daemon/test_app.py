@@ -8,7 +8,8 @@ import pytest
 
 from ckptd.monitor.recording import replay
 from ckptd_simulated.feed import PlantedAt
-from tests.daemon.daemons import JOB, Running, fed, quick_settings, running, until
+from tests.daemon.daemons import JOB, Running, fed, quick_settings, running
+from tests.processes import until
 
 RANKS = 16
 HUNG = 5

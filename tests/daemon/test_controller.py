@@ -18,9 +18,10 @@ from ckptd.monitor.job import RankView
 from ckptd.monitor.recording import replay
 from ckptd.monitor.report import RankNote, from_views, pack
 from tests.daemon.controllers import controller, nodes
-from tests.daemon.daemons import JOB, Running, quick_settings, running, until
+from tests.daemon.daemons import JOB, Running, quick_settings, running
 from tests.daemon.test_metrics import samples
 from tests.monitor import jobs
+from tests.processes import until
 
 SETTINGS = replace(quick_settings(), policy=dict(RUN_POLICY))
 

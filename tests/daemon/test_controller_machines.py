@@ -23,8 +23,7 @@ from ckptd.elastic.places import open_places
 from ckptd.errors import CkptdError
 from tests.cli.running import COMMAND
 from tests.daemon.test_controller_run import SCRIPT
-from tests.elastic.controlled import until
-from tests.processes import stop
+from tests.processes import stop, until
 
 JOB, SECRET = "machines", "0123456789abcdef0123456789abcdef"
 

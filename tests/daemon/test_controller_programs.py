@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from ckptd.daemon.client import DaemonClient
 from ckptd.errors import CkptdError
-from tests.daemon import daemons
+from tests import processes
 from tests.daemon.test_controller_run import Job, job
 from tests.processes import stop
 
-T = TypeVar("T")
+# As long as PyTorch may take to be imported on a machine with too much to do.
+until = partial(processes.until, within_s=280.0)
 
 BARE = """
 import os, signal, sys, time
@@ -64,11 +65,6 @@ for epoch in range(2):
     dist.barrier()
 dist.destroy_process_group()
 """
-
-
-def until(ask: Callable[[], T], what: str) -> T:
-    """Ask for as long as PyTorch may take to be imported on a machine with too much to do."""
-    return daemons.until(ask, what, 280.0)
 
 
 def _incidents(one: Job) -> list[dict[str, Any]]:

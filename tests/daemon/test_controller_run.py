@@ -17,8 +17,7 @@ import pytest
 
 from ckptd.daemon.client import DaemonClient
 from ckptd.errors import CkptdError
-from tests.daemon.daemons import until
-from tests.processes import stop
+from tests.processes import stop, until
 
 SCRIPT = """
 import os, sys, time

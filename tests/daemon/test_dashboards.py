@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import yaml
 
 from ckptd.daemon.metrics import NAMES
 from ckptd.monitor.verdict import VerdictKind
+from tests.processes import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARDS = ROOT / "docs" / "dashboards"
@@ -193,11 +193,6 @@ def daemon(tmp_path: Path) -> Iterator[str]:
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.05)
         yield str(json.loads(said.read_text())["url"]).removeprefix("http://")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @contextmanager

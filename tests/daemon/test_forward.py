@@ -18,7 +18,8 @@ from ckptd.daemon.server import Serving, url_of
 from ckptd.monitor.report import REPORT_RANK, STEP, AgentState, NodeReport, merge
 from ckptd.net.address import listen_at
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
-from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running, until
+from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running
+from tests.processes import until
 
 
 @contextmanager

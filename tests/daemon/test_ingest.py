@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ckptd.errors import RefusedError
 from ckptd.monitor.report import AgentOrders, EvidenceReport, NodeReport, pack, unpack_orders
 from ckptd.net.signing import check_answer, sign_request
-from tests.daemon.daemons import JOB, SECRET, Running, running, sheets, until
+from tests.daemon.daemons import JOB, SECRET, Running, running, sheets
+from tests.processes import until
 
 PATH = "/api/v1/sheets"
 

@@ -12,7 +12,8 @@ import pytest
 from ckptd.daemon.live import Hub, StreamEvent
 from ckptd.errors import TransientStoreError
 from ckptd_simulated.feed import PlantedAt
-from tests.daemon.daemons import Running, fed, running, until
+from tests.daemon.daemons import Running, fed, running
+from tests.processes import until
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from ckptd.daemon import metrics as module
 from ckptd.daemon.metrics import NAMES, exposition
 from ckptd.errors import UsageError
 from ckptd_simulated.feed import PlantedAt
-from tests.daemon.daemons import Running, fed, running, until
+from tests.daemon.daemons import Running, fed, running
+from tests.processes import until
 
 PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
 

@@ -13,7 +13,8 @@ from ckptd.errors import StoreError
 from ckptd.monitor.recording import JobRecording, replay
 from ckptd.monitor.report import pack, unpack_report
 from ckptd_simulated.feed import PlantedAt
-from tests.daemon.daemons import Running, fed, quick_settings, running, sheets, until
+from tests.daemon.daemons import Running, fed, quick_settings, running, sheets
+from tests.processes import until
 
 
 def incidents(daemon: Running) -> list[str]:

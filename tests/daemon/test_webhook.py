@@ -12,7 +12,8 @@ import pytest
 from ckptd.daemon.webhook import SIGNATURE_HEADER, Webhook, sign_hook
 from ckptd.errors import UsageError
 from ckptd_simulated.feed import PlantedAt
-from tests.daemon.daemons import JOB, fed, running, until
+from tests.daemon.daemons import JOB, fed, running
+from tests.processes import until
 
 KEY = b"key of the hook"
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.testing.ranks import rank_outcomes, run_ranks
-from tests.cli.agents import Place, gone, make_place, until
+from tests.cli.agents import Place, make_place
+from tests.processes import wait_for_end
 
 pytestmark = pytest.mark.dist
 
@@ -63,7 +64,7 @@ def _live(folder: str, victims: str) -> None:
     agent: int = ck.worker_pid  # type: ignore[attr-defined]
     if victims == "agents":
         os.kill(agent, signal.SIGKILL)
-        until(lambda: gone(agent), "the agent's death")
+        wait_for_end(agent)
         dist.barrier()
         # The first save may find no agent of the peer yet; near tiers never raise.
         for step in (14, 15):

@@ -38,15 +38,6 @@ SECRET = "0123456789abcdef0123456789abcdef"
 LONG_S = 60.0
 
 
-def until(true: Callable[[], Any], what: str = "", within_s: float = LONG_S) -> Any:
-    """Wait until `true` returns something true, and return it."""
-    end = time.monotonic() + within_s
-    while not (found := true()):
-        assert time.monotonic() < end, f"not in {within_s} s: {what or true}"
-        time.sleep(0.01)
-    return found
-
-
 class ControllerProcess:
     """``ckptd controller`` of one job, which can be killed and started again."""
 

@@ -25,8 +25,8 @@ from tests.elastic.controlled import (
     controlled,
     pretended,
     status_when,
-    until,
 )
+from tests.processes import until
 
 KEY = SECRET.encode()
 

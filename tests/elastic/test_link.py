@@ -13,7 +13,8 @@ from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.places import open_places
 from ckptd.net.address import parse_address
-from tests.elastic.controlled import SECRET, controlled, pretended, until
+from tests.elastic.controlled import SECRET, controlled, pretended
+from tests.processes import until
 
 
 def test_the_lease_counts_from_sending_and_goes_on_while_nobody_follows(tmp_path: Path) -> None:

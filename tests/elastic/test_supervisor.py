@@ -15,7 +15,8 @@ import pytest
 from ckptd.elastic.launchers.local import LocalLauncher
 from ckptd.elastic.supervisor import Outcome, Supervisor, SupervisorSettings
 from ckptd.errors import StoreError
-from tests.elastic.controlled import LONG_S, ControllerProcess, controlled, status_when, until
+from tests.elastic.controlled import LONG_S, ControllerProcess, controlled, status_when
+from tests.processes import until
 
 _ROOT = Path(__file__).parents[2]
 _QUICK = SupervisorSettings(poll_s=0.1, call_s=LONG_S, again_s=0.1, stop_s=LONG_S)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from ckptd.errors import WorkerError
+from tests.processes import until
 
 Heard = queue.Queue[tuple[WorkerEnd, FromWorker | None]]
 _DEADLINE_S = 60.0
@@ -63,13 +64,6 @@ def link(launcher: LauncherEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
 
 def next_of(heard: Heard) -> tuple[WorkerEnd, FromWorker | None]:
     return heard.get(timeout=_DEADLINE_S)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + _DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_without_a_launcher() -> None:

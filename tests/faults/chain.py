@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -23,10 +21,10 @@ from ckptd.monitor.injection import SWITCH
 from ckptd.net.signing import access_token
 from tests.faults.case import Case
 from tests.faults.judge import Heard
+from tests.processes import free_port, until
 
-__all__ = ["Chain", "nodes_of", "until"]
+__all__ = ["Chain", "nodes_of"]
 
-T = TypeVar("T")
 _CLI = "import sys; from ckptd.cli.main import main; main(sys.argv[1:])"
 _START_S = 60.0
 
@@ -34,16 +32,6 @@ _START_S = 60.0
 def nodes_of(case: Case) -> list[str]:
     """Return the names of the nodes that the ranks of `case` pretend to be on."""
     return [f"node{n}" for n in range(case.nodes)]
-
-
-def until(what: str, condition: Callable[[], T], limit_s: float = _START_S) -> T:
-    """Return what `condition` says once that is true; an error after `limit_s` seconds."""
-    end = time.monotonic() + limit_s
-    while not (found := condition()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {limit_s:g} s for {what}")
-        time.sleep(0.05)
-    return found
 
 
 class Chain:
@@ -61,7 +49,7 @@ class Chain:
         self.case, self.folder = case, folder
         self.options = list(options)
         self.secret = secrets.token_hex(24)
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._token = access_token(self.secret.encode())
         self._ended: list[subprocess.Popen[bytes]] = []
@@ -175,7 +163,7 @@ class Chain:
             told = self.job()
             return told is not None and told["ranks_reporting"] == world
 
-        until("all ranks to report", complete, limit_s)
+        until(complete, "all ranks to report", limit_s)
 
     def heard(self, planted_at: float | None) -> list[Heard]:
         """Return all incidents so far, the oldest first."""
@@ -192,10 +180,3 @@ class Chain:
             after,
             (verdict["evidence"] or ("",))[0],
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port

@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 
 from tests.faults.case import LOOPS, Case
-from tests.faults.chain import Chain, until
+from tests.faults.chain import Chain
 from tests.faults.judge import Heard
 from tests.faults.load import Load
 from tests.faults.scene import END_S, Scene, results
 from tests.faults.trainer import STOP
 from tests.faults.zygote import Zygote
+from tests.processes import until
 
 __all__ = ["Clean", "main", "unwatched"]
 
@@ -70,7 +71,7 @@ def watched(zygote: Zygote, case: Case, folder: Path, minutes: float, load: int)
         while time.monotonic() < end and not any(zygote.look().values()):
             time.sleep(min(LOOK_S, max(end - time.monotonic(), 0)))
         (folder / STOP).touch()
-        codes = until("the ranks to end", lambda: _ended(zygote), END_S)
+        codes = until(lambda: _ended(zygote), "the ranks to end", END_S)
         time.sleep(2.0)
         incidents = tuple(scene.heard())
     done = results(folder, case.world)
@@ -94,7 +95,7 @@ def unwatched(zygote: Zygote, case: Case, folder: Path, steps: int) -> list[str]
     Scene(zygote, plain, folder)
     zygote.start(plain, folder, {})
     limit = 3600.0 + steps
-    until("the unwatched ranks to end", lambda: _ended(zygote), limit)
+    until(lambda: _ended(zygote), "the unwatched ranks to end", limit)
     return [r.digest for r in results(folder, case.world)]
 
 

@@ -17,11 +17,12 @@ from ckptd.errors import CkptdError
 from ckptd.monitor.ring import read
 from ckptd.monitor.verdict import VerdictKind
 from tests.faults.case import Case
-from tests.faults.chain import Chain, nodes_of, until
+from tests.faults.chain import Chain, nodes_of
 from tests.faults.judge import Heard, Outcome, judge
 from tests.faults.kinds import KINDS
 from tests.faults.trainer import PLANTED, RESULT, STOP, Result
 from tests.faults.zygote import Zygote
+from tests.processes import until
 
 __all__ = ["Scene", "replay", "results"]
 
@@ -62,7 +63,7 @@ class Scene:
     def start(self) -> None:
         """Start the ranks, and wait until the daemon hears of all of them."""
         chain, nodes = self.chain, range(self.case.nodes)
-        until("the daemon", lambda: chain.job() is not None)
+        until(lambda: chain.job() is not None, "the daemon")
         self.pids = self.zygote.start(
             self.case, self.folder, chain.environment(), [chain.environment(n) for n in nodes]
         )
@@ -76,13 +77,13 @@ class Scene:
 
     def until_heard(self) -> str:
         """Wait for the fault, for what is said of it, and for what should not be said then."""
-        until("the fault", self.planted_at, END_S)
+        until(self.planted_at, "the fault", END_S)
         if self.case.kind == "node":
             node = self.case.node(self.case.victim)
             self.chain.agents[node].send_signal(signal.SIGSTOP)
         limit = self.case.floor + (SLOW_S if self.case.kind == "slow" else LATE_S)
         try:
-            until("an incident", self.chain_heard, limit)
+            until(self.chain_heard, "an incident", limit)
         except TimeoutError:
             return ""  # that nothing was said is the outcome
         time.sleep(AFTER_S)
@@ -128,7 +129,7 @@ class Scene:
             chain.daemon = chain.start_daemon()
             chain.wait_for_ranks()
         elif self.case.pause_s:
-            until("the pause", self.planted_at, END_S)
+            until(self.planted_at, "the pause", END_S)
             time.sleep(self.case.pause_s)
         time.sleep(calm)
         return ""
@@ -141,7 +142,7 @@ class Scene:
             told = self.zygote.look()
             return told if all(code is not None for code in told.values()) else None
 
-        codes = until("the ranks to end", ended, END_S)
+        codes = until(ended, "the ranks to end", END_S)
         if any(codes.values()):
             return f"ranks ended with {codes}"
         time.sleep(AFTER_S)

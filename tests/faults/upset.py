@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from tests.faults.case import LOOPS, Case
-from tests.faults.chain import Chain, until
+from tests.faults.chain import Chain
 from tests.faults.clean import unwatched
 from tests.faults.judge import Heard
 from tests.faults.scene import Scene, results
 from tests.faults.zygote import Zygote
+from tests.processes import until
 
 __all__ = ["UPSETS", "Upset", "main", "upset"]
 
@@ -101,14 +102,14 @@ def upset(zygote: Zygote, kind: str, seed: int, folder: Path, plain: dict[str, l
             scene.chain = chain
             scene.start()
             if kind != "full":
-                until("some steps", lambda: _step(chain) > AT_STEP, 120.0)
+                until(lambda: _step(chain) > AT_STEP, "some steps", 120.0)
             act(chain, rng)
             reporting, seen = 0, -1
             while seen != 0:
                 told = chain.job()
                 reporting = told["ranks_reporting"] if told is not None else reporting
                 seen = sum(code is None for code in zygote.look().values())
-            until("the daemon", lambda: chain.job() is not None)
+            until(lambda: chain.job() is not None, "the daemon")
             incidents = tuple(scene.heard())
         same = [r.digest for r in results(place, case.world)] == plain[loop]
     finally:

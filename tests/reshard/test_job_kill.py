@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from ckptd.store import open_store
+from tests.processes import lives
 from tests.reshard.llama import HF, MEGATRON, program, resharded, save, values
 
 FILES = 5
@@ -72,18 +73,10 @@ def parts(root: Path) -> list[Path]:
     return list(root.glob("data/*/parts/f*"))
 
 
-def alive(child: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_for_part(root: Path, known: int, child: int) -> None:
     """Return when another file is complete, or the process has ended."""
     until = time.monotonic() + 60.0
-    while len(parts(root)) <= known and alive(child):
+    while len(parts(root)) <= known and lives(child):
         assert time.monotonic() < until
         time.sleep(0.002)
 

@@ -14,8 +14,7 @@ from ckptd.runtime.agentlink import AgentPlace, connect_agent, listen, locked, p
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
 from ckptd.store import StoreSpec
-from tests.processes import agents_in, lives
-from tests.save.nearjob import until
+from tests.processes import agents_in, lives, until
 
 
 def run_folder() -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,18 +22,9 @@ from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec, open_store
 from tests.save.saving import fill, plan_of, values
 
-__all__ = ["NearJob", "Trainer", "newest_at", "until", "values"]
+__all__ = ["NearJob", "Trainer", "newest_at", "values"]
 
 WAIT_S = 60.0
-
-
-def until(what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-    """Return the first true value of `what`."""
-    end = time.monotonic() + timeout_s
-    while not (found := what()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return found
 
 
 def newest_at(root: str) -> int:

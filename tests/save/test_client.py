@@ -27,6 +27,7 @@ from ckptd.save.messages import AbortSave
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
 from ckptd.store.memory import MemoryStore
+from tests.processes import wait_for_end
 from tests.save.saving import Blob, Extra, Job, fill, plan_of, values
 
 
@@ -162,13 +163,6 @@ def run_and_get_worker(script: str, root: str) -> int:
     )
     assert ended.returncode == -signal.SIGKILL
     return int(ended.stdout)
-
-
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + 40.0
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, "the worker does not end"
-        time.sleep(0.05)
 
 
 def test_a_missing_rank_ends_the_wait_by_name(root: str) -> None:

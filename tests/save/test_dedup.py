@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import runpy
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ckptd.store import StoreSpec
 from ckptd.store.base import FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.memory import MemoryStore, forget_memory
+from tests.processes import until
 from tests.save.referring import (
     CHUNK,
     SHAPES,
@@ -54,13 +54,6 @@ def other(arrays: dict[str, Any], *names: str, seed: int = 0) -> dict[str, Any]:
     """Return the arrays with some of them changed."""
     fresh = values(1000 + seed, {n: SHAPES[n] for n in names})
     return arrays | fresh
-
-
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def saved(job: Job, step: int, arrays: dict[str, Any], **options: Any) -> CommitName:

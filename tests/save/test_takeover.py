@@ -17,7 +17,8 @@ from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
 from ckptd.store.base import ThrottleSpec
-from tests.save.nearjob import NearJob, Trainer, newest_at, until
+from tests.processes import until
+from tests.save.nearjob import NearJob, Trainer, newest_at
 from tests.save.saving import Job, fill, values
 
 WAIT_S = 60.0

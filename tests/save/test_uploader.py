@@ -15,7 +15,8 @@ from ckptd.save.neartiers import NodeTiers
 from ckptd.save.tiers import TierSpec
 from ckptd.save.uploader import TierUploader
 from ckptd.store import StoreSpec
-from tests.save.nearjob import WAIT_S, until
+from tests.processes import until
+from tests.save.nearjob import WAIT_S
 from tests.save.saving import fill, plan_of, values
 from tests.save.shares import save_for, shard_in, slot_for
 

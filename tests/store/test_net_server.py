@@ -8,7 +8,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -32,6 +31,7 @@ from ckptd.store.base import Store, StoreSpec
 from ckptd.store.memory import MemoryStore
 from ckptd.store.net import Limits, StoreServer, messages, new_secret
 from ckptd.store.net.messages import Complete, ObjectPiece
+from tests.processes import until
 from tests.store.netserver import ServerProcess, server_process
 
 HEAD = struct.Struct("<II16s")
@@ -86,13 +86,6 @@ def until_closed(sock: socket.socket) -> bytes:
     return said
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def still_serves(store: Store) -> bool:
     key = uuid.uuid4().hex
     store.put(key, b"fine")
@@ -140,7 +133,7 @@ def test_noise_from_strangers(server: StoreServer, memory: MemoryStore) -> None:
     with patient(server.describe()).open() as store:
         harass(server.describe(), 60, 1)
         assert still_serves(store)
-        wait_for(lambda: server.counts().refused == 60)
+        until(lambda: server.counts().refused == 60)
         assert server.counts().accepted == 1
         assert {o.key for o in memory.list()} == {"a", *[o.key for o in store.list()]}
 
@@ -175,7 +168,7 @@ def test_a_stranger_who_says_nothing_is_sent_away(memory: MemoryStore) -> None:
             assert still_serves(store)
             for sock in (silent, slow):
                 until_closed(sock)
-            wait_for(lambda: server.counts().refused >= 2)
+            until(lambda: server.counts().refused >= 2)
             assert still_serves(store)
 
 
@@ -190,7 +183,7 @@ def test_strangers_do_not_pile_up(memory: MemoryStore) -> None:
             with dial(server.url) as fourth:
                 assert fourth.recv(1)  # the oldest makes room for it, and no other
                 until_closed(held[0])
-                wait_for(lambda: server.counts().refused == 1)
+                until(lambda: server.counts().refused == 1)
             assert still_serves(store)  # who is in stays in
             for sock in held:
                 sock.close()
@@ -316,7 +309,7 @@ def test_nonsense_from_friends(server: StoreServer, memory: MemoryStore) -> None
     with patient(server.describe()).open() as store:
         befriend(server.describe(), 60, 2)
         assert still_serves(store)
-        wait_for(lambda: server.counts().served == 1)
+        until(lambda: server.counts().served == 1)
 
 
 @pytest.mark.parametrize("lengths", [((1 << 20) + 1, 0), (4, 1), ((1 << 32) - 1, (1 << 32) - 1)])
@@ -459,7 +452,7 @@ def test_an_idle_connection_ends_and_nobody_notices(memory: MemoryStore) -> None
     with StoreServer(memory, secret=new_secret(), limits=limits) as server:
         with patient(server.describe()).open() as store:
             assert still_serves(store)
-            wait_for(lambda: server.counts().served == 0)
+            until(lambda: server.counts().served == 0)
             assert still_serves(store)
             assert server.counts().accepted > 1
 
@@ -473,5 +466,5 @@ def test_a_client_that_is_gone_leaves_no_part_of_its_object(
     wire.send(ObjectPiece(), memoryview(bytes(50)))
     sock.sendall(b"half a fra")
     wire.release()
-    wait_for(lambda: server.counts().served == 0)
+    until(lambda: server.counts().served == 0)
     assert [*memory.list()] == []

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckptd.errors import CkptdError, DeadlineError, MismatchError, UsageError
 from ckptd.testing.ranks import rank_outcomes, run_ranks
+from tests.processes import lives, until
 
 pytestmark = pytest.mark.dist
 
@@ -222,7 +222,7 @@ def test_ranks_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     harness = subprocess.Popen([sys.executable, "-c", script], cwd=root)
     try:
-        wait_until(lambda: sum(bool(f.read_text()) for f in tmp_path.iterdir()) == 2)
+        until(lambda: sum(bool(f.read_text()) for f in tmp_path.iterdir()) == 2)
     finally:
         harness.kill()
         harness.wait(10)
@@ -237,19 +237,4 @@ def test_what_cannot_be_sent_is_refused_at_once() -> None:
 
 
 def assert_all_end(pids: list[int]) -> None:
-    wait_until(lambda: not any(runs(pid) for pid in pids))
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 90) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
+    until(lambda: not any(map(lives, pids)))

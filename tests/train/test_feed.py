@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,6 +15,7 @@ from hypothesis import given
 from ckptd.errors import SaveError
 from ckptd.train.feed import CopyFeed, CopyGroup, CopyStep, StridedWindow, grouped
 from ckptd.types import Box
+from tests.processes import until
 
 SOURCE = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
 SIZE = len(SOURCE) // 20
@@ -67,13 +67,6 @@ def feed_of(*lanes: ThreadLane, reports: list[int] | None = None) -> CopyFeed:
     groups = [CopyGroup(lanes[n % len(lanes)], (n,)) for n in range(20)]
     reported = [] if reports is None else reports
     return CopyFeed(STEPS, groups, reported.append)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def running(feed: CopyFeed, timeout_s: float = 60.0) -> Future[None]:

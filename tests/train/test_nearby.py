@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from ckptd.store.net import StoreServer
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.nearby import Nearby
 from ckptd.train.ranks import Agreement
-from tests.cli.agents import gone, make_place, until
+from tests.cli.agents import make_place
+from tests.processes import wait_for_end
 
 WAIT_S = 60.0
 
@@ -121,7 +121,7 @@ def test_shares_on_nodes_that_new_lives_leave_out_are_found(tmp_path: Path) -> N
         for agent in place.statuses():
             if agent.node != "n0":
                 os.kill(agent.pid, signal.SIGKILL)
-                until(partial(gone, agent.pid), "the end of an agent")
+                wait_for_end(agent.pid)
         ((step, _),) = ranks(["n0"], [])
         assert step == 10, "n1 and n2 are known, and gone"
 

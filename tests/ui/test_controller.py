@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.daemon.controllers import controller, nodes
-from tests.daemon.daemons import running, until
+from tests.daemon.daemons import running
+from tests.processes import until
 from tests.ui.test_page import login, pytestmark, report, script
 
 __all__ = ["pytestmark"]

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
-from tests.daemon.daemons import JOB, Running, fed, quick_settings, running, until
+from tests.daemon.daemons import JOB, Running, fed, quick_settings, running
+from tests.processes import until
 
 HERE = Path(__file__).parent
 MODULES = HERE.parents[1] / "build/ui"

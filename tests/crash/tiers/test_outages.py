@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
 from tests.crash.mounts import Mounted, tmpfs
-from tests.processes import agents_in, lives
+from tests.processes import agents_in, lives, until
 from tests.servers import _MOTO, _make_bucket, s3_url
 
 __all__ = ["tmpfs"]
@@ -45,13 +44,6 @@ def save(ck: ckptd.Checkpointer, step: int, *, force: bool = False) -> SaveHandl
     handle = ck.save(step, state_of(step), force=force)
     assert handle is not None
     return handle
-
-
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def assert_told(

@@ -17,8 +17,8 @@ from tests.elastic.controlled import (
     controlled,
     pretended,
     status_when,
-    until,
 )
+from tests.processes import until
 
 FIRST, SECOND = "http://127.0.0.1:8400", "http://127.0.0.2:8400"
 

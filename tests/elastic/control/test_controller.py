@@ -20,8 +20,8 @@ from tests.elastic.controlled import (
     controlled,
     pretended,
     status_when,
-    until,
 )
+from tests.processes import until
 
 FAST = ("--set", "settle_s=2", "--set", "grow_s=0", "--set", "flaps=100", "--set", "lease_s=2")
 

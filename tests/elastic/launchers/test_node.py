@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.cli.running import COMMAND
-from tests.processes import lives, stop
+from tests.processes import free_port, lives, stop, until
 
 DEADLINE_S = 110.0
 
@@ -102,32 +98,17 @@ class Launched:
         return not any(lives(pid) for pid in self.seen)
 
 
-def until(what: Callable[[], Any], launched: Launched) -> Any:
-    end = time.monotonic() + DEADLINE_S
-    while not (found := what()):
-        assert time.monotonic() < end, launched.text()
-        time.sleep(0.05)
-    return found
-
-
 def trains(launched: Launched, ranks: int, generation: int = 1) -> list[int]:
     def found() -> list[int]:
         pids = launched.ranks(generation)
         return pids if len(pids) >= ranks else []
 
-    pids: list[int] = until(found, launched)
+    pids: list[int] = until(found, launched.text)
     return pids
 
 
 def clean(launched: Launched) -> None:
-    until(launched.nothing_is_left, launched)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    until(launched.nothing_is_left, launched.text)
 
 
 @pytest.mark.dist
@@ -156,7 +137,7 @@ def test_what_helps_the_ranks_is_killed(tmp_path: Path, who: str) -> None:
         victim = launched.child({"zygote": "ckptd.train.session.zygote"}.get(who, "controller"))
     os.kill(victim, signal.SIGKILL)
     if who == "controller":
-        until(lambda: "another one is started" in launched.text(), launched)
+        until(lambda: "another one is started" in launched.text(), launched.text)
         os.kill(first[0], signal.SIGKILL)  # and the next one acts
     trains(launched, 2, generation=2)
     assert launched.finish() == 0, launched.text()
@@ -181,7 +162,7 @@ def test_a_node_is_lost_and_the_other_goes_on(tmp_path: Path, host: bool) -> Non
     port = free_port()
     meet = ("--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--job", tmp_path.name)
     a = Launched(tmp_path, "a", *meet)
-    until(lambda: _has_controller(a), a)
+    until(lambda: _has_controller(a), a.text)
     b = Launched(tmp_path, "b", *meet)
     trains(a, 1)
     trains(b, 1)
@@ -189,7 +170,7 @@ def test_a_node_is_lost_and_the_other_goes_on(tmp_path: Path, host: bool) -> Non
     lost.look()
     lost.process.kill()
     lost.process.wait(DEADLINE_S)
-    until(lambda: "rank 0 of 1: step 0" in kept.text(), kept)
+    until(lambda: "rank 0 of 1: step 0" in kept.text(), kept.text)
     clean(lost)
     assert kept.finish() == 0, kept.text()
     clean(kept)
@@ -202,7 +183,7 @@ def test_another_machine_stands_in_for_a_lost_controller(tmp_path: Path) -> None
     log = f"file://{tmp_path}/log"
     meet = ("--nnodes", "1:2", "--log", log, "--job", tmp_path.name)
     a = Launched(tmp_path, "a", *meet)
-    until(lambda: (tmp_path / "log").exists(), a)
+    until(lambda: (tmp_path / "log").exists(), a.text)
     b = Launched(tmp_path, "b", *meet)
     trains(a, 1)
     trains(b, 1)
@@ -210,7 +191,7 @@ def test_another_machine_stands_in_for_a_lost_controller(tmp_path: Path) -> None
     other = b if holder is a else a
     holder.process.kill()
     holder.process.wait(DEADLINE_S)
-    until(lambda: "rank 0 of 1: step 0" in other.text(), other)
+    until(lambda: "rank 0 of 1: step 0" in other.text(), other.text)
     assert other.finish() == 0, other.text()
     clean(other)
     clean(holder)
@@ -251,9 +232,9 @@ def test_a_launcher_that_was_stopped_for_long_kills_before_anything_else(tmp_pat
     first = trains(launched, 2)
     stop(launched.process.pid)
     # Ranks end by themselves when the lease is over, before their next step.
-    until(lambda: not any(map(lives, first)), launched)
+    until(lambda: not any(map(lives, first)), launched.text)
     os.kill(launched.process.pid, signal.SIGCONT)
-    until(lambda: "the lease is over" in launched.log.read_text(), launched)
+    until(lambda: "the lease is over" in launched.log.read_text(), launched.text)
     trains(launched, 2, generation=2)
     assert launched.finish() == 0, launched.text()
     clean(launched)
@@ -267,7 +248,7 @@ def test_a_signal_ends_it_in_good_order(
 ) -> None:
     launched = Launched(tmp_path, "n", "--nproc-per-node", "2")
     if early:
-        until(lambda: "ckptd: generation" in launched.text(), launched)
+        until(lambda: "ckptd: generation" in launched.text(), launched.text)
     else:
         trains(launched, 2)
     launched.look()

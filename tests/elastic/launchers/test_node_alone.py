@@ -20,7 +20,8 @@ from ckptd.elastic.messages import Attach, Begin, Ended, FenceNow, FromWorker, S
 from ckptd.elastic.policy import Shape
 from ckptd.elastic.workerend import WorkerEnd
 from ckptd.runtime.channel import SocketChannel
-from tests.elastic.controlled import SECRET, PretendedNode, controlled, until
+from tests.elastic.controlled import SECRET, PretendedNode, controlled
+from tests.processes import until
 
 DEADLINE_S = 60.0
 
@@ -52,10 +53,7 @@ class Alone:
         self.link.start()
 
     def until(self, what: Callable[[], object]) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < end, self.said
-            self.launcher._once(0.05)
+        until(what, lambda: str(self.said), turn=lambda: self.launcher._once(0.05))
 
     def begin(self, generation: int = 1, level: int = 1) -> None:
         self.launcher._ordered(

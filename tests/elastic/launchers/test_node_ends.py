@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.launchers.test_node import DEADLINE_S, Launched, clean, free_port, until
+from tests.elastic.launchers.test_node import DEADLINE_S, Launched, clean
+from tests.processes import free_port, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.dist]
 
@@ -203,7 +204,7 @@ def test_a_signal_reaches_the_script_as_it_is(tmp_path: Path, number: signal.Sig
         "while True:\n    time.sleep(0.1)\n"
     )
     launched = launch(tmp_path, body, "--nproc-per-node", "2", "--grace", "60")
-    until(lambda: launched.text().count("ready") == 2, launched)
+    until(lambda: launched.text().count("ready") == 2, launched.text)
     launched.process.send_signal(number)
     found, text = finished(launched)
     assert found == 128 + number
@@ -215,7 +216,7 @@ def test_the_grace_after_sigterm_is_a_flag(tmp_path: Path) -> None:
     body = "import signal, time\nsignal.signal(15, lambda *_: print('no', flush=True))\n"
     body += "print('ready', flush=True)\nwhile True:\n    time.sleep(0.1)\n"
     launched = launch(tmp_path, body, "--grace", "1")
-    until(lambda: "ready" in launched.text(), launched)
+    until(lambda: "ready" in launched.text(), launched.text)
     launched.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     found, text = finished(launched)

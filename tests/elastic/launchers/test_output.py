@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckptd.elastic.launchers.output import Output, error_of
 from ckptd.errors import UsageError
+from tests.processes import until
 
 DEADLINE_S = 60.0
-
-
-def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_followers_end_with_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

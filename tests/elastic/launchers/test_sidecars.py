@@ -22,22 +22,9 @@ from ckptd.elastic.leader import Leader
 from ckptd.elastic.places import JobPlaces, open_places
 from ckptd.errors import StoreError
 from tests.elastic.controlled import controlled
+from tests.processes import free_port, until
 
 DEADLINE_S = 60.0
-
-
-def until(what: Callable[[], Any]) -> Any:
-    end = time.monotonic() + DEADLINE_S
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def supervised(

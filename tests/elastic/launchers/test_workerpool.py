@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import pytest
 from ckptd.elastic.launchers import workerpool as module
 from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
+from tests.processes import until
 
 DEADLINE_S = 110.0
 
@@ -34,15 +35,12 @@ def a_pool(
         lambda _: None,
     )
 
-    def until(what: Callable[[], object]) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not what():
-            assert time.monotonic() < end
-            for key, _ in selector.select(0.05):
-                key.data()
+    def turn() -> None:
+        for key, _ in selector.select(0.05):
+            key.data()
 
     try:
-        yield pool, until
+        yield pool, partial(until, turn=turn)
     finally:
         pool.close()
         selector.close()
@@ -60,9 +58,9 @@ def zygote() -> psutil.Process:
 
 @pytest.mark.parametrize("plain", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_it_is_ready_when_its_zygote_is_and_shows_what_runs(tmp_path: Path, plain: bool) -> None:
-    with a_pool(tmp_path, "a folder/train.py", "--lr", "1", plain=plain) as (pool, until):
+    with a_pool(tmp_path, "a folder/train.py", "--lr", "1", plain=plain) as (pool, wait):
         assert not pool.ready
-        until(lambda: pool.ready)
+        wait(lambda: pool.ready)
         assert zygote().cmdline()[-3:] == ["a folder/train.py", "--lr", "1"]
 
 
@@ -70,11 +68,11 @@ def test_a_zygote_that_dies_is_not_ready_until_the_next_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_AGAIN_S", 0.0)
-    with a_pool(tmp_path, "train.py", plain=True) as (pool, until):
-        until(lambda: pool.ready)
+    with a_pool(tmp_path, "train.py", plain=True) as (pool, wait):
+        wait(lambda: pool.ready)
         os.kill(zygote().pid, signal.SIGKILL)
-        until(lambda: not pool.ready)
-        until(lambda: pool.ready)
+        wait(lambda: not pool.ready)
+        wait(lambda: pool.ready)
 
 
 def test_a_zygote_is_not_waited_for_without_end(
@@ -87,8 +85,8 @@ def test_a_zygote_is_not_waited_for_without_end(
 
 
 def test_a_very_long_command_is_shown_in_part(tmp_path: Path) -> None:
-    with a_pool(tmp_path, "train.py", *["x" * 100] * 10_000, plain=True) as (pool, until):
-        until(lambda: pool.ready)
+    with a_pool(tmp_path, "train.py", *["x" * 100] * 10_000, plain=True) as (pool, wait):
+        wait(lambda: pool.ready)
         shown = zygote().cmdline()
         assert "train.py" in shown
         assert sum(map(len, shown)) < 8192

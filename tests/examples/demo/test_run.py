@@ -8,8 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -30,6 +28,7 @@ from ckptd_demo.report import (
     Watched,
 )
 from ckptd_demo.spec import ProcessRow
+from tests.processes import lives, until
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "demo.md"
 CLI = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
@@ -50,7 +49,7 @@ def test_the_demo(tmp_path: Path, parts: tuple[str, ...]) -> None:
     done = _run("--dir", str(folder), "--quick", "--json", "--keep", *only)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(_reported(folder)) >= 2 * (4 + 2 + 3)
-    assert not _living(_reported(folder))
+    assert not any(map(lives, _reported(folder)))
     document = json.loads(done.stdout)
     assert (document.pop("verb"), document.pop("schema")) == ("demo", 1)
     report = msgspec.convert(document, Report)
@@ -152,13 +151,18 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path, number: signal.Signals) 
         stdout=subprocess.DEVNULL,
     )
     try:
-        _wait_for(lambda: (folder / "runs" / "life-1" / "steps.jsonl").exists(), process)
+        until(
+            lambda: (
+                process.poll() is not None or (folder / "runs" / "life-1" / "steps.jsonl").exists()
+            )
+        )
+        assert process.poll() is None
         pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         # The demo, two torchruns, their eight ranks, and what writes for four of them.
         assert len(pids) >= 15
         process.send_signal(number)
         assert process.wait(60) == 130
-        assert not _living(pids)
+        assert not any(map(lives, pids))
     finally:
         process.kill()
         process.wait()
@@ -178,26 +182,6 @@ def test_the_guide_names_every_field() -> None:
     for kind in (Report, LifeReport, Kill, Pace, Check, Watched, Found, Elastic, Deed, Generation):
         missing = {field.name for field in msgspec.structs.fields(kind)} - words
         assert not missing, kind
-
-
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _living(pids: Iterable[int]) -> list[int]:
-    """Return those that still run; a number that another program got by now is rare enough."""
-    found = []
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def _reported(folder: Path) -> list[int]:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import http.client
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.processes import free_port
+
 __all__ = ["etcd", "free_port"]
 
 ETCD = shutil.which("etcd")
-
-
-def free_port() -> int:
-    """Return a port of this machine that nobody has."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")

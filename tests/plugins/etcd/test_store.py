@@ -24,7 +24,7 @@ from ckptd.store import Store, StoreSpec, open_store
 from ckptd.testing.store import StoreContract
 from tests.elastic.test_membership import record
 from tests.plugins.etcd.server import etcd as etcd
-from tests.plugins.etcd.server import free_port
+from tests.processes import free_port
 
 
 class TestEtcd(StoreContract):

@@ -18,6 +18,7 @@ from ckptd_kubernetes.launcher import JobPods, Kubernetes, KubernetesPods, templ
 from ckptd_kubernetes.pods import pod_of
 from ckptd_kubernetes.watch import Watch
 from tests.plugins.kubernetes.fakekube import FakeKube
+from tests.processes import until
 
 LONG_S = 60.0
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "x"}], "subdomain": "train"}}
@@ -53,14 +54,6 @@ def launcher_of(api: Api, command: Command = sleeper) -> Kubernetes:
 def launcher(api: Api) -> Iterator[Kubernetes]:
     with launcher_of(api) as made:
         yield made
-
-
-def until(true: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + LONG_S
-    while not (found := true()):
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.01)
-    return found
 
 
 class TestKubernetes(LauncherContract):

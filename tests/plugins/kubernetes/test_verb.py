@@ -8,8 +8,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from ckptd_kubernetes.launcher import Kubernetes
 from ckptd_kubernetes.verb import _kept
 from tests.cli.running import COMMAND, Cli
 from tests.plugins.kubernetes.fakekube import FakeKube
+from tests.processes import until
 
 LONG_S = 240.0
 SCRIPT = """
@@ -76,13 +76,6 @@ def controller(secret: str, tmp_path: Path) -> Iterator[str]:
     process.kill()
     process.wait(LONG_S)
     process.stdout.close()
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + LONG_S
-    while not true():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
 
 
 @pytest.mark.long

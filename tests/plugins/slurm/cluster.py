@@ -6,27 +6,20 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-__all__ = ["Cluster", "slurm", "until"]
+from tests.processes import until
+
+__all__ = ["Cluster", "slurm"]
 
 _SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm"
 _NO_CLUSTER = 3
 _START_S = 300
-
-
-def until(true: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait for a condition, and fail when it does not come."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
 
 
 class Cluster:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.running import COMMAND
-from tests.plugins.slurm.cluster import Cluster, until
+from tests.plugins.slurm.cluster import Cluster
+from tests.processes import until
 
 __all__ = ["Job"]
 
@@ -67,10 +68,7 @@ class Job:
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         """Wait; say what the job has printed if that was in vain."""
-        try:
-            until(true, what, _LONG_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.newest()}\n{self.out()[-6000:]}") from error
+        until(true, lambda: f"{what}\n{self.newest()}\n{self.out()[-6000:]}", _LONG_S)
 
     def out(self) -> str:
         """Return all that the job has printed."""

@@ -12,7 +12,8 @@ from ckptd.elastic.launchers.base import Command, Launcher, MachineState
 from ckptd.errors import RefusedError, UsageError
 from ckptd.testing.launchers import LauncherContract
 from ckptd_slurm.launcher import SlurmLauncher
-from tests.plugins.slurm.cluster import Cluster, slurm, until
+from tests.plugins.slurm.cluster import Cluster, slurm
+from tests.processes import until
 
 __all__ = ["slurm"]
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import psutil
 from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.net.signing import job_secret
+from tests.processes import free_port, until
 
 __all__ = ["TorchrunJob"]
 
@@ -95,7 +95,7 @@ class TorchrunJob:
         self.script.write_text(_SCRIPT)
         self.runs = folder / "run"
         self.runs.mkdir(mode=0o700)
-        self.port = _free_port()
+        self.port = free_port()
         self.agents: dict[int, psutil.Popen] = {}
         self.operator = OperatorLink(
             lambda: f"127.0.0.1:{self.port}", self.job, job_secret(self.job, self.runs)
@@ -152,11 +152,7 @@ class TorchrunJob:
 
     def until(self, what: Callable[[], Any], why: str) -> Any:
         """Return what is true in the end; fail if it never is."""
-        end = time.monotonic() + _DEADLINE_S
-        while not (found := what()):
-            assert time.monotonic() < end, f"never: {why}"
-            time.sleep(0.05)
-        return found
+        return until(what, why, _DEADLINE_S)
 
     def steps(self, world: int, after: int = 0, *, nodes: set[str] | None = None) -> int:
         """Wait until `world` ranks make steps in a generation later than `after`; return it."""
@@ -236,9 +232,3 @@ class TorchrunJob:
     def nothing_left(self) -> None:
         """Wait until no process of the job is left."""
         self.until(lambda: not self.mine(), f"the end of {self.mine()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 from ckptd.elastic.lease import LeaseFile
 from ckptd_torchrun import guard
 from ckptd_torchrun.guard import TOKEN_VARIABLE, children_of, marked
+from tests.processes import until
 
 _DEADLINE_S = 60.0
 # An agent: its guard, then one worker in a session of its own, which has a child.
@@ -47,15 +47,8 @@ def _agent(lease: LeaseFile, token: str) -> tuple[subprocess.Popen[str], psutil.
     assert agent.stdout is not None
     worker = psutil.Process(int(agent.stdout.readline()))
     agent.stdout.close()
-    _until(lambda: len(marked(token)) == 2)
+    until(lambda: len(marked(token)) == 2)
     return agent, worker
-
-
-def _until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + _DEADLINE_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_workers_die_with_their_agent_and_its_files_go(lease: LeaseFile) -> None:
@@ -64,8 +57,8 @@ def test_workers_die_with_their_agent_and_its_files_go(lease: LeaseFile) -> None
     assert worker.pid in children_of(agent.pid)
     agent.kill()
     agent.wait(_DEADLINE_S)
-    _until(lambda: not marked(token))
-    _until(lambda: not lease.path.exists())
+    until(lambda: not marked(token))
+    until(lambda: not lease.path.exists())
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
@@ -78,12 +71,12 @@ def test_workers_die_when_their_lease_is_over_and_not_before(lease: LeaseFile) -
         psutil.Process(agent.pid).suspend()
         assert worker.is_running()
         lease.extend(time.monotonic() - 0.1)
-        _until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
+        until(lambda: worker.status() == psutil.STATUS_ZOMBIE)
         assert agent.poll() is None
     finally:
         agent.kill()
         agent.wait(_DEADLINE_S)
-    _until(lambda: not marked(token))
+    until(lambda: not marked(token))
 
 
 def test_what_must_outlive_a_trainer_is_not_marked(tmp_path: Path) -> None:
@@ -97,7 +90,7 @@ def test_what_must_outlive_a_trainer_is_not_marked(tmp_path: Path) -> None:
     plain = subprocess.Popen([sys.executable, "-c", "input()"], **pipe)  # type: ignore[call-overload]
     keeper = subprocess.Popen([sys.executable, "-m", "ckptd.agent"], **pipe)  # type: ignore[call-overload]
     try:
-        _until(lambda: plain.pid in marked(token))
+        until(lambda: plain.pid in marked(token))
         assert marked(token) == {plain.pid}
     finally:
         for process in (plain, keeper):

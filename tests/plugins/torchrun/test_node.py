@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.policy import Shape
 from ckptd.errors import NotFoundError, TransientStoreError
 from ckptd_torchrun.node import JobOver, Joined, TorchrunNode
+from tests.processes import until
 
 _SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 _DEADLINE_S = 60.0
@@ -87,13 +88,6 @@ def _worker(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command or _SLEEP, start_new_session=True)
 
 
-def _until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + _DEADLINE_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_fence_ends_workers_where_the_agent_does_not_count_it(
     node: TorchrunNode, link: _Link
 ) -> None:
@@ -130,7 +124,7 @@ def test_a_fence_holds_where_the_agent_does_not_look(node: TorchrunNode, link: _
     worker = _worker()
     assert not node.changed()
     node.take(FenceNow(generation=2))
-    _until(lambda: link.has(Fenced(node="n", generation=2)))
+    until(lambda: link.has(Fenced(node="n", generation=2)))
     assert worker.wait(_DEADLINE_S) == -9
 
 
@@ -146,7 +140,7 @@ def test_how_workers_end_is_said_once(node: TorchrunNode, link: _Link) -> None:
     assert not node.changed()
     worker.kill()
     ended = Ended(node="n", generation=1, code=-9, program=True)
-    _until(lambda: link.has(ended))
+    until(lambda: link.has(ended))
     worker.wait(_DEADLINE_S)
     node.take(FenceNow(generation=2))
     node.take(_begin(3))
@@ -207,7 +201,7 @@ def test_workers_end_with_the_lease(node: TorchrunNode, link: _Link) -> None:
     worker = _worker()
     assert not node.changed()
     link.lease_until = time.monotonic() - 1.0
-    _until(lambda: node.up().fenced == 5)
+    until(lambda: node.up().fenced == 5)
     assert worker.wait(_DEADLINE_S) == -9
     assert node.up().running == 0
     assert node.changed()
@@ -219,7 +213,7 @@ def test_a_save_that_nobody_can_be_asked_for_is_not_waited_for(
     node.take(_begin(1))
     _join(node)
     node.take(SaveNow(generation=1))
-    _until(lambda: link.has(Saved(generation=1, step=0)))
+    until(lambda: link.has(Saved(generation=1, step=0)))
 
 
 def test_a_job_that_is_over_lets_go_of_a_waiting_node(node: TorchrunNode, link: _Link) -> None:

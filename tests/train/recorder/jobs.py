@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ import ckptd.monitor
 from ckptd.monitor.job import CallFlag, RankView
 from ckptd.monitor.ring import RingReader
 from ckptd.train.recorder.recorder import Recorder
+from tests.processes import until
 
 Job = Callable[[], list[torch.Tensor]]
 
@@ -231,15 +231,6 @@ def run(names: list[str], folder: str, source: str) -> dict[str, Told]:
 def _at_rest(view: RankView) -> bool:
     counts = view.groups
     return view.pending_seq == 0 and bool((counts["entered"] == counts["completed"]).all())
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    """Return what `condition` returns once that is true."""
-    end = time.monotonic() + 60.0
-    while not (found := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def told(view: RankView, texts: dict[int, str]) -> list[str]:

@@ -16,7 +16,7 @@ import ckptd.monitor
 from ckptd.monitor.job import Phase
 from ckptd.monitor.ring import read
 from ckptd.testing.ranks import run_ranks
-from tests.train.recorder.jobs import until
+from tests.processes import until
 
 
 def phases(recorder: Any) -> set[int]:

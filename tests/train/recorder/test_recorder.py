@@ -24,7 +24,8 @@ from ckptd.monitor.ring import RecorderState, RingReader, read
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.recorder.native import build
 from ckptd.train.recorder.sources import wanted
-from tests.train.recorder.jobs import JOBS, Told, attach, run, told, until
+from tests.processes import until
+from tests.train.recorder.jobs import JOBS, Told, attach, run, told
 
 pytestmark = pytest.mark.timeout(600)  # the first may compile: half a minute of a core to itself
 WORLD = 2

@@ -26,7 +26,8 @@ from ckptd.errors import UsageError
 from ckptd.train.session import interrupt
 from ckptd.train.session.interrupt import Interrupted, Interrupter, _groups_with, whole
 from ckptd.train.session.session import _destroy_groups
-from tests.train.session.minilauncher import DEADLINE_S, MiniJob, wait_for
+from tests.processes import until
+from tests.train.session.minilauncher import DEADLINE_S, MiniJob
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 PROGRAMS = Path(__file__).parent / "programs.py"
@@ -106,7 +107,7 @@ def test_what_a_program_may_be_in(make_job: MakeJob) -> None:
         job.begin(*names)
         for name in names:
             path = job.folder / f"{job.generation}-{name}"
-            wait_for(path.exists, f"{name} does not come to {what}: {job.nodes[name].log[-3:]}")
+            until(path.exists, f"{name} does not come to {what}: {job.nodes[name].log[-3:]}")
         for name in names if what == "pending" else ():
             job.nodes[name].until(Broken, job.generation)
         job.interrupt()
@@ -140,7 +141,7 @@ def test_an_idle_worker_ends(make_job: MakeJob) -> None:
     job = make_job(PROGRAMS, "idles")
     job.begin("a", "b", "c")
     for name in job.members:
-        wait_for((job.folder / f"1-{name}").exists, name)
+        until((job.folder / f"1-{name}").exists, name)
     job.interrupt()
     a, b, c = (job.nodes[name] for name in "abc")
     assert a.end is not None
@@ -159,7 +160,7 @@ def test_an_idle_worker_ends(make_job: MakeJob) -> None:
 def test_no_step_without_a_lease(make_job: MakeJob) -> None:
     job = make_job(PROGRAMS, "steps")
     job.begin("a")
-    wait_for((job.folder / "1-a").exists, "it steps")
+    until((job.folder / "1-a").exists, "it steps")
     job.nodes["a"].lease.extend(1e-9)
     process = job.nodes["a"].process
     assert process is not None

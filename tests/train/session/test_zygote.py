@@ -17,7 +17,7 @@ import pytest
 from ckptd.elastic.launchers.spawn import Spawner
 from ckptd.elastic.launchers.zygotewire import Exited, Fork, Forked, Ready, Reap
 from ckptd.train.session.zygote import unsafe_to_fork
-from tests.processes import lives
+from tests.processes import lives, until
 
 DEADLINE_S = 60.0
 
@@ -256,13 +256,6 @@ def test_workers_die_with_whoever_is_above(tmp_path: Path, plain: bool, dies: st
     until(lambda: not lives(child))
     launcher.kill()
     launcher.wait(DEADLINE_S)
-
-
-def until(what: Any) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_one_that_does_not_listen_yet_is_not_waited_for() -> None:
