@@ -7,6 +7,7 @@ works on that. Readers of other packages are found by the entry point ``ckptd.re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,11 +20,21 @@ from ckptd.readers.zips import Extent, ReadRange
 from ckptd.store.base import Store
 from ckptd.types import DTYPES, Box, ByteRange
 
-__all__ = ["CODES", "Foreign", "ForeignPiece", "FormatReader", "Listing", "json_value", "missing"]
+__all__ = [
+    "CODES",
+    "Foreign",
+    "ForeignPiece",
+    "FormatReader",
+    "Listing",
+    "json_value",
+    "missing",
+    "step_of",
+]
 
 MAX_NAMES = 1 << 20
 MAX_VALUES = 1 << 14
 _MAX_CHARS = 1 << 16
+_STEP = re.compile(r"(?:^|[_.-])(?:global_?step|step|iter|checkpoint)[_=-]?([0-9]{1,12})(?![0-9])")
 CODES = {d.safetensors: d.name for d in DTYPES.values() if d.safetensors}
 """Types by their code in a safetensors header."""
 
@@ -193,6 +204,15 @@ class FormatReader(Protocol):
         CorruptError, MismatchError, RefusedError
             It is damaged, incomplete, or of a kind that is not read.
         """
+
+
+def step_of(names: Listing, *others: str) -> int | None:
+    """Return the step that the name of the folder, or another one, says; None for none."""
+    for name in (names.where.rpartition("/")[2], *others):
+        found = _STEP.search(name)
+        if found:
+            return int(found[1])
+    return None
 
 
 def missing(path: str, hint: str | None = None) -> CorruptError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.container import Chunk, header_bytes, parse_header
-from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, json_value
+from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, json_value, step_of
 from ckptd.readers.pickles import (
     MAX_PICKLE_BYTES,
     GlobalName,
@@ -78,7 +78,7 @@ def read_items(names: Listing, is_object: Callable[[str], bool] = lambda name: T
                 objects[name] = value[0]
         else:
             left_out.append(name)
-    return Foreign(pieces, objects, left_out)
+    return Foreign(pieces, objects, left_out, step=step_of(names))
 
 
 class _Items:

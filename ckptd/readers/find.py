@@ -16,6 +16,7 @@ __all__ = ["find_foreign", "split_file"]
 
 _OWN = {
     "dcp": "ckptd.readers.dcp:DcpReader",
+    "torch": "ckptd.readers.torchfiles:TorchReader",
 }
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".metadata")
 _MOST_FOLDERS = 256

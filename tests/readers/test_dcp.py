@@ -16,10 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptd.errors import CkptdError
-from ckptd.load.reader import CkptdReader
-from ckptd.readers.find import find_foreign
-from ckptd.root.index import Index
-from ckptd.store import open_store
+from tests.readers.opening import fails, open_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -39,23 +36,6 @@ ODD: dict[str, Any] = {
     "note": "x",
     "step": 7,
 }
-
-
-def open_reader(folder: Path) -> CkptdReader:
-    root = find_foreign(open_store(folder))
-    assert root is not None
-    index = Index(root)
-    index.open()
-    latest = index.latest()
-    assert latest is not None
-    return CkptdReader(index, latest)
-
-
-def fails(folder: Path) -> CkptdError:
-    with pytest.raises(CkptdError) as caught:
-        reader = open_reader(folder)
-        reader.tensors(reader.names)
-    return caught.value
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -1,0 +1,307 @@
+"""Files of torch.save: one, the shards of a model, or a file a rank whose tensors are DTensors.
+
+A DTensor says which box of the whole its local tensor is: its mesh, the rank's place in it, and how
+each dimension is split over it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.format.strictjson import parse_json
+from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
+from ckptd.readers.pickles import PickledObject, PickledTensor, walk_values
+from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
+from ckptd.types import Box
+
+__all__ = ["TensorAt", "TorchReader", "file_index", "load_torch"]
+
+_ENDS = (".pt", ".pth", ".bin", ".ckpt")
+_INDEX = ".index.json"
+_BESIDE = re.compile(
+    r"training_args\.bin|rng_state.*|scheduler\.(pt|bin)|random_states_.*|.*_rng.*"
+)
+_RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
+_WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
+_SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
+_MAX_INDEX_BYTES = 1 << 28
+_REFUSED = ("ShardedTensor", "_rebuild_sharded_tensor", "_rebuild_qtensor")
+
+
+class TorchReader:
+    """Reads files of torch.save."""
+
+    name = "torch"
+
+    def recognise(self, names: Listing) -> int:
+        """Return 40 where there are such files, beside those of a trainer."""
+        return 40 if _candidates(names) else 0
+
+    def open(self, names: Listing) -> Foreign:
+        """Read the pickles of all files."""
+        files, unread = _chosen(names)
+        ranks = {f: int(match[1]) for f in files if (match := _RANK.search(f))}
+        _check_ranks(ranks, names)
+        pieces: list[ForeignPiece] = []
+        objects: dict[str, Any] = {}
+        left_out: dict[str, None] = {}
+        for file in files:
+            found = load_torch(names, file)
+            for name, value in walk_values(found.value):
+                piece = _piece(names, file, found, name, value, ranks.get(file))
+                if piece is not None:
+                    pieces.append(piece)
+                elif name not in objects:
+                    try:
+                        objects[name] = json_value(value)
+                    except MismatchError:
+                        left_out[name] = None
+        if ranks:
+            _check_replicas(pieces)
+        step = step_of(names, *files[:1])
+        return Foreign(pieces, objects, list(left_out), unread, step)
+
+
+def load_torch(names: Listing, file: str) -> TorchZip:
+    """Return a file of torch.save, its pickle read; errors as `open_zip`."""
+    return open_zip(names.reads(file), 0, names.size(file), names.key(file))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAt:
+    """Finds a tensor of a file when its bytes are wanted."""
+
+    found: TorchZip
+    tensor: PickledTensor
+    where: str
+    is_part: bool = False
+    """Whether it is the local tensor of a DTensor."""
+
+    def __call__(self) -> Extent:
+        return extent_of(self.found, self.tensor, self.where)
+
+
+def _candidates(names: Listing) -> list[str]:
+    return [n for n in names.ending(*_ENDS) if not _BESIDE.fullmatch(n)]
+
+
+def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
+    """Return the name of the one index of a sharded model, and each tensor's file; or "".
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-json``, ``limits``, or ``missing-file`` for a file that it names.
+    """
+    found = names.ending(end + _INDEX)
+    if len(found) != 1:
+        return "", {}
+    try:
+        document = parse_json(names.read(found[0], _MAX_INDEX_BYTES))
+        weights = {str(k): str(v) for k, v in document["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            "not the index of a sharded model",
+            kind="bad-json",
+            where=names.key(found[0]),
+            found=str(error)[:200],
+        ) from None
+    there = set(names.names)
+    for file in sorted(set(weights.values())):
+        if file not in there:
+            raise missing(names.key(file))
+    return found[0], weights
+
+
+def _chosen(names: Listing) -> tuple[list[str], list[str]]:
+    """Return the files that are read, and those that are not."""
+    found = _candidates(names)
+    _, weights = file_index(names, ".bin")
+    files = sorted(set(weights.values())) or found
+    shards = {f: (int(m[1]), int(m[2])) for f in files if (m := _SHARD.search(f))}
+    for of in {of for _, of in shards.values()}:
+        gone = set(range(1, of + 1)) - {n for n, o in shards.values() if o == of}
+        if gone:
+            raise missing(names.key(f"shard {min(gone)} of {of}"))
+    return files, [n for n in names.ending(*_ENDS) if n not in files]
+
+
+def _check_ranks(ranks: Mapping[str, int], names: Listing) -> None:
+    """Check that the files of all ranks are there, as far as names tell."""
+    groups: dict[str, set[int]] = {}
+    for file, rank in ranks.items():
+        groups.setdefault(_RANK.sub("", file), set()).add(rank)
+    for name, found in groups.items():
+        world = _WORLD.search(name)
+        size = int(world[1]) if world else max(found) + 1
+        gone = sorted(set(range(size)) - found)
+        if gone or max(found) >= size:
+            raise CorruptError(
+                "files of ranks are missing, or of another number of ranks",
+                kind="missing-file",
+                where=f"{names.where}: {name}",
+                wanted=f"ranks 0 to {size - 1}",
+                found=f"{len(found)} files; the first that is missing is rank {gone[:1]}",
+            )
+
+
+def _piece(
+    names: Listing, file: str, found: TorchZip, name: str, value: Any, rank: int | None
+) -> ForeignPiece | None:
+    """Return the part of a tensor that a value is; None for what is no tensor."""
+    where = f"{names.key(file)}: {name}"
+    if isinstance(value, PickledObject):
+        if value.short in _REFUSED:
+            raise RefusedError(
+                "a tensor of this kind is not read",
+                kind="unreadable-format",
+                where=where,
+                found=value.cls,
+                hint="save a full state dict, or with torch.distributed.checkpoint",
+            )
+        local = value.get("_local_tensor")
+        if not isinstance(local, PickledTensor):
+            return None
+        shape, box = _box(value, rank, where)
+        if box.shape != local.shape:
+            raise MismatchError(
+                "a rank's part has another shape than its placements say",
+                kind="bad-pieces",
+                where=where,
+                wanted=box.shape,
+                found=local.shape,
+            )
+    elif isinstance(value, PickledTensor):
+        local, shape, box = value, value.shape, Box.whole(value.shape)
+    else:
+        return None
+    at = TensorAt(found, local, where, is_part=isinstance(value, PickledObject))
+    key = names.key(file)
+    return ForeignPiece(name, local.dtype, shape, box, key, at)
+
+
+def _check_replicas(pieces: list[ForeignPiece]) -> None:
+    """Refuse plain tensors that several ranks have: nothing says that they are the same."""
+    seen: dict[str, ForeignPiece] = {}
+    for piece in pieces:
+        first = seen.setdefault(piece.name, piece)
+        plain = isinstance(piece.at, TensorAt) and not piece.at.is_part
+        if plain and first.file != piece.file and piece.numel > 1:
+            raise MismatchError(
+                "files of ranks hold tensors that do not say which part of the whole they are",
+                kind="bad-pieces",
+                where=f"{first.file} and {piece.file}: {piece.name}",
+                wanted="DTensors, or a layout that says which file is whose",
+                found=f"{piece.shape} in both",
+                hint="ckptd reshard --from LAYOUT, with a line 'files' in the layout",
+            )
+
+
+# -- DTensors --------------------------------------------------------------------------------------
+
+
+def _box(value: PickledObject, rank: int | None, where: str) -> tuple[tuple[int, ...], Box]:
+    """Return the shape of a DTensor, and which box of it its rank has."""
+    try:
+        spec = value.fields["_spec"]
+        meta, mesh = spec.fields["tensor_meta"], spec.fields["mesh"]
+        shape = tuple(meta.args[0] if meta.args else meta.fields["shape"])
+        extents, here = _extents(mesh), tuple(mesh.fields["_coordinate_on_dim"])
+        splits = [_split(p) for p in spec.fields["placements"]]
+        said = mesh.fields.get("_rank")
+        good = len(extents) == len(here) == len(splits) and all(
+            type(c) is int and 0 <= c < n for c, n in zip(here, extents, strict=True)
+        )
+        if not good or any(d is not None and not 0 <= d < len(shape) for d, _ in splits):
+            raise ValueError("mesh, coordinates and placements do not fit each other")
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CorruptError(
+            "not a DTensor that this reads", kind="bad-pickle", where=where, found=str(error)[:200]
+        ) from None
+    if rank is not None and said is not None and said != rank:
+        raise MismatchError(
+            "a file was renamed, or is of another job: its tensors are another rank's",
+            kind="bad-pieces",
+            where=where,
+            wanted=f"rank {rank}, as its name says",
+            found=f"rank {said}",
+        )
+    return shape, _cut(shape, extents, here, splits, where)
+
+
+def _cut(
+    shape: tuple[int, ...],
+    extents: tuple[int, ...],
+    here: tuple[int, ...],
+    splits: list[tuple[int | None, int]],
+    where: str,
+) -> Box:
+    """Split each dimension over the axes of the mesh.
+
+    Axes split one after the other, but a strided split comes after the `factor` parts that axes
+    to its right make: FSDP over tensor parallel.
+    """
+    offset, size = [0] * len(shape), list(shape)
+    for axis in sorted(range(len(splits)), key=lambda a: splits[a][1] > 1):
+        d, factor = splits[axis]
+        if d is None:
+            continue
+        right = math.prod(
+            n
+            for (other, _), n in zip(splits[axis + 1 :], extents[axis + 1 :], strict=True)
+            if other == d
+        )
+        if factor not in (1, right) or (
+            factor == 1 and size[d] != shape[d] and _late(splits, axis)
+        ):
+            raise RefusedError(
+                "a DTensor that is split in an order which this does not read",
+                kind="unreadable-format",
+                where=where,
+                found=f"splits {splits} over {extents}",
+            )
+        part = -(-size[d] // extents[axis])
+        low = min(part * here[axis], size[d])
+        offset[d] += low
+        size[d] = min(part, size[d] - low)
+    return Box(tuple(offset), tuple(size))
+
+
+def _late(splits: list[tuple[int | None, int]], axis: int) -> bool:
+    """Whether a strided split of the same dimension stands to the right of a plain one."""
+    return any(d == splits[axis][0] and factor > 1 for d, factor in splits[axis + 1 :])
+
+
+def _split(placement: Any) -> tuple[int | None, int]:
+    """Return ``(dimension, factor)`` of a placement; no dimension for a replica."""
+    match placement.short:
+        case "Replicate":
+            return None, 1
+        case "Shard":
+            return placement.fields["dim"], 1
+        case "_StridedShard":
+            return placement.fields["dim"], placement.fields["split_factor"]
+    raise ValueError(f"placement {placement.short}")
+
+
+def _extents(mesh: PickledObject) -> tuple[int, ...]:
+    layout = mesh.get("_layout")
+    if isinstance(layout, PickledObject):
+        return tuple(math.prod(_flat(a.fields["shape"])) for a in layout.fields["axes"])
+    whole = mesh.get("mesh", mesh.get("_mesh"))
+    if isinstance(whole, PickledTensor):
+        return whole.shape
+    raise ValueError("a mesh without its extents")
+
+
+def _flat(value: Any) -> Iterator[int]:
+    if isinstance(value, tuple | list):
+        for item in value[:64]:
+            yield from _flat(item)
+    else:
+        yield int(value)

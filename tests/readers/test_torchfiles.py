@@ -1,0 +1,145 @@
+"""Files of torch.save: whole, in shards, and a file a rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.readers.opening import fails, open_reader
+
+VERL = "model_world_size_4_rank_{}.pt"
+
+
+def bits(t: torch.Tensor) -> bytes:
+    return bytes(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def test_one_file_and_what_is_in_it(foreign: Path) -> None:
+    reader = open_reader(foreign / "misc")
+    wanted = np.load(foreign / "misc" / "torch-save.expected.npz")
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    assert reader.tensor("t").tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert reader.tensor("big_view").tolist() == [4, 5, 6, 7, 8]
+    assert reader.info("bf").dtype.name == "bfloat16"
+    objects = reader.objects()
+    assert objects["step"] == 3
+    assert objects["optim.param_groups.0.lr"] == 0.01
+
+
+@pytest.mark.parametrize("end", [".pt", ".pth", ".bin", ".ckpt"])
+def test_a_file_may_be_named(tmp_path: Path, end: str) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / f"a{end}")
+    torch.save({"w": torch.zeros(3)}, tmp_path / "b.pt")
+    reader = open_reader(tmp_path, only=f"a{end}")
+    assert reader.tensor("w").tolist() == [1, 1, 1]
+
+
+def test_models_of_torch(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.LSTM(8, 3), nn.Embedding(9, 2))
+    tied = nn.Linear(4, 4)
+    tied.weight = nn.Parameter(net[0].weight.detach()[:4])
+    opt = torch.optim.AdamW(net.parameters())
+    torch.stack([p.sum() for p in net.parameters()]).sum().backward()
+    opt.step()
+    state: dict[str, object] = {
+        "net": net.state_dict(),
+        "opt": opt.state_dict(),
+        "tied": tied.state_dict(),
+    }
+    state["params"] = [nn.Parameter(torch.ones(2)), torch.arange(6, dtype=torch.int16)[::2]]
+    torch.save(state, tmp_path / "model.pt")
+    reader = open_reader(tmp_path)
+    for name, tensor in net.state_dict().items():
+        assert reader.tensor(f"net.{name}").tobytes() == bits(tensor), name
+    assert reader.tensor("tied.weight").tobytes() == bits(tied.weight)
+    assert reader.tensor("params.1").tolist() == [0, 2, 4]
+    for name, value in opt.state_dict()["state"][0].items():
+        assert reader.tensor(f"opt.state.0.{name}").tobytes() == bits(value)
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    weights = {}
+    for n in range(3):
+        file = f"pytorch_model-{n + 1:05d}-of-00003.bin"
+        torch.save({f"w{n}": torch.full((2,), float(n))}, tmp_path / file)
+        weights[f"w{n}"] = file
+    torch.save({"lr": 1.0}, tmp_path / "optimizer.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weights}))
+    reader = open_reader(tmp_path)
+    assert reader.names == ["w0", "w1", "w2"]
+    assert reader.tensor("w2").tolist() == [2, 2]
+    assert reader.manifest.metadata["ckptd.foreign"]["unread"] == ["optimizer.bin"]
+    (tmp_path / "pytorch_model-00002-of-00003.bin").unlink()
+    assert fails(tmp_path).kind == "missing-file"
+    (tmp_path / "pytorch_model.bin.index.json").unlink()
+    error = fails(tmp_path)
+    assert (error.kind, error.where) == ("missing-file", "shard 2 of 3")
+
+
+# -- a file a rank ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(foreign: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(foreign / "dcp" / "torch-save-dtensor", tmp_path / "ranks"))
+
+
+def test_dtensors_of_fsdp_over_tensor_parallel(ranks: Path) -> None:
+    reader = open_reader(ranks)
+    wanted = np.load(ranks / "expected.npz")
+    assert len(wanted) == 12
+    assert all(reader.tensor(n).tobytes() == wanted[n].tobytes() for n in wanted)
+    assert reader.layout("layers.0.up.weight").words == "rows / 4 (6+5+6+5)"
+    assert reader.layout("layers.0.down.weight").words == "grid 2 x 2"
+    assert "state.0.exp_avg" in reader.names
+
+
+def test_a_missing_rank(ranks: Path) -> None:
+    (ranks / VERL.format(3)).unlink()
+    assert fails(ranks).kind == "missing-file"
+
+
+def test_a_rank_of_another_job(ranks: Path) -> None:
+    shutil.copy(ranks / VERL.format(3), ranks / VERL.format(4))
+    assert fails(ranks).kind == "missing-file"
+
+
+def test_renumbered_ranks(ranks: Path) -> None:
+    one, two, other = (ranks / VERL.format(1), ranks / VERL.format(2), ranks / "x")
+    one.rename(other)
+    two.rename(one)
+    other.rename(two)
+    error = fails(ranks)
+    assert (error.kind, error.wanted) == ("bad-pieces", "rank 1, as its name says")
+
+
+def test_plain_tensors_of_ranks_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"w": torch.ones(3), "step": torch.tensor(1.0)}, tmp_path / f"rank_{rank}.pt")
+    error = fails(tmp_path)
+    assert error.kind == "bad-pieces"
+    assert "--from LAYOUT" in str(error.hint)
+
+
+def test_hostile_files(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(300)}, tmp_path / "a.pt")
+    raw = (tmp_path / "a.pt").read_bytes()
+    for bad in (b"", raw[:-100], raw[:200], b"rubbish" * 100):
+        (tmp_path / "a.pt").write_bytes(bad)
+        assert fails(tmp_path).kind == "bad-zip"
+
+
+def test_a_file_without_tensors(tmp_path: Path) -> None:
+    torch.save({"step": 3}, tmp_path / "a.pt")
+    assert fails(tmp_path).kind == "no-tensors"
+
+
+def test_an_expanded_tensor_of_a_terabyte(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "a.pt")
+    assert fails(tmp_path).kind == "truncated"
