@@ -44,7 +44,7 @@ TRAINERS = {
     ),
     "accelerate": Trainer("with_accelerate", 2, 12, 7, 6, package="accelerate"),
     "lightning": Trainer("with_lightning", 1, 12, 7, 6, package="lightning"),
-    "transformers": Trainer("with_transformers", 1, 12, 7, 6, package="transformers"),
+    "transformers": Trainer("with_transformers", 2, 12, 7, 6, package="transformers"),
     "torchtitan": Trainer("titan_loop", 2, 12, 7, 6),
 }
 SHORT = ("nanogpt", "workers")

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckptd  # ckptd
+from ckptd_accelerate import state_of  # ckptd
 from tests.trainers.gpt import GPT
 from tests.trainers.report import Report
 
@@ -26,8 +27,7 @@ def main(root: str, report: Report) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     data = ckptd.Batches(loader)  # ckptd
-    state = {"model": model, "optim": optimizer, "sched": scheduler}  # ckptd
-    state |= {"data": data, "rng": ckptd.Rng()}  # ckptd
+    state = state_of(accelerator, data=data)  # ckptd
     ck = ckptd.Checkpointer(root, every=3)  # ckptd
     start = step = ck.load(state) if ck.latest() is not None else 0  # ckptd
     report.started(start)

@@ -1,4 +1,4 @@
-"""A trainer of Lightning: a callback saves, and leads model, loops and data back.
+"""A trainer of Lightning: ckptd_lightning saves, and leads model, loops and data back.
 
 Lines that end in ``# ckptd`` are those that ckptd took.
 """
@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckptd  # ckptd
+from ckptd_lightning import CkptdCallback  # ckptd
 from tests.trainers.alone import alone
 from tests.trainers.gpt import GPT
 from tests.trainers.report import Report
@@ -35,34 +36,20 @@ class Module(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}
 
 
-class Ckptd(lightning.Callback):  # ckptd
-    """Saves and loads with ckptd."""
+class Steps(lightning.Callback):
+    """Reports losses, and is killed."""
 
-    def __init__(self, root: str, data: ckptd.Batches, report: Report) -> None:  # ckptd
-        self.root, self.data, self.report = root, data, report  # ckptd
-        self.last = 0
+    def __init__(self, saves: CkptdCallback, report: Report) -> None:
+        self.saves, self.report = saves, report
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # ckptd
-        self.state = {  # ckptd
-            "model": pl_module,  # ckptd
-            "optim": trainer.optimizers,  # ckptd
-            "sched": [config.scheduler for config in trainer.lr_scheduler_configs],  # ckptd
-            "loops": trainer.fit_loop,  # ckptd
-            "data": self.data,  # ckptd
-            "rng": ckptd.Rng(),  # ckptd
-        }  # ckptd
-        self.ck = ckptd.Checkpointer(self.root, every=3)  # ckptd
-        self.last = self.ck.load(self.state) if self.ck.latest() is not None else 0  # ckptd
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.last = self.saves.step
         self.report.started(self.last)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
-        if trainer.global_step > self.last:  # ckptd
-            self.last = trainer.global_step  # ckptd
-            self.ck.save(self.last, self.state)  # ckptd
-            self.report.step(self.last, outputs["loss"], self.ck)
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # ckptd
-        self.ck.close()  # ckptd
+        if trainer.global_step > self.last:
+            self.last = trainer.global_step
+            self.report.step(self.last, outputs["loss"], self.saves.checkpointer)
 
 
 def main(root: str, report: Report) -> None:
@@ -70,17 +57,18 @@ def main(root: str, report: Report) -> None:
     lightning.seed_everything(5, verbose=False)
     data = DataLoader(TensorDataset(torch.randint(33, (40, 13))), batch_size=4, shuffle=True)
     batches = ckptd.Batches(data)  # ckptd
+    saves = CkptdCallback(root, batches, every=3)  # ckptd
     module = Module()
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        callbacks=[Ckptd(root, batches, report)],  # ckptd
+        callbacks=[saves, Steps(saves, report)],  # ckptd
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, batches)
+    trainer.fit(module, batches)  # ckptd
     report.ended(module.parameters())

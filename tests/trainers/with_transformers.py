@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: a callback saves, and leads model and data back.
+"""Hugging Face's Trainer: ckptd_hf saves, and resumes.
 
 Lines that end in ``# ckptd`` are those that ckptd took.
 """
@@ -12,8 +12,7 @@ import torch
 import transformers
 from torch.utils.data import Dataset
 
-import ckptd  # ckptd
-from tests.trainers.alone import alone
+from ckptd_hf import CkptdCallback  # ckptd
 from tests.trainers.report import Report
 
 STEPS = 12
@@ -32,45 +31,29 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
 
 
-class Ckptd(transformers.TrainerCallback):  # ckptd
-    """Saves and loads with ckptd."""
+class Steps(transformers.TrainerCallback):
+    """Reports losses, and is killed."""
 
-    def __init__(self, root: str, report: Report) -> None:  # ckptd
-        self.ck, self.report = ckptd.Checkpointer(root, every=3), report  # ckptd
+    def __init__(self, saves: CkptdCallback, report: Report) -> None:
+        self.saves, self.report = saves, report
+        self.last = torch.tensor(0.0)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **have: Any) -> None:  # ckptd
-        self.state = {  # ckptd
-            "model": have["model"],  # ckptd
-            "optim": have["optimizer"],  # ckptd
-            "sched": have["lr_scheduler"],  # ckptd
-            "data": have["train_dataloader"],  # ckptd
-            "rng": ckptd.Rng(),  # ckptd
-        }  # ckptd
-        if self.ck.latest() is not None:  # ckptd
-            state.global_step = self.ck.load(self.state)  # ckptd
+    def on_train_begin(self, args: Any, state: Any, control: Any, **have: Any) -> None:
         self.report.started(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:  # ckptd
-        self.ck.save(state.global_step, self.state)  # ckptd
-        self.report.step(state.global_step, self.trainer.last, self.ck)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:  # ckptd
-        self.ck.close()  # ckptd
+    def on_step_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:
+        self.report.step(state.global_step, self.last, self.saves.checkpointer)
 
 
 class Trainer(transformers.Trainer):
-    """Takes its batches from where they were."""
-
-    def get_train_dataloader(self) -> Any:  # ckptd
-        return ckptd.Batches(super().get_train_dataloader())  # ckptd
+    """Keeps the last loss."""
 
     def training_step(self, *given: Any, **named: Any) -> torch.Tensor:
-        self.last = super().training_step(*given, **named)
-        return self.last
+        self.steps.last = super().training_step(*given, **named)
+        return self.steps.last
 
 
 def main(root: str, report: Report) -> None:
-    alone()
     transformers.set_seed(5)
     config = transformers.GPT2Config(
         vocab_size=33,
@@ -82,7 +65,8 @@ def main(root: str, report: Report) -> None:
         eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
-    own = Ckptd(root, report)  # ckptd
+    saves = CkptdCallback(root, every=3)  # ckptd
+    steps = Steps(saves, report)
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             output_dir=folder,
@@ -96,6 +80,7 @@ def main(root: str, report: Report) -> None:
             use_cpu=True,
             disable_tqdm=True,
         )
-        own.trainer = Trainer(model, args, train_dataset=Texts(), callbacks=[own])
-        own.trainer.train()
+        trainer = Trainer(model, args, train_dataset=Texts(), callbacks=[saves, steps])  # ckptd
+        trainer.steps = steps
+        trainer.train(resume_from_checkpoint=saves.resume(trainer))  # ckptd
     report.ended(model.parameters())
