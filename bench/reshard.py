@@ -91,7 +91,10 @@ def write_folder(folder: Path, layers: int) -> None:
 
 def build(root: Path, layers: int, budget: int) -> None:
     """Make the source: noise as a folder, then a checkpoint of TP4 PP2."""
-    from ckptd.reshard.folder import open_folder
+    from ckptd.load.reader import CkptdReader
+    from ckptd.readers.find import find_foreign
+    from ckptd.reshard.own import open_own
+    from ckptd.root.index import Index
     from ckptd.store import open_store
 
     plain = root.with_name("plain")
@@ -99,7 +102,10 @@ def build(root: Path, layers: int, budget: int) -> None:
     write_folder(plain, layers)
     on_none = ("megatron.gpt", "mesh megatron_gpt = pp:1 dp:1 tp:1", *LETS)
     with open_store(plain) as store, open_store(root) as out:
-        stock = open_folder(store, 1)
+        found = find_foreign(store, step=1)
+        assert found is not None
+        index = Index(found)
+        stock = open_own(CkptdReader(index, index.commit(found.name)))
         run(stock, program(*on_none), program(*SOURCE), out, budget)
     common.remove(str(plain))
 

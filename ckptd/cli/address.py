@@ -98,13 +98,15 @@ def spec_of(root: str) -> StoreSpec:
 
 
 @contextmanager
-def opened(root: str, step: int = 0) -> Iterator[Catalogue]:
+def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalogue]:
     """Open an existing root, or a foreign checkpoint as a root that is only read.
 
     Parameters
     ----------
     step
         Of a foreign checkpoint that does not say its own.
+    foreign
+        Whether there may be a foreign checkpoint.
 
     Raises
     ------
@@ -121,13 +123,14 @@ def opened(root: str, step: int = 0) -> Iterator[Catalogue]:
                 raise NotFoundError("no root", kind="not-a-root", where=root)
             catalogue.open()
         except NotFoundError as error:
-            foreign = find_foreign(store, file, step)
-            if foreign is not None:
+            found = find_foreign(store, file, step) if foreign else None
+            if found is not None:
+                yield Catalogue(found)
+                # Last: an error in JSON is alone on standard error.
                 note(
-                    f"{root} is read as {foreign.format}, which has no digests: sizes are"
-                    " checked, bytes are not"
+                    f"{root} was read as {found.format}, which has no digests: sizes are checked,"
+                    " bytes are not"
                 )
-                yield Catalogue(foreign)
                 return
             if "@" in root.rpartition("/")[2] and error.hint:
                 error.add_note("  note:   steps are written ROOT@STEP or ROOT@STEP-gGENERATION")

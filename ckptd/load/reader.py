@@ -21,6 +21,7 @@ from ckptd.load.files import PieceLocations, check_headers
 from ckptd.load.plan import Want, read_plan
 from ckptd.load.read import execute
 from ckptd.readers.reader import Array, CheckpointReader, PerRankValues, TensorInfo
+from ckptd.readers.twin import about_foreign
 from ckptd.readers.words import Layouts, TensorLayout
 from ckptd.root.index import Index
 from ckptd.types import Box
@@ -78,6 +79,7 @@ class CkptdReader(CheckpointReader):
         self.title = str(self.commit.name)
         self.program = self.manifest.lay
         self.entries = self.manifest.objects
+        self.has_sections = about_foreign(self.manifest).get("has_sections") is not False
         self._encoded = {o.tensor for o in self.manifest.objects if o.tensor}
 
     @cached_property

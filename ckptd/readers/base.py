@@ -91,6 +91,9 @@ class Foreign:
         A layout program for its names; empty for none.
     sizes
         Sizes of axes that shapes alone do not tell.
+    has_sections
+        Whether names may begin with a section of a state; else ``model.`` is a part of weights'
+        own names.
     """
 
     pieces: Iterable[ForeignPiece]
@@ -100,6 +103,7 @@ class Foreign:
     step: int | None = None
     lay: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)
+    has_sections: bool = True
 
 
 class Listing:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 from ckptd.errors import MismatchError
 from ckptd.plugins import READERS, entries
-from ckptd.readers.base import FormatReader, Listing
+from ckptd.readers.base import Foreign, FormatReader, Listing
+from ckptd.readers.hf import END, local_pieces
+from ckptd.readers.torchfiles import local_tensors
 from ckptd.readers.twin import ForeignRoot
 from ckptd.store.base import Store
 
-__all__ = ["find_foreign", "split_file"]
+__all__ = ["find_foreign", "rank_files", "split_file"]
 
 _OWN = {
     "dcp": "ckptd.readers.dcp:DcpReader",
+    "hf": "ckptd.readers.hf:HfReader",
+    "deepspeed": "ckptd.readers.deepspeed:DeepSpeedReader",
+    "megatron": "ckptd.readers.megatron:MegatronReader",
     "torch": "ckptd.readers.torchfiles:TorchReader",
 }
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".metadata")
@@ -79,6 +85,25 @@ def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | N
             return None
         found, here = places[0]
     return ForeignRoot(store, found.open(here), found.name, step)
+
+
+def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
+    """Open files of ranks, whose tensors are parts that only a layout knows: ``FILE: NAME``.
+
+    Raises
+    ------
+    CorruptError, RefusedError
+        A file is missing or damaged.
+    NotFoundError
+        kind ``no-tensors``.
+    """
+    here = Listing(store)
+    pieces = [
+        replace(piece, name=f"{file}: {piece.name}")
+        for file in files
+        for piece in (local_pieces if file.endswith(END) else local_tensors)(here, file)
+    ]
+    return ForeignRoot(store, Foreign(pieces, has_sections=False), "ranks", step)
 
 
 def _best(known: Sequence[FormatReader], names: Listing) -> FormatReader | None:

@@ -66,12 +66,16 @@ class CheckpointReader(ABC):
         The layout program (Lay) that the checkpoint keeps; empty if it keeps none.
     entries
         The objects.
+    has_sections
+        Whether names begin with a section of a state, as a job of ckptd saves it; else ``model.``
+        is a part of weights' own names.
     """
 
     url: str
     title: str
     program: str
     entries: Sequence[ObjectEntry]
+    has_sections: bool = True
 
     @property
     @abstractmethod

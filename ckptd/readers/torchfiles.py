@@ -19,7 +19,7 @@ from ckptd.readers.pickles import PickledObject, PickledTensor, walk_values
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
 from ckptd.types import Box
 
-__all__ = ["TensorAt", "TorchReader", "file_index", "load_torch"]
+__all__ = ["TensorAt", "TorchReader", "candidates", "file_index", "load_torch", "local_tensors"]
 
 _ENDS = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
@@ -40,7 +40,7 @@ class TorchReader:
 
     def recognise(self, names: Listing) -> int:
         """Return 40 where there are such files, beside those of a trainer."""
-        return 40 if _candidates(names) else 0
+        return 40 if candidates(names) else 0
 
     def open(self, names: Listing) -> Foreign:
         """Read the pickles of all files."""
@@ -67,9 +67,24 @@ class TorchReader:
         return Foreign(pieces, objects, list(left_out), unread, step)
 
 
+def candidates(names: Listing) -> list[str]:
+    """Return the files that may be of torch.save, but for those that trainers put beside."""
+    return [n for n in names.ending(*_ENDS) if not _BESIDE.fullmatch(n)]
+
+
 def load_torch(names: Listing, file: str) -> TorchZip:
     """Return a file of torch.save, its pickle read; errors as `open_zip`."""
     return open_zip(names.reads(file), 0, names.size(file), names.key(file))
+
+
+def local_tensors(names: Listing, file: str) -> Iterator[ForeignPiece]:
+    """Yield the tensors of one file of a rank, as they are there."""
+    found, key = load_torch(names, file), names.key(file)
+    for name, value in walk_values(found.value):
+        local = value.get("_local_tensor") if isinstance(value, PickledObject) else value
+        if isinstance(local, PickledTensor):
+            at = TensorAt(found, local, f"{key}: {name}")
+            yield ForeignPiece(name, local.dtype, local.shape, Box.whole(local.shape), key, at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +99,6 @@ class TensorAt:
 
     def __call__(self) -> Extent:
         return extent_of(self.found, self.tensor, self.where)
-
-
-def _candidates(names: Listing) -> list[str]:
-    return [n for n in names.ending(*_ENDS) if not _BESIDE.fullmatch(n)]
 
 
 def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
@@ -120,7 +131,7 @@ def file_index(names: Listing, end: str) -> tuple[str, Mapping[str, str]]:
 
 def _chosen(names: Listing) -> tuple[list[str], list[str]]:
     """Return the files that are read, and those that are not."""
-    found = _candidates(names)
+    found = candidates(names)
     _, weights = file_index(names, ".bin")
     files = sorted(set(weights.values())) or found
     shards = {f: (int(m[1]), int(m[2])) for f in files if (m := _SHARD.search(f))}

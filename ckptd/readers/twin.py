@@ -61,7 +61,7 @@ from ckptd.store.base import (
 )
 from ckptd.types import Box, ByteRange, dtype_of
 
-__all__ = ["FOREIGN", "ForeignRoot"]
+__all__ = ["FOREIGN", "ForeignRoot", "about_foreign"]
 
 FOREIGN = "ckptd.foreign"
 """Key of the metadata under which a manifest says what it was made from."""
@@ -74,6 +74,12 @@ _PLAIN = re.compile(r"[^A-Za-z0-9._=+@,-]")
 
 Cut = tuple[tuple[int, ...], int]
 """Offset of a piece's box, and the first element of its flat range: its name in its tensor."""
+
+
+def about_foreign(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest says of the foreign checkpoint that it was made from; or {}."""
+    found = manifest.metadata.get(FOREIGN)
+    return found if isinstance(found, dict) else {}
 
 
 class _Tensor:
@@ -203,6 +209,13 @@ class ForeignRoot(ReadOnlyStore):
     step
         Of the checkpoint, where the reader knows none.
 
+    Attributes
+    ----------
+    inner, format
+        As given.
+    name
+        Of its one checkpoint.
+
     Raises
     ------
     CorruptError
@@ -284,6 +297,7 @@ class ForeignRoot(ReadOnlyStore):
             lay=foreign.lay,
             requires=(UNDIGESTED,),
         )
+        self.name = name
         self._write(manifest, name, folder)
 
     def _about(self, foreign: Foreign) -> dict[str, Any]:
@@ -292,7 +306,7 @@ class ForeignRoot(ReadOnlyStore):
             "left_out": [n[:200] for n in foreign.left_out[:_MOST_NAMED]],
             "unread": list(foreign.unread[:_MOST_NAMED]),
             "sizes": dict(foreign.sizes),
-            "has_step": foreign.step is not None,
+            "has_sections": foreign.has_sections,
         }
 
     def _place(

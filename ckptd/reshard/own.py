@@ -12,6 +12,7 @@ from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import read_witness
 from ckptd.readers.reader import PerRankValues
+from ckptd.readers.twin import about_foreign
 from ckptd.reshard.source import Stock, StockTensor
 
 __all__ = ["open_own"]
@@ -41,6 +42,7 @@ def open_own(reader: CkptdReader) -> Stock:
         for number, t in enumerate(manifest.tensors)
     ]
     witness, note = _witness(reader)
+    about = about_foreign(manifest)
     return Stock(
         reader.places,
         identity=f"{manifest.step} {reader.commit.manifest_digest}",
@@ -54,7 +56,20 @@ def open_own(reader: CkptdReader) -> Stock:
         witness=witness,
         witness_note=note,
         lay=manifest.lay,
+        sizes=_sizes(about.get("sizes")),
+        unread=_names(about.get("unread")),
+        has_sections=reader.has_sections,
     )
+
+
+def _sizes(found: object) -> dict[str, int]:
+    """Return sizes that a foreign checkpoint says; metadata is anybody's."""
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(k): v for k, v in pairs if type(v) is int and v > 0}
+
+
+def _names(found: object) -> list[str]:
+    return [str(n) for n in found] if isinstance(found, list) else []
 
 
 def _ranks(reader: CkptdReader, number: int) -> list[int]:

@@ -18,7 +18,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, NotFoundError, UsageError
-from ckptd.format.container import Chunk
 from ckptd.layout.block import Block
 from ckptd.layout.clip import clip, restride
 from ckptd.layout.grid import strides_of
@@ -31,9 +30,11 @@ from ckptd.layout.lay.ruleform import RuleForm, Who
 from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey, local_cells
 from ckptd.layout.lay.syntax import Average, NameIndex, Replicas, Text, show_name
 from ckptd.load.files import PieceLocations
+from ckptd.load.reader import CkptdReader
+from ckptd.readers.find import rank_files
 from ckptd.reshard.feed import Take
-from ckptd.reshard.folder import BY_CODE, HeaderOf, identity_of, places_of, read_headers
 from ckptd.reshard.source import Stock, StockTensor
+from ckptd.root.index import Index
 from ckptd.store.base import Store
 from ckptd.types import ByteRange, DType
 
@@ -215,42 +216,56 @@ def open_ranks(store: Store, layout: Resolved, step: int) -> Stock:
     MismatchError
         ``lay-fit``: the layout does not fit what the files hold.
     """
-    headers = read_headers(store, _files_of(store, layout))
-    names = [f"{e.path}: {name}" for e, chunks, _ in headers for name in chunks]
-    source = places_of(store, headers, names)
-    numbers = {(file, chunk.name): n for n, (file, chunk) in enumerate(_chunks(headers))}
+    keys_of = _files_of(store, layout)
+    root = rank_files(store, keys_of, step)
+    index = Index(root)
+    reader = CkptdReader(index, index.commit(root.name), listed=False)
+    source = reader.places
+    headers = _headers(reader, keys_of)
     mesh = layout.mesh or MeshShape(1, {}, {})
-    files = [_file_of(layout, mesh, rank, headers) for rank in range(mesh.world)]
-    shapes = {r: {n: c.shape for n, c in headers[f][1].items()} for r, f in enumerate(files)}
+    files = [_file_of(layout, mesh, rank, keys_of) for rank in range(mesh.world)]
+    shapes = {r: {n: t.shape for n, t in headers[f].items()} for r, f in enumerate(files)}
     form = StoredForm(bind_ranks(layout, shapes))
     places: list[dict[TensorKey, _Where]] = []
     dtypes: dict[TensorKey, DType] = {}
     for rank, file in enumerate(files):
         held: dict[TensorKey, _Where] = {}
-        for key, where, chunk in _held(form, rank, file, headers[file][1], numbers):
+        for key, where, local in _held(form, rank, headers[file]):
             held[key] = where
-            dtype = dtypes.setdefault(key, BY_CODE[chunk.code])
-            if dtype is not BY_CODE[chunk.code]:
+            dtype = dtypes.setdefault(key, local.dtype)
+            if dtype is not local.dtype:
                 raise MismatchError(
                     "ranks hold a tensor in different types",
                     kind="lay-fit",
-                    where=f"{chunk.name} of rank {rank}",
+                    where=f"{local.name} of rank {rank}",
                     wanted=dtype.name,
-                    found=BY_CODE[chunk.code].name,
+                    found=local.dtype.name,
                 )
         places.append(held)
     keys = {name: key for name, key in _names(form) if key in dtypes}
     ranks = _Ranks(form, source, places, keys)
     ranks.check_replicas()
-    _check_all_held(headers, files, places, source, layout)
-    return _stock(ranks, dtypes, step, identity_of(store, step, headers))
+    _check_all_held(headers, keys_of, files, places, layout)
+    return _stock(ranks, dtypes, step, reader.commit.manifest_digest)
 
 
-def _chunks(headers: Sequence[HeaderOf]) -> Iterator[tuple[int, Chunk]]:
-    """Yield all chunks with their file, in the order of the tensors of `places_of`."""
-    for file, (_, chunks, _) in enumerate(headers):
-        for chunk in chunks.values():
-            yield file, chunk
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A tensor of a file: its name there, and its number in the manifest."""
+
+    name: str
+    number: int
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+def _headers(reader: CkptdReader, files: Sequence[str]) -> list[dict[str, _Local]]:
+    """Return the tensors of each file by their names in it."""
+    out: dict[str, dict[str, _Local]] = {file: {} for file in files}
+    for number, info in enumerate(reader.infos.values()):
+        file, _, name = info.name.partition(": ")
+        out[file][name] = _Local(name, number, info.dtype, info.shape)
+    return list(out.values())
 
 
 def _names(form: StoredForm) -> Iterator[tuple[str, TensorKey]]:
@@ -298,10 +313,10 @@ def _files_of(store: Store, layout: Resolved) -> list[str]:
 
 
 def _check_all_held(
-    headers: Sequence[HeaderOf],
+    headers: Sequence[Mapping[str, _Local]],
+    paths: Sequence[str],
     files: Sequence[int],
     places: Sequence[Mapping[TensorKey, _Where]],
-    source: PieceLocations,
     layout: Resolved,
 ) -> None:
     """Every file is some rank's, and every tensor of it is what the layout says or leaves out.
@@ -309,7 +324,7 @@ def _check_all_held(
     A mesh that is too small makes smaller tensors of what its ranks hold, and would leave out
     what the others hold without a word.
     """
-    over = [entry.path for n, (entry, _, _) in enumerate(headers) if n not in files]
+    over = [path for n, path in enumerate(paths) if n not in files]
     if over:
         more = f" and {len(over) - 4} more" if len(over) > 4 else ""
         raise MismatchError(
@@ -324,18 +339,18 @@ def _check_all_held(
     drops, templates = Matcher(layout, stored=False), NameTemplates(layout)
     mesh = layout.mesh or MeshShape(1, {}, {})
     lost = []
-    for number, (file, chunk) in enumerate(_chunks(headers)):
-        if number in held:
+    for file, local in ((f, t) for f, tensors in enumerate(headers) for t in tensors.values()):
+        if local.number in held:
             continue
-        undressed = templates.take(chunk.name)
+        undressed = templates.take(local.name)
         ranks = [r for r, f in enumerate(files) if f == file]
         found = [
-            drops.match(undressed.name if undressed else chunk.name, mesh.coordinates(r))
+            drops.match(undressed.name if undressed else local.name, mesh.coordinates(r))
             for r in ranks
         ]
-        if not chunk.numel or any(m is not None and m.equation == -1 for m in found):
+        if 0 in local.shape or any(m is not None and m.equation == -1 for m in found):
             continue
-        lost.append(source.manifest.tensors[number].name)
+        lost.append(f"{paths[file]}: {local.name}")
     if lost:
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         raise MismatchError(
@@ -347,45 +362,39 @@ def _check_all_held(
         )
 
 
-def _file_of(layout: Resolved, mesh: MeshShape, rank: int, headers: Sequence[HeaderOf]) -> int:
+def _file_of(layout: Resolved, mesh: MeshShape, rank: int, paths: Sequence[str]) -> int:
     if layout.files is None:
         raise UsageError("the layout does not say which file is whose", kind="lay-rule")
     name = write_name(layout.files, mesh.coordinates(rank))
-    for number, (entry, _, _) in enumerate(headers):
-        if entry.path == name:
-            return number
+    if name in paths:
+        return paths.index(name)
     raise CorruptError(
         "the file of a rank is missing", kind="missing-file", where=name, wanted=f"rank {rank}"
     )
 
 
 def _held(
-    form: StoredForm,
-    rank: int,
-    file: int,
-    chunks: Mapping[str, Chunk],
-    numbers: Mapping[tuple[int, str], int],
-) -> Iterator[tuple[TensorKey, _Where, Chunk]]:
+    form: StoredForm, rank: int, tensors: Mapping[str, _Local]
+) -> Iterator[tuple[TensorKey, _Where, _Local]]:
     """Yield what a rank holds of each stored tensor. A tensor that is not there is passed over."""
-    found: dict[TensorKey, tuple[int, list[LocalPiece], Chunk]] = {}
+    found: dict[TensorKey, tuple[_Local, list[LocalPiece]]] = {}
     for tensor in local_tensors(form, rank):
-        chunk = chunks.get(tensor.name)
-        if chunk is None:
+        local = tensors.get(tensor.name)
+        if local is None:
             continue
-        if chunk.shape != tensor.shape:
+        if local.shape != tensor.shape:
             raise MismatchError(
                 "a rank's tensor has another shape than the layout says",
                 kind="lay-fit",
                 where=f"{tensor.name} of rank {rank}",
                 wanted=tensor.shape,
-                found=chunk.shape,
+                found=local.shape,
             )
         for piece in tensor.pieces:
             key = (piece.rule, piece.indexes, tensor.state)
-            where = found.setdefault(key, (numbers[file, tensor.name], [], chunk))
-            where[1].append(piece)
-    for key, (number, pieces, chunk) in found.items():
-        yield key, (number, tuple(pieces)), chunk
+            found.setdefault(key, (local, []))[1].append(piece)
+    for key, (local, pieces) in found.items():
+        yield key, (local.number, tuple(pieces)), local
 
 
 def _stock(ranks: _Ranks, dtypes: Mapping[TensorKey, DType], step: int, identity: str) -> Stock:

@@ -225,7 +225,7 @@ def _left_out(reader: CheckpointReader, prefix: str, names: Sequence[str]) -> Re
 
 
 def _prefix(reader: CheckpointReader, section: str | None) -> str:
-    if section == EVERYTHING:
+    if section == EVERYTHING or (section is None and not reader.has_sections):
         return ""
     prefix = f"{section or _DEFAULT_SECTION}."
     layout = _layout(reader) if section is None else None

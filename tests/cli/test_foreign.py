@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from tests.cli.running import Cli
 from tests.readers.conftest import foreign
@@ -37,7 +39,7 @@ def test_verbs_that_write_are_refused(cli: Cli, sample: str) -> None:
     for verb in (["pin", f"{sample}@0"], ["rollback", f"{sample}@0"]):
         found = cli(*verb, "--json")
         assert found.code
-        assert json.loads(found.err.splitlines()[-1])["error"]["kind"] == "read-only", verb
+        assert found.error["kind"] == "read-only", verb
 
 
 def test_a_copy_is_a_checkpoint_with_digests(cli: Cli, sample: str, tmp_path: Path) -> None:
@@ -77,3 +79,14 @@ def test_two_checkpoints_in_folders(cli: Cli, sample: str, tmp_path: Path) -> No
     found = cli("ls", str(tmp_path / "both"), "--json")
     assert found.error["kind"] == "ambiguous-format"
     assert "step-1/ (dcp), step-2/ (dcp)" in found.error["found"]
+
+
+def test_an_export_keeps_the_names_of_hugging_face(cli: Cli, tmp_path: Path) -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    source, target = tmp_path / "a", tmp_path / "b"
+    source.mkdir()
+    save_file({n: np.ones((4, 2), np.float32) for n in names}, source / "model.safetensors")
+    found = cli("export", str(source / "model.safetensors"), str(target), "--dtype", "bfloat16")
+    assert found.code == 0, found.err
+    with safe_open(target / "model.safetensors", "np") as file:
+        assert sorted(file.keys()) == sorted(names)

@@ -6,21 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, NotFoundError
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import find_foreign
+from ckptd.reshard.own import open_own
+from ckptd.reshard.source import Stock
 from ckptd.root.index import Index
-from ckptd.store import open_store
+from ckptd.store import Store, open_store
 
 
 def open_reader(folder: Path, only: str = "") -> CkptdReader:
-    root = find_foreign(open_store(folder), only)
-    assert root is not None
+    return reader_in(open_store(folder), only)
+
+
+def reader_in(store: Store, only: str = "", step: int = 0) -> CkptdReader:
+    root = find_foreign(store, only, step)
+    if root is None:
+        raise NotFoundError("nothing is recognised here")
     index = Index(root)
     index.open()
     latest = index.latest()
-    assert latest is not None
+    assert latest == root.name
     return CkptdReader(index, latest)
+
+
+def foreign_stock(store: Store, step: int = 0) -> Stock:
+    return open_own(reader_in(store, step=step))
 
 
 def fails(folder: Path) -> CkptdError:

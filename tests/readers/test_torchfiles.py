@@ -41,11 +41,12 @@ def test_a_file_may_be_named(tmp_path: Path, end: str) -> None:
 
 
 def test_models_of_torch(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.LSTM(8, 3), nn.Embedding(9, 2))
+    linear = nn.Linear(4, 8)
+    net = nn.Sequential(linear, nn.LayerNorm(8), nn.LSTM(8, 3), nn.Embedding(9, 2))
     tied = nn.Linear(4, 4)
-    tied.weight = nn.Parameter(net[0].weight.detach()[:4])
+    tied.weight = nn.Parameter(linear.weight.detach()[:4])
     opt = torch.optim.AdamW(net.parameters())
-    torch.stack([p.sum() for p in net.parameters()]).sum().backward()
+    torch.autograd.backward([p.sum() for p in net.parameters()])
     opt.step()
     state: dict[str, object] = {
         "net": net.state_dict(),

@@ -12,13 +12,13 @@ from safetensors.numpy import load_file, save_file
 
 from ckptd.errors import CorruptError, NotFoundError, UsageError
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.folder import open_folder
 from ckptd.reshard.hf import HfJob, hf_target
 from ckptd.reshard.job import ReshardShare
 from ckptd.reshard.prepare import prepare, source_program
 from ckptd.reshard.reports import Resharded
 from ckptd.store import open_store
 from tests.load.builder import Array
+from tests.readers.opening import foreign_stock
 from tests.reshard.llama import (
     HF,
     everything,
@@ -132,7 +132,7 @@ def test_elements_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     body = struct.pack("<Q", len(raw)) + raw + b"".join(v.tobytes() for v in data.values())
     (folder / "odd.safetensors").write_bytes(body)
     with open_store(folder) as store, open_store(tmp_path / "b") as out:
-        stock = open_folder(store, 1)
+        stock = foreign_stock(store, 1)
         to = program("fsdp", "mesh fsdp = dp:3")
         found = prepare(stock, source_program(stock, None), to)
         job_into(out, found).run(ReshardShare(), Budget(32 << 20, 2 << 20, 4 << 20, 2 << 20, 2, 1))
@@ -144,29 +144,29 @@ def test_only_files_of_the_index_count_and_all_must_be_there(tmp_path: Path) -> 
     save_file({"x": np.ones(3)}, tmp_path / "consolidated.safetensors")
     with open_store(tmp_path) as store:
         with pytest.raises(CorruptError) as caught:
-            open_folder(store, 0)
+            foreign_stock(store, 0)
         assert caught.value.kind == "bad-header"
         index = tmp_path / "model.safetensors.index.json"
         index.write_text('{"weight_map": {"x": "model-00001-of-00001.safetensors"}}')
-        assert [t.name for t in open_folder(store, 0).tensors] == ["x"]
+        assert [t.name for t in foreign_stock(store, 0).tensors] == ["x"]
         index.write_text('{"weight_map": {"x": "gone.safetensors"}}')
         with pytest.raises(CorruptError) as caught:
-            open_folder(store, 0)
+            foreign_stock(store, 0)
         assert (caught.value.kind, caught.value.where) == ("missing-file", "gone.safetensors")
         index.write_text("[]")
         with pytest.raises(CorruptError) as caught:
-            open_folder(store, 0)
+            foreign_stock(store, 0)
         assert caught.value.kind == "bad-json"
     (tmp_path / "empty").mkdir()
     with open_store(tmp_path / "empty") as store, pytest.raises(NotFoundError):
-        open_folder(store, 0)
+        foreign_stock(store, 0)
 
 
 def test_a_source_that_changes_is_noticed(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "hf", ReshardShare())
     with open_store(tmp_path / "hf") as store:
-        stock = open_folder(store, 0)
-        path = tmp_path / "hf" / stock.source.files[0].path
+        stock = foreign_stock(store, 0)
+        path = min((tmp_path / "hf").glob("*.safetensors"))
         path.write_bytes(path.read_bytes() + b"more")
         with pytest.raises(CorruptError) as caught:
             stock.source.check_file(0)

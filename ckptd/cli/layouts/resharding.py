@@ -14,7 +14,6 @@ from ckptd.load.reader import CkptdReader
 from ckptd.reshard.duplicates import check_duplicates
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.explain import costs_of, prove_target, rules_of
-from ckptd.reshard.folder import open_folder
 from ckptd.reshard.hf import HfJob, hf_target
 from ckptd.reshard.job import ReshardJob, ReshardShare, check_share
 from ckptd.reshard.layouts import LayoutProgram, read_program
@@ -36,24 +35,22 @@ _LET = "let "
 
 @contextmanager
 def open_stock(source: str, step: int, layout: Resolved | None = None) -> Iterator[Stock]:
-    """Open a source: a root of ckptd, or any folder of safetensors files.
+    """Open a source: a root of ckptd, or a foreign checkpoint.
 
     With a layout that says which file is which rank's, these are files of ranks.
     """
     address = CheckpointAddress.of(source)
+    ranks = layout if layout is not None and layout.files is not None else None
     try:
-        with opened(address.root) as catalogue:
+        with opened(address.root, step, foreign=ranks is None) as catalogue:
             with held(catalogue, address.find(catalogue), "reshard") as commit:
                 yield open_own(CkptdReader(catalogue, commit))
                 return
     except NotFoundError as error:
-        if error.kind not in ("not-a-root", "no-root"):
+        if ranks is None or error.kind not in ("not-a-root", "no-root"):
             raise
     with spec_of(source).open() as store:
-        if layout is not None and layout.files is not None:
-            yield open_ranks(store, layout, step)
-        else:
-            yield open_folder(store, step)
+        yield open_ranks(store, ranks, step)
 
 
 class ReshardRun:

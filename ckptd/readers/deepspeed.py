@@ -1,0 +1,316 @@
+"""Checkpoints of DeepSpeed: ZeRO stages 1, 2 and 3, and the universal form.
+
+A rank of ZeRO holds parts of parameters end to end in flat buffers, group by group; the files of
+the model say which parameters in which order. Stage 3 cuts each parameter over the ranks; stages 1
+and 2 cut the whole buffer. Tensors are the 32-bit weights under the names of parameters, and their
+states as ``optim.NAME.STATE``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
+from ckptd.readers.pickles import PickledTensor, walk_values
+from ckptd.readers.torchfiles import TensorAt, load_torch
+from ckptd.readers.zips import TorchZip
+from ckptd.types import Box
+
+__all__ = ["DeepSpeedReader"]
+
+_LATEST = "latest"
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
+_UNIVERSAL = "zero/"
+_MOST_GROUPS = 4096
+_SKIPPED = ("optimizer_state_dict", "module", "param_shapes", "optimizer", "buffer_names")
+
+
+class DeepSpeedReader:
+    """Reads what ``engine.save_checkpoint`` and ``ds_to_universal.py`` wrote."""
+
+    name = "deepspeed"
+
+    def recognise(self, names: Listing) -> int:
+        """Return 100 for the folder of a tag, or the one above it."""
+        if any(_MODEL.fullmatch(n) for n in names.names):
+            return 100
+        below = (names.inside(f) for f in names.folders if f.startswith("global_step"))
+        return 100 if _LATEST in names.names and any(map(self.recognise, below)) else 0
+
+    def open(self, names: Listing) -> Foreign:
+        """Read the pickles of all files."""
+        if not any(_MODEL.fullmatch(n) for n in names.names):
+            names = _tagged(names)
+        for name in names.names:
+            if re.match(r"layer_[0-9]+.*model_(01-)?states\.pt|.*_expert_", name):
+                raise RefusedError(
+                    "pipelines and experts of DeepSpeed are not read",
+                    kind="unreadable-format",
+                    where=names.key(name),
+                )
+        models = {n: m for n in names.names if (m := _MODEL.fullmatch(n))}
+        parallel = sorted({int(m[2]) for m in models.values()})
+        if parallel != [0]:
+            raise RefusedError(
+                "tensor parallelism of DeepSpeed is not read",
+                kind="unreadable-format",
+                where=names.where,
+                found=f"mp ranks {parallel[:8]}",
+            )
+        first = min(models)
+        model = load_torch(names, first)
+        objects, left_out = _objects(model.value)
+        if _UNIVERSAL in names.names:
+            pieces = list(_universal(names))
+        else:
+            pieces = list(_flat(names, model))
+        steps = objects.get("global_steps")
+        step = steps if type(steps) is int and 0 <= steps < 10**12 else step_of(names)
+        return Foreign(pieces, objects, left_out, step=step)
+
+
+def _tagged(names: Listing) -> Listing:
+    tag = names.read(_LATEST, 4096).decode("utf-8", "replace").strip() + "/"
+    if tag not in names.names:
+        raise missing(names.key(tag), "the file 'latest' names a folder that is not there")
+    return names.inside(tag)
+
+
+def _objects(value: Any) -> tuple[dict[str, Any], list[str]]:
+    objects: dict[str, Any] = {}
+    left_out = []
+    kept = {k: v for k, v in value.items() if k not in _SKIPPED} if isinstance(value, dict) else {}
+    for name, leaf in walk_values(kept):
+        try:
+            objects[name] = json_value(leaf)
+        except MismatchError:
+            left_out.append(name)
+    return objects, left_out
+
+
+# -- the universal form ----------------------------------------------------------------------------
+
+
+def _universal(names: Listing) -> Iterator[ForeignPiece]:
+    zero = names.inside(_UNIVERSAL)
+    for folder in zero.folders:
+        parameter = zero.inside(folder)
+        for file in parameter.ending(".pt"):
+            found = load_torch(parameter, file)
+            value = found.value.get("param") if isinstance(found.value, dict) else found.value
+            if not isinstance(value, PickledTensor):
+                continue
+            state, name = file.removesuffix(".pt"), folder.removesuffix("/")
+            name = name if state == "fp32" else f"optim.{name}.{state}"
+            key = parameter.key(file)
+            at = TensorAt(found, value, key)
+            box = Box.whole(value.shape)
+            yield ForeignPiece(name, value.dtype, value.shape, box, key, at)
+
+
+# -- flat buffers ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The optimizer's file of a rank: buffers by state (empty: the weights), one a group."""
+
+    rank: int
+    key: str
+    found: TorchZip
+    stage: int
+    world: int
+    buffers: Mapping[str, Sequence[PickledTensor]]
+
+
+def _flat(names: Listing, model: TorchZip) -> Iterator[ForeignPiece]:
+    groups = _groups(model.value, names)
+    files = {int(m[1]): n for n in names.names if (m := _OPTIM.fullmatch(n))}
+    if not files:
+        yield from _weights(names, model, ())
+        return
+    ranks = [_rank(names, rank, file) for rank, file in sorted(files.items())]
+    for r in ranks:
+        if r.world != len(ranks) or r.rank >= r.world or r.stage != ranks[0].stage:
+            raise CorruptError(
+                "files of ranks are missing, or of another number of ranks",
+                kind="missing-file",
+                where=names.where,
+                wanted=f"{r.world} ranks, as {r.key} says",
+                found=f"{len(ranks)} files",
+            )
+    trained = {name for group in groups for name in group}
+    tied = _tied(model.value, trained)
+    yield from _weights(names, model, trained)
+    yield from _frozen(names)
+    for r in ranks:
+        for state, buffers in r.buffers.items():
+            cut = _each if r.stage == 3 else _whole
+            for name, shape, buffer, low, high, first in cut(groups, buffers, r):
+                stored = PickledTensor(
+                    buffer.storage, buffer.offset + first, (high - low,), (1,), buffer.dtype
+                )
+                at = TensorAt(r.found, stored, f"{r.key}: {name}")
+                box, dtype = Box.whole(shape), buffer.dtype
+                for one in (name, *tied.get(name, ())) if not state else (name,):
+                    full = f"optim.{one}.{state}" if state else one
+                    yield ForeignPiece(full, dtype, shape, box, r.key, at, (low, high))
+
+
+_Groups = Sequence[Mapping[str, tuple[int, ...]]]
+_Part = tuple[str, tuple[int, ...], PickledTensor, int, int, int]
+"""Name, shape, buffer, range of the parameter's elements, where it begins in the buffer."""
+
+
+def _each(groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank) -> Iterator[_Part]:
+    """Stage 3: each rank has the same share of each parameter, rounded up.
+
+    Buffers of sub groups follow each other; a share may lie in two of them.
+    """
+    left, at = list(buffers), 0
+    for name, shape in (item for group in groups for item in group.items()):
+        n = math.prod(shape)
+        share = -(-n // r.world)
+        low, end = min(r.rank * share, n), min((r.rank + 1) * share, n)
+        skip = share - (end - low)
+        while low < end or skip:
+            if not left:
+                raise _short(r, name)
+            room = left[0].shape[0] - at
+            if not room:
+                left, at = left[1:], 0
+                continue
+            take = min(room, end - low or skip)
+            if low < end:
+                yield name, shape, left[0], low, low + take, at
+                low += take
+            else:
+                skip -= take
+            at += take
+
+
+def _whole(groups: _Groups, buffers: Sequence[PickledTensor], r: _Rank) -> Iterator[_Part]:
+    """Stages 1 and 2: parameters of a group end to end, padded, and cut evenly over the ranks."""
+    if len(groups) != len(buffers):
+        raise _short(r, f"{len(buffers)} buffers for {len(groups)} groups")
+    for group, weights, buffer in zip(groups, r.buffers[""], buffers, strict=True):
+        share = weights.shape[0]
+        begin, at = r.rank * share, 0
+        for name, shape in group.items():
+            n = math.prod(shape)
+            low, high = max(at, begin), min(at + n, begin + share)
+            if high > low:
+                if high - begin > buffer.shape[0]:
+                    raise _short(r, name)
+                yield name, shape, buffer, low - at, high - at, low - begin
+            at += n
+
+
+def _short(r: _Rank, name: str) -> CorruptError:
+    return CorruptError(
+        "the buffers of a rank and the shapes of parameters disagree",
+        kind="bad-size",
+        where=f"{r.key}: {name}"[:200],
+    )
+
+
+def _groups(value: Any, names: Listing) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of parameters by name, group by group."""
+    try:
+        shapes = value["param_shapes"]
+        groups = [dict(g) for g in (shapes if isinstance(shapes, list) else [shapes])]
+        out = [{str(k): tuple(v) for k, v in g.items()} for g in groups]
+        sizes = [n for g in out for shape in g.values() for n in shape]
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes):
+            raise ValueError("a size that is no count")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(
+            "a model's file does not say the shapes of its parameters",
+            kind="bad-pickle",
+            where=names.where,
+            found=f"{type(error).__name__}: {error}"[:200],
+        ) from None
+    return out
+
+
+def _rank(names: Listing, rank: int, file: str) -> _Rank:
+    found, key = load_torch(names, file), names.key(file)
+    try:
+        state = found.value["optimizer_state_dict"]
+        stage = state["zero_stage"]
+        stage = int(stage if type(stage) is int else stage.args[0])
+        world = state["partition_count"]
+        world = world if type(world) is int else max(world)
+        if stage == 3:
+            weights = state["fp32_flat_groups"]
+            base = state["optimizer_state_dict"]["state"]
+        else:
+            weights = state["single_partition_of_fp32_groups"]
+            base = state["base_optimizer_state"]
+            base = base["state"] if isinstance(base, dict) else base
+        states = base.values() if isinstance(base, dict) else base
+        buffers: dict[str, list[Any]] = {"": list(weights)}
+        for group in list(states)[:_MOST_GROUPS]:
+            for name, buffer in group.items():
+                if isinstance(buffer, PickledTensor) and len(buffer.shape) == 1:
+                    buffers.setdefault(str(name), []).append(buffer)
+        every = [b for some in buffers.values() for b in some]
+        if not all(isinstance(b, PickledTensor) and b.strides == (1,) for b in every):
+            raise ValueError("a buffer that is not flat")
+        if any(len(some) != len(weights) for some in buffers.values()):
+            raise ValueError("states and weights have different numbers of buffers")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CorruptError(
+            "not the optimizer's file of a rank of ZeRO",
+            kind="bad-pickle",
+            where=key,
+            found=f"{type(error).__name__}: {error}"[:200],
+        ) from None
+    return _Rank(rank, key, found, stage, world, buffers)
+
+
+def _weights(names: Listing, model: TorchZip, trained: Collection[str]) -> Iterator[ForeignPiece]:
+    """Yield what only the model's file holds: buffers, weights that are not trained."""
+    key = names.key(min(n for n in names.names if _MODEL.fullmatch(n)))
+    for name, value in walk_values(model.value.get("module") or {}):
+        if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
+            at = TensorAt(model, value, f"{key}: {name}")
+            yield ForeignPiece(name, value.dtype, value.shape, Box.whole(value.shape), key, at)
+
+
+def _frozen(names: Listing) -> Iterator[ForeignPiece]:
+    """Yield the shares of parameters that stage 3 cuts and nobody trains."""
+    files = {int(m[1]): n for n in names.names if (m := _MODEL.fullmatch(n)) and m[1]}
+    for rank, file in sorted(files.items()):
+        found, key = load_torch(names, file), names.key(file)
+        fragments = found.value.get("frozen_param_fragments") or {}
+        shapes = _groups({"param_shapes": found.value.get("frozen_param_shapes") or {}}, names)[0]
+        for name, shape in shapes.items():
+            part, n = fragments.get(name), math.prod(shape)
+            share = -(-n // len(files))
+            low, high = min(rank * share, n), min((rank + 1) * share, n)
+            if not isinstance(part, PickledTensor) or part.shape != (share,):
+                raise MismatchError(
+                    "a rank's share of a frozen parameter is not there",
+                    kind="bad-pieces",
+                    where=f"{key}: {name}",
+                )
+            part = PickledTensor(part.storage, part.offset, (high - low,), (1,), part.dtype)
+            at, box = TensorAt(found, part, f"{key}: {name}"), Box.whole(shape)
+            yield ForeignPiece(name, part.dtype, shape, box, key, at, (low, high))
+
+
+def _tied(value: Any, trained: Collection[str]) -> dict[str, list[str]]:
+    """Return the further names of parameters that modules share."""
+    out: dict[str, list[str]] = {}
+    shared = value.get("shared_params") or {}
+    for alias, name in shared.items() if isinstance(shared, dict) else shared:
+        if name in trained and alias not in trained:
+            out.setdefault(str(name), []).append(str(alias))
+    return out

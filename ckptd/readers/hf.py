@@ -1,0 +1,158 @@
+"""Folders and files of safetensors, as Hugging Face libraries write them: whole tensors.
+
+Shards that DCP wrote for Hugging Face say in their header where in the whole each tensor lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptd.errors import CorruptError
+from ckptd.format.container import Chunk, header_bytes, parse_header
+from ckptd.format.strictjson import parse_json
+from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, step_of
+from ckptd.readers.torchfiles import candidates, file_index
+from ckptd.readers.zips import Extent
+from ckptd.types import Box
+
+__all__ = ["HfReader", "local_pieces"]
+
+END = ".safetensors"
+_SHARDING = "DCP_SHARDING_INFO"
+_CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 1 << 22
+
+
+class HfReader:
+    """Reads safetensors: one file, or those of an index, or all of a folder."""
+
+    name = "hf"
+
+    def recognise(self, names: Listing) -> int:
+        """Return 100 for a model or an adapter, 60 for other files of safetensors."""
+        files = names.ending(END)
+        if not files:
+            return 0
+        model = any(f.startswith(("model", "adapter_model")) for f in files)
+        return 100 if model or names.ending(f"{END}.index.json") else 60
+
+    def open(self, names: Listing) -> Foreign:
+        """Read the headers of all files, and ``config.json``."""
+        where, weights = file_index(names, END)
+        files = sorted(set(weights.values())) or sorted(names.ending(END))
+        headers = {file: read_header_of(names, file) for file in files}
+        _check_index(names, where, weights, headers)
+        unread = [f for f in names.ending(END) if f not in headers] if weights else []
+        return Foreign(
+            list(_pieces(names, headers)),
+            unread=[*unread, *candidates(names)],
+            step=step_of(names),
+            sizes=_sizes(names),
+            has_sections=False,
+        )
+
+
+_Header = tuple[Mapping[str, Chunk], int, Mapping[str, Any]]
+"""Chunks by name, the length of the header, and where they lie in the whole."""
+
+
+def read_header_of(names: Listing, file: str) -> _Header:
+    """Return the chunks of a file; a name that is tied to another's is a chunk with its bytes.
+
+    Raises
+    ------
+    CorruptError
+        kind ``bad-header``, ``truncated``, ``missing-file``.
+    """
+    size, read, key = names.size(file), names.reads(file), names.key(file)
+    length = header_bytes(read(0, min(8, size)), key, size)
+    chunks, metadata = parse_header(read(0, length), key, size - length)
+    for name, tied in metadata.items():
+        # As safetensors.torch.save_model notes the names of tied tensors that it does not write.
+        if tied in chunks and name not in chunks and name != "format":
+            chunks[name] = chunks[tied]
+    try:
+        info = parse_json(metadata[_SHARDING].encode()) if _SHARDING in metadata else {}
+        offsets = {str(k): tuple(v["saved_offsets"]) for k, v in info.items()}
+        if not all(type(n) is int and 0 <= n < 1 << 62 for v in offsets.values() for n in v):
+            raise ValueError("an offset that is no count")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(
+            f"{_SHARDING} of a header is damaged",
+            kind="bad-header",
+            where=key,
+            found=str(error)[:200],
+        ) from None
+    return chunks, length, offsets
+
+
+def local_pieces(names: Listing, file: str) -> Iterator[ForeignPiece]:
+    """Yield the tensors of one file of a rank, as they are there."""
+    chunks, length, _ = read_header_of(names, file)
+    for name, chunk in chunks.items():
+        at, box = Extent(length + chunk.start), Box.whole(chunk.shape)
+        yield ForeignPiece(name, CODES[chunk.code], chunk.shape, box, names.key(file), at)
+
+
+def _check_index(
+    names: Listing, where: str, weights: Mapping[str, str], headers: Mapping[str, _Header]
+) -> None:
+    for name, file in weights.items():
+        if name not in headers[file][0]:
+            elsewhere = next((f for f, (chunks, _, _) in headers.items() if name in chunks), None)
+            raise CorruptError(
+                "an index names a tensor that its file has not",
+                kind="missing-tensor",
+                where=f"{names.key(where)}: {name}",
+                wanted=f"in {file}",
+                found=f"in {elsewhere}" if elsewhere else "in no file",
+            )
+
+
+def _pieces(names: Listing, headers: Mapping[str, _Header]) -> Iterator[ForeignPiece]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    seen: dict[str, str] = {}
+    for file, (chunks, _, offsets) in headers.items():
+        for name, chunk in chunks.items():
+            offset = offsets.get(name)
+            if offset is None and name in seen:
+                raise CorruptError(
+                    "two files have one tensor",
+                    kind="bad-header",
+                    where=f"{names.key(file)}: {name}",
+                    found=seen[name],
+                )
+            seen[name] = file
+            offset = offset or (0,) * len(chunk.shape)
+            if len(offset) != len(chunk.shape) or len(shapes.get(name, offset)) != len(offset):
+                raise CorruptError(
+                    f"{_SHARDING} and shapes disagree",
+                    kind="bad-header",
+                    where=f"{names.key(file)}: {name}",
+                    found=offset,
+                )
+            ends = tuple(o + n for o, n in zip(offset, chunk.shape, strict=True))
+            shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
+    for file, (chunks, length, offsets) in headers.items():
+        key = names.key(file)
+        for name, chunk in chunks.items():
+            box = Box(offsets.get(name) or (0,) * len(chunk.shape), chunk.shape)
+            at = Extent(length + chunk.start)
+            yield ForeignPiece(name, CODES[chunk.code], shapes[name], box, key, at)
+
+
+def _sizes(names: Listing) -> dict[str, int]:
+    """Return what shapes do not say: how many groups of heads there are, and how wide one is."""
+    if _CONFIG not in names.names:
+        return {}
+    try:
+        config = parse_json(names.read(_CONFIG, _MAX_CONFIG_BYTES))
+        heads = config.get("num_attention_heads", config.get("n_head"))
+        groups = config.get("num_key_value_heads", heads)
+        hidden = config.get("hidden_size", config.get("n_embd"))
+        width = config.get("head_dim") or (hidden // heads if hidden and heads else None)
+    except (CorruptError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        return {}
+    found = {"kv": groups, "hd": width}
+    return {k: v for k, v in found.items() if type(v) is int and 0 < v < 1 << 31}

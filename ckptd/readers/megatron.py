@@ -1,0 +1,71 @@
+"""Megatron-core's torch_dist: a folder of DCP, ``metadata.json``, and what is common to all ranks.
+
+Names are Megatron's own, layers stacked (``decoder.layers.mlp.linear_fc1.weight`` of shape
+``[layers, ...]``) or one by one; a layout program says what they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.format.strictjson import parse_json
+from ckptd.readers.base import Foreign, Listing, json_value, step_of
+from ckptd.readers.dcp import METADATA, read_items
+from ckptd.readers.pickles import walk_values
+from ckptd.readers.torchfiles import load_torch
+
+__all__ = ["MegatronReader"]
+
+_METADATA = "metadata.json"
+_COMMON = "common.pt"
+_MAX_BYTES = 1 << 20
+_EXTRA = "._extra_state"
+
+
+class MegatronReader:
+    """Reads what ``megatron.core.dist_checkpointing.save`` wrote."""
+
+    name = "megatron"
+
+    def recognise(self, names: Listing) -> int:
+        """Return 110 for the two metadata files; more than dcp, whose folder it is as well."""
+        return 110 if {METADATA, _METADATA} <= set(names.names) else 0
+
+    def open(self, names: Listing) -> Foreign:
+        """Read both metadata files, and the common state."""
+        try:
+            about = parse_json(names.read(_METADATA, _MAX_BYTES))
+            backend = about["sharded_backend"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptError(
+                "not the metadata of a checkpoint of Megatron",
+                kind="bad-json",
+                where=names.key(_METADATA),
+                found=str(error)[:200],
+            ) from None
+        if backend != "torch_dist":
+            raise RefusedError(
+                "a checkpoint of Megatron in a form that is not read",
+                kind="unreadable-format",
+                where=names.key(_METADATA),
+                wanted="torch_dist",
+                found=str(backend)[:80],
+                hint="save with --ckpt-format torch_dist",
+            )
+        found = read_items(names, lambda name: _EXTRA not in name)
+        objects, left_out = dict(found.objects), list(found.left_out)
+        step = step_of(names)
+        if _COMMON in names.names:
+            for name, value in walk_values(load_torch(names, _COMMON).value):
+                _keep(objects, left_out, name, value)
+            iteration = objects.get("iteration")
+            step = iteration if type(iteration) is int and 0 <= iteration < 10**12 else step
+        return Foreign(found.pieces, objects, left_out, step=step)
+
+
+def _keep(objects: dict[str, Any], left_out: list[str], name: str, value: Any) -> None:
+    try:
+        objects.setdefault(name, json_value(value))
+    except MismatchError:
+        left_out.append(name)

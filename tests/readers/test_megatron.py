@@ -1,0 +1,70 @@
+"""Megatron-core's torch_dist, to the names of Hugging Face by a layout program."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.cli.running import Cli
+from tests.readers.opening import fails, open_reader
+
+MODEL = "megatron-tp2pp2/model-stacked"
+OPTIMIZER = "megatron-tp2pp2-opt/optim-fully_reshardable"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+def test_a_model_of_tp2_pp2(foreign: Path) -> None:
+    reader = open_reader(foreign / MODEL)
+    assert reader.info("decoder.layers.mlp.linear_fc1.weight").shape == (4, 48, 16)
+    assert reader.commit.step == 7
+    assert reader.objects()["args_like.tp"] == 2
+    assert all("_extra_state" in n for n in reader.manifest.metadata["ckptd.foreign"]["left_out"])
+    reader.tensors(reader.names)
+
+
+def test_to_hugging_face(foreign: Path, tmp_path: Path, cli: Cli) -> None:
+    layout = str(foreign / "megatron-tp2pp2" / "dist.lay")
+    target = str(tmp_path / "hf")
+    found = cli(
+        "reshard", str(foreign / MODEL), target, "--from", layout, "--to", "hf.llama", "--format=hf"
+    )
+    assert found.code == 0, found.err
+    wanted = np.load(foreign / "megatron-tp2pp2" / "expected-hf.npz")
+    values = load_file(tmp_path / "hf" / "model.safetensors")
+    assert sorted(values) == sorted(wanted)
+    assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
+
+
+def test_weights_and_moments_of_the_distributed_optimizer(
+    foreign: Path, tmp_path: Path, cli: Cli
+) -> None:
+    layout = str(foreign / "megatron-tp2pp2-opt" / "opt.lay")
+    target = str(tmp_path / "root")
+    source = str(foreign / OPTIMIZER)
+    found = cli("reshard", source, target, "--from", f"{layout}:dist", "--to", f"{layout}:hf")
+    assert found.code == 0, found.err
+    wanted = np.load(foreign / "megatron-tp2pp2-opt" / "expected-hf.npz")
+    exported = cli("export", target, str(tmp_path / "out"), "--section", ".")
+    assert exported.code == 0, exported.err
+    values: dict[str, np.ndarray] = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        values |= load_file(path)
+    assert set(wanted) <= set(values)
+    assert all(values[n].tobytes() == wanted[n].tobytes() for n in wanted)
+
+
+def test_other_forms_are_refused(foreign: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    shutil.copytree(foreign / MODEL, folder)
+    (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert fails(folder).kind == "unreadable-format"
+    (folder / "metadata.json").write_text("[]")
+    assert fails(folder).kind == "bad-json"
