@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import select
 import socket
@@ -29,6 +30,8 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.operator import OperatorLink
 from ckptd.errors import CkptdError, RefusedError
 from ckptd.net.connection import Connection
+from ckptd.net.signing import SECRET_VARIABLE, secret_path
+from ckptd.runtime.agentlink import run_folder
 
 __all__ = ["NodeLink", "OperatorLink"]
 
@@ -37,6 +40,12 @@ _SEND_S = 2.0
 _TO_NODE = msgpack_decoder(ToNode)
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
+_NEEDED = {
+    "not-the-controller": "the same job name and address of the controller (--job or --rdzv-id,"
+    " --rdzv-endpoint), and two jobs never the same port",
+    "name-taken": "different names (--node, CKPTD_NODE); this one waits until that one has ended",
+}
+"""By the kind of a refusal; of any other, a secret that all have."""
 
 
 class NodeLink:
@@ -101,6 +110,8 @@ class NodeLink:
         self._here = ""
         self._met = False
         self._problem, self._refused, self._refusal = "", False, ""
+        self._reported = ""
+        """The refusal that `new_refusal` returned last."""
         self._closing = False
         self._ended = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -150,6 +161,14 @@ class NodeLink:
         return time.monotonic() - self._echoed_at
 
     @property
+    def absent_s(self) -> float:
+        """Seconds for which the job may have no controller: `silent_s`, or 0.0 while one refuses.
+
+        A node that is refused must not start a second controller beside that of the others.
+        """
+        return 0.0 if self.there and not self.connected else self.silent_s
+
+    @property
     def connected(self) -> bool:
         """Whether there is a connection at this moment."""
         return self._connection is not None
@@ -169,19 +188,25 @@ class NodeLink:
         """Why no controller hears this node, for people; empty while one does."""
         return self._problem
 
-    @property
-    def refused(self) -> bool:
-        """Whether a controller is there, and `problem` is why it takes no word of this node."""
-        return self._refused
-
-    @property
-    def refusal(self) -> str:
-        """Kind of the error with which a controller refuses this node, if it says one."""
-        return self._refusal
+    def new_refusal(self) -> str:
+        """Return, for people, why a controller refuses this node; empty if it was returned."""
+        problem = self._problem if self._refused else ""
+        if not problem or problem == self._reported:
+            return ""
+        self._reported = problem
+        need = _NEEDED.get(self._refusal)
+        if need is None:
+            used = f"not set, and that of {secret_path(self._job, run_folder())} is used"
+            need = f"the same {SECRET_VARIABLE}; here it is "
+            need += "set" if os.environ.get(SECRET_VARIABLE) else used
+        return (
+            f"the controller refuses node {self._up().node}, which tries again: {problem}\n"
+            f"all nodes of job {self._job} need {need}"
+        )
 
     @property
     def there(self) -> bool:
-        """Whether the job has a controller: it hears this node, or takes no word of it."""
+        """Whether the job has a controller: one that this node is connected to, or refused by."""
         return self.connected or (self._refused and self._refusal != "not-the-controller")
 
     @property
@@ -261,8 +286,10 @@ class NodeLink:
             text += f": {error.found}"
         if kind == "permission":
             text = "its secret is not the one that is used here"
-        self._refused = isinstance(error, RefusedError) or kind == "permission"
-        self._problem, self._refusal = text, kind if self._refused else ""
+        refused = isinstance(error, RefusedError) or kind == "permission"
+        self._problem, self._refusal = text, kind if refused else ""
+        # Last: another thread that sees it reads the two above.
+        self._refused = refused
 
     def _renew_alone(self) -> None:
         """Renew the lease while there is no controller, if no other one can have begun anything."""

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptd.elastic.launchers import (
-    NO_ORDER,
     Begin,
     Bye,
     Ended,
-    Fenced,
     FenceNow,
     Hosting,
     Left,
+    NodeState,
     NodeUp,
     SaidEvent,
     Saved,
@@ -56,10 +55,10 @@ class Link(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the controller was last heard of."""
+        """Seconds since the controller last answered."""
 
     def tell(self, event: SaidEvent | Hosting | Timed) -> None:
-        """Say it, also if there is no connection now."""
+        """Send it, also if there is no connection now."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class TorchrunNode:
 
     Parameters
     ----------
-    name, life, host
+    name, host
         See `ckptd.elastic.messages.NodeUp`.
     socket
         Where workers speak to their launcher.
@@ -101,29 +100,22 @@ class TorchrunNode:
         See `Workers` and `Reports`.
     """
 
-    def __init__(self, name: str, life: str, host: str, socket: Path) -> None:
-        self.name, self.life, self.host = name, life, host
+    def __init__(self, name: str, host: str, socket: Path) -> None:
+        self.name, self.host = name, host
         self._link: Link | None = None
         self.workers = Workers(self.ended)
         self.reports = Reports(name, socket, self._tell)
         self._news = threading.Condition()
+        self._state = NodeState(name, self._tell)
+        """Used with the lock of `_news`."""
         self._inside = True
         """The agent's thread is here: nothing can be started, and nothing runs."""
         self._complete = False
         """All workers of the joined generation have been started."""
         self._joined = 0
         """The generation that the agent believes to run."""
-        self._last = 0
-        """The last one that was begun here."""
-        self._running = 0
-        self._fence = 0
         self._fence_at = -math.inf
-        self._fenced = 0
         self._lapsed = False
-        self._code: int | None = None
-        """How the workers of the joined generation have ended, as was said."""
-        self._begin: Begin | None = None
-        self._begin_at = 0.0
         self._store: StoreAt | None = None
         self._bye: Bye | None = None
         self._save: SaveNow | None = None
@@ -138,7 +130,8 @@ class TorchrunNode:
     @property
     def code(self) -> int | None:
         """How the workers of the last generation ended; None while they run."""
-        return self._code
+        ended = self._state.ended
+        return ended.code if ended is not None else None
 
     @property
     def job_over(self) -> bool:
@@ -148,31 +141,26 @@ class TorchrunNode:
     @property
     def node_rank(self) -> int:
         """In the newest generation; a large one outside of it."""
-        begin = self._begin
-        return begin.node_rank if begin is not None else NO_ORDER
+        return self._state.rank
 
     # --- the controller -------------------------------------------------------------------------
 
     def up(self) -> NodeUp:
-        """Return what the controller is told with every beat."""
+        """Return what the controller gets with every beat."""
         with self._news:
-            return NodeUp(
-                node=self.name,
-                life=self.life,
-                slots=1,
-                fenced=self._fenced,
-                running=self._running,
-                host=self.host,
-            )
+            return self._state.up(1, self.host)
 
     def take(self, order: ToNode) -> None:
-        """Take in what the controller says; called by the link's thread."""
+        """Take an order of the controller; called by the link's thread."""
         with self._news:
             match order:
-                case FenceNow() if order.generation > self._fence:
-                    self._fence, self._fence_at = order.generation, time.monotonic()
-                case Begin() if self._begin is None or order.generation > self._begin.generation:
-                    self._begin, self._begin_at = order, time.monotonic()
+                case FenceNow():
+                    before = self._state.fence
+                    self._state.order_fence(order.generation)
+                    if self._state.fence > before:
+                        self._fence_at = time.monotonic()
+                case Begin():
+                    self._state.order_begin(order)
                 case StoreAt():
                     self._store = order
                 case SaveNow():
@@ -263,7 +251,7 @@ class TorchrunNode:
         self.reports.close()
 
     def _waits_for_end(self) -> bool:
-        return self._code == 0 and self._bye is None and not self._is_over()
+        return self.code == 0 and self._bye is None and not self._is_over()
 
     # --- coming and going -----------------------------------------------------------------------
 
@@ -274,7 +262,7 @@ class TorchrunNode:
         with self._news:
             if self._joined and not self._is_over():
                 self._tell_ended(1)
-            self._inside, self._joined, self._running, self._lapsed = True, 0, 0, False
+            self._inside, self._joined, self._state.running, self._lapsed = True, 0, 0, False
             self._say_fenced()
 
     def _next_begin(self, within_s: float) -> Begin:
@@ -283,9 +271,9 @@ class TorchrunNode:
             while True:
                 if self._bye is not None:
                     raise JobOver(self._bye)
-                begin = self._begin
-                if begin is not None and begin.generation > max(self._last, self._fence - 1):
-                    self._last = self._running = begin.generation
+                begin = self._state.waiting
+                if begin is not None:
+                    self._state.start(begin)
                     return begin
                 self._check_contact(since, within_s)
                 self._news.wait(_WAIT_S)
@@ -311,7 +299,7 @@ class TorchrunNode:
         since = time.monotonic()
         with self._news:
             while True:
-                if self._fence > begin.generation or self._bye is not None:
+                if self._state.fence > begin.generation or self._bye is not None:
                     return None
                 at = self._store
                 if at is not None and at.generation == begin.generation:
@@ -322,11 +310,10 @@ class TorchrunNode:
     def _go_out(self, begin: Begin) -> bool:
         """Let the agent start workers, unless the generation is over already."""
         with self._news:
-            if self._fence > begin.generation or self._bye is not None:
+            if self._state.fence > begin.generation or self._bye is not None:
                 return False
             self._joined, self._inside, self._complete = begin.generation, False, False
-            self._code = None
-            self.reports.begin(begin, self._begin_at)
+            self.reports.begin(begin, self._state.begun_at)
             self.workers.expect()
             return True
 
@@ -359,10 +346,9 @@ class TorchrunNode:
                 self._tell_ended(0)
 
     def _tell_ended(self, code: int, *, program: bool = False) -> None:
-        """Say how the workers of the joined generation have ended, unless that was said."""
-        if self._code is None:
-            self._code = code
-            self._tell(
+        """Report how the workers of the joined generation have ended, unless that was done."""
+        if self._state.ended is None:
+            self._state.tell_ended(
                 Ended(
                     node=self.name,
                     generation=self._joined,
@@ -374,7 +360,7 @@ class TorchrunNode:
 
     def _is_over(self) -> bool:
         stopped = self._bye is not None and self._bye.kind != "done"
-        return self._lapsed or stopped or self._fence > self._joined
+        return self._lapsed or stopped or self._state.fence > self._joined
 
     def _kill(self) -> None:
         if self.workers.kill(_KILL_S):
@@ -383,12 +369,10 @@ class TorchrunNode:
 
     def _say_fenced(self) -> None:
         """No worker of a generation before the fence runs here, nor can one be started."""
-        fence = max(self._fence, self._last) if self._lapsed else self._fence
-        if self._running < fence or self._lapsed:
-            self._running = 0
-        if self._fenced < fence:
-            self._fenced = fence
-            self._tell(Fenced(node=self.name, generation=fence))
+        state = self._state
+        if self._lapsed:
+            state.running = 0
+        state.keep_fence(max(state.fence, state.started) if self._lapsed else state.fence)
 
     def _tell(self, event: SaidEvent | Hosting | Timed) -> None:
         if self._link is not None:

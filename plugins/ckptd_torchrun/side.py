@@ -165,8 +165,7 @@ class Side:
         mine.mkdir(mode=0o700)
         self._folder = mine
         self._lease = LeaseFile(mine / "lease")
-        life = f"{os.getpid()}-{token}"
-        self.node = TorchrunNode(name, life, settings.local_addr, mine / "w")
+        self.node = TorchrunNode(name, settings.local_addr, mine / "w")
         self._environ = os.environ.copy()
         self._guard = self._start_guard(token)
         self._token = token
@@ -179,14 +178,13 @@ class Side:
             self.node.take,
             lease_s=_seconds(settings.conf, "controller.lease_s", _LEASE_S),
             leased=self._lease.extend,
+            seated=self._controller.still,
         )
         self._mark_environment(token)
         self._problem = ""
         """Why no controller could be started, as it was logged last."""
         self._leaving_s = 0.0
         """For how long a controller of this agent may go on when the agent leaves."""
-        self._refusal = ""
-        """What was said of a controller that takes no word of this node."""
         self._closed = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="ckptd-side", daemon=True)
 
@@ -275,29 +273,17 @@ class Side:
             if self._guard.poll() is not None:
                 self._guard = self._start_guard(self._token)
             self._keep_controller()
-            self._look_at_refusal()
+            if refusal := self._link.new_refusal():
+                _LOG.warning("%s", refusal)
             self._closed.wait(_LOOK_S)
         self._controller.end(self._leaving_s)
 
     def _keep_controller(self) -> None:
-        # A node that is refused must not take the place of the controller of the others.
-        silent_s = 0.0 if self._link.there else self._link.silent_s
         try:
-            if self._controller.turn(silent_s, self.node.node_rank):
+            if self._controller.turn(self._link.absent_s, self.node.node_rank):
                 self._link.hurry()
         except CkptdError as error:
             # It is tried again: torchrun itself gives up after its own time-out.
             if self._problem != error.message:
                 self._problem = error.message
                 _LOG.warning("no controller can be started, which is tried again: %s", error)
-
-    def _look_at_refusal(self) -> None:
-        if self._link.refused and (problem := self._link.problem) != self._refusal:
-            self._refusal = problem
-            _LOG.warning(
-                "the controller takes no word of node %s, and is tried again: %s. All agents of "
-                "job %s need the same CKPTD_SECRET, and different names (CKPTD_NODE)",
-                self.node.name,
-                problem,
-                self._settings.job,
-            )

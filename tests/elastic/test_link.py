@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,8 +72,10 @@ def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> No
                 lambda: NodeUp(node="n0", life="l", slots=1),
                 lambda _: None,
             ).start()
-            until(partial(getattr, link, "refused"))
+            said = until(link.new_refusal)
+            assert word in said
             assert word in link.problem
+            assert link.new_refusal() == ""
             assert not link.met
             link.close(0.0)
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptd.elastic.launchers.base import Command, Hint, Launcher, Machine, MachineState
-    from ckptd.elastic.launchers.node import NO_ORDER
     from ckptd.elastic.launchers.nodename import claim_name
+    from ckptd.elastic.launchers.nodestate import NO_ORDER, NodeState
+    from ckptd.elastic.launchers.progress import NodeProgress
     from ckptd.elastic.launchers.sidecars import CKPTD, ControllerSupervisor
     from ckptd.elastic.lease import LeaseFile
     from ckptd.elastic.link import NodeLink, OperatorLink
@@ -77,6 +78,8 @@ __all__ = [
     "MachineState",
     "Mark",
     "NodeLink",
+    "NodeProgress",
+    "NodeState",
     "NodeUp",
     "OperatorLink",
     "Outcome",
@@ -111,8 +114,12 @@ _MODULES = {
         "Machine",
         "MachineState",
     ),
-    "elastic.launchers.node": ("NO_ORDER",),
     "elastic.launchers.nodename": ("claim_name",),
+    "elastic.launchers.nodestate": (
+        "NO_ORDER",
+        "NodeState",
+    ),
+    "elastic.launchers.progress": ("NodeProgress",),
     "elastic.launchers.sidecars": (
         "CKPTD",
         "ControllerSupervisor",

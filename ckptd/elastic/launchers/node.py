@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,9 @@ import msgspec
 
 from ckptd.elastic.lastwords import FOLDER, LastWords, last_words_of
 from ckptd.elastic.launchers.memory import MemoryWatch
+from ckptd.elastic.launchers.nodestate import NodeState
 from ckptd.elastic.launchers.output import Output, error_of
+from ckptd.elastic.launchers.progress import NodeProgress
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from ckptd.elastic.launchers.workers import Worker, is_stopped
 from ckptd.elastic.lease import LeaseFile
@@ -34,17 +35,15 @@ from ckptd.elastic.messages import (
     Bye,
     DaemonAt,
     Ended,
-    Fenced,
     FenceNow,
     FromWorker,
     Hosting,
     Left,
-    Loaded,
-    Mark,
     NodeUp,
     Notice,
     Out,
     Progress,
+    SaidEvent,
     Saved,
     SaveNow,
     StoreAt,
@@ -53,10 +52,8 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from ckptd.net.signing import SECRET_VARIABLE, secret_path
-from ckptd.runtime.agentlink import run_folder
 
-__all__ = ["NO_ORDER", "LauncherEnding", "NodeLauncher", "NodeSettings"]
+__all__ = ["LauncherEnding", "NodeLauncher", "NodeSettings"]
 
 _TURN_S = 0.1
 _SILENT_S = 3.0
@@ -70,14 +67,6 @@ _LOOK_S = 1.0
 _DEAD_S = 5.0
 _MOST_TEXT = 1000
 _FORGET_S = 2.0
-NO_ORDER = 1 << 20
-"""Of a node that no generation has begun on."""
-_NEEDED = {
-    "not-the-controller": "the same --job and --rdzv-endpoint, and two jobs never the same port",
-    "name-taken": "different names (--node, CKPTD_NODE); this one waits until that one has ended",
-}
-"""By the kind of a refusal; of any other, a secret that all have."""
-_MARKS = ("imported", "initialised", "loaded", "stepped")
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,29 +152,18 @@ class NodeLauncher:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
-        self._life = secrets.token_hex(8)
-        self._running = self._fenced = self._begun = 0
+        self._node = NodeState(settings.node, self._tell)
+        self._progress = NodeProgress(settings.node, self._tell, self._are_all)
         self._sessions = False
-        self._fencing = 0
         self._interrupted_until = 0.0
-        self._begin: Begin | None = None
-        self._began_at = 0.0
-        self._started = 0
         self._ends: list[_End] = []
         """Of workers of the running generation that have ended by themselves."""
-        self._told: Ended | None = None
-        """What was told of them last."""
         self._ends_folder = folder / FOLDER
         self._ends_folder.mkdir(mode=0o700, exist_ok=True)
         self._memory = MemoryWatch()
         self._looked = 0.0
-        self._loaded_of = 0
-        self._marks: dict[str, float] = {}
         self._lease_until = 0.0
         self._silent = False
-        self._refusal = ""
-        """What was said of a controller that takes no word of this node."""
-        self._order = NO_ORDER
         self._ending: LauncherEnding | None = None
         self._leaving: signal.Signals | None = None
         self._leave_by = 0.0
@@ -236,9 +214,7 @@ class NodeLauncher:
         for key, _ in ready:
             key.data()
         self._look_at_time()
-        # A node that is refused must not take the place of the controller of the others.
-        refused = self._link.there and not self._link.connected
-        if self._turn_of_others(0.0 if refused else self._link.silent_s, self._order):
+        if self._turn_of_others(self._link.absent_s, self._node.rank):
             self._link.hurry()
 
     def _post(self, what: Callable[[], None]) -> None:
@@ -257,19 +233,17 @@ class NodeLauncher:
             what()
 
     def _state(self) -> NodeUp:
-        mine = self._pool.workers.live(lambda w: w.generation == self._running)
+        mine = self._pool.workers.live(self._is_current)
         if mine:  # one that is dead is started anew, and costs the others nothing
             self._sessions = all(w.session for w in mine)
-        return NodeUp(
-            node=self._s.node,
-            life=self._life,
-            # Others train on meanwhile: they are stopped once these can really join.
-            slots=self._s.slots if self._pool.ready else 0,
-            fenced=self._fenced,
-            running=self._running,
-            sessions=self._sessions,
-            host=self._s.address,
-        )
+        # Others train on meanwhile: they are stopped once these can really join.
+        slots = self._s.slots if self._pool.ready else 0
+        return self._node.up(slots, self._s.address, sessions=self._sessions)
+
+    def _tell(self, event: SaidEvent | Timed) -> None:
+        # The beat that goes with it must not contradict it.
+        self._up = self._state()
+        self._link.tell(event)
 
     def _refresh(self) -> None:
         now = self._state()
@@ -290,7 +264,8 @@ class NodeLauncher:
             self._looked = now
             for worker in self._pool.workers.live(lambda w: w.pid > 0):
                 self._memory.look(worker.pid)
-        self._look_at_refusal()
+        if refusal := self._link.new_refusal():
+            self._say(refusal)
         silent = self._link.silent_s > (_SILENT_S if self._link.met else _FIRST_SILENT_S)
         if silent != self._silent:
             self._silent = silent
@@ -300,21 +275,10 @@ class NodeLauncher:
         if not self._link.alive and self._inbox.empty() and self._ending is None:
             self._ending = LauncherEnding("defect", "the link to the controller has failed", 1)
 
-    def _look_at_refusal(self) -> None:
-        if self._link.refused and (problem := self._link.problem) != self._refusal:
-            self._refusal = problem
-            need = _NEEDED.get(self._link.refusal) or (
-                f"the same {SECRET_VARIABLE}; here it is {_secret_from(self._s.job)}"
-            )
-            self._say(
-                f"the controller takes no word of this node, and is tried again: {problem}\n"
-                f"all nodes of job {self._s.job} need {need}"
-            )
-
     def _say_silence(self, silent: bool, now: float) -> None:
         if not silent:
             self._say("the controller answers again")
-        elif self._running:
+        elif self._node.running:
             left = max(0.0, self._lease_until - now)
             self._say(
                 f"the controller cannot be reached: training goes on, for {left:.0f} s at most"
@@ -328,7 +292,7 @@ class NodeLauncher:
     def _leased(self, until: float) -> None:
         self._lease_until = max(self._lease_until, until)
         self._lease.extend(self._lease_until)
-        if self._begin is not None and self._started < self._begin.generation:
+        if self._node.waiting is not None:
             self._settle()
 
     @property
@@ -346,8 +310,10 @@ class NodeLauncher:
         if known:
             return
         self._say("the lease is over, nothing was heard of the controller: workers are killed")
-        if self._running and self._told is None:
-            self._tell_end(Ended(node=self._s.node, generation=self._running, code=LEASE_EXIT_CODE))
+        running = self._node.running
+        if running and self._node.ended is None:
+            ended = Ended(node=self._s.node, generation=running, code=LEASE_EXIT_CODE)
+            self._node.tell_ended(ended)
         self._settle()
 
     # --- what the controller orders ---------------------------------------------------------------
@@ -369,12 +335,8 @@ class NodeLauncher:
             self._ending = LauncherEnding(order.kind, order.text, order.code)
 
     def _fence(self, order: FenceNow) -> None:
-        if order.generation <= self._fenced:
-            self._link.tell(Fenced(node=self._s.node, generation=self._fenced))
+        if not self._node.order_fence(order.generation):
             return
-        self._fencing = max(self._fencing, order.generation)
-        if self._begin is not None and self._begin.generation < self._fencing:
-            self._begin = None
         for worker in self._unfenced():
             leaves = order.level == 0 and worker.session and not is_stopped(worker.pid)
             end = worker.end
@@ -386,48 +348,45 @@ class NodeLauncher:
             by = self._interrupted_until or time.monotonic() + self._s.interrupt_s
             self._interrupted_until = by
         else:
-            for worker in self._pool.workers.live(lambda w: w.generation < self._fencing):
+            for worker in self._pool.workers.live(lambda w: w.generation < self._node.fence):
                 worker.kill()
         self._settle()
 
     def _unfenced(self) -> list[Worker]:
-        return self._pool.workers.live(lambda w: w.generation < self._fencing and not w.out)
+        return self._pool.workers.live(lambda w: w.generation < self._node.fence and not w.out)
 
     def _take_begin(self, begin: Begin) -> None:
-        if begin.generation <= max(self._fenced, self._begun) or self._leaving:
+        if self._leaving or not self._node.order_begin(begin):
             return
-        self._begun, self._begin, self._began_at = begin.generation, begin, time.monotonic()
-        self._marks, self._order = {}, begin.node_rank
         for worker in self._pool.workers.live(lambda w: begin.level > 0 or not w.idle):
             worker.kill()
         self._settle()
 
     def _settle(self) -> None:
-        """Say what is so now that workers have changed; begin what waited for that."""
-        if self._fencing > self._fenced and not self._unfenced():
-            self._fenced, self._interrupted_until = self._fencing, 0.0
-            if self._running < self._fenced:
-                self._running = 0
-            self._up = self._state()
-            self._link.tell(Fenced(node=self._s.node, generation=self._fenced))
+        """Report what is so now that workers have changed; begin what waited for that."""
+        node = self._node
+        if node.fence > node.fenced and not self._unfenced():
+            self._interrupted_until = 0.0
+            node.keep_fence(node.fence)
             if self._leaving:
                 self._left()
-        begin = self._begin
+        begin = node.waiting
         if begin is not None and self._may_start(begin):
             self._start(begin)
-        if self._running and not any(map(self._is_current, self._pool.workers)):
-            self._running = 0
+        if node.running and not any(map(self._is_current, self._pool.workers)):
+            node.running = 0
         self._refresh()
 
     def _may_start(self, begin: Begin) -> bool:
         old = self._pool.workers.live(lambda w: w.generation < begin.generation and not w.idle)
         # A Begin may be heard before the echo that renews a lease which was over.
         may = self._ending is None and not self._lease_over
-        return may and self._started < begin.generation and not old
+        return may and not old
 
     def _start(self, begin: Begin) -> None:
-        self._started = self._running = begin.generation
-        self._ends, self._told = [], None
+        self._node.start(begin)
+        self._progress.begin(begin.generation, self._node.begun_at)
+        self._ends = []
         where = f"{_count(begin.world, 'rank')} on {_count(begin.nodes, 'node')} ({begin.shape})"
         step = f" from step {begin.step}" if begin.step else ""
         self._say(f"generation {begin.generation}: {where}{step}; {begin.reason}")
@@ -435,12 +394,12 @@ class NodeLauncher:
         self._settle_marks()
 
     def _is_current(self, worker: Worker) -> bool:
-        return worker.generation == self._running
+        return worker.generation == self._node.running
 
     def _hosting(self, generation: int, host: str, port: int) -> None:
         if port:
             self._link.tell(Hosting(generation, host, port))
-        elif generation == self._running:
+        elif generation == self._node.running:
             reason = "the process of its job store has died"
             self._link.tell(Broken(node=self._s.node, generation=generation, reason=reason))
 
@@ -465,11 +424,12 @@ class NodeLauncher:
         if by_itself and code == -signal.SIGKILL:
             memory = self._memory.killed(worker.pid)
         self._memory.forget(worker.pid)
-        if not by_itself or worker.generation != self._started or self._told_of_lease:
+        if not by_itself or worker.generation != self._node.started or self._told_of_lease:
             return
+        stepped = stepped or self._progress.has("stepped", worker.seat.rank)
         # What was left before is not of this end: somebody else has ended it since.
         words = words if words is not None and words.code == code else None
-        end = _End(worker, code, stepped or "stepped" in worker.marks, words, memory)
+        end = _End(worker, code, stepped, words, memory)
         if code and not any(other.code for other in self._ends):
             self._say(end.told)
         self._ends.append(end)
@@ -477,14 +437,15 @@ class NodeLauncher:
 
     @property
     def _told_of_lease(self) -> bool:
-        return self._told is not None and self._told.code == LEASE_EXIT_CODE
+        ended = self._node.ended
+        return ended is not None and ended.code == LEASE_EXIT_CODE
 
     def _tell_ends(self, now: float) -> None:
         """Tell how workers of the generation have ended, once it is known whether others follow."""
-        begin = self._begin
-        generation = self._started
+        begin = self._node.begin
+        generation = self._node.started
         # It may run none any more: what is told last is how the last of them has ended.
-        over = self._told_of_lease or self._fenced >= generation
+        over = self._told_of_lease or self._node.fenced >= generation
         if not self._ends or begin is None or over:
             return
         going = [w for w in self._pool.workers if w.generation == generation and w.code is None]
@@ -496,7 +457,7 @@ class NodeLauncher:
             if not all_here and now - failed[0].at < _ENDING_S:
                 return
         first = failed[0] if failed else None
-        self._tell_end(
+        self._node.tell_ended(
             Ended(
                 node=self._s.node,
                 generation=generation,
@@ -510,11 +471,6 @@ class NodeLauncher:
                 text=first.text if first is not None else "",
             )
         )
-
-    def _tell_end(self, ended: Ended) -> None:
-        if ended != self._told:
-            self._told = ended
-            self._link.tell(ended)
 
     def _is_ending(self, worker: Worker) -> bool:
         words, _ = last_words_of(self._ends_folder, worker.pid)
@@ -542,8 +498,8 @@ class NodeLauncher:
             return  # said by another program than the worker; see `_attached`
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
-        elif message.generation == worker.generation == self._running:
-            self._hear_of_current(worker, message)
+        elif message.generation == worker.generation == self._node.running:
+            self._take(worker, message)
         self._settle_marks()
         self._settle()
 
@@ -551,42 +507,30 @@ class NodeLauncher:
         if worker.end is not None and end.pid not in (worker.end.pid, worker.pid):
             return  # a program that the worker has started, with its environment
         worker.end, worker.session = end, message.session
-        begin = self._begin
+        begin = self._node.begin
         if begin is not None:
             end.send(Welcome(worker.generation, begin.mttr_s, begin.mtbf_s))
 
-    def _hear_of_current(self, worker: Worker, message: FromWorker) -> None:
-        node, generation = self._s.node, self._running
-        if isinstance(message, Mark):
-            worker.marks.add(message.name)
-        elif isinstance(message, Loaded):
-            worker.loaded = max(worker.loaded, message.step)
-            live = self._pool.workers.live(self._is_current)
-            if self._loaded_of < generation and all(w.loaded >= 0 for w in live):
-                self._loaded_of = generation
-                step = min((w.loaded for w in live), default=-1)
-                self._link.tell(Loaded(node=node, generation=generation, step=step))
-        elif isinstance(message, Progress | Saved):
-            self._link.tell(message)
-            if self._leaving and isinstance(message, Saved):
-                # Where others go on without this node, it is fenced now; else its workers have the
-                # rest of their time.
-                self._tell_to_end(signal.SIGTERM)
-        elif isinstance(message, Broken):
-            self._link.tell(msgspec.structs.replace(message, node=node))
+    def _take(self, worker: Worker, message: FromWorker) -> None:
+        """Take what a worker of the running generation reports."""
+        if isinstance(message, Broken):
+            self._link.tell(msgspec.structs.replace(message, node=self._s.node))
+            return
+        self._progress.take(worker.seat.rank, message)
+        if self._leaving and isinstance(message, Saved):
+            # Where others go on without this node, it is fenced now; else its workers have the
+            # rest of their time.
+            self._tell_to_end(signal.SIGTERM)
 
     def _settle_marks(self) -> None:
-        """Tell how far the slowest worker is."""
+        """Report how far the slowest worker is."""
         live = self._pool.workers.live(self._is_current)
-        if not self._running or not live or self._running != self._started:
-            return
-        reached = {"spawned"} if all(w.pid for w in live) else set()
-        reached |= {name for name in _MARKS if all(name in w.marks for w in live)}
-        new = reached - self._marks.keys()
-        if new:
-            passed = time.monotonic() - self._began_at
-            self._marks |= dict.fromkeys(new, passed)
-            self._link.tell(Timed(self._running, self._s.node, dict(self._marks)))
+        self._progress.mark("spawned", [w.seat.rank for w in live if w.pid])
+        self._progress.settle()
+
+    def _are_all(self, ranks: Collection[int]) -> bool:
+        live = self._pool.workers.live(self._is_current)
+        return bool(live) and all(w.seat.rank in ranks for w in live)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -639,12 +583,6 @@ class NodeLauncher:
         # A signal, or a worker's thread, may still come: its number is another file's soon.
         wake, self._wake = self._wake, -1
         os.close(wake)
-
-
-def _secret_from(job: str) -> str:
-    if os.environ.get(SECRET_VARIABLE):
-        return "set"
-    return f"not set, and that of {secret_path(job, run_folder())} is used"
 
 
 def _count(number: int, what: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.elastic.dial import await_greeting
-from ckptd.elastic.launchers.node import NO_ORDER
+from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.leader import Outlook, stand_in_pause_s
 from ckptd.elastic.places import JobPlaces
 from ckptd.errors import (

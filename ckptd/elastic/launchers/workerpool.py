@@ -167,8 +167,7 @@ class WorkerPool:
 
     def _reseat(self, worker: Worker, begin: Begin, seat: Seat, local_rank: int) -> None:
         worker.generation, worker.seat, worker.local_rank = begin.generation, seat, local_rank
-        worker.out, worker.loaded = False, -1
-        worker.marks.clear()
+        worker.out = False
         self._ready(worker)
 
     def _fork(self, begin: Begin, seat: Seat, local_rank: int) -> None:

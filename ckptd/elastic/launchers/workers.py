@@ -7,7 +7,7 @@ import select
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -43,10 +43,6 @@ class Worker:
         Whether it is known not to run.
     code
         Its exit code, negative for a signal; None until the zygote has told.
-    loaded
-        The step from which it goes on; -1 before that is known.
-    marks
-        What it said of its start.
     error_file
         Where it leaves its exception, if its program uses torch's ``record``.
     orphan
@@ -66,8 +62,6 @@ class Worker:
     killed: bool = False
     dead: bool = False
     code: int | None = None
-    loaded: int = -1
-    marks: set[str] = field(default_factory=set)
     error_file: str = ""
     orphan: bool = False
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.elastic.launchers.node import NO_ORDER
 from ckptd.elastic.launchers.nodename import claim_name
+from ckptd.elastic.launchers.nodestate import NO_ORDER
 from ckptd.elastic.launchers.sidecars import ControllerSupervisor
 from ckptd.elastic.leader import Leader
 from ckptd.elastic.places import JobPlaces, open_places

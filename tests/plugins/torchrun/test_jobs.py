@@ -175,7 +175,7 @@ def test_an_agent_whose_secret_is_another_one_says_so_and_takes_no_seat(tmp_path
         life = job.status().life
         job.start(1, CKPTD_SECRET="another one" * 3)
         log = tmp_path / "node1.log"
-        job.until(lambda: "takes no word of node node1" in log.read_text(), "words of the agent")
+        job.until(lambda: "refuses node node1" in log.read_text(), "words of the agent")
         made = len(job.events())
         job.until(lambda: len(job.events()) > made + 300, "steps")  # longer than a stand-in waits
         assert job.status().life == life

@@ -58,7 +58,7 @@ def link() -> _Link:
 @pytest.fixture
 def node(link: _Link) -> Iterator[TorchrunNode]:
     with tempfile.TemporaryDirectory() as folder:
-        found = TorchrunNode("n", "life", "", Path(folder) / "w")
+        found = TorchrunNode("n", "", Path(folder) / "w")
         found.start(link)
         yield found
         found.workers.kill(_DEADLINE_S)
