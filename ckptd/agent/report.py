@@ -15,7 +15,7 @@ import msgspec
 
 from ckptd.agent.processes import Process
 from ckptd.agent.rings import Ring, Rings
-from ckptd.agent.totals import Sums, Tally
+from ckptd.agent.totals import RingTotals
 from ckptd.errors import CkptdError
 from ckptd.monitor.job import Phase, RankView
 from ckptd.monitor.report import (
@@ -170,23 +170,18 @@ class ReportMaker:
         Names in the reports.
     rings
         What is read.
-    tally
-        What all calls add up to.
-    sums
-        What the ranks sampled.
+    totals
+        What the ranks' calls and samples add up to.
     address
         Where link probes are answered; empty if they are not.
     """
 
-    def __init__(
-        self, job: str, node: str, rings: Rings, tally: Tally, sums: Sums, address: str
-    ) -> None:
+    def __init__(self, job: str, node: str, rings: Rings, totals: RingTotals, address: str) -> None:
         self.job = job
         self.node = node
         self.source = secrets.token_hex(8)
         self._rings = rings
-        self._tally = tally
-        self._sums = sums
+        self._totals = totals
         self._address = address
         self._unborn = Unborn(rings.folder, node)
         self._number = 0
@@ -222,7 +217,7 @@ class ReportMaker:
         members: dict[int, GroupInfo] = {}
         texts: dict[int, str] = {}
         views, notes = [], {}
-        if self._tally.differing.some():
+        if self._totals.differing.some():
             self._wide_until = now + _WIDE_S  # any one report may be overtaken by the next
         many = set(self._rings.ranks) if now < self._wide_until else set(asked)
         for rank, ring in sorted(self._rings.ranks.items()):
@@ -256,9 +251,8 @@ class ReportMaker:
     ) -> NodeReport:
         self._number += 1
         rows = {view.rank: row for row, view in enumerate(views)}
-        gaps, steps = self._tally.take(rows, again=again)
+        tables, after = self._totals.take(self._number, taken, rows, again=again)
         state = self._state()
-        collectives, after = self._tally.collectives.take(self._number, taken)
         return from_views(
             views,
             job=self.job,
@@ -268,21 +262,18 @@ class ReportMaker:
             agents={self.node: state, **dict.fromkeys((v.node for v in views), state)},
             members=members,
             texts=texts,
-            gaps=gaps,
-            steps=steps,
-            sums=self._sums.take(rows),
-            collectives=collectives,
             after=after,
+            **tables,
         )
 
     def _state(self) -> AgentState:
         return AgentState(
             address=self._address,
             cpu_s=time.process_time(),
-            overruns=self._tally.overruns,
+            overruns=self._totals.overruns,
             rings=len(self._rings.ranks),
             bad_rings=self._rings.bad,
-            recorder_s=self._tally.recorder_s,
+            recorder_s=self._totals.recorder_s,
         )
 
     def _has_news(self, ring: Ring) -> bool:

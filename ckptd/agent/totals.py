@@ -35,7 +35,7 @@ from ckptd.monitor.rules.slow import self_times
 from ckptd.monitor.samples import SampleReader, samples_path
 from ckptd.monitor.stats import Array, mix
 
-__all__ = ["Differing", "Sums", "Tally"]
+__all__ = ["Differing", "RingSamples", "RingTotals"]
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -334,11 +334,11 @@ def _apart(values: Array, starts: Array) -> Array:
 
 
 _log = logging.getLogger("ckptd.agent")
-_MOST_SUMS = 1 << 16
+_MOST_SAMPLES = 1 << 16
 
 
-class Sums:
-    """Gathers samples; `add` now and then, `take` for a report."""
+class RingSamples:
+    """Gathers checksums and norms; `add` now and then, `take` for a report."""
 
     def __init__(self) -> None:
         self._readers: dict[Ring, SampleReader | None] = {}
@@ -375,7 +375,7 @@ class Sums:
             self._readers[ring] = None
             return
         # What nobody fetches is dropped: a daemon that comes back wants what is new.
-        if len(new) and self._count + len(new) <= _MOST_SUMS:
+        if len(new) and self._count + len(new) <= _MOST_SAMPLES:
             self._rows.append((ring.rank, new))
             self._count += len(new)
 
@@ -407,7 +407,7 @@ class Sums:
         return np.concatenate(parts) if parts else np.zeros(0, SUM)
 
 
-# --- pauses and steps -----------------------------------------------------------------------------
+# --- pauses, steps, and all of it -----------------------------------------------------------------
 
 
 _MOST_GAPS = 4096
@@ -434,8 +434,8 @@ class _RingSteps:
         self.ended = np.nan  # when its last call ended
 
 
-class Tally:
-    """Adds up the calls of rings; `add` now and then, `take` for a report.
+class RingTotals:
+    """Adds up what the ranks of a node do; `add_up` now and then, `take` for a report.
 
     Attributes
     ----------
@@ -443,8 +443,8 @@ class Tally:
         Calls that were overwritten before they were read.
     recorder_s
         Seconds that recording has cost the ranks.
-    collectives
-        What their collectives add up to.
+    collectives, samples
+        What their collectives add up to, and what they sampled.
     differing
         Who made a call that another rank of the node made differently.
     """
@@ -453,6 +453,7 @@ class Tally:
         self.overruns = 0
         self.recorder_s = 0.0
         self.collectives = Collectives()
+        self.samples = RingSamples()
         self.differing = Differing()
         self._places: dict[Ring, _RingSteps] = {}
         self._longest: dict[_Key, float] = {}
@@ -467,9 +468,30 @@ class Tally:
                 self.differing.forget(ring.rank)
             self._places = {ring: place for ring, place in self._places.items() if ring in here}
             self.collectives.keep_only(here)
+        self.samples.keep_only(here)
+
+    def close(self) -> None:
+        """Close all files."""
+        self.samples.close()
+
+    def add_up(self, rings: Collection[Ring], now: float) -> list[tuple[Ring, CkptdError]]:
+        """Add what the ranks have done since; return the rings that could not be read, and why."""
+        failed = []
+        self.keep_only(rings)
+        for ring in rings:
+            try:
+                self.add(ring)
+            except CkptdError as error:
+                failed.append((ring, error))
+        self.collectives.join(now)
+        return failed
 
     def add(self, ring: Ring) -> None:
         """Add what the rank has done since; errors as of `RingReader`."""
+        self._add_calls(ring)
+        self.samples.add(ring)
+
+    def _add_calls(self, ring: Ring) -> None:
         place = self._places.get(ring)
         if place is None:
             place = self._places[ring] = _RingSteps()
@@ -530,24 +552,40 @@ class Tally:
                 inside = max(wall - alone, 0.0)
                 self._steps.append((rank, step, int(Phase.TRAIN), alone, inside, wall))
 
-    def take(self, ranks: dict[int, int], *, again: bool = False) -> tuple[Array, Array]:
-        """Return new rows of `GAP` and `STEP`, and count them as sent.
+    def take(
+        self, number: int, taken: int, ranks: Mapping[int, int], *, again: bool = False
+    ) -> tuple[dict[str, Array], int]:
+        """Return the tables of a report with what is new, and `NodeReport.after`.
 
         Parameters
         ----------
+        number, taken
+            Number of the report, and of the last one that is known to have been taken.
         ranks
             Row in the report of each rank.
         again
             Return all pauses, whatever was sent before.
         """
+        collectives, after = self.collectives.take(number, taken)
+        tables = {
+            "gaps": self._take_gaps(again=again),
+            "steps": self._take_steps(ranks),
+            "sums": self.samples.take(ranks),
+            "collectives": collectives,
+        }
+        return tables, after
+
+    def _take_gaps(self, *, again: bool) -> Array:
         if again:
             self._told.clear()
         new = {k: s for k, s in self._longest.items() if s > _MORE * self._told.get(k, 0.0)}
         self._told |= new
-        gaps = np.array([(*key, seconds) for key, seconds in new.items()], GAP)
+        return np.array([(*key, seconds) for key, seconds in new.items()], GAP)
+
+    def _take_steps(self, ranks: Mapping[int, int]) -> Array:
         steps = [(ranks[rank], *rest) for rank, *rest in self._steps if rank in ranks]
         self._steps.clear()
-        return gaps, np.array(steps, STEP)
+        return np.array(steps, STEP)
 
 
 def _longest_of(before: Array, gap: Array) -> list[int]:

@@ -18,7 +18,7 @@ from itertools import count
 from ckptd.agent.evidence import EvidenceTaker
 from ckptd.agent.report import ReportMaker
 from ckptd.agent.rings import Ring, Rings
-from ckptd.agent.totals import Sums, Tally
+from ckptd.agent.totals import RingTotals
 from ckptd.agent.uplink import Uplink
 from ckptd.errors import CkptdError
 from ckptd.monitor.job import Phase
@@ -76,9 +76,8 @@ class Watcher:
         self._rings = rings
         self._uplink = uplink
         self._limits = limits or HangLimits()
-        self._tally = Tally()
-        self._sums = Sums()
-        self._maker = ReportMaker(job, node, rings, self._tally, self._sums, address)
+        self._totals = RingTotals()
+        self._maker = ReportMaker(job, node, rings, self._totals, address)
         self._evidence = EvidenceTaker(secret, self._report)
         self._reports = count(1)
         self._reporting = threading.Lock()
@@ -111,7 +110,7 @@ class Watcher:
             _log.warning("the watch does not end within %.0f s, and is left", _END_S)
             return
         self._evidence.close()
-        self._sums.close()
+        self._totals.close()
         self._rings.close()
         os.close(self._wake)
 
@@ -146,7 +145,8 @@ class Watcher:
             self._obey(orders)
         if now - self._tallied_at >= _TALLY_S or dead:
             self._tallied_at = now
-            self._add_up(now)
+            for ring, error in self._totals.add_up(list(self._rings.ranks.values()), now):
+                self._rings.spoiled(ring, error)
         period = self._period_s * (1 if self._stuck else _MOVING_FACTOR)
         due = now - self._sent_at >= period or self._urgent
         # The last report waits behind one that is under way: it shows which ranks have ended.
@@ -224,17 +224,6 @@ class Watcher:
         if any(ring.exit_code != 0 for ring in dead):
             which = ", ".join(str(ring.rank) for ring in dead)
             self._evidence.keep(_pids(left), f"rank {which} had just ended")
-
-    def _add_up(self, now: float) -> None:
-        self._tally.keep_only(self._rings.ranks.values())
-        self._sums.keep_only(self._rings.ranks.values())
-        for ring in list(self._rings.ranks.values()):
-            try:
-                self._tally.add(ring)
-                self._sums.add(ring)
-            except CkptdError as error:
-                self._rings.spoiled(ring, error)
-        self._tally.collectives.join(now)
 
     # --- orders ---------------------------------------------------------------------------------
 

@@ -43,6 +43,12 @@ SIZE_LABELS = (
 """Upper bounds of the size buckets, as labels."""
 _UNDECIDED = "training"
 """Becomes useful or lost with the next commit or fault; no counter may go back."""
+_AGENT_COUNTS = {
+    "ckptd_agent_cpu_seconds_total": "cpu_s",
+    "ckptd_ring_overruns_total": "overruns",
+    "ckptd_recorder_overhead_seconds_total": "recorder_s",
+}
+"""By the metric: the field of `ckptd.monitor.report.AgentState`."""
 _NODE_STATES = ("running", "spare", "out", "gone")
 
 NAMES = {
@@ -201,15 +207,14 @@ class _Collector:
 
     def _agents(self, result: RoundResult) -> Iterator[Metric]:
         up = _gauge("ckptd_agent_up", ["node"])
-        cpu = _counter("ckptd_agent_cpu_seconds_total", ["node"])
-        overruns = _counter("ckptd_ring_overruns_total", ["node"])
-        recorder = _counter("ckptd_recorder_overhead_seconds_total", ["node"])
         for agent in result.agents:
             up.add_metric([agent.node], int(not agent.silent))
-            cpu.add_metric([agent.node], agent.state.cpu_s)
-            overruns.add_metric([agent.node], agent.state.overruns)
-            recorder.add_metric([agent.node], agent.state.recorder_s)
-        yield from (up, cpu, overruns, recorder)
+        yield up
+        for name, count in _AGENT_COUNTS.items():
+            family = _counter(name, ["node"])
+            for agent in result.agents:
+                family.add_metric([agent.node], getattr(agent.state, count))
+            yield family
 
     def _self(self) -> Iterator[Metric]:
         service = self._service

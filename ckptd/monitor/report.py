@@ -8,9 +8,9 @@ outside, since all of a report is untrusted where it arrives.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -170,6 +170,17 @@ _AGES: Mapping[str, Mapping[str, bool]] = {
 """Columns of ages, and whether each row must have one (NaN is unknown)."""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=_COUNT)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, lt=_LONGEST_S)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+_Hash = Annotated[int, msgspec.Meta(ge=0)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+_Word = Annotated[str, msgspec.Meta(max_length=128)]
+_Text = Annotated[str, msgspec.Meta(max_length=256)]
+_Lines = Annotated[str, msgspec.Meta(max_length=1 << 18)]
+_Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=1 << 17)]
+
+
 class AgentState(msgspec.Struct, frozen=True, kw_only=True):
     """How the agent of one node is.
 
@@ -191,13 +202,13 @@ class AgentState(msgspec.Struct, frozen=True, kw_only=True):
         Seconds since its last report; set by forwarders, 0 from the agent itself.
     """
 
-    address: str = ""
-    cpu_s: float = 0.0
-    overruns: int = 0
-    rings: int = 0
-    bad_rings: int = 0
-    recorder_s: float = 0.0
-    age_s: float = 0.0
+    address: _Word = ""
+    cpu_s: _Seconds = 0.0
+    overruns: _Count = 0
+    rings: _Count = 0
+    bad_rings: _Count = 0
+    recorder_s: Annotated[float, msgspec.Meta(ge=0.0, lt=float(_COUNT))] = 0.0
+    age_s: _Seconds = 0.0
 
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,13 +226,13 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
         After how long the backend itself gives a call of the group up, seconds; 0 is unknown.
     """
 
-    name: str = ""
-    kind: str = ""
+    name: _Word = ""
+    kind: _Word = ""
     first: int = 0
     stride: int = 0
-    size: int = 0
+    size: _Count = 0
     listed: bytes = b""
-    timeout_s: float = 0.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0.0, le=_LONGEST_S)] = 0.0
 
     @staticmethod
     def of(ranks: Sequence[int], name: str = "", kind: str = "") -> GroupInfo:
@@ -268,10 +279,10 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = VERSION
-    job: str
-    source: str
-    number: int
-    nodes: tuple[str, ...] = ()
+    job: _Name
+    source: _Name
+    number: _Count
+    nodes: tuple[_Name, ...] = ()
     agents: tuple[AgentState, ...] = ()
     ranks: bytes = b""
     groups: bytes = b""
@@ -280,9 +291,9 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: bytes = b""
     sums: bytes = b""
     collectives: bytes = b""
-    after: int = 0
-    members: dict[int, GroupInfo] = msgspec.field(default_factory=dict)
-    texts: dict[int, str] = msgspec.field(default_factory=dict)
+    after: _Count = 0
+    members: dict[_Hash, GroupInfo] = msgspec.field(default_factory=dict)
+    texts: dict[_Hash, _Text] = msgspec.field(default_factory=dict)
 
     def table(self, name: str) -> Array:
         """Return the rows of one table of `TABLES`, read-only."""
@@ -306,10 +317,10 @@ class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     nonce: int
-    from_node: str
-    to_node: str
-    address: str
-    size: int = 1 << 17
+    from_node: _Name
+    to_node: _Name
+    address: _Name
+    size: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 1 << 17
 
 
 class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -329,11 +340,11 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
         Links to measure, one after another.
     """
 
-    period_s: float = 0.25
+    period_s: Annotated[float, msgspec.Meta(gt=0.0, lt=3600.0)] = 0.25
     tell: bool = False
-    stacks: tuple[int, ...] = ()
-    calls: tuple[int, ...] = ()
-    probes: tuple[LinkProbe, ...] = ()
+    stacks: _Ranks = ()
+    calls: _Ranks = ()
+    probes: Annotated[tuple[LinkProbe, ...], msgspec.Meta(max_length=1 << 22)] = ()
 
     def of_part(self, nodes: Sequence[str], ranks: Sequence[int]) -> AgentOrders:
         """Return the part of these orders for some nodes and ranks: for forwarders."""
@@ -359,9 +370,9 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
         Seconds that it took.
     """
 
-    text: str
-    how: str = ""
-    taken_s: float = 0.0
+    text: _Lines
+    how: _Word = ""
+    taken_s: _Seconds = 0.0
 
 
 class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -377,11 +388,11 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         Why none came back.
     """
 
-    nonce: int
-    src: str
-    dst: str
-    seconds: float
-    error: str = ""
+    nonce: _Count
+    src: _Name
+    dst: _Name
+    seconds: Annotated[float, msgspec.Meta(gt=0.0)]
+    error: _Text = ""
 
 
 class Fencing(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,8 +406,8 @@ class Fencing(msgspec.Struct, frozen=True, kw_only=True):
         Why, in a few words.
     """
 
-    below: int
-    reason: str = ""
+    below: _Count
+    reason: Annotated[str, msgspec.Meta(max_length=2000)] = ""
 
 
 class EvidenceReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,16 +426,20 @@ class EvidenceReport(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = VERSION
-    job: str
-    source: str
-    number: int
-    stacks: dict[int, Stack] = msgspec.field(default_factory=dict)
-    probes: tuple[ProbeResult, ...] = ()
-    logs: dict[int, str] = msgspec.field(default_factory=dict)
+    job: _Name
+    source: _Name
+    number: _Count
+    stacks: Annotated[dict[_Rank, Stack], msgspec.Meta(max_length=1 << 17)] = msgspec.field(
+        default_factory=dict
+    )
+    probes: Annotated[tuple[ProbeResult, ...], msgspec.Meta(max_length=1 << 22)] = ()
+    logs: Annotated[dict[_Rank, _Lines], msgspec.Meta(max_length=1 << 17)] = msgspec.field(
+        default_factory=dict
+    )
 
 
 class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a message may hold.
+    """The most that a report may hold, beside what its fields declare.
 
     Attributes
     ----------
@@ -436,8 +451,6 @@ class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
         Of each other table; of that of collectives.
     members, texts
         Entries; `listed` bounds the members of all groups together.
-    name, text, stack
-        Characters of a name, of a text, of a stack.
     """
 
     packed: int = 32 << 20
@@ -450,9 +463,6 @@ class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
     members: int = 1 << 18
     listed: int = 1 << 22
     texts: int = 1 << 16
-    name: int = 128
-    text: int = 256
-    stack: int = 1 << 18
 
 
 STATES = frozenset([b"", *(bytes([letter]) for letter in b"RSDTtZXxKWPI")])
@@ -471,8 +481,11 @@ def bad(wanted: str, found: object) -> CorruptError:
 
 def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
     """Raise `CorruptError`, kind ``bad-sheet``, unless all of `sheet` is usable."""
-    _check_head(sheet, limits)
-    _check_nodes(sheet, limits)
+    _check_version(sheet)
+    nodes, agents = sheet.nodes, sheet.agents
+    _need(len(nodes) <= limits.nodes, f"at most {limits.nodes} nodes", len(nodes))
+    _need(len(agents) == len(nodes), "an agent for each node", len(agents))
+    _need(len(set(nodes)) == len(nodes), "different names of nodes", "the same")
     for name, dtype in TABLES.items():
         size, most = len(getattr(sheet, name)), getattr(limits, name, limits.rows)
         _need(size % dtype.itemsize == 0, f"whole rows of {name}", size)
@@ -483,7 +496,7 @@ def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
         for column, known in _AGES.get(name, {}).items():
             _ages(rows[column], f"{column} of {name}", known=known)
     ranks = sheet.table("ranks")
-    _check_ranks(ranks, len(sheet.nodes), limits)
+    _check_ranks(ranks, len(nodes), limits)
     for name, ordered in (("groups", True), ("calls", True), ("steps", False), ("sums", False)):
         rows = sheet.table(name)["row"]
         _within(rows, 0, len(ranks) - 1, f"row of {name}")
@@ -494,28 +507,8 @@ def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
     _check_members(sheet, limits)
 
 
-def _check_head(message: NodeReport | EvidenceReport, limits: ReportLimits) -> None:
+def _check_version(message: NodeReport | EvidenceReport) -> None:
     _need(message.version == VERSION, f"version {VERSION}", message.version)
-    for name, text in (("job", message.job), ("source", message.source)):
-        _need(0 < len(text) <= limits.name, f"a {name} of 1 to {limits.name} characters", len(text))
-    _need(0 <= message.number < _COUNT, "a number", message.number)
-
-
-def _check_nodes(sheet: NodeReport, limits: ReportLimits) -> None:
-    nodes, agents = sheet.nodes, sheet.agents
-    _need(len(nodes) <= limits.nodes, f"at most {limits.nodes} nodes", len(nodes))
-    _need(len(agents) == len(nodes), "an agent for each node", len(agents))
-    _need(len(set(nodes)) == len(nodes), "different names of nodes", "the same")
-    _names(nodes, limits.name, "name of a node")
-    for agent in agents:
-        _need(len(agent.address) <= limits.name, "a short address", len(agent.address))
-        _need(0 <= agent.cpu_s < _LONGEST_S, "CPU seconds", agent.cpu_s)
-        _need(0 <= agent.recorder_s < _COUNT, "seconds", agent.recorder_s)
-        _need(0 <= agent.age_s < _LONGEST_S, "an age", agent.age_s)
-        least = min(agent.overruns, agent.rings, agent.bad_rings)
-        _need(least >= 0, "counts", least)
-        most = max(agent.overruns, agent.rings, agent.bad_rings)
-        _need(most < _COUNT, "counts", most)
 
 
 def _check_ranks(ranks: Array, nodes: int, limits: ReportLimits) -> None:
@@ -540,7 +533,7 @@ def _check_calls(sheet: NodeReport) -> None:
 
 def _check_collectives(sheet: NodeReport) -> None:
     rows = sheet.table("collectives")
-    _need(0 <= sheet.after < max(sheet.number, 1), "the number of an earlier sheet", sheet.after)
+    _need(sheet.after < max(sheet.number, 1), "the number of an earlier report", sheet.after)
     _need(bool((rows["op"] != b"").all()), "an operation", "none")
     for text in {*rows["op"].tolist(), *rows["kind"].tolist()}:
         _need(WORD.fullmatch(text) is not None, "the word for a label", repr(text))
@@ -552,52 +545,15 @@ def _check_members(sheet: NodeReport, limits: ReportLimits) -> None:
     _need(len(sheet.members) <= limits.members, f"at most {limits.members} groups", "more")
     listed = 0
     for ident, info in sheet.members.items():
-        _need(0 < ident < 1 << 64, "the hash of a group", ident)
-        _names((info.name, info.kind), limits.name, "name of a group", least=0)
-        _need(0 <= info.size <= limits.world, "a size", info.size)
+        _need(ident != 0, "the hash of a group", ident)
+        _need(info.size <= limits.world, "a size", info.size)
         ends = (info.first, info.first + max(info.size - 1, 0) * info.stride)
         _need(min(ends) >= 0 and max(ends) < limits.world, "global ranks", ends)
         _need(len(info.listed) in (0, 4 * info.size), "a rank for each member", len(info.listed))
         _need(not (info.stride and info.listed), "ranks told in one way", "two")
-        _need(0 <= info.timeout_s <= _LONGEST_S, "a time-out", info.timeout_s)
         listed += len(info.listed) // 4
     _need(listed <= limits.listed, f"at most {limits.listed} listed ranks", listed)
     _need(len(sheet.texts) <= limits.texts, f"at most {limits.texts} texts", len(sheet.texts))
-    _hashes(sheet.texts)
-    _names(sheet.texts.values(), limits.text, "text", least=0)
-
-
-def check_evidence(found: EvidenceReport, limits: ReportLimits) -> None:
-    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `found` is usable."""
-    _check_head(found, limits)
-    for ranks in (found.stacks, found.logs):
-        _need(len(ranks) <= limits.ranks, f"at most {limits.ranks} ranks", len(ranks))
-        _ranks(ranks, limits)
-    for stack in found.stacks.values():
-        _need(len(stack.text) <= limits.stack, "a stack", f"{len(stack.text)} characters")
-        _need(len(stack.how) <= limits.name, "a short name", len(stack.how))
-        _need(0 <= stack.taken_s < _LONGEST_S, "seconds", stack.taken_s)
-    _names(found.logs.values(), limits.stack, "log", least=0)
-    _need(len(found.probes) <= limits.rows, f"at most {limits.rows} probes", len(found.probes))
-    for probe in found.probes:
-        _need(0 <= probe.nonce < _COUNT, "a nonce", probe.nonce)
-        _names((probe.src, probe.dst), limits.name, "name of a node")
-        # Infinite says that nothing came back; NaN is below nothing.
-        _need(probe.seconds > 0, "seconds above 0", probe.seconds)
-        _need(len(probe.error) <= limits.text, "a short error", len(probe.error))
-
-
-def check_orders(orders: AgentOrders, limits: ReportLimits) -> None:
-    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `orders` is usable."""
-    _need(0 < orders.period_s < 3600, "a period below an hour", orders.period_s)
-    for ranks in (orders.stacks, orders.calls):
-        _need(len(ranks) <= limits.ranks, f"at most {limits.ranks} ranks", len(ranks))
-        _ranks(ranks, limits)
-    _need(len(orders.probes) <= limits.rows, f"at most {limits.rows} probes", len(orders.probes))
-    for probe in orders.probes:
-        _need(0 <= probe.nonce < _COUNT, "a nonce", probe.nonce)
-        _names((probe.from_node, probe.to_node, probe.address), limits.name, "name of a node")
-        _need(0 < probe.size <= 1 << 24, "a probe of at most 16 MiB", probe.size)
 
 
 # --- one thing ----------------------------------------------------------------------------------
@@ -623,24 +579,6 @@ def _ages(values: Array, what: str, *, known: bool = False) -> None:
         raise bad(f"ages of {what}", "negative, endless or not a number")
 
 
-def _names(texts: Iterable[str], most: int, what: str, *, least: int = 1) -> None:
-    for text in texts:
-        if not least <= len(text) <= most:
-            raise bad(f"a {what} of {least} to {most} characters", f"{len(text)} characters")
-
-
-def _hashes(keys: Iterable[int]) -> None:
-    for key in keys:
-        if not 0 <= key < 1 << 64:
-            raise bad("a hash", key)
-
-
-def _ranks(ranks: Iterable[int], limits: ReportLimits) -> None:
-    for rank in ranks:
-        if not 0 <= rank < limits.world:
-            raise bad("a rank", rank)
-
-
 Message = TypeVar("Message", NodeReport, AgentOrders, EvidenceReport, Fencing)
 
 _PLAIN, _PACKED = b"\x00", b"\x01"
@@ -651,8 +589,6 @@ _sheets = msgpack_decoder(NodeReport)
 _orders = msgpack_decoder(AgentOrders)
 _found = msgpack_decoder(EvidenceReport)
 _fencing = msgpack_decoder(Fencing)
-_MOST_GENERATION = 1 << 62
-_MOST_REASON = 2000
 
 
 def pack(message: NodeReport | AgentOrders | EvidenceReport | Fencing) -> bytes:
@@ -679,26 +615,19 @@ def unpack_report(data: bytes, limits: ReportLimits | None = None) -> NodeReport
 
 def unpack_evidence(data: bytes, limits: ReportLimits | None = None) -> EvidenceReport:
     """Return the findings that `data` holds; errors as of `unpack_report`."""
-    limits = limits or ReportLimits()
-    found = _decoded(data, _found, limits)
-    check_evidence(found, limits)
+    found = _decoded(data, _found, limits or ReportLimits())
+    _check_version(found)
     return found
 
 
 def unpack_orders(data: bytes, limits: ReportLimits | None = None) -> AgentOrders:
     """Return the orders that `data` holds; errors as of `unpack_report`."""
-    limits = limits or ReportLimits()
-    orders = _decoded(data, _orders, limits)
-    check_orders(orders, limits)
-    return orders
+    return _decoded(data, _orders, limits or ReportLimits())
 
 
 def unpack_fencing(data: bytes, limits: ReportLimits | None = None) -> Fencing:
     """Return the fencing that `data` holds; errors as of `unpack_report`."""
-    fencing = _decoded(data, _fencing, limits or ReportLimits())
-    if not 0 <= fencing.below < _MOST_GENERATION or len(fencing.reason) > _MOST_REASON:
-        raise bad("a generation, and a reason in a few words", f"generation {fencing.below}")
-    return fencing
+    return _decoded(data, _fencing, limits or ReportLimits())
 
 
 def _decoded(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptd.agent.rings import Rings
-from ckptd.agent.totals import Tally
+from ckptd.agent.totals import RingTotals
 from ckptd.monitor.collectives import BUS_BYTES, BYTES, CALLS, SECONDS, TIMES, TIMES_S
 from ckptd.monitor.ring import RecorderState, RingGroup, RingIdentity, RingShape, RingWriter
 from ckptd.monitor.stats import Array
@@ -44,20 +44,19 @@ class Rank:
 class Node:
     def __init__(self, folder: Path) -> None:
         self.rings = Rings(folder)
-        self.tally = Tally()
+        self.totals = RingTotals()
         self.number = 0
         self.now = time.monotonic()
 
     def told(self, later_s: float = 0.0) -> dict[tuple[str, str], Array]:
         self.now += later_s
         self.rings.refresh(time.monotonic())
-        self.tally.keep_only(self.rings.ranks.values())
-        for ring in self.rings.ranks.values():
+        rings = list(self.rings.ranks.values())
+        for ring in rings:
             ring.glance(time.monotonic())
-            self.tally.add(ring)
-        self.tally.collectives.join(self.now)
+        assert self.totals.add_up(rings, self.now) == []
         self.number += 1
-        rows, _ = self.tally.collectives.take(self.number, self.number - 1)
+        rows, _ = self.totals.collectives.take(self.number, self.number - 1)
         return {(r["op"].decode(), r["kind"].decode()): r["values"] for r in rows}
 
 
@@ -129,7 +128,7 @@ def test_calls_that_go_on_are_counted_when_they_end_or_never_will(
             break
     assert told["all_gather", "dp"][CALLS] == 1
     assert told["all_gather", "dp"][TIMES:].sum() == 0
-    assert node.tally.overruns == 0
+    assert node.totals.overruns == 0
     node.rings.close()
 
 
@@ -161,5 +160,5 @@ def test_what_recording_costs(tmp_path: Path, node: Node) -> None:
         for _ in range(count):
             rank.call(group, "all_reduce", 0.001)
         node.told()
-    assert node.tally.recorder_s == pytest.approx(12 * 2e-6)
+    assert node.totals.recorder_s == pytest.approx(12 * 2e-6)
     node.rings.close()

@@ -1,4 +1,4 @@
-"""Samples of ranks reach the sheet, each once; files that are bad or not ours do not."""
+"""RingSamples of ranks reach the sheet, each once; files that are bad or not ours do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckptd.agent.rings import Ring, Rings
-from ckptd.agent.totals import Sums
+from ckptd.agent.totals import RingSamples
 from ckptd.monitor.ring import RingIdentity, RingWriter
 from ckptd.monitor.samples import SampleKind, SampleWriter, samples_path
 from tests.agent.test_rings import rings
@@ -30,52 +30,52 @@ def a_rank(folder: Path) -> Iterator[tuple[Ring, Path]]:
 
 
 def test_samples_are_taken_once(tmp_path: Path) -> None:
-    sums = Sums()
+    samples = RingSamples()
     with a_rank(tmp_path) as (ring, path):
-        sums.add(ring)
-        assert len(sums.take({1: 0})) == 0
+        samples.add(ring)
+        assert len(samples.take({1: 0})) == 0
         writer = SampleWriter(path, WHO)
         writer.add(SampleKind.SUM, 77, 2, 5, 123)
         writer.norm(78, 2, 6, 1.5)
-        sums.add(ring)
-        rows = sums.take({1: 3})
+        samples.add(ring)
+        rows = samples.take({1: 3})
         assert rows["row"].tolist() == [3, 3]
         assert rows["step"].tolist() == [5, 6]
         assert rows["what"].tolist() == [0, 1]
         assert rows["set"].tolist() == [77, 78]
         assert rows["value"][0] == 123
         assert rows["value"][1:].copy().view(np.float64).tolist() == [1.5]
-        sums.add(ring)
-        assert len(sums.take({1: 3})) == 0
-        sums.close()
+        samples.add(ring)
+        assert len(samples.take({1: 3})) == 0
+        samples.close()
 
 
 def test_a_damaged_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sums = Sums()
+    samples = RingSamples()
     with a_rank(tmp_path) as (ring, path):
         path.write_bytes(os.urandom(3000))
         for _ in range(3):
-            sums.add(ring)
-        assert len(sums.take({1: 0})) == 0
+            samples.add(ring)
+        assert len(samples.take({1: 0})) == 0
     assert len(caplog.records) == 1
-    sums.close()
+    samples.close()
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    sums = Sums()
+    samples = RingSamples()
     with a_rank(tmp_path) as (ring, path):
         writer = SampleWriter(tmp_path / "elsewhere", WHO)
         writer.add(SampleKind.SUM, 77, 2, 5, 123)
         path.symlink_to(writer.path)
-        sums.add(ring)
-        assert len(sums.take({1: 0})) == 0
+        samples.add(ring)
+        assert len(samples.take({1: 0})) == 0
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
-    sums = Sums()
+    samples = RingSamples()
     with a_rank(tmp_path) as (ring, path):
         SampleWriter(path, WHO).add(SampleKind.SUM, 77, 2, 5, 123)
         before = len(os.listdir("/proc/self/fd"))
-        sums.add(ring)
-        sums.keep_only([])
+        samples.add(ring)
+        samples.keep_only([])
         assert len(os.listdir("/proc/self/fd")) == before
