@@ -2,4 +2,19 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptd.net.address import Address
+    from ckptd.net.http import HttpAnswer, HttpClient
+
+__all__ = ["Address", "HttpAnswer", "HttpClient"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ckptd.net import address, http
+
+    value: object = getattr(address if name == "Address" else http, name)
+    return value

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptd.errors import StoreError, TransientStoreError
 from ckptd.net.address import parse_http
@@ -32,23 +34,31 @@ class HttpAnswer:
 class HttpStream:
     """An answer whose body is still to be read; no part of it may be larger than allowed."""
 
-    def __init__(self, response: http.client.HTTPResponse, url: str, most_bytes: int) -> None:
+    def __init__(
+        self, response: http.client.HTTPResponse, url: str, most_bytes: int, kind: str
+    ) -> None:
         self.status = response.status
         self._response, self._url, self._most_bytes = response, url, most_bytes
+        self._kind = kind
 
     def whole(self) -> HttpAnswer:
         """Return the answer with all of its body."""
         body = self._response.read(self._most_bytes + 1)
         if len(body) > self._most_bytes:
-            raise self._too_large()
+            raise self._too_large(self._most_bytes)
         return HttpAnswer(self.status, self._response.headers, body)
+
+    def lines(self, most_bytes: int = _MOST_LINE) -> Iterator[bytes]:
+        """Yield the lines of a stream, of at most so many bytes, until the server ends it."""
+        while line := self._response.readline(most_bytes + 1):
+            if len(line) > most_bytes:
+                raise self._too_large(most_bytes)
+            yield line
 
     def events(self) -> Iterator[tuple[str, str, bytes]]:
         """Yield id, name and data of each event of a stream, until the server ends it."""
         ident, name = "", ""
-        while line := self._response.readline(_MOST_LINE):
-            if len(line) >= _MOST_LINE:
-                raise self._too_large()
+        for line in self.lines():
             field, _, value = line.rstrip(b"\n").partition(b": ")
             if field == b"id":
                 ident = value.decode()
@@ -57,8 +67,13 @@ class HttpStream:
             elif field == b"data":
                 yield ident, name, value
 
-    def _too_large(self) -> StoreError:
-        return StoreError("the answer is too large", kind="not-a-daemon", where=self._url)
+    def _too_large(self, most_bytes: int) -> StoreError:
+        return StoreError(
+            "the answer is too large",
+            kind=self._kind,
+            where=self._url,
+            wanted=f"at most {most_bytes} bytes",
+        )
 
 
 class HttpClient:
@@ -72,14 +87,17 @@ class HttpClient:
         What the server is, for errors: ``a daemon``.
     where
         Which option gave the URL, for the error.
-    kind
-        Of the error when it does not answer.
+    kind, large_kind
+        Of the errors when it does not answer, and when an answer is too large.
     timeout_s
         For a connection, and between two parts of an answer.
     most_bytes
         Largest answer.
     keep
         Whether the connection is kept for the next request. Only one thread may ask then.
+    ca_file
+        Certificates of which one must have signed that of the server, read with the first request;
+        None for those of the system.
 
     Attributes
     ----------
@@ -102,19 +120,22 @@ class HttpClient:
         where: str | None = None,
         bare: bool = False,
         kind: str = "link-lost",
+        large_kind: str = "not-a-daemon",
         timeout_s: float = 30.0,
         most_bytes: int = 256 << 20,
         keep: bool = False,
+        ca_file: Path | None = None,
     ) -> None:
         parts = parse_http(url, what, where=where, bare=bare)
         self.url = f"{parts.scheme}://{parts.netloc}"
         self.query = parts.query
         self.target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        https = parts.scheme == "https"
-        self._connect = http.client.HTTPSConnection if https else http.client.HTTPConnection
+        self._https = parts.scheme == "https"
+        self._ca_file = ca_file
+        self._context: ssl.SSLContext | None = None
         # With no port http.client looks for one in the host, and takes the end of an IPv6 address.
-        self._host, self._port = parts.hostname or "", parts.port or (443 if https else 80)
-        self._what, self._kind = what, kind
+        self._host, self._port = parts.hostname or "", parts.port or (443 if self._https else 80)
+        self._what, self._kind, self._large_kind = what, kind, large_kind
         self._timeout_s, self._most_bytes = timeout_s, most_bytes
         self._keep = keep
         self._kept: http.client.HTTPConnection | None = None
@@ -125,17 +146,23 @@ class HttpClient:
         path: str,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> HttpAnswer:
         """Return the whole answer, of any status.
+
+        Parameters
+        ----------
+        timeout_s
+            In place of the client's own.
 
         Raises
         ------
         TransientStoreError
             The server does not answer, or stops in the middle.
         StoreError
-            kind ``not-a-daemon``: the answer is too large.
+            kind `large_kind`: the answer is too large.
         """
-        with self.stream(method, path, body, headers) as answer:
+        with self.stream(method, path, body, headers, timeout_s) as answer:
             return answer.whole()
 
     @contextlib.contextmanager
@@ -145,13 +172,15 @@ class HttpClient:
         path: str,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> Iterator[HttpStream]:
         """Give an answer to be read while the block runs; errors as of `ask`."""
         connection: http.client.HTTPConnection | None = None
         fit = False
         try:
-            connection, response = self._asked(method, path, body, dict(headers or {}))
-            yield HttpStream(response, self.url, self._most_bytes)
+            wait_s = self._timeout_s if timeout_s is None else timeout_s
+            connection, response = self._asked(method, path, body, dict(headers or {}), wait_s)
+            yield HttpStream(response, self.url, self._most_bytes, self._large_kind)
             fit = response.isclosed() and not response.will_close
         except _FAILURES as error:
             raise TransientStoreError(
@@ -173,11 +202,11 @@ class HttpClient:
             kept.close()
 
     def _asked(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], wait_s: float
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         while True:
             kept, self._kept = self._kept, None
-            connection = kept or self._connect(self._host, self._port, timeout=self._timeout_s)
+            connection = kept or self._connection(wait_s)
             try:
                 connection.request(method, path, body, headers)
                 return connection, connection.getresponse()
@@ -188,3 +217,12 @@ class HttpClient:
             except BaseException:
                 connection.close()
                 raise
+
+    def _connection(self, wait_s: float) -> http.client.HTTPConnection:
+        if not self._https:
+            return http.client.HTTPConnection(self._host, self._port, timeout=wait_s)
+        if self._context is None:
+            self._context = ssl.create_default_context(cafile=self._ca_file)
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=wait_s, context=self._context
+        )

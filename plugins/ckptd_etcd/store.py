@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import http.client
 import itertools
-import json
 import urllib.parse
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -26,6 +24,7 @@ from ckptd.errors import (
     TransientStoreError,
     UsageError,
 )
+from ckptd.net import Address, HttpClient
 from ckptd.store import (
     Capabilities,
     Names,
@@ -139,7 +138,7 @@ class EtcdStore(Store):
         self._options = options or EtcdOptions()
         members, _, prefix = url.partition("://")[2].partition("/")
         prefix = prefix.strip("/")
-        found = [_member(text) for text in members.split(",")]
+        found = [_member(text, self._options) for text in members.split(",")]
         self._members = [member for member in found if member is not None]
         if not prefix or len(self._members) < len(found):
             raise UsageError(
@@ -270,15 +269,12 @@ class EtcdStore(Store):
         members = self._members  # another thread may change their order meanwhile
         for turn, member in enumerate(members):
             try:
-                answer = json_decoder(kind).decode(self._post(member, verb, request))
-            except (
-                OSError,
-                http.client.HTTPException,
-                msgspec.MsgspecError,
-                ValueError,
-                RecursionError,
-            ) as error:
-                failures.append(f"{member[0]}:{member[1]}: {error!r}")
+                answer = json_decoder(kind).decode(_post(member, verb, request))
+            except StoreError as error:
+                failures.append(f"{member.url}: {error.found or error.message}")
+                continue
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                failures.append(f"{member.url}: {error!r}")
                 continue
             # The member that answers is asked first from now on.
             self._members = [*members[turn:], *members[:turn]]
@@ -286,27 +282,6 @@ class EtcdStore(Store):
         raise TransientStoreError(
             "no member of etcd answers", where=self.url, found="; ".join(failures)[:500]
         )
-
-    def _post(self, member: tuple[str, int], verb: str, request: dict[str, Any]) -> bytes:
-        tls = self._options.tls
-        kind = http.client.HTTPSConnection if tls else http.client.HTTPConnection
-        connection = kind(*member, timeout=self._options.timeout_s)
-        try:
-            connection.request(
-                "POST",
-                f"/v3/kv/{verb}",
-                json.dumps(request),
-                {"Content-Type": "application/json"},
-            )
-            response = connection.getresponse()
-            raw = response.read(_MOST_ANSWER_BYTES + 1)
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise OSError(f"status {response.status}: {raw[:200]!r}")
-        if len(raw) > _MOST_ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
-        return raw
 
 
 class _EtcdWriter(SizedWriter):
@@ -324,15 +299,32 @@ class _EtcdWriter(SizedWriter):
         self._data = bytearray()
 
 
-def _member(text: str) -> tuple[str, int] | None:
-    """Return host and port of a member, or None."""
+def _member(text: str, options: EtcdOptions) -> HttpClient | None:
+    """Return the client of a member, or None."""
     try:
         parts = urllib.parse.urlsplit(f"//{text}")
         host, port = parts.hostname or "", parts.port or 2379
     except ValueError:
         return None
-    good = host and parts.netloc == text and "@" not in text and not text.endswith(":")
-    return (host, port) if good else None
+    plain = text.isascii() and text.isprintable() and " " not in text
+    if not host or not plain or parts.netloc != text or "@" in text or text.endswith(":"):
+        return None
+    return HttpClient(
+        f"{'https' if options.tls else 'http'}://{Address(host, port)}",
+        "a member of etcd",
+        timeout_s=options.timeout_s,
+        most_bytes=_MOST_ANSWER_BYTES,
+    )
+
+
+def _post(member: HttpClient, verb: str, request: dict[str, Any]) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    answer = member.ask("POST", f"/v3/kv/{verb}", msgspec.json.encode(request), headers)
+    if answer.status != 200:
+        raise TransientStoreError(
+            "a member of etcd refused", found=f"status {answer.status}: {answer.body[:200]!r}"
+        )
+    return answer.body
 
 
 def _b64(raw: bytes) -> str:

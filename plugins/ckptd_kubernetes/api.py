@@ -1,19 +1,15 @@
-"""A small client of the Kubernetes API: requests, and streams of a watch, over plain http.client.
+"""What the launcher asks the Kubernetes API: requests with a deadline, and the streams of a watch.
 
-In a pod it is let in by the service account: its token, which is read again for every request since
-it is replaced while the pod runs, and the cluster's certificate authority.
+In a pod the service account authenticates it: by its token, which is read again for every request
+since it is replaced while the pod runs, and by the cluster's certificate authority.
 """
 
 from __future__ import annotations
 
-import http.client
 import os
 import random
-import ssl
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -21,7 +17,8 @@ from urllib.parse import urlencode, urlsplit
 import msgspec
 
 from ckptd.decoding import json_decoder
-from ckptd.errors import DeadlineError, StoreError, UsageError
+from ckptd.errors import CkptdError, DeadlineError, StoreError, TransientStoreError, UsageError
+from ckptd.net import HttpAnswer, HttpClient
 
 __all__ = ["Api", "ApiError", "Json", "in_cluster"]
 
@@ -63,7 +60,6 @@ class ApiError(StoreError):
         self.status = status
 
 
-@dataclass(frozen=True, kw_only=True)
 class Api:
     """Where the API server is, and how it lets us in. Thread-safe: a connection for each request.
 
@@ -84,22 +80,32 @@ class Api:
         kind ``bad-url``: another scheme, or http to another machine.
     """
 
-    url: str
-    namespace: str
-    token_file: Path | None = None
-    ca_file: Path | None = None
-    _context: list[ssl.SSLContext] = field(default_factory=list, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
+    def __init__(
+        self,
+        *,
+        url: str,
+        namespace: str,
+        token_file: Path | None = None,
+        ca_file: Path | None = None,
+    ) -> None:
+        parts = urlsplit(url)
         plain = parts.scheme == "http" and parts.hostname in _LOCAL
         if not plain and (parts.scheme != "https" or not parts.hostname):
             raise UsageError(
                 "this is no address of a Kubernetes API",
                 kind="bad-url",
-                where=self.url,
+                where=url,
                 wanted="https://HOST:PORT, or http:// on this machine",
             )
+        self.url, self.namespace, self._token_file = url, namespace, token_file
+        self._http = HttpClient(
+            url,
+            "the Kubernetes API",
+            kind="scheduler",
+            large_kind="scheduler",
+            most_bytes=_MOST_BYTES,
+            ca_file=ca_file,
+        )
 
     def pods(self, name: str = "") -> str:
         """Return the path of the namespace's pods, or of one."""
@@ -133,20 +139,21 @@ class Api:
         end = time.monotonic() + timeout_s
         pause, why = _FIRST_PAUSE_S, "no answer"
         target = path + (f"?{urlencode(query)}" if query else "")
+        raw = None if body is None else msgspec.json.encode(body)
         while (left := end - time.monotonic()) > 0:
             wait = pause
             try:
-                with self._answer(method, target, min(left, _ONE_REQUEST_S), body) as answer:
-                    raw = _read(answer, path)
-                    if answer.status < 400:
-                        return _decoded(raw, path)
-                    error = ApiError(answer.status, path, _message(raw))
-                    if answer.status not in _AGAIN:
-                        raise error
-                    why = str(error.found)
-                    wait = max(pause, _retry_after(answer))
-            except (OSError, http.client.HTTPException) as broken:
-                why = f"{type(broken).__name__}: {broken}"
+                wait_s = min(left, _ONE_REQUEST_S)
+                answer = self._http.ask(method, target, raw, self._headers(), wait_s)
+                if answer.status < 400:
+                    return _decoded(answer.body, path)
+                error = ApiError(answer.status, path, _message(answer.body))
+                if answer.status not in _AGAIN:
+                    raise error
+                why = str(error.found)
+                wait = max(pause, _retry_after(answer))
+            except (OSError, TransientStoreError) as broken:
+                why = str(broken.found if isinstance(broken, CkptdError) else broken)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             time.sleep(max(0.0, min(wait * (1 + random.random() / 4), end - time.monotonic())))
         raise DeadlineError(
@@ -164,52 +171,24 @@ class Api:
         ------
         ApiError
             It refused; 410: the place in history that `query` names is gone.
-        OSError, http.client.HTTPException
-            The connection broke, or nothing came for `idle_s` seconds.
+        TransientStoreError, OSError
+            The connection broke, nothing came for `idle_s` seconds, or there is no token.
         """
-        with self._answer("GET", f"{path}?{urlencode(query)}", idle_s, None) as answer:
+        target = f"{path}?{urlencode(query)}"
+        with self._http.stream("GET", target, None, self._headers(), idle_s) as answer:
             if answer.status >= 400:
-                raise ApiError(answer.status, path, _message(_read(answer, path)))
-            while line := answer.readline(_MOST_LINE + 1):
-                if len(line) > _MOST_LINE:
-                    raise _too_large(path, _MOST_LINE)
+                raise ApiError(answer.status, path, _message(answer.whole().body))
+            for line in answer.lines(_MOST_LINE):
                 if line.strip():
                     yield _decoded(line, path)
 
-    @contextmanager
-    def _answer(
-        self, method: str, target: str, timeout_s: float, body: Json | None
-    ) -> Iterator[http.client.HTTPResponse]:
-        connection = self._connection(timeout_s)
-        try:
-            headers = {"Accept": "application/json", **self._bearer()}
-            raw = None
-            if body is not None:
-                raw = msgspec.json.encode(body)
-                headers["Content-Type"] = "application/json"
-            connection.request(method, target, raw, headers)
-            with connection.getresponse() as answer:
-                yield answer
-        finally:
-            connection.close()
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        parts = urlsplit(self.url)
-        host = parts.hostname or ""
-        if parts.scheme == "http":
-            return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
-        if not self._context:
-            self._context.append(ssl.create_default_context(cafile=self.ca_file))
-        return http.client.HTTPSConnection(
-            host, parts.port, timeout=timeout_s, context=self._context[0]
-        )
-
-    def _bearer(self) -> dict[str, str]:
-        if self.token_file is None:
-            return {}
-        with self.token_file.open("rb") as file:
-            token = file.read(_MOST_TOKEN).decode("ascii", "replace").strip()
-        return {"Authorization": f"Bearer {token}"}
+    def _headers(self) -> dict[str, str]:
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        if self._token_file is not None:
+            with self._token_file.open("rb") as file:
+                token = file.read(_MOST_TOKEN).decode("ascii", "replace").strip()
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
 
 
 def in_cluster(folder: Path = _FOLDER) -> Api:
@@ -247,22 +226,6 @@ def in_cluster(folder: Path = _FOLDER) -> Api:
     )
 
 
-def _read(answer: http.client.HTTPResponse, where: str) -> bytes:
-    raw = answer.read(_MOST_BYTES + 1)
-    if len(raw) > _MOST_BYTES:
-        raise _too_large(where, _MOST_BYTES)
-    return raw
-
-
-def _too_large(where: str, most: int) -> StoreError:
-    return StoreError(
-        "the Kubernetes API answers more than is taken",
-        kind="scheduler",
-        where=where,
-        wanted=f"at most {most} bytes",
-    )
-
-
 def _decoded(raw: bytes, where: str) -> Json:
     try:
         return _documents.decode(raw)
@@ -284,6 +247,6 @@ def _message(raw: bytes) -> str:
     return f"{found.get('reason', '')}: {found.get('message', '')}"
 
 
-def _retry_after(answer: http.client.HTTPResponse) -> float:
-    text = answer.getheader("Retry-After", "") or ""
+def _retry_after(answer: HttpAnswer) -> float:
+    text = answer.headers.get("Retry-After", "")
     return min(float(text), 30.0) if text.isdigit() else 0.0

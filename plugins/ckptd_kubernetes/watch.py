@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import threading
 import time
@@ -61,7 +60,7 @@ class Watch:
         self._objects: dict[str, Json] = {}
         self._tried = threading.Event()
         self._stop = threading.Event()
-        self.failure: CkptdError | OSError | http.client.HTTPException | None = None
+        self.failure: CkptdError | OSError | None = None
         self.lists = 0
         self._thread = threading.Thread(target=self._run, name="ckptd-kube-watch", daemon=True)
         self._thread.start()
@@ -91,7 +90,7 @@ class Watch:
             except ApiError as error:
                 version = "" if error.status == _GONE else version
                 self._failed(error)
-            except (CkptdError, OSError, http.client.HTTPException) as error:
+            except (CkptdError, OSError) as error:
                 self._failed(error)
             lasted = time.monotonic() - began >= _LASTED_S
             pause = _FIRST_PAUSE_S if lasted else pause
@@ -100,7 +99,7 @@ class Watch:
                 self._stop.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def _failed(self, error: CkptdError | OSError | http.client.HTTPException) -> None:
+    def _failed(self, error: CkptdError | OSError) -> None:
         if self.failure is None and not (isinstance(error, ApiError) and error.status == _GONE):
             _log.warning("%s cannot be watched for now: %s", self._path, error)
         self.failure = error

@@ -103,5 +103,5 @@ def test_a_server_that_is_away_and_a_url_that_is_none() -> None:
 def test_an_ipv6_address_without_a_port(url: str, host: str, port: int) -> None:
     client = HttpClient(url, "a daemon")
     assert (client._host, client._port) == (host, port)
-    connection = client._connect(client._host, client._port)
+    connection = client._connection(1.0)
     assert (connection.host, connection.port) == (host, port)

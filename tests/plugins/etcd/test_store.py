@@ -67,7 +67,18 @@ def test_an_etcd_that_is_away_is_told(etcd: str) -> None:
 
 @pytest.mark.parametrize(
     "rest",
-    ["a:1", "/x", "a:1/", "[::1/x", "a:b/x", "a:1,/x", "a:70000/x", "http://a:1/x", "u@a:1/x"],
+    [
+        "a:1",
+        "/x",
+        "a:1/",
+        "[::1/x",
+        "a:b/x",
+        "a:1,/x",
+        "a:70000/x",
+        "http://a:1/x",
+        "u@a:1/x",
+        "\u00e4:1/x",
+    ],
 )
 def test_what_is_no_place_is_refused(rest: str) -> None:
     with pytest.raises(UsageError) as caught:
