@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, note, print_document
-from ckptd.errors import RefusedError, UsageError
+from ckptd.errors import UsageError
 from ckptd.net.address import Address
-from ckptd.net.signing import SECRET_VARIABLE, job_secret
+from ckptd.net.signing import job_secret, need_secret
 from ckptd.runtime.agentlink import run_folder
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ def controller(
     name = job or os.environ.get("CKPTD_JOB") or "default"
     described = _job(what or PolicyOptions())
     settings = _settings(setting)
-    secret = _secret(name, bind)
+    need_secret(bind, "the controller")
+    secret = job_secret(name, run_folder())
     places = open_places(name, log)
     with listen_at(bind, port, "the controller") as sock:
         setup = Setup(
@@ -269,19 +270,6 @@ def _bad(where: str, found: str, wanted: str) -> UsageError:
     return UsageError(
         "this option cannot be read", kind="bad-argument", where=where, wanted=wanted, found=found
     )
-
-
-def _secret(job: str, bind: str) -> bytes:
-    from ckptd.net.address import is_loopback
-
-    if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
-        raise RefusedError(
-            "others could reach the controller, and no secret is set",
-            kind="no-secret",
-            where=bind,
-            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
-        )
-    return job_secret(job, run_folder())
 
 
 def _address(sock: socket.socket, host: str | None) -> str:

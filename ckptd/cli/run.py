@@ -23,9 +23,9 @@ from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, flag, json_text
 from ckptd.cli.watch import check_floors
-from ckptd.errors import RefusedError, UsageError
-from ckptd.net.address import is_loopback, parse_address
-from ckptd.net.signing import SECRET_VARIABLE
+from ckptd.errors import UsageError
+from ckptd.net.address import parse_address
+from ckptd.net.signing import SECRET_VARIABLE, need_secret
 
 if TYPE_CHECKING:
     from ckptd.cli.watch_parts import DaemonSupervisor
@@ -505,23 +505,6 @@ def _controller_arguments(options: _Options, own: JobOptions) -> list[str]:
     return out
 
 
-def _need_secret(endpoint: str, environ: Mapping[str, str]) -> None:
-    """Refuse a job of several machines that share no secret.
-
-    Raises
-    ------
-    RefusedError
-        kind ``no-secret``: others reach the endpoint, and ``CKPTD_SECRET`` is not set.
-    """
-    if not is_loopback(parse_address(endpoint)[0]) and not environ.get(SECRET_VARIABLE):
-        raise RefusedError(
-            "others could reach the controller and the daemon, and no secret is set",
-            kind="no-secret",
-            where=endpoint,
-            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
-        )
-
-
 def _need_torch() -> None:
     """Refuse to launch where PyTorch is not installed: it serves the store that ranks meet at.
 
@@ -582,7 +565,8 @@ class _Run:
 
         _need_torch()
         if self._o.endpoint:
-            _need_secret(self._o.endpoint, self._env)
+            host = parse_address(self._o.endpoint)[0]
+            need_secret(host, "the controller and the daemon", self._env)
         before = {number: signal.signal(number, self._signalled) for number in _signals()}
         base = run_folder()
         for old in old_folders(base, _PREFIX):

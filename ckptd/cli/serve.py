@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from ckptd.cli.output import Document, Json, flag, print_document
-from ckptd.errors import RefusedError, UsageError
-from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
+from ckptd.errors import UsageError
+from ckptd.net.signing import access_token, job_secret, need_secret
 from ckptd.plugins import SIMULATIONS, load_entry
 from ckptd.runtime.agentlink import run_folder
 
@@ -149,7 +149,8 @@ def serve(
     if simulated.fault and simulated.simulate is None:
         raise UsageError("--fault needs --simulate", kind="bad-argument", where="--fault")
     job = job or os.environ.get("CKPTD_JOB") or ("simulated" if simulated.simulate else "default")
-    secret = _secret(job, bind)
+    need_secret(bind, "the daemon")
+    secret = job_secret(job, run_folder())
     with ExitStack() as stack:
         from ckptd.net.address import listen_at
 
@@ -318,19 +319,6 @@ def _need_packages() -> None:
                 kind="missing-package",
                 hint="pip install 'ckptd[monitor]'",
             )
-
-
-def _secret(job: str, bind: str) -> bytes:
-    from ckptd.net.address import is_loopback
-
-    if not is_loopback(bind) and not os.environ.get(SECRET_VARIABLE):
-        raise RefusedError(
-            "others could reach the daemon, and no secret is set",
-            kind="no-secret",
-            where=bind,
-            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
-        )
-    return job_secret(job, run_folder())
 
 
 def _access(

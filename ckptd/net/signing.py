@@ -16,9 +16,11 @@ import hmac
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckptd.errors import RefusedError, UsageError
+from ckptd.net.address import is_loopback
 
 __all__ = [
     "CHALLENGE_PATH",
@@ -35,6 +37,7 @@ __all__ = [
     "derived_key",
     "given_secret",
     "job_secret",
+    "need_secret",
     "new_challenge",
     "new_secret",
     "secret_of",
@@ -68,6 +71,23 @@ def given_secret() -> bytes | None:
     """
     given = os.environ.get(SECRET_VARIABLE)
     return checked_secret(os.fsencode(given), SECRET_VARIABLE) if given else None
+
+
+def need_secret(host: str, what: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to let `what` listen at `host` where others reach it and ``CKPTD_SECRET`` is not set.
+
+    Raises
+    ------
+    RefusedError
+        kind ``no-secret``.
+    """
+    if not is_loopback(host) and not environ.get(SECRET_VARIABLE):
+        raise RefusedError(
+            f"others could reach {what}, and no secret is set",
+            kind="no-secret",
+            where=host,
+            hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
+        )
 
 
 def checked_secret(secret: bytes, where: str) -> bytes:
