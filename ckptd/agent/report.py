@@ -237,9 +237,9 @@ class ReportMaker:
         for view, note in self._unborn.views(now, views, life):
             views.append(view)
             notes[view.rank] = note
-        return self._sheet(views, notes, members, texts, taken, again=again)
+        return self._report(views, notes, members, texts, taken, again=again)
 
-    def _sheet(
+    def _report(
         self,
         views: list[RankView],
         notes: dict[int, RankNote],

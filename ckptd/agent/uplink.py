@@ -1,6 +1,6 @@
 """The way from an agent to the job's daemon: signed messages over one connection that comes back.
 
-Nothing here makes the agent wait. While the daemon is away nothing piles up: a sheet that did not
+Nothing here makes the agent wait. While the daemon is away nothing piles up: a report that did not
 arrive is not sent again, since the next one says more; findings are kept, a bounded number.
 """
 
@@ -63,7 +63,7 @@ class Uplink:
         )
         self._secret = secret
         self._challenge = ""
-        self._sheet: NodeReport | None = None
+        self._report: NodeReport | None = None
         self._found: deque[EvidenceReport] = deque(maxlen=_MOST_FOUND)
         self._orders: deque[AgentOrders] = deque(maxlen=_MOST_FOUND)
         self._changed = threading.Condition()
@@ -73,7 +73,7 @@ class Uplink:
         self.sent = 0
         """Messages that the daemon has taken."""
         self.taken = 0
-        """Number of the last sheet of these."""
+        """Number of the last report of these."""
         self._thread = threading.Thread(target=self._run, name="ckptd-uplink", daemon=True)
         self._thread.start()
 
@@ -86,19 +86,19 @@ class Uplink:
 
     @property
     def ready(self) -> bool:
-        """Whether a sheet would be sent now; false while one is under way or the daemon is away."""
+        """Whether a report would be sent now: none is under way, and the daemon is there."""
         with self._changed:
-            return self._sheet is None and time.monotonic() >= self._retry_at
+            return self._report is None and time.monotonic() >= self._retry_at
 
     @property
     def away(self) -> bool:
         """Whether the last message did not arrive."""
         return self._failures > 0
 
-    def offer(self, sheet: NodeReport) -> None:
-        """Have a sheet sent; one that waits still is replaced."""
+    def offer(self, report: NodeReport) -> None:
+        """Have a report sent; one that waits still is replaced."""
         with self._changed:
-            self._sheet = sheet
+            self._report = report
             self._changed.notify_all()
 
     def report(self, found: EvidenceReport) -> None:
@@ -129,12 +129,12 @@ class Uplink:
         with self._changed:
             while True:
                 left = self._retry_at - time.monotonic()
-                if self._closing and (left > 0 or not (self._sheet or self._found)):
+                if self._closing and (left > 0 or not (self._report or self._found)):
                     return None
                 if left > 0:
                     self._changed.wait(left)
-                elif self._sheet is not None:
-                    return self._sheet
+                elif self._report is not None:
+                    return self._report
                 elif self._found:
                     return self._found[0]
                 else:
@@ -157,18 +157,18 @@ class Uplink:
         self._failures = 0
 
     def _forget(self, message: NodeReport | EvidenceReport) -> None:
-        if self._sheet is message:
-            self._sheet = None
+        if self._report is message:
+            self._report = None
         elif self._found and self._found[0] is message:
             self._found.popleft()
 
     def _failed(self, error: Exception, message: NodeReport | EvidenceReport) -> None:
-        """Drop the sheet and pause, longer each time; say so once."""
+        """Drop the report and pause, longer each time; say so once."""
         self._http.close()
         self._failures += 1
         pause = min(_LEAST_PAUSE_S * 2 ** min(self._failures - 1, 10), _MOST_PAUSE_S)
         with self._changed:
-            self._sheet = None
+            self._report = None
             if isinstance(error, RefusedError) and isinstance(message, EvidenceReport):
                 self._forget(message)  # it would be refused again and again
             # Agents of many nodes must not all come back in the same moment.

@@ -1,6 +1,6 @@
-"""A forwarder: joins the sheets of its nodes into one for the daemon above, and orders into parts.
+"""A forwarder: joins the reports of its nodes into one for the daemon above, and orders into parts.
 
-It keeps the newest sheet of each source only, so a root that is away costs no memory: when it is
+It keeps the newest report of each source only, so a root that is away costs no memory: when it is
 back, it hears how things are then.
 """
 
@@ -58,9 +58,9 @@ _ROW_TABLES = ("steps", "sums")
 
 @dataclass
 class _Below:
-    """One source below: its newest sheet, and what it is still to be told."""
+    """One source below: its newest report, and what it is still to be told."""
 
-    sheet: NodeReport
+    report: NodeReport
     arrived: float
     told: bool
     passed: bool = False
@@ -70,7 +70,7 @@ class _Below:
 
 
 class Forwarder:
-    """Takes sheets from agents and sends one in their place. To be closed.
+    """Takes reports from agents and sends one in their place. To be closed.
 
     Parameters
     ----------
@@ -161,26 +161,26 @@ class Forwarder:
             return self._orders(below) if below else AgentOrders(period_s=self._period_s)
         before = self._below.get(message.source)
         if before is None and len(self._below) >= _MOST_SOURCES:
-            raise TransientStoreError("too many agents send sheets here", kind="busy")
+            raise TransientStoreError("too many agents send reports here", kind="busy")
         self._learn(message)
         self._book.take(
             message.source, message.number, message.after, message.table("collectives"), now
         )
         told = bool(message.members) or (before is not None and before.told)
         if before is not None and not before.passed:
-            message = _with_rows_of(message, before.sheet)
+            message = _with_rows_of(message, before.report)
         new = _Below(message, now, told)
         if before is not None:
             new.stacks, new.calls, new.probes = before.stacks, before.calls, before.probes
         self._below[message.source] = new
         return self._orders(new)
 
-    def _learn(self, sheet: NodeReport) -> None:
-        for key, info in sheet.members.items():
+    def _learn(self, report: NodeReport) -> None:
+        for key, info in report.members.items():
             if self._members.get(key) != info and len(self._members) < self._limits.members:
                 self._members[key] = info
                 self._untold[0].add(key)
-        for key, text in sheet.texts.items():
+        for key, text in report.texts.items():
             if self._texts.get(key) != text and len(self._texts) < self._limits.texts:
                 self._texts[key] = text
                 self._untold[1].add(key)
@@ -207,7 +207,7 @@ class Forwarder:
                 self._safely(self._worker.submit(self._pass_on))
 
     def _safely(self, passing: Future[None]) -> None:
-        """Wait until a sheet was passed on; that one cannot be must not end all that follow."""
+        """Wait until a report was passed on; that one cannot be must not end all that follow."""
         error = passing.exception()
         if error is not None:
             self.defects += 1
@@ -215,7 +215,7 @@ class Forwarder:
                 print(f"ckptd: nothing was passed on: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
 
     def _pass_on(self) -> None:
-        now = time.monotonic()  # in the thread that takes sheets: none is younger than that
+        now = time.monotonic()  # in the thread that takes reports: none is younger than that
         for orders in self.up.orders():
             self._obey(orders)
         silent = max(_SILENT_S, 3 * self._period_s)
@@ -224,8 +224,8 @@ class Forwarder:
                 del self._below[source]
         if not self._below:
             return
-        sheets = [
-            b.sheet if now - b.arrived <= silent else _bare(b.sheet) for b in self._below.values()
+        reports = [
+            b.report if now - b.arrived <= silent else _bare(b.report) for b in self._below.values()
         ]
         members, texts = self._untold
         self._untold = (set(), set())
@@ -233,7 +233,7 @@ class Forwarder:
         collectives, after = self._outbox.take(self._numbers["sheet"], self.up.taken)
         self.up.offer(
             merge(
-                sheets,
+                reports,
                 [now - b.arrived for b in self._below.values()],
                 job=self._job,
                 source=self._source,
@@ -245,7 +245,7 @@ class Forwarder:
             )
         )
         for below in self._below.values():
-            below.sheet = msgspec.structs.replace(below.sheet, gaps=b"", steps=b"", sums=b"")
+            below.report = msgspec.structs.replace(below.report, gaps=b"", steps=b"", sums=b"")
             below.passed = True
 
     def _obey(self, orders: AgentOrders) -> None:
@@ -254,17 +254,17 @@ class Forwarder:
         if orders.tell:
             self._untold = (set(self._members), set(self._texts))
         for below in self._below.values():
-            part = orders.of_part(below.sheet.nodes, below.sheet.table("ranks")["rank"].tolist())
+            part = orders.of_part(below.report.nodes, below.report.table("ranks")["rank"].tolist())
             below.stacks |= set(part.stacks)
             below.calls |= set(part.calls)
             for probe in part.probes[: max(_MOST_ASKED - len(below.probes), 0)]:
                 below.probes[probe.nonce] = probe
 
 
-def _bare(sheet: NodeReport) -> NodeReport:
-    """Return a silent agent's sheet without its ranks, which then do not report."""
+def _bare(report: NodeReport) -> NodeReport:
+    """Return a silent agent's report without its ranks, which then do not report."""
     nothing = dict.fromkeys(("ranks", "groups", "calls", "gaps", "steps", "sums"), b"")
-    return msgspec.structs.replace(sheet, **nothing)
+    return msgspec.structs.replace(report, **nothing)
 
 
 def _with_rows_of(new: NodeReport, old: NodeReport) -> NodeReport:

@@ -73,9 +73,9 @@ class GenerationLog:
         self._seen: dict[int, int] = {}
         self.newest = max(self._known, default=0)
 
-    def see(self, sheet: NodeReport) -> None:
+    def see(self, report: NodeReport) -> None:
         """Note the generation of the ranks in a report."""
-        ranks = sheet.table("ranks")
+        ranks = report.table("ranks")
         if len(ranks):
             newest = int(ranks["generation"].max())
             if newest >= self.newest:

@@ -73,10 +73,10 @@ def recent_calls(
         if frame.kind != "sheet":
             continue
         try:
-            sheet = unpack_report(frame.body, limits)
+            report = unpack_report(frame.body, limits)
         except CorruptError:  # another version's: it was taken by what no longer runs
             continue
-        part = calls_of(sheet, ranks)
+        part = calls_of(report, ranks)
         if len(part):
             part["start"] += frame.at
             part["end"] += frame.at
@@ -102,11 +102,11 @@ def _key_differs(calls: Array) -> Array:
     return out
 
 
-def calls_of(sheet: NodeReport, ranks: Array) -> Array:
+def calls_of(report: NodeReport, ranks: Array) -> Array:
     """Return a report's calls of `ranks`, with the rank in place of the row."""
-    rank = sheet.table("ranks")["rank"]
+    rank = report.table("ranks")["rank"]
     wanted = np.isin(rank, ranks)
-    calls = sheet.table("calls")
+    calls = report.table("calls")
     if not wanted.any() or not len(calls):
         return np.zeros(0, JOINED_CALL)
     out: Array = calls[wanted[calls["row"]]].copy()

@@ -403,11 +403,11 @@ class _Again:
     def _message(self, frame: RecordedFrame) -> None:
         try:
             if frame.kind == SHEET:
-                sheet = unpack_report(frame.body, self._settings.sheets)
-                self.watch.take(sheet, self.now)
+                report = unpack_report(frame.body, self._settings.sheets)
+                self.watch.take(report, self.now)
                 self.sheets += 1
                 # Asked for as the daemon does it: what was ordered is told apart from what was not.
-                self.watch.orders(sheet.source, self.now)
+                self.watch.orders(report.source, self.now)
             elif frame.kind == FENCING:
                 self.watch.fence(unpack_fencing(frame.body, self._settings.sheets), self.now)
             else:

@@ -479,32 +479,32 @@ def bad(wanted: str, found: object) -> CorruptError:
     )
 
 
-def check_report(sheet: NodeReport, limits: ReportLimits) -> None:
-    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `sheet` is usable."""
-    _check_version(sheet)
-    nodes, agents = sheet.nodes, sheet.agents
+def check_report(report: NodeReport, limits: ReportLimits) -> None:
+    """Raise `CorruptError`, kind ``bad-sheet``, unless all of `report` is usable."""
+    _check_version(report)
+    nodes, agents = report.nodes, report.agents
     _need(len(nodes) <= limits.nodes, f"at most {limits.nodes} nodes", len(nodes))
     _need(len(agents) == len(nodes), "an agent for each node", len(agents))
     _need(len(set(nodes)) == len(nodes), "different names of nodes", "the same")
     for name, dtype in TABLES.items():
-        size, most = len(getattr(sheet, name)), getattr(limits, name, limits.rows)
+        size, most = len(getattr(report, name)), getattr(limits, name, limits.rows)
         _need(size % dtype.itemsize == 0, f"whole rows of {name}", size)
         _need(size <= most * dtype.itemsize, f"at most {most} rows of {name}", size)
-        rows = sheet.table(name)
+        rows = report.table(name)
         for column, (low, high) in BOUNDS[name].items():
             _within(rows[column], low, high, f"{column} of {name}")
         for column, known in _AGES.get(name, {}).items():
             _ages(rows[column], f"{column} of {name}", known=known)
-    ranks = sheet.table("ranks")
+    ranks = report.table("ranks")
     _check_ranks(ranks, len(nodes), limits)
     for name, ordered in (("groups", True), ("calls", True), ("steps", False), ("sums", False)):
-        rows = sheet.table(name)["row"]
+        rows = report.table(name)["row"]
         _within(rows, 0, len(ranks) - 1, f"row of {name}")
         if ordered:
             _need(bool((rows[1:] >= rows[:-1]).all()), f"{name} in the order of ranks", "not")
-    _check_calls(sheet)
-    _check_collectives(sheet)
-    _check_members(sheet, limits)
+    _check_calls(report)
+    _check_collectives(report)
+    _check_members(report, limits)
 
 
 def _check_version(message: NodeReport | EvidenceReport) -> None:
@@ -523,17 +523,17 @@ def _check_ranks(ranks: Array, nodes: int, limits: ReportLimits) -> None:
     _need(not np.isnan(ranks["pending_age"][inside]).any(), "an age of each pending call", "NaN")
 
 
-def _check_calls(sheet: NodeReport) -> None:
-    groups, calls = sheet.table("groups"), sheet.table("calls")
+def _check_calls(report: NodeReport) -> None:
+    groups, calls = report.table("groups"), report.table("calls")
     _need(bool((groups["group"] != 0).all()), "groups other than 0", "0")
     _ages(-calls["start"], "start of a call", known=True)
     _ages(-calls["end"], "end of a call")
     _need(not (calls["end"] < calls["start"]).any(), "calls that end after they start", "before")
 
 
-def _check_collectives(sheet: NodeReport) -> None:
-    rows = sheet.table("collectives")
-    _need(sheet.after < max(sheet.number, 1), "the number of an earlier report", sheet.after)
+def _check_collectives(report: NodeReport) -> None:
+    rows = report.table("collectives")
+    _need(report.after < max(report.number, 1), "the number of an earlier report", report.after)
     _need(bool((rows["op"] != b"").all()), "an operation", "none")
     for text in {*rows["op"].tolist(), *rows["kind"].tolist()}:
         _need(WORD.fullmatch(text) is not None, "the word for a label", repr(text))
@@ -541,10 +541,10 @@ def _check_collectives(sheet: NodeReport) -> None:
     _need(bool(((values >= 0) & (values < _COUNT)).all()), "increments", "negative or endless")
 
 
-def _check_members(sheet: NodeReport, limits: ReportLimits) -> None:
-    _need(len(sheet.members) <= limits.members, f"at most {limits.members} groups", "more")
+def _check_members(report: NodeReport, limits: ReportLimits) -> None:
+    _need(len(report.members) <= limits.members, f"at most {limits.members} groups", "more")
     listed = 0
-    for ident, info in sheet.members.items():
+    for ident, info in report.members.items():
         _need(ident != 0, "the hash of a group", ident)
         _need(info.size <= limits.world, "a size", info.size)
         ends = (info.first, info.first + max(info.size - 1, 0) * info.stride)
@@ -553,7 +553,7 @@ def _check_members(sheet: NodeReport, limits: ReportLimits) -> None:
         _need(not (info.stride and info.listed), "ranks told in one way", "two")
         listed += len(info.listed) // 4
     _need(listed <= limits.listed, f"at most {limits.listed} listed ranks", listed)
-    _need(len(sheet.texts) <= limits.texts, f"at most {limits.texts} texts", len(sheet.texts))
+    _need(len(report.texts) <= limits.texts, f"at most {limits.texts} texts", len(report.texts))
 
 
 # --- one thing ----------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ _PLAIN, _PACKED = b"\x00", b"\x01"
 _PACK_ABOVE = 4096
 _RATIO = 512
 _encoder = msgspec.msgpack.Encoder()
-_sheets = msgpack_decoder(NodeReport)
+_reports = msgpack_decoder(NodeReport)
 _orders = msgpack_decoder(AgentOrders)
 _found = msgpack_decoder(EvidenceReport)
 _fencing = msgpack_decoder(Fencing)
@@ -608,9 +608,9 @@ def unpack_report(data: bytes, limits: ReportLimits | None = None) -> NodeReport
         kind ``bad-sheet``: these bytes are not a report, or it claims more than `limits`.
     """
     limits = limits or ReportLimits()
-    sheet = _decoded(data, _sheets, limits)
-    check_report(sheet, limits)
-    return sheet
+    report = _decoded(data, _reports, limits)
+    check_report(report, limits)
+    return report
 
 
 def unpack_evidence(data: bytes, limits: ReportLimits | None = None) -> EvidenceReport:
@@ -717,7 +717,7 @@ def from_views(
     if members is None:
         told = {g: r for v in views for g, r in v.members.items()}
         members = {g: GroupInfo.of(r) for g, r in told.items()}
-    sheet = NodeReport(
+    report = NodeReport(
         job=job,
         source=source,
         number=number,
@@ -731,7 +731,7 @@ def from_views(
         after=after,
     )
     packed = {n: t.astype(TABLES[n], copy=False).tobytes() for n, t in tables.items()}
-    return msgspec.structs.replace(sheet, **packed)
+    return msgspec.structs.replace(report, **packed)
 
 
 def _row(v: RankView, node: int, note: RankNote) -> tuple[object, ...]:
@@ -774,7 +774,7 @@ def _calls(views: Sequence[RankView]) -> Array:
 
 
 def merge(
-    sheets: Sequence[NodeReport],
+    reports: Sequence[NodeReport],
     ages: Sequence[float],
     *,
     job: str,
@@ -785,7 +785,7 @@ def merge(
     collectives: Array | None = None,
     after: int = 0,
 ) -> NodeReport:
-    """Return one report with everything of `sheets`: what a forwarder passes on.
+    """Return one report with everything of `reports`: what a forwarder passes on.
 
     Parameters
     ----------
@@ -803,15 +803,15 @@ def merge(
         several sources, which begin at different moments, are not added here.
     """
     nodes: dict[str, AgentState] = {}
-    for sheet, age in zip(sheets, ages, strict=True):
-        for node, agent in zip(sheet.nodes, sheet.agents, strict=True):
+    for report, age in zip(reports, ages, strict=True):
+        for node, agent in zip(report.nodes, report.agents, strict=True):
             nodes[node] = msgspec.structs.replace(agent, age_s=agent.age_s + age)
     names = tuple(nodes)
     if members is None:
-        members = {g: info for sheet in sheets for g, info in sheet.members.items()}
+        members = {g: info for report in reports for g, info in report.members.items()}
     if texts is None:
-        texts = {h: text for sheet in sheets for h, text in sheet.texts.items()}
-    sheet = NodeReport(
+        texts = {h: text for report in reports for h, text in report.texts.items()}
+    report = NodeReport(
         job=job,
         source=source,
         number=number,
@@ -822,48 +822,48 @@ def merge(
         after=after,
     )
     stacked = (name for name in TABLES if name != "collectives")
-    tables = {name: _stacked(sheets, name, names).tobytes() for name in stacked}
+    tables = {name: _stacked(reports, name, names).tobytes() for name in stacked}
     tables["collectives"] = b"" if collectives is None else collectives.tobytes()
-    return msgspec.structs.replace(sheet, **tables)
+    return msgspec.structs.replace(report, **tables)
 
 
-def _stacked(sheets: Sequence[NodeReport], name: str, nodes: Sequence[str]) -> Array:
+def _stacked(reports: Sequence[NodeReport], name: str, nodes: Sequence[str]) -> Array:
     """Return all rows of one table, with rows and nodes numbered anew.
 
     Bytes are put together, and not tables: numpy copies tables column by column.
     """
-    out = np.frombuffer(b"".join([getattr(s, name) for s in sheets]), TABLES[name]).copy()
-    counts = [len(getattr(s, name)) // TABLES[name].itemsize for s in sheets]
+    out = np.frombuffer(b"".join([getattr(s, name) for s in reports]), TABLES[name]).copy()
+    counts = [len(getattr(s, name)) // TABLES[name].itemsize for s in reports]
     if name == "ranks":
         place = {node: i for i, node in enumerate(nodes)}
-        offset = np.cumsum([0, *(len(s.nodes) for s in sheets)])[:-1]
-        table = np.array([place[node] for s in sheets for node in s.nodes], np.int32)
+        offset = np.cumsum([0, *(len(s.nodes) for s in reports)])[:-1]
+        table = np.array([place[node] for s in reports for node in s.nodes], np.int32)
         if len(out):
             out["node"] = table[out["node"] + np.repeat(offset, counts)]
     elif "row" in (out.dtype.names or ()):
-        ranks = [len(s.ranks) // REPORT_RANK.itemsize for s in sheets]
+        ranks = [len(s.ranks) // REPORT_RANK.itemsize for s in reports]
         out["row"] += np.repeat(np.cumsum([0, *ranks])[:-1], counts)
     return out
 
 
 def job_of(
-    sheets: Sequence[NodeReport],
+    reports: Sequence[NodeReport],
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
     silent: Collection[str] = (),
 ) -> JobView:
-    """Return the columns of the job that `sheets` show; see `gathered`."""
-    return gathered(sheets, members, agents, silent)[0]
+    """Return the columns of the job that `reports` show; see `gathered`."""
+    return gathered(reports, members, agents, silent)[0]
 
 
 def gathered(
-    sheets: Sequence[NodeReport],
+    reports: Sequence[NodeReport],
     members: Mapping[int, Sequence[int]],
     agents: Sequence[AgentView] = (),
     silent: Collection[str] = (),
     fenced: int = 0,
 ) -> tuple[JobView, Array]:
-    """Return the columns of the job that `sheets` show, one row a rank, and its `REPORT_RANK` rows.
+    """Return the columns of the job that `reports` show, a row a rank, and its `REPORT_RANK` rows.
 
     Of a rank in several reports, the process that runs counts, then the newer generation,
     then the younger process. Dead processes of earlier generations are left out.
@@ -884,9 +884,9 @@ def gathered(
     fenced
         Ranks of a generation from 1 to before this one do not count: they end on purpose.
     """
-    nodes = tuple(dict.fromkeys(node for s in sheets for node in s.nodes))
-    ranks = _stacked(sheets, "ranks", nodes)
-    groups, calls = _stacked(sheets, "groups", nodes), _stacked(sheets, "calls", nodes)
+    nodes = tuple(dict.fromkeys(node for s in reports for node in s.nodes))
+    ranks = _stacked(reports, "ranks", nodes)
+    groups, calls = _stacked(reports, "groups", nodes), _stacked(reports, "calls", nodes)
     kept = _living(ranks) & ~ended_on_purpose(ranks, fenced)
     if silent:
         kept &= ~np.isin(ranks["node"], [i for i, node in enumerate(nodes) if node in silent])

@@ -61,7 +61,7 @@ class ReportSource:
         Whether members and texts came since they were last asked for.
     """
 
-    sheet: NodeReport
+    report: NodeReport
     arrived: float
     found: int = -1
     told: bool = False
@@ -96,26 +96,26 @@ class ReportSources:
         s = self.settings
         return max(s.period_s, s.per_source_s * len(self.by_name), s.per_rank_s * self._ranks)
 
-    def take(self, sheet: NodeReport, now: float) -> None:
+    def take(self, report: NodeReport, now: float) -> None:
         """Take a report; RefusedError, kind ``old-sheet``, unless it is newer than the last one."""
-        before = self.by_name.get(sheet.source)
+        before = self.by_name.get(report.source)
         if before is None:
-            self._make_room(sheet, now)
-            self.by_name[sheet.source] = ReportSource(sheet, now, told=bool(sheet.members))
-        elif sheet.number <= before.sheet.number:
-            raise old(sheet.source, before.sheet.number, sheet.number)
+            self._make_room(report, now)
+            self.by_name[report.source] = ReportSource(report, now, told=bool(report.members))
+        elif report.number <= before.report.number:
+            raise old(report.source, before.report.number, report.number)
         else:
-            self._ranks -= _count(before.sheet)
-            before.sheet, before.arrived = sheet, now
-            before.told |= bool(sheet.members)
-        self._ranks += _count(sheet)
-        self._tell(sheet)
+            self._ranks -= _count(before.report)
+            before.report, before.arrived = report, now
+            before.told |= bool(report.members)
+        self._ranks += _count(report)
+        self._tell(report)
 
-    def _make_room(self, sheet: NodeReport, now: float) -> None:
+    def _make_room(self, report: NodeReport, now: float) -> None:
         """Forget earlier lives of the same agents, and who was silent for long."""
-        nodes = set(sheet.nodes)
+        nodes = set(report.nodes)
         for name, source in list(self.by_name.items()):
-            other = source.sheet.nodes
+            other = source.report.nodes
             gone = now - source.arrived > self.settings.forget_s
             if gone or (other and nodes.issuperset(other) and self._quiet(source, now)):
                 self._drop(name)
@@ -123,30 +123,30 @@ class ReportSources:
             self._drop(min(self.by_name, key=lambda n: self.by_name[n].arrived))
 
     def _drop(self, name: str) -> None:
-        sheet = self.by_name.pop(name).sheet
-        self._ranks -= _count(sheet)
-        for node in sheet.nodes:
+        report = self.by_name.pop(name).report
+        self._ranks -= _count(report)
+        for node in report.nodes:
             self._addresses.pop(node, None)
             self._outside.pop(node, None)
 
     def _quiet(self, source: ReportSource, now: float) -> bool:
         return now - source.arrived > 2 * self.period_s
 
-    def _tell(self, sheet: NodeReport) -> None:
-        for node, state in zip(sheet.nodes, sheet.agents, strict=True):
+    def _tell(self, report: NodeReport) -> None:
+        for node, state in zip(report.nodes, report.agents, strict=True):
             if state.address:
                 self._addresses[node] = state.address
                 self._outside.pop(node, None)
                 if not _loopback(state.address):
                     self._outside[node] = state.address
         most = self.settings.sheets
-        for ident, info in sheet.members.items():
+        for ident, info in report.members.items():
             if ident in self.names or len(self.names) < most.members:
                 self.names[ident] = info
                 ranks = info.ranks()
                 if len(ranks):
                     self.members[ident] = ranks
-        for key, text in sheet.texts.items():
+        for key, text in report.texts.items():
             if key in self.texts or len(self.texts) < most.texts:
                 self.texts[key] = text
 
@@ -159,7 +159,7 @@ class ReportSources:
     def heard(self, now: float) -> list[NodeReport]:
         """Return the newest reports of sources that are not silent."""
         limit = self.silent_after()
-        return [s.sheet for s in self.by_name.values() if now - s.arrived <= limit]
+        return [s.report for s in self.by_name.values() if now - s.arrived <= limit]
 
     def agents(self, now: float) -> list[AgentHealth]:
         """Return all agents; of a node in several sources, the one that reported last."""
@@ -167,7 +167,7 @@ class ReportSources:
         limit = self.silent_after()
         for name, source in self.by_name.items():
             waited = now - source.arrived
-            for node, state in zip(source.sheet.nodes, source.sheet.agents, strict=True):
+            for node, state in zip(source.report.nodes, source.report.agents, strict=True):
                 age = waited + state.age_s
                 if node in found and found[node].age_s <= age:
                     continue
@@ -196,10 +196,10 @@ class ReportSources:
         """
         out: set[str] = set()
         for source in self.by_name.values():
-            here = source.sheet.nodes
+            here = source.report.nodes
             if not nodes or out.issuperset(here):
                 continue
-            rows = source.sheet.table("ranks")
+            rows = source.report.table("ranks")
             here_on = (rows["generation"] == 0) | (rows["generation"] >= fenced)
             alive = np.unique(rows["node"][(rows["alive"] != 0) & here_on])
             out |= {here[i] for i in alive.tolist()} & set(nodes)
@@ -210,8 +210,8 @@ def _loopback(address: str) -> bool:
     return address.startswith(("127.", "localhost:", "[::1]:"))
 
 
-def _count(sheet: NodeReport) -> int:
-    return len(sheet.ranks) // REPORT_RANK.itemsize
+def _count(report: NodeReport) -> int:
+    return len(report.ranks) // REPORT_RANK.itemsize
 
 
 def old(source: str, taken: int, number: int) -> RefusedError:

@@ -109,7 +109,7 @@ class JobWatch:
 
     # --- what comes in --------------------------------------------------------------------------
 
-    def take(self, sheet: NodeReport, now: float) -> None:
+    def take(self, report: NodeReport, now: float) -> None:
         """Take a checked report.
 
         Raises
@@ -118,17 +118,17 @@ class JobWatch:
             kind ``other-job``: it is of another job; kind ``old-sheet``: its source has sent it,
             or a newer one, before.
         """
-        self._check_job(sheet.job)
-        self.sources.take(sheet, now)
+        self._check_job(report.job)
+        self.sources.take(report, now)
         self._fresh = True
         self._began = now if self._began is None else self._began
-        ranks = sheet.table("ranks")
-        if len(sheet.steps):
-            self._pace.add(sheet.table("steps"), ranks)
-        if len(sheet.sums):
-            self._sums.add(sheet.table("sums"), ranks["rank"], now)
-        if len(sheet.gaps):
-            self._gaps.append(sheet.table("gaps"))
+        ranks = report.table("ranks")
+        if len(report.steps):
+            self._pace.add(report.table("steps"), ranks)
+        if len(report.sums):
+            self._sums.add(report.table("sums"), ranks["rank"], now)
+        if len(report.gaps):
+            self._gaps.append(report.table("gaps"))
 
     def take_found(self, found: EvidenceReport, now: float) -> None:
         """Take checked findings; errors as of `take`."""
@@ -329,8 +329,8 @@ class JobWatch:
         known = self.sources.by_name.get(source)
         if known is None:
             return AgentOrders(period_s=self.sources.period_s)
-        stacks = self._evidence.orders(known.sheet.table("ranks")["rank"].tolist())
-        probes = self._links.probes(known.sheet.nodes, self.sources.addresses(), now)
+        stacks = self._evidence.orders(known.report.table("ranks")["rank"].tolist())
+        probes = self._links.probes(known.report.nodes, self.sources.addresses(), now)
         return AgentOrders(
             period_s=self.sources.period_s,
             tell=not known.told,
