@@ -96,10 +96,10 @@ def _python(pid: int, timeout_s: float) -> tuple[str, bool]:
         return f"no stacks of Python: {program}: {error.strerror}\n", False
     if done.returncode == 0:
         return done.stdout.decode(errors="replace"), True
-    said = done.stderr.decode(errors="replace").strip()[-1000:]
-    if any(word in said for word in _FORBIDDEN):
-        said += "\n(a container without CAP_SYS_PTRACE, or kernel.yama.ptrace_scope, forbids it)"
-    return f"no stacks of Python: py-spy says: {said}\n", False
+    output = done.stderr.decode(errors="replace").strip()[-1000:]
+    if any(word in output for word in _FORBIDDEN):
+        output += "\n(a container without CAP_SYS_PTRACE, or kernel.yama.ptrace_scope, forbids it)"
+    return f"no stacks of Python: py-spy says: {output}\n", False
 
 
 def _kernel(pid: int) -> str:

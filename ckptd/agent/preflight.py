@@ -262,7 +262,7 @@ _CONFIRMED_BY = 2
 _RETESTS = 3
 _LATE_S = 2.0
 """For an order to be done once the time is over."""
-_MOST_TOLD = 200
+_MOST_SHOWN = 200
 _RESERVE = 0.25
 """Share of the time that is kept for confirming."""
 
@@ -388,7 +388,7 @@ def coordinate(
     try:
         check = _Check(gathered, plan, tell, time.monotonic() - started)
         found = check.run()
-        outcome = PreflightOutcome(found.healthy, found.findings[:_MOST_TOLD])
+        outcome = PreflightOutcome(found.healthy, found.findings[:_MOST_SHOWN])
         for node in check.live():
             with contextlib.suppress(CkptdError):  # a node that is gone needs no answer
                 node.wire.send(outcome)

@@ -183,29 +183,43 @@ def probe_pair(
     size
         Bytes of a probe.
     """
-    never = float("inf")
+    (small, out, back), error = _probed(address, secret, _small, _out(size), _back(size))
+    return PairProbe(source=source, to=to, latency_s=small, out_s=out, in_s=back, error=error)
+
+
+def _probed(
+    address: tuple[str, int], secret: bytes, *measures: Callable[[Connection], float]
+) -> tuple[list[float], str]:
+    """Return the seconds of each measure at another's `Answerer`; all infinite with an error."""
+    failed = [float("inf")] * len(measures)
     try:
         sock = socket.create_connection(address, timeout=_CONNECT_S)
     except OSError as error:
-        text = error.strerror or str(error)
-        return PairProbe(source=source, to=to, latency_s=never, out_s=never, in_s=never, error=text)
+        return failed, error.strerror or str(error)
     wire = Connection(sock, f"{address[0]}:{address[1]}", _PROBE_S)
     try:
         greet_server(wire, secret, _PURPOSE, wait_s=_GREETING_S)
-        small = _least(lambda: _round_trip(wire, _Ping()), _SMALL)
-        data = memoryview(bytes(size))
-        out = _least(lambda: _round_trip(wire, _Take(), data), _LARGE)
-        back = _least(lambda: _round_trip(wire, _Give(size)), _LARGE)
+        return [measure(wire) for measure in measures], ""
     except CkptdError as error:
-        return PairProbe(
-            source=source, to=to, latency_s=never, out_s=never, in_s=never, error=_said(error)
-        )
+        return failed, _in_a_line(error)
     finally:
         wire.release()
-    return PairProbe(source=source, to=to, latency_s=small, out_s=out, in_s=back)
 
 
-def _said(error: CkptdError) -> str:
+def _small(wire: Connection) -> float:
+    return _least(lambda: _round_trip(wire, _Ping()), _SMALL)
+
+
+def _out(size: int) -> Callable[[Connection], float]:
+    data = memoryview(bytes(size))
+    return lambda wire: _least(lambda: _round_trip(wire, _Take(), data), _LARGE)
+
+
+def _back(size: int) -> Callable[[Connection], float]:
+    return lambda wire: _least(lambda: _round_trip(wire, _Give(size)), _LARGE)
+
+
+def _in_a_line(error: CkptdError) -> str:
     """Return an error in a line."""
     found = error.to_dict()["found"]
     return f"{error.message}: {found}"[:300] if found else error.message[:300]
@@ -277,8 +291,7 @@ def measure(probe: LinkProbe, secret: bytes) -> ProbeResult:
     never = float("inf")
     try:
         address = parse_address(probe.address, "the address of a probe")
-        pair = probe_pair(0, 1, address, secret, probe.size)
-        seconds, error = pair.out_s, pair.error
+        (seconds,), error = _probed(address, secret, _out(probe.size))
     except CkptdError as failed:
         seconds, error = never, failed.message
     if not seconds > 0:

@@ -100,17 +100,17 @@ class Unborn:
         before, self._found = self._found, {}
         oldest: dict[int, tuple[int, int]] = {}
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            said = _environment(pid)
-            if os.path.realpath(said.get(RINGS_VARIABLE, "/")) != self._folder:
+            environ = _environment(pid)
+            if os.path.realpath(environ.get(RINGS_VARIABLE, "/")) != self._folder:
                 continue
-            rank, world = _number(said, "RANK"), _number(said, "WORLD_SIZE")
+            rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
             if not 0 <= rank < world == most or rank in here:
                 continue
             birth = process_birth(pid)
             if birth and (birth, pid) < oldest.get(rank, (birth + 1, 0)):
                 oldest[rank] = (birth, pid)
                 key, name = (pid, birth), "CKPTD_GENERATION"
-                life = _number(said, name if name in said else "TORCHELASTIC_RESTART_COUNT")
+                life = _number(environ, name if name in environ else "TORCHELASTIC_RESTART_COUNT")
                 seen = before[key][3] if key in before else now
                 self._found[key] = (rank, world, max(life, 0), seen)
         kept = {(pid, birth) for birth, pid in oldest.values()}
@@ -140,8 +140,8 @@ def _environment(pid: int) -> Mapping[str, str]:
     return {}
 
 
-def _number(said: Mapping[str, str], name: str) -> int:
-    text = said.get(name, "")
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) < _MOST_WORLD else -1
 
 

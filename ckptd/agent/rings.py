@@ -211,7 +211,7 @@ class Rings:
         self._bad: dict[str, int] = {}
         self._passed: dict[str, int] = {}
         self._scanned = (0, 0.0)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def bad(self) -> int:
@@ -326,8 +326,8 @@ class Rings:
         self._tell(f"a ring cannot be read any more: {error.message}", ring.path.name)
 
     def _tell(self, what: str, name: str) -> None:
-        if name not in self._told and len(self._told) < _MOST_FILES:
-            self._told.add(name)
+        if name not in self._logged and len(self._logged) < _MOST_FILES:
+            self._logged.add(name)
             _log.warning("%s: %s", self.folder / name, what)
 
     # --- old files ------------------------------------------------------------------------------

@@ -152,8 +152,8 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), f"nvidia-smi: {error}"
     if done.returncode:
-        said = (done.stdout + done.stderr).strip()[:200] or f"exit code {done.returncode}"
-        return (), f"nvidia-smi: {said}"
+        output = (done.stdout + done.stderr).strip()[:200] or f"exit code {done.returncode}"
+        return (), f"nvidia-smi: {output}"
     try:
         return tuple(parse_gpu(line) for line in done.stdout.splitlines() if line.strip()), ""
     except ValueError as error:

@@ -139,7 +139,7 @@ def main() -> None:
     try:
         limits = floors_of({k: _seconds(v) for k, _, v in (f.partition("=") for f in given.floor)})
         with watching(given.daemon, given.job, node=given.node, rings=given.rings, limits=limits):
-            _until_told()
+            _until_signalled()
     except CkptdError as error:
         sys.exit(str(error))
 
@@ -151,7 +151,7 @@ def _seconds(text: str) -> float:
         return 0.0  # which no phase may have
 
 
-def _until_told() -> None:
+def _until_signalled() -> None:
     """Return at TERM or INT, or when standard input ends."""
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write)

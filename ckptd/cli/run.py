@@ -673,10 +673,10 @@ class _Run:
         return "127.0.0.1"
 
     def _program(self, mode: str, folder: Path) -> Program:
-        from ckptd.elastic.launchers.environ import Told, common
+        from ckptd.elastic.launchers.environ import JobFacts, common
 
         o = self._o
-        told = Told(
+        facts = JobFacts(
             job=o.job,
             node=o.node,
             run_id=o.run_id if o.run_id != "none" else o.job,
@@ -689,7 +689,7 @@ class _Run:
         if "OMP_NUM_THREADS" not in base and o.slots > 1:
             self.say("OMP_NUM_THREADS=1 for each rank, unless you set it")
         python = os.environ.get("PYTHON_EXEC", sys.executable)
-        environ = common(base, told, o.slots)
+        environ = common(base, facts, o.slots)
         argv = o.command
         if mode != "exec" and python != sys.executable:
             argv = (python, "-u", *(["-m"] if mode == "module" else []), *argv)

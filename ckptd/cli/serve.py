@@ -298,15 +298,15 @@ def _announce(address: DaemonAddress, json: bool) -> None:
 
 
 def _idle(service: Service, linger: float | None) -> Callable[[], bool]:
-    heard = time.monotonic()
+    received_at = time.monotonic()
     taken = 0
 
     def idle() -> bool:
-        nonlocal heard, taken
+        nonlocal received_at, taken
         now = service.ingest.counts.taken["sheet"]
         if now != taken:
-            heard, taken = time.monotonic(), now
-        return linger is not None and taken > 0 and time.monotonic() - heard > linger
+            received_at, taken = time.monotonic(), now
+        return linger is not None and taken > 0 and time.monotonic() - received_at > linger
 
     return idle
 

@@ -81,8 +81,8 @@ def start_daemon(
     end = time.monotonic() + _START_S
     while True:
         with suppress(msgspec.MsgspecError, KeyError, TypeError):
-            said = msgspec.json.decode(part.out.read_bytes())
-            return str(said["url"]), str(said["login"])
+            document = msgspec.json.decode(part.out.read_bytes())
+            return str(document["url"]), str(document["login"])
         if part.process.poll() is not None:
             raise part.failed("ended at once")
         if time.monotonic() > end:
@@ -136,7 +136,7 @@ class Reader:
         self._client = client
         self._since = since
         self._say = say
-        self._said: dict[str, tuple[Any, ...]] = {}
+        self._shown: dict[str, tuple[Any, ...]] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.last: dict[str, dict[str, Any]] = {}
@@ -174,10 +174,10 @@ class Reader:
     def _take(self, incident: dict[str, Any]) -> None:
         key = (incident["state"], [s["name"] for s in incident["verdict"]["suspects"]])
         with self._lock:
-            told = self._said.get(incident["id"]) == key or incident["updated_at"] < self._since
-            if told or self._ended.is_set():
+            known = self._shown.get(incident["id"]) == key or incident["updated_at"] < self._since
+            if known or self._ended.is_set():
                 return
-            self._said[incident["id"]] = key
+            self._shown[incident["id"]] = key
             self.last[incident["id"]] = incident
             self._say(line_of(incident), incident)
 
@@ -227,7 +227,7 @@ class DaemonSupervisor:
         self._given_up = False
         self._watching = ""
         """URL of the daemon that the watcher tells."""
-        self._told, self._told_at = "", 0.0
+        self._announced, self._announced_at = "", 0.0
         self._own = ""
         """URL of the daemon of this launcher."""
         self._started = 0
@@ -239,7 +239,7 @@ class DaemonSupervisor:
 
     def daemon_at(self, url: str) -> None:
         """Take in what a controller says of where the daemon is."""
-        self._told, self._told_at = url, time.monotonic()
+        self._announced, self._announced_at = url, time.monotonic()
 
     def turn(self, controller: ControllerSupervisor) -> None:
         """Start what can be started now, the daemon beside the controller."""
@@ -259,7 +259,7 @@ class DaemonSupervisor:
         login = self._login()
         if self._daemon is not None and login and self._reader is None:
             self._read_out(login)
-        url = self._url or self._told or login
+        url = self._url or self._announced or login
         if url and self._watcher_arguments is not None:
             self._watch(url)
 
@@ -269,11 +269,11 @@ class DaemonSupervisor:
             return False
         if self._given_up:
             return False
-        if not self._told:
+        if not self._announced:
             return True
         # One that outlives a controller tells the next one where it is; and of launchers that stand
         # in, one has the seat.
-        return seated and self._told_at < since < time.monotonic() - _TELLS_S
+        return seated and self._announced_at < since < time.monotonic() - _TELLS_S
 
     def _start_daemon(self, host: str) -> None:
         name = f"daemon-{self._started}" if self._started else "daemon"
@@ -281,13 +281,13 @@ class DaemonSupervisor:
         self._note_start("daemon")
         command = [*CKPTD, "serve", "--json", "--job", self._job, "--bind", host]
         self._daemon = Sidecar(name, [*command, *self._daemon_arguments], self._env, self._folder)
-        self._told = ""
+        self._announced = ""
 
     def _look_at_daemon(self, since: float) -> None:
         daemon = self._daemon
         if daemon is None or (code := daemon.process.poll()) is None:
             return
-        if code != _REFUSED and self._told in ("", self._own):
+        if code != _REFUSED and self._announced in ("", self._own):
             self._again(daemon, code)
         # Another launcher of this machine, for a node of this job, was first: it is found. Or the
         # job has a newer daemon, and this one has ended because no watcher told it anything.
@@ -301,7 +301,7 @@ class DaemonSupervisor:
 
     def _again(self, daemon: Sidecar, code: int) -> None:
         """Have another daemon started in the place of one that has ended, or say what to do."""
-        self._told = self._own = ""
+        self._announced = self._own = ""
         self._given_up = code == _USAGE or self._too_often("daemon")
         what = "another one is started"
         if self._given_up:

@@ -90,8 +90,8 @@ class Access:
 
     def is_token(self, text: str) -> bool:
         """Whether `text` is one of the tokens; takes as long whatever it is."""
-        said = text.encode(errors="replace")
-        known = [hmac.compare_digest(said, each.encode()) for each in (self.token, self.login)]
+        raw = text.encode(errors="replace")
+        known = [hmac.compare_digest(raw, each.encode()) for each in (self.token, self.login)]
         return any(known)
 
     def check(self, request: Request) -> None:

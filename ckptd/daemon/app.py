@@ -95,10 +95,10 @@ class DaemonApi:
             FOUND_PATH: s.ingest.found,
         }
         return [
-            *(Route(V1 + path, _told(end), methods=["GET"]) for path, end in gets.items()),
-            *(Route(path, _told(end), methods=["POST"]) for path, end in posts.items()),
+            *(Route(V1 + path, _answering(end), methods=["GET"]) for path, end in gets.items()),
+            *(Route(path, _answering(end), methods=["POST"]) for path, end in posts.items()),
             Route(CHALLENGE_PATH, s.ingest.tell_challenge, methods=["GET"]),
-            Route("/metrics", _told(self._metrics), methods=["GET"]),
+            Route("/metrics", _answering(self._metrics), methods=["GET"]),
             Route("/healthz", self._health, methods=["GET"]),
             Route("/", self._front, methods=["GET"]),
         ]
@@ -294,15 +294,15 @@ async def _plain_error(request: Request, error: Exception) -> Response:
         404: f"no such endpoint: {request.url.path}",
         405: f"{request.url.path} does not accept {request.method}",
     }
-    told = {
+    fields = {
         "kind": kind,
         "message": messages.get(status, "the request failed"),
         "hint": f"{V1}/job; docs/reference/api.md lists all endpoints",
     }
-    return document({"error": told}, status)
+    return document({"error": fields}, status)
 
 
-def _told(endpoint: Endpoint) -> Endpoint:
+def _answering(endpoint: Endpoint) -> Endpoint:
     """Return `endpoint` with errors of ckptd as answers."""
 
     @functools.wraps(endpoint)

@@ -210,9 +210,9 @@ async def read_body(
     TransientStoreError
         kind ``busy``: see `BodyBudget`.
     """
-    said = request.headers.get("content-length")
-    if said is not None and (not said.isdecimal() or len(said) > 18 or int(said) > most):
-        raise _too_large(most, said)
+    length = request.headers.get("content-length")
+    if length is not None and (not length.isdecimal() or len(length) > 18 or int(length) > most):
+        raise _too_large(most, length)
     parts: list[bytes] = []
     size = 0
     ending = asyncio.timeout(READ_S)

@@ -39,8 +39,8 @@ class DaemonClient:
             url, "the daemon", where="--daemon", kind="daemon-away", timeout_s=timeout_s
         )
         self.url = self._http.url
-        said = urllib.parse.parse_qs(self._http.query).get("token", [""])[0]
-        self._headers = {"Authorization": f"Bearer {said or token}"} if said or token else {}
+        given = urllib.parse.parse_qs(self._http.query).get("token", [""])[0]
+        self._headers = {"Authorization": f"Bearer {given or token}"} if given or token else {}
 
     def get(self, path: str, **query: object) -> Any:
         """Return the document that ``/api/v1`` and `path` tells.
@@ -114,8 +114,8 @@ def connect(url: str | None = None, job: str | None = None) -> DaemonClient:
 
 def _error(answer: HttpStream, url: str) -> CkptdError:
     try:
-        said = msgspec.json.decode(answer.whole().body)["error"]
-        error = CkptdError.from_dict({"class": "StoreError", **said})
+        given = msgspec.json.decode(answer.whole().body)["error"]
+        error = CkptdError.from_dict({"class": "StoreError", **given})
     except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
         return StoreError(
             "the answer is not a daemon's",

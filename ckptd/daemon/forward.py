@@ -62,7 +62,7 @@ class _Below:
 
     report: NodeReport
     arrived: float
-    told: bool
+    named: bool
     passed: bool = False
     stacks: set[int] = field(default_factory=set)
     calls: set[int] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Forwarder:
         self._below: dict[str, _Below] = {}
         self._members: dict[int, GroupInfo] = {}
         self._texts: dict[int, str] = {}
-        self._untold: tuple[set[int], set[int]] = (set(), set())
+        self._unsent: tuple[set[int], set[int]] = (set(), set())
         self._book = Book()
         self._outbox = Outbox(self._book.totals)
         self._period_s = 0.25
@@ -166,10 +166,10 @@ class Forwarder:
         self._book.take(
             message.source, message.number, message.after, message.table("collectives"), now
         )
-        told = bool(message.members) or (before is not None and before.told)
+        named = bool(message.members) or (before is not None and before.named)
         if before is not None and not before.passed:
             message = _with_rows_of(message, before.report)
-        new = _Below(message, now, told)
+        new = _Below(message, now, named)
         if before is not None:
             new.stacks, new.calls, new.probes = before.stacks, before.calls, before.probes
         self._below[message.source] = new
@@ -179,17 +179,17 @@ class Forwarder:
         for key, info in report.members.items():
             if self._members.get(key) != info and len(self._members) < self._limits.members:
                 self._members[key] = info
-                self._untold[0].add(key)
+                self._unsent[0].add(key)
         for key, text in report.texts.items():
             if self._texts.get(key) != text and len(self._texts) < self._limits.texts:
                 self._texts[key] = text
-                self._untold[1].add(key)
+                self._unsent[1].add(key)
 
     def _orders(self, below: _Below) -> AgentOrders:
         """Return what a source is to do, once."""
         orders = AgentOrders(
             period_s=self._period_s,
-            tell=not below.told,
+            tell=not below.named,
             stacks=tuple(sorted(below.stacks)),
             calls=tuple(sorted(below.calls)),
             probes=tuple(below.probes.values()),
@@ -227,8 +227,8 @@ class Forwarder:
         reports = [
             b.report if now - b.arrived <= silent else _bare(b.report) for b in self._below.values()
         ]
-        members, texts = self._untold
-        self._untold = (set(), set())
+        members, texts = self._unsent
+        self._unsent = (set(), set())
         self._numbers["sheet"] += 1
         collectives, after = self._outbox.take(self._numbers["sheet"], self.up.taken)
         self.up.offer(
@@ -252,7 +252,7 @@ class Forwarder:
         """Keep what the daemon above orders until the source asks for it."""
         self._period_s = max(orders.period_s, _LEAST_S)
         if orders.tell:
-            self._untold = (set(self._members), set(self._texts))
+            self._unsent = (set(self._members), set(self._texts))
         for below in self._below.values():
             part = orders.of_part(below.report.nodes, below.report.table("ranks")["rank"].tolist())
             below.stacks |= set(part.stacks)

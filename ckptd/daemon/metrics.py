@@ -372,8 +372,8 @@ def _elastic_families(counts: RecoveryCounts, connected: bool) -> Iterator[Metri
     yield lost
     name = "ckptd_elastic_recovery_seconds"
     took = HistogramMetricFamily(name, NAMES[name], labels=["part"])
-    for part, told in sorted(counts.parts.copy().items()):
+    for part, spread in sorted(counts.parts.copy().items()):
         bounds = [*map(str, RECOVERY_BUCKETS_S), "+Inf"]
-        buckets = [(bound, sum(told[: i + 1])) for i, bound in enumerate(bounds)]
-        took.add_metric([part], buckets, told[-1])
+        buckets = [(bound, sum(spread[: i + 1])) for i, bound in enumerate(bounds)]
+        took.add_metric([part], buckets, spread[-1])
     yield took

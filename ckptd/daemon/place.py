@@ -132,8 +132,8 @@ def daemons(folder: Path | None = None) -> list[DaemonAddress]:
     found = []
     for path in sorted(base.glob("daemon-*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            said = _addresses.decode(path.read_bytes()[:_MOST_BYTES])
-            address = DaemonPlace(said.job, base).read()
+            record = _addresses.decode(path.read_bytes()[:_MOST_BYTES])
+            address = DaemonPlace(record.job, base).read()
             if address is not None:
                 found.append(address)
     return found

@@ -129,10 +129,10 @@ class Service:
         self.responder = self._elastic()
         self.verdicts: Counter[tuple[str, str, str]] = Counter()
         self.latencies: list[float] = []
-        self._told: dict[str, tuple[object, ...]] = {}
+        self._published: dict[str, tuple[object, ...]] = {}
         self._kept_at: dict[str, float] = {}
         self._tell_at = 0.0
-        self._told_revision = 0
+        self._published_revision = 0
         self._mesh_of: tuple[int, int] = (-1, -1)
         self._mesh: MeshDocument | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -280,14 +280,14 @@ class Service:
             self.verdicts[str(incident.kind), incident.action, str(incident.enforced).lower()] += 1
             self.latencies = [*self.latencies[-9999:], incident.latency_s]
         new = _state_of(incident)
-        news = self._told.get(incident.id) != new
+        news = self._published.get(incident.id) != new
         if news or result.now - self._kept_at.get(incident.id, -math.inf) > _KEEP_S:
             self._keep(incident)
             self._kept_at[incident.id] = result.now
-            self._told[incident.id] = new
+            self._published[incident.id] = new
             self._publish_incident(result, incident)
         if incident.state == "closed":
-            self._told.pop(incident.id, None)
+            self._published.pop(incident.id, None)
             self._kept_at.pop(incident.id, None)
 
     def _keep(self, incident: Incident) -> None:
@@ -393,14 +393,14 @@ class Service:
         """
         frames = self.tape.since(time.monotonic() - seconds)
         if frames:
-            told = NodeReport(
+            named = NodeReport(
                 job=self.setup.job,
                 source="names",
                 number=0,
                 members=dict(self.names.groups.copy()),
                 texts=dict(self.names.texts.copy()),
             )
-            frames.insert(0, RecordedFrame(frames[0].at, SHEET, pack(told)))
+            frames.insert(0, RecordedFrame(frames[0].at, SHEET, pack(named)))
             fence = self.responder.last_fence if self.responder is not None else None
             if fence is not None and fence.at < frames[0].at:
                 frames.insert(1, RecordedFrame(frames[0].at, fence.kind, fence.body))
@@ -428,17 +428,17 @@ class Service:
 
     def _publish(self, result: RoundResult) -> None:
         if not len(self.hub):
-            self._told_revision = result.revision
+            self._published_revision = result.revision
             return
         mesh = self._mesh_of
         with self.rounds.ranks_lock:
             self._mesh_now(self.rounds.ranks)
-        since = None if mesh != self._mesh_of else self._told_revision
+        since = None if mesh != self._mesh_of else self._published_revision
         self._emit(StreamEvent(result.revision, "job", json_bytes(self.job_document(result))))
         self._emit(StreamEvent(result.revision, "ranks", json_bytes(self.ranks_document(since))))
         if result.links_at is not None and result.at - result.links_at < 3 * _TELL_S:
             self._emit(StreamEvent(result.revision, "links", json_bytes(LinksDocument.of(result))))
-        self._told_revision = result.revision
+        self._published_revision = result.revision
 
     def _publish_elastic(self) -> None:
         revision = self.rounds.last.revision

@@ -84,8 +84,8 @@ def recent_calls(
     if not parts:
         return np.zeros(0, JOINED_CALL)
     calls = np.concatenate(parts)
-    told = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-    order = np.lexsort((told, calls["seq"], calls["group"], calls["row"]))
+    arrival = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+    order = np.lexsort((arrival, calls["seq"], calls["group"], calls["row"]))
     calls = calls[order]
     last = np.ones(len(calls), bool)
     last[:-1] = _key_differs(calls)

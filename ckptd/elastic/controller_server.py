@@ -29,7 +29,7 @@ _Word = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class _Who(msgspec.Struct, frozen=True):
-    """What a client says of itself in the handshake."""
+    """What a client states of itself in the handshake."""
 
     job: _Word
     role: Literal["node", "operator"]
@@ -40,12 +40,12 @@ _who = converter(_Who)
 
 
 class Listener(Protocol):
-    """Who is told what peers say; called in the event loop, in the order of each connection."""
+    """Receives what peers send; called in the event loop, in the order of each connection."""
 
     def joined(self, peer: PeerConnection) -> None:
         """Note that a peer has shown that it knows the secret."""
 
-    def heard(self, peer: PeerConnection, message: Any) -> None:
+    def received(self, peer: PeerConnection, message: Any) -> None:
         """Take a message of a peer that has joined."""
 
     def gone(self, peer: PeerConnection) -> None:
@@ -58,7 +58,7 @@ class PeerConnection(asyncio.Protocol):
     Attributes
     ----------
     role, name
-        As it said in the handshake, signed.
+        From the handshake, signed.
     where
         The other end's address.
     """
@@ -72,7 +72,7 @@ class PeerConnection(asyncio.Protocol):
         self._kind: Any = None
         """What decodes its messages, once it has proved that it knows the secret."""
         self._timer: asyncio.TimerHandle | None = None
-        self._heard_at = 0.0
+        self._received_at = 0.0
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; a peer that takes nothing for long is cut off."""
@@ -115,8 +115,8 @@ class PeerConnection(asyncio.Protocol):
             if self._kind is None and not self._shake():
                 return
             while (message := self._codec.take(self._kind)) is not None:
-                self._heard_at = self._door.loop.time()
-                self._door.listener.heard(self, message)
+                self._received_at = self._door.loop.time()
+                self._door.listener.received(self, message)
         except CkptdError as error:
             self._door.refused(self, error)
             self.close()
@@ -143,10 +143,10 @@ class PeerConnection(asyncio.Protocol):
             who = _who(proof.about)
         except msgspec.ValidationError as error:
             raise CorruptError(
-                "a client does not say what it is", kind="bad-frame", found=error
+                "a client did not send what it is", kind="bad-frame", found=error
             ) from error
         self.role, self.name = who.role, who.name
-        self._heard_at = self._door.loop.time()
+        self._received_at = self._door.loop.time()
         self._kind = _FROM_NODE if who.role == "node" else _FROM_OPERATOR
         if self._timer is not None:
             self._timer.cancel()
@@ -162,7 +162,7 @@ class PeerConnection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Cut off a peer that sends half a frame and no more, or as a node nothing at all."""
-        silent = self._door.loop.time() - self._heard_at
+        silent = self._door.loop.time() - self._received_at
         if (self._codec.half and silent > _HALF_FRAME_S) or (
             self.role == "node" and silent > _SILENCE_S
         ):
@@ -179,9 +179,9 @@ class Door:
     job, secret, life
         Of the controller.
     listener
-        Is told what peers say.
+        Receives what peers send.
     refused
-        Is told what was refused, for people.
+        Receives what was refused, for people.
     """
 
     def __init__(

@@ -231,7 +231,7 @@ def stand_in_pause_s(order: int, stand_in_s: float = 1.0) -> float:
     return stand_in_s * (1 + min(order, _MOST_TRIED) / 2 + random.uniform(0, 0.2))
 
 
-def may_stand_in(pulse_old_s: float, hears: int, knows: int, silent: int, *, met: bool) -> bool:
+def may_stand_in(pulse_old_s: float, hears: int, knows: int, silent: int, *, known: bool) -> bool:
     """Return whether a launcher that hears no controller may start the next one.
 
     Parameters
@@ -242,14 +242,14 @@ def may_stand_in(pulse_old_s: float, hears: int, knows: int, silent: int, *, met
         As that sign says.
     silent
         Launchers, this one among them, that say that they hear no controller.
-    met
+    known
         Whether this launcher ever heard one.
     """
     if pulse_old_s < _OLD_S:
         # It lives, and reaches the log: it is cut off itself if it is the smaller part.
         return silent > hears
     # Those that still hear it would be torn from it; after longer it decides nothing any more.
-    return not met or 2 * silent >= knows or pulse_old_s >= _DEAD_S
+    return not known or 2 * silent >= knows or pulse_old_s >= _DEAD_S
 
 
 class Outlook:
@@ -313,14 +313,14 @@ class Outlook:
             if name != PULSE
         )
 
-    def may_stand_in(self, *, met: bool) -> bool:
+    def may_stand_in(self, *, known: bool) -> bool:
         """See `may_stand_in`."""
         pulse = self._seen.get(PULSE)
         if pulse is None:
             return True
         sign, at, _ = pulse
         silent = self.silent()
-        return may_stand_in(self._clock() - at, sign.hears, sign.knows, silent, met=met)
+        return may_stand_in(self._clock() - at, sign.hears, sign.knows, silent, known=known)
 
 
 def _name_of(node: str) -> str:

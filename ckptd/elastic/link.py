@@ -1,4 +1,4 @@
-"""A node's connection to the controller: it comes back by itself, and what was said is not lost."""
+"""A node's connection to the controller: it reconnects by itself, and no event is lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class NodeLink:
     """A node's connection to the controller, in a thread of its own.
 
     It beats, and reconnects when the connection breaks or beats are not echoed; the controller may
-    have moved meanwhile. What was told and belongs to the newest generation is told again on each
+    have moved meanwhile. Events of the newest generation are sent again on each
     new connection, before the first beat: a controller that was restarted knows it then as well.
 
     Parameters
@@ -70,11 +70,11 @@ class NodeLink:
     beat_s
         Between two beats.
     lease_s
-        How long workers may go on without a controller, until one says how long.
+        How long workers may go on without a controller, until one sets it.
     leased
         Is given each new `lease_until`, at once.
     seated
-        Returns whether the life of a controller, the last that was spoken to, is still the one that
+        Returns whether the life of a controller, the last that was connected, is still the one that
         was seated last; asked while there is no connection. Where it is, nobody else can have
         begun a generation, and the lease is renewed without a controller: see
         `ckptd.elastic.leader.LeaderRecord.still`.
@@ -100,15 +100,15 @@ class NodeLink:
         self._beat_s, self._lease_s = beat_s, lease_s
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, int], Said | Hosting | Timed] = {}
-        """What is told again, by type and generation, in the order in which it was told."""
+        """What is sent again, by type and generation, in its order."""
         self._unsent: list[Said | Hosting | Timed] = []
-        self._numbers = self._heard = self._beats = 0
+        self._numbers = self._acknowledged = self._beats = 0
         self._sent_at: dict[int, float] = {}
         self._lease_until = 0.0
         self._echoed_at = time.monotonic()
         self._connection: Connection | None = None
         self._here = ""
-        self._met = False
+        self._answered = False
         self._problem, self._refused, self._refusal = "", False, ""
         self._reported = ""
         """The refusal that `new_refusal` returned last."""
@@ -157,7 +157,7 @@ class NodeLink:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since a controller was last heard of, or since the link was made."""
+        """Seconds since a controller last answered, or since the link was made."""
         return time.monotonic() - self._echoed_at
 
     @property
@@ -179,13 +179,13 @@ class NodeLink:
         return self._here
 
     @property
-    def met(self) -> bool:
-        """Whether a controller was ever heard of."""
-        return self._met
+    def answered(self) -> bool:
+        """Whether a controller ever answered."""
+        return self._answered
 
     @property
     def problem(self) -> str:
-        """Why no controller hears this node, for people; empty while one does."""
+        """Why no controller is connected, for people; empty while one is."""
         return self._problem
 
     def new_refusal(self) -> str:
@@ -218,18 +218,18 @@ class NodeLink:
         return self._thread.is_alive()
 
     def close(self, wait_s: float = 1.0) -> None:
-        """Stop; what was told is given `wait_s` to be heard. Idempotent."""
+        """Stop; events have `wait_s` to be acknowledged. Idempotent."""
         end = time.monotonic() + wait_s
-        while self._thread.is_alive() and time.monotonic() < end and not self._all_heard():
+        while self._thread.is_alive() and time.monotonic() < end and not self._all_acknowledged():
             time.sleep(0.01)
         self._closing = True
         self.hurry()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_DIAL_S + _SEND_S + 1.0)
 
-    def _all_heard(self) -> bool:
+    def _all_acknowledged(self) -> bool:
         with self._lock:
-            return not self._unsent and self._heard >= self._numbers
+            return not self._unsent and self._acknowledged >= self._numbers
 
     # --- of its own thread ------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class NodeLink:
             self._disconnect()
 
     def _note(self, error: Exception) -> None:
-        """Remember why nobody hears this node."""
+        """Remember why no controller is connected."""
         kind = error.kind if isinstance(error, CkptdError) else ""
         text = error.message if isinstance(error, CkptdError) else str(error)
         if isinstance(error, CkptdError) and error.found is not None:
@@ -305,7 +305,7 @@ class NodeLink:
         beat_at = 0.0
         silence = max(4 * self._beat_s, 2.0)
         while not self._over():
-            self._send_told(connection)
+            self._send_unsent(connection)
             now = time.monotonic()
             if now >= beat_at:
                 self._beat(connection, now)
@@ -347,11 +347,11 @@ class NodeLink:
 
     def _echo(self, echo: Echo) -> None:
         with self._lock:
-            self._heard = max(self._heard, echo.heard)
+            self._acknowledged = max(self._acknowledged, echo.heard)
         sent = self._sent_at.pop(echo.number, None)
         if sent is None:
             return
-        self._echoed_at, self._met = time.monotonic(), True
+        self._echoed_at, self._answered = time.monotonic(), True
         self._problem, self._refused = "", False
         # From the sending: a node that was stopped in between must not think itself alive.
         if echo.lease_s > 0:
@@ -372,7 +372,7 @@ class NodeLink:
                 key: said for key, said in self._kept.items() if not 0 <= key[1] < generation
             }
 
-    def _send_told(self, connection: Connection) -> None:
+    def _send_unsent(self, connection: Connection) -> None:
         with self._lock:
             unsent, self._unsent = self._unsent, []
         for said in unsent:

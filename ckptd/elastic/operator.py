@@ -86,7 +86,7 @@ class OperatorLink:
         Raises
         ------
         NotFoundError
-            kind ``no-controller``: none answers in time; the order may have been heard.
+            kind ``no-controller``: none answers in time; the order may have arrived.
         """
         return self._do(order)
 
@@ -108,17 +108,17 @@ class OperatorLink:
         NotFoundError
             kind ``no-controller``: none answered for `timeout_s`. The iterator has ended then.
         """
-        heard = time.monotonic()
+        received_at = time.monotonic()
         while True:
             problem: Exception | None = None
             try:
                 for status in self._subscribed():
-                    heard = time.monotonic()
+                    received_at = time.monotonic()
                     yield status
-                    heard = time.monotonic()
+                    received_at = time.monotonic()
             except (OSError, CkptdError) as error:
                 problem = error
-            if time.monotonic() - heard > self._timeout_s:
+            if time.monotonic() - received_at > self._timeout_s:
                 raise self._nobody(problem) from problem
             time.sleep(_PAUSE_S)
 

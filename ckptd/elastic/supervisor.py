@@ -1,4 +1,4 @@
-"""Keeps launchers on the nodes of a job, by a plug-in and as its controller wants them.
+"""Keeps launchers on the nodes of a job, by a plug-in and as its controller orders.
 
 It decides nothing about the job: it starts launchers, starts those anew that the controller names
 (level 2) or that ended by themselves, hands over what the scheduler says about nodes, and submits
@@ -40,7 +40,7 @@ class SupervisorSettings:
         Before a launcher that ended by itself is started a second time; doubled each time up to
         the other. The first time it is started at once.
     stop_s
-        For a job that was told to stop: to save, and to end.
+        For a job that was ordered to stop: to save, and to end.
     """
 
     poll_s: float = 2.0
@@ -58,7 +58,7 @@ class Outcome:
     ----------
     kind
         That of `ckptd.elastic.messages.Bye`; ``lost`` if it did not end in
-        `SupervisorSettings.stop_s` after it was told to.
+        `SupervisorSettings.stop_s` after the order.
     text
         For people.
     requeue
@@ -81,7 +81,7 @@ class Supervisor:
     link
         To the controller.
     say
-        Tells people a sentence.
+        Shows people a sentence.
     turn
         Called about twenty times a second; keeps a controller alive, say.
     settings
@@ -176,7 +176,7 @@ class Supervisor:
     def _tell_stop(self, order: Order) -> bool:
         """Hand over the order, once; return whether it is too late for the job to end well."""
         if not self._ordered:
-            self._say(f"the job is told to stop: {order.reason}")
+            self._say(f"the job is to stop: {order.reason}")
             self._try("tell the controller", partial(self._order, order))
         return time.monotonic() - self._stop_at >= self.settings.stop_s
 

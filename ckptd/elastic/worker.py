@@ -71,7 +71,7 @@ class WorkerLink:
         self.lease = lease
         self.welcome: Welcome | None = None
         self._session = False
-        self._told: set[str] = set()
+        self._marked: set[str] = set()
         self._loaded = -1
         self._committed = -1
         self._asked = False
@@ -135,9 +135,9 @@ class WorkerLink:
     def mark(self, name: Literal["imported", "initialised", "loaded", "stepped"]) -> None:
         """Say how far the start of this generation is; only the first time counts."""
         with self._changed:
-            if name in self._told:
+            if name in self._marked:
                 return
-            self._told.add(name)
+            self._marked.add(name)
         self.tell(Mark(self.generation, name))
 
     def loaded(self, generation: int, step: int) -> None:
@@ -201,7 +201,7 @@ class WorkerLink:
         """Be another rank, of another generation, from now on."""
         with self._changed:
             self.generation, self.rank = generation, rank
-            self._told.clear()
+            self._marked.clear()
             self._loaded = self._committed = -1
             self._asked, self._serving = False, None
         self.tell(self._attach())
@@ -262,15 +262,15 @@ class WorkerLink:
             try:
                 item = self._channel.receive(_POLL_S)
             except (EOFError, msgspec.MsgspecError, ValueError):
-                self._hear(None)
+                self._receive(None)
                 return
             if item is not None:
                 message, fd = item
                 if fd is not None:
                     os.close(fd)  # no message of a launcher has one
-                self._hear(message)
+                self._receive(message)
 
-    def _hear(self, message: ToWorker | None) -> None:
+    def _receive(self, message: ToWorker | None) -> None:
         with self._changed:
             if message is None:
                 self._gone = True

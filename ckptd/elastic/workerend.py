@@ -32,9 +32,9 @@ class WorkerEnd:
     Attributes
     ----------
     pid
-        Its process, as the kernel says; as it says itself where the kernel does not know.
+        Its process, by the kernel; by its own `Attach` where the kernel does not know.
     attach
-        What it said of itself last.
+        Its newest one.
     """
 
     def __init__(self, channel: SocketChannel, pid: int, attach: Attach) -> None:
@@ -47,7 +47,7 @@ class WorkerEnd:
         return f"<WorkerEnd rank {self.attach.rank}, process {self.pid}>"
 
     def send(self, message: ToWorker) -> bool:
-        """Send, and tell whether it could be: who cannot be told has ended, or is to be ended."""
+        """Send, and return whether that worked: if not, the worker has ended or is to end."""
         try:
             with self._sending:
                 self._channel.send(message)
@@ -63,8 +63,8 @@ class LauncherEnd:
     ----------
     path
         Of the socket, of at most 107 bytes; made anew, mode 0600, in a folder of this user alone.
-    heard
-        Called with a worker and what it said, `Attach` first, and once with None when it is gone.
+    received
+        Called with a worker and its message, `Attach` first, and once with None when it is gone.
         Never by two threads for the same worker; by several for different ones.
     known
         Whether a process may be a worker: one that this launcher started, or a child of one.
@@ -78,11 +78,11 @@ class LauncherEnd:
     def __init__(
         self,
         path: Path,
-        heard: Callable[[WorkerEnd, FromWorker | None], None],
+        received: Callable[[WorkerEnd, FromWorker | None], None],
         known: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self.path = path
-        self._heard = heard
+        self._received = received
         self._known = known
         self._closing = False
         self._open: set[socket.socket] = set()
@@ -108,7 +108,7 @@ class LauncherEnd:
         self._closing = True
         with self._lock:
             for sock in (self._listener, *self._open):
-                with contextlib.suppress(OSError):  # who is gone already has no connection
+                with contextlib.suppress(OSError):  # it may have none any more
                     sock.shutdown(socket.SHUT_RDWR)
         self.path.unlink(missing_ok=True)
 
@@ -131,7 +131,7 @@ class LauncherEnd:
 
     def _refused(self, error: OSError) -> None:
         if not self._closing:  # of descriptors there may be enough again in a moment
-            _log.warning("no worker can be heard: %s", error)
+            _log.warning("no worker can connect: %s", error)
             time.sleep(_POLL_S)
 
     def _serve(self, sock: socket.socket, pid: int) -> None:
@@ -148,16 +148,16 @@ class LauncherEnd:
     def _follow(self, channel: SocketChannel, pid: int) -> None:
         item = _receive(channel, _HELLO_S)
         if item is None or not isinstance(item, Attach):
-            _log.warning("process %d does not say which worker it is", pid)
+            _log.warning("process %d did not send which worker it is", pid)
             return
         worker = WorkerEnd(channel, pid if pid > 0 else item.pid, item)
         message: FromWorker | None = item
         while message is not None:
             if isinstance(message, Attach):
                 worker.attach = message
-            self._heard(worker, message)
+            self._received(worker, message)
             message = None if self._closing else self._next(channel)
-        self._heard(worker, None)
+        self._received(worker, None)
 
     def _next(self, channel: SocketChannel) -> FromWorker | None:
         while not self._closing:

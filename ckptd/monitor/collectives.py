@@ -144,8 +144,8 @@ class Outbox:
     def __init__(self, totals: Totals) -> None:
         self._totals = totals
         self._after = 0
-        self._told = np.zeros_like(totals.values)
-        self._last = (0, self._told)
+        self._sent = np.zeros_like(totals.values)
+        self._last = (0, self._sent)
 
     def take(self, number: int, taken: int) -> tuple[Array, int]:
         """Return the rows for a report, and the number of the report after which they begin.
@@ -158,11 +158,11 @@ class Outbox:
             Of the last report that is known to have been taken.
         """
         if taken == self._last[0]:
-            self._after, self._told = self._last
+            self._after, self._sent = self._last
         values = self._totals.values.copy()
         self._last = (number, values)
         new = values.copy()
-        new[: len(self._told)] -= self._told
+        new[: len(self._sent)] -= self._sent
         at = np.flatnonzero(new.any(axis=1))
         return _rows([self._totals.keys[i] for i in at.tolist()], new[at]), self._after
 
@@ -176,7 +176,7 @@ def _rows(keys: list[Key], values: Array) -> Array:
 
 
 @dataclass
-class _Told:
+class _LastReport:
     """The last report of a source."""
 
     number: int
@@ -196,7 +196,7 @@ class Book:
     def __init__(self, most: int = 4096) -> None:
         self.totals = Totals(most)
         self._most = 2 * most
-        self._sources: OrderedDict[str, _Told] = OrderedDict()
+        self._sources: OrderedDict[str, _LastReport] = OrderedDict()
         self._lock = threading.Lock()
         self._marks: list[tuple[float, Array]] = []
 
@@ -218,7 +218,7 @@ class Book:
         if before is not None and number <= before.number:
             self._sources[source] = before
             return
-        self._sources[source] = _Told(number, after, rows)
+        self._sources[source] = _LastReport(number, after, rows)
         if len(self._sources) > self._most:
             self._sources.popitem(last=False)
         with self._lock:

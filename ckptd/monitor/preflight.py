@@ -135,7 +135,7 @@ def machine_findings(
             yield _finding("warn", name, "clock", text, skew, 0.0)
         mine = _models(machine)
         if not machine.gpu_error and mine != usual_gpus:
-            text = f"{_told(mine)}; most nodes have {_told(usual_gpus)}"
+            text = f"{_counted(mine)}; most nodes have {_counted(usual_gpus)}"
             yield _finding("fail", name, "gpu", text, len(machine.gpus), len(usual_gpus))
 
 
@@ -173,7 +173,7 @@ def _usual_gpus(machines: Mapping[int, MachineTest]) -> tuple[str, ...]:
     return max(counts.items(), key=lambda item: (item[1], len(item[0])))[0]
 
 
-def _told(models: Sequence[str]) -> str:
+def _counted(models: Sequence[str]) -> str:
     counts = Counter(models)
     return ", ".join(f"{n} x {model}" for model, n in sorted(counts.items())) or "no GPU"
 

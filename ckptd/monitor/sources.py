@@ -57,14 +57,14 @@ class ReportSource:
         When it came.
     found
         Highest number of findings taken.
-    told
+    named
         Whether members and texts came since they were last asked for.
     """
 
     report: NodeReport
     arrived: float
     found: int = -1
-    told: bool = False
+    named: bool = False
 
 
 @dataclass
@@ -101,13 +101,13 @@ class ReportSources:
         before = self.by_name.get(report.source)
         if before is None:
             self._make_room(report, now)
-            self.by_name[report.source] = ReportSource(report, now, told=bool(report.members))
+            self.by_name[report.source] = ReportSource(report, now, named=bool(report.members))
         elif report.number <= before.report.number:
             raise old(report.source, before.report.number, report.number)
         else:
             self._ranks -= _count(before.report)
             before.report, before.arrived = report, now
-            before.told |= bool(report.members)
+            before.named |= bool(report.members)
         self._ranks += _count(report)
         self._tell(report)
 
@@ -156,7 +156,7 @@ class ReportSources:
         """Return after how many seconds without a report a source is silent."""
         return max(self.settings.silent_s, 3 * self.period_s)
 
-    def heard(self, now: float) -> list[NodeReport]:
+    def recent(self, now: float) -> list[NodeReport]:
         """Return the newest reports of sources that are not silent."""
         limit = self.silent_after()
         return [s.report for s in self.by_name.values() if now - s.arrived <= limit]

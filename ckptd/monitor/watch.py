@@ -211,21 +211,21 @@ class JobWatch:
         silent = {a.node: a for a in agents if a.silent}
         missing = self.sources.running(silent, self._fenced)
         addresses = self.sources.addresses()
-        heard = {node: a for node, a in addresses.items() if node not in silent}
+        speaking = {node: a for node, a in addresses.items() if node not in silent}
         if silent and 2 * len(silent) <= len(agents):
             self._links.ask_reach(missing, addresses, now)
         else:
-            self._links.ask_reach((), heard, now)
+            self._links.ask_reach((), speaking, now)
         views = [
             AgentView(node, max(silent[node].missed, 1), self._links.reachable.get(node))
             for node in sorted(missing)
         ]
-        heard_of = self.sources.heard(now)
-        job, rows = gathered(heard_of, self.sources.members, views, silent.keys(), self._fenced)
-        told = self.sources.names
-        if len(self._names) != len(told):
-            self._names = {g: f"{info.kind} {info.name}".strip() for g, info in told.items()}
-            self._timeouts = {g: info.timeout_s for g, info in told.items()}
+        reports = self.sources.recent(now)
+        job, rows = gathered(reports, self.sources.members, views, silent.keys(), self._fenced)
+        named = self.sources.names
+        if len(self._names) != len(named):
+            self._names = {g: f"{info.kind} {info.name}".strip() for g, info in named.items()}
+            self._timeouts = {g: info.timeout_s for g, info in named.items()}
         self._job = replace(
             job,
             texts=self.sources.texts,
@@ -240,10 +240,10 @@ class JobWatch:
             self._pace.forget()
             self._sums.forget()
         self.generation = max(generation, self.generation)
-        told = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)
+        gaps = np.concatenate(self._gaps) if self._gaps else np.zeros(0, GAP)
         self._gaps = []
         if len(rows):
-            self.learned = learn(self.learned, job, told)
+            self.learned = learn(self.learned, job, gaps)
 
     def _moment(self, job: JobView, rows: Array, now: float) -> RoundFacts:
         began = now if self._began is None else self._began
@@ -333,7 +333,7 @@ class JobWatch:
         probes = self._links.probes(known.report.nodes, self.sources.addresses(), now)
         return AgentOrders(
             period_s=self.sources.period_s,
-            tell=not known.told,
+            tell=not known.named,
             stacks=stacks,
             calls=stacks,
             probes=tuple(probes),

@@ -9,6 +9,7 @@ __all__ = ["VERB"]
 VERB = Verb(
     "ckptd_kubernetes.verb:kubernetes",
     "Keep a job's launchers in pods of Kubernetes, beside its controller."
-    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster will"
-    " take away is told to the controller in time. Runs in a pod; see docs/guide/kubernetes.md.",
+    "\n\nPods are made from a PodTemplate, or are those of a Job or JobSet. What the cluster"
+    " will take away is reported to the controller in time. Runs in a pod; see"
+    " docs/guide/kubernetes.md.",
 )

@@ -116,7 +116,7 @@ class KubernetesPods(Launcher):
     def _followed(self, timeout_s: float) -> list[Seen]:
         pods, _ = self._watching()
         if not pods.wait(timeout_s) and pods.failure is not None:
-            raise _told(pods.failure)
+            raise _as_error(pods.failure)
         return [seen(pod, time.time()) for pod in pods.objects()]
 
     def _below(self, timeout_s: float) -> dict[str, Json]:
@@ -370,7 +370,7 @@ def _left(end: float) -> float:
     return max(0.05, end - time.monotonic())
 
 
-def _told(error: Exception) -> CkptdError:
+def _as_error(error: Exception) -> CkptdError:
     if isinstance(error, CkptdError):
         return error
     return DeadlineError(

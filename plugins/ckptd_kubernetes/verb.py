@@ -49,7 +49,7 @@ class KubernetesDocument(Document, frozen=True, kw_only=True, tag="kubernetes"):
     exit_code: int
 
 
-class _Told(Exception):
+class _Signalled(Exception):
     """A signal: this process is to end, and the job is not."""
 
     def __init__(self, number: int) -> None:
@@ -84,9 +84,9 @@ def kubernetes(
     """Keep a job's launchers in pods, as its controller wants them, until the job ends.
 
     Runs beside ckptd controller, in a pod whose service account may read pods and nodes and delete
-    pods, and create them with --template. What Kubernetes will take away is told to the controller
-    in time. TERM ends this process alone: pods train on, and the next one finds them. The exit
-    codes are those of ckptd run.
+    pods, and create them with --template. What Kubernetes will take away is reported to the
+    controller in time. TERM ends this process alone: pods train on, and the next one finds them.
+    The exit codes are those of ckptd run.
     """
     from ckptd_kubernetes.api import in_cluster
 
@@ -138,7 +138,7 @@ def _launcher(
 def _kept(
     launcher: KubernetesPods, job: str, controller: str, secret: bytes, wait_s: float
 ) -> KubernetesDocument:
-    """Keep the launchers until the job ends, or this process is told to."""
+    """Keep the launchers until the job ends, or a signal ends this process."""
     from ckptd.elastic.launchers import OperatorLink, Supervisor, exit_code
 
     link = OperatorLink(lambda: controller, job, secret, name="kubernetes")
@@ -148,8 +148,10 @@ def _kept(
         outcome = Supervisor(launcher, link, _say).run()
         code = exit_code(outcome.kind, _ended(launcher))
         return KubernetesDocument(job=job, kind=outcome.kind, text=outcome.text, exit_code=code)
-    except _Told as told:
-        return KubernetesDocument(job=job, kind="left", text=str(told), exit_code=told.code)
+    except _Signalled as signalled:
+        return KubernetesDocument(
+            job=job, kind="left", text=str(signalled), exit_code=signalled.code
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -158,7 +160,7 @@ def _kept(
 
 
 def _raise(number: int, _: FrameType | None) -> None:
-    raise _Told(number)
+    raise _Signalled(number)
 
 
 def _await(link: OperatorLink, wait_s: float) -> None:
@@ -176,7 +178,7 @@ def _await(link: OperatorLink, wait_s: float) -> None:
 def _ended(launcher: KubernetesPods) -> int:
     """Wait for the launchers, which know of the end; return what the first of them failed with.
 
-    Their pods are left where they ended, for whoever wants to read what they said.
+    Their pods are left where they ended, so that their logs can be read.
     """
     machines = launcher.machines(_CALL_S)
     end = time.monotonic() + _ENDING_S

@@ -241,7 +241,7 @@ def _view(
     rank: int, world: int, dump: _Dump, written: float, members: dict[str, tuple[int, ...]]
 ) -> RankView:
     calls, channels = _calls(dump.entries)
-    groups, told = _groups(dump, calls, channels, members)
+    groups, ranks_of = _groups(dump, calls, channels, members)
     waiting = calls[np.isnan(calls["end"])]
     last = float(np.nanmax(np.append(calls["start"], calls["end"]))) if len(calls) else written
     pending: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def _view(
         moved=last,
         groups=groups,
         calls=calls,
-        members=told,
+        members=ranks_of,
         **pending,
     )
 
@@ -334,7 +334,7 @@ def _groups(
         for entry in dump.entries
         if str(entry.pg_id) in dump.pg_status
     }
-    rows, told = [], {}
+    rows, ranks_of = [], {}
     for ident, channel in channels.items():
         mine = calls[calls["group"] == ident]
         entered = int(mine["seq"].max())
@@ -349,8 +349,8 @@ def _groups(
             completed = max(completed, status[channel.name].last_completed_collective)
         rows.append((ident, 2 if channel.ends else len(ranks), entered, min(completed, entered)))
         if ranks:
-            told[ident] = ranks
-    return _table(rows), told
+            ranks_of[ident] = ranks
+    return _table(rows), ranks_of
 
 
 def _table(rows: Iterable[tuple[int, int, int, int]]) -> np.ndarray[Any, Any]:

@@ -118,7 +118,7 @@ class SlurmLauncher(Launcher):
         self.names = self._slurm.hostnames(nodelist, timeout_s)
         self._steps: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
         self._codes: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._hinted: set[str] = set()
         self._numbers = itertools.count(1)
 
     def start(self, nodes: Sequence[str], timeout_s: float) -> None:
@@ -172,8 +172,8 @@ class SlurmLauncher(Launcher):
             for said in self._slurm.nodes(self.names, timeout_s).values()
             if said.state is MachineState.DRAINING
         }
-        new = sorted(draining.keys() - self._told)
-        self._told = set(draining)
+        new = sorted(draining.keys() - self._hinted)
+        self._hinted = set(draining)
         return tuple(
             Hint(node=name, seconds=self._drain_s, reason=_reason(draining[name])) for name in new
         )

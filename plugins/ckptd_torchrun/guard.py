@@ -86,7 +86,7 @@ def _read(path: str) -> bytes:
 
 
 def _leased_until(path: str) -> float:
-    """Return the moment of CLOCK_MONOTONIC that the lease's file tells; infinite if none."""
+    """Return the moment of CLOCK_MONOTONIC in the lease's file; infinite if none."""
     raw = _read(path)
     number = struct.unpack("=Q", raw)[0] if len(raw) == 8 else 0
     return number / 1e9 if number else float("inf")

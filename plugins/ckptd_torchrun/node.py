@@ -1,4 +1,4 @@
-"""A node whose workers are torchrun's: what its agent waits for, and what the controller hears.
+"""A node whose workers are torchrun's: what its agent waits for, and what it reports.
 
 Two threads meet here. The agent's own comes to `join` for each generation, leaves it to start
 workers, and looks at `changed` while they run; only between the two can workers come into being.
@@ -92,7 +92,7 @@ class TorchrunNode:
     name, host
         See `ckptd.elastic.messages.NodeUp`.
     socket
-        Where workers speak to their launcher.
+        Where workers connect to their launcher.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ class TorchrunNode:
 
     @property
     def job_over(self) -> bool:
-        """Whether the controller has said so."""
+        """Whether the controller has ended the job, or this node's part in it."""
         return self._bye is not None
 
     @property
@@ -396,7 +396,7 @@ class TorchrunNode:
     def _keep_lease(self) -> None:
         until = self._link.lease_until if self._link is not None else 0.0
         if not self._inside and not self._lapsed and 0.0 < until <= time.monotonic():
-            _LOG.warning("the lease is over: no controller was heard of")
+            _LOG.warning("the lease is over: no controller answered")
             self._lapsed, self._fence_at = True, time.monotonic()
 
     def _enforce(self) -> None:

@@ -46,7 +46,7 @@ _LEASE_S = 120.0
 
 @dataclass(frozen=True)
 class SideSettings:
-    """What torchrun was told.
+    """What torchrun's arguments set.
 
     Attributes
     ----------
@@ -100,8 +100,8 @@ class SideSettings:
             kind="bad-argument",
             default_port=_PORT,
         )
-        told = str(conf.get("is_host", "")).lower()
-        here = told in ("1", "true", "yes") if told else is_here(host)
+        is_host = str(conf.get("is_host", "")).lower()
+        here = is_host in ("1", "true", "yes") if is_host else is_here(host)
         return cls(
             job=job,
             host=host,
@@ -189,7 +189,7 @@ class Side:
         self._keeper = threading.Thread(target=self._keep, name="ckptd-side", daemon=True)
 
     def start(self) -> None:
-        """Begin to look after the controller, and to speak to it."""
+        """Begin to look after the controller, and connect to it."""
         self._keeper.start()
         self._link.start()
         self.node.start(self._link)

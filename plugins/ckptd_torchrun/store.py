@@ -61,7 +61,7 @@ class GenerationStore(Store):
     over
         Whether the generation is over, from its fence on.
     succeeded
-        Called when the agent says that all its workers have ended in good order.
+        Called when the agent reports that all its workers have ended in good order.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GenerationStore(Store):
         self._limit = timedelta(seconds=300)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key; says nothing when the generation is over."""
+        """Set a key; does nothing when the generation is over."""
         try:
             self._store.set(key, value)  # type: ignore[arg-type]
         except DistError:

@@ -116,22 +116,22 @@ def test_signs_in_etcd(etcd: str) -> None:
 def test_of_two_parts_at_most_one_has_the_controller_and_the_larger_one_does(nodes: int) -> None:
     for hears in range(1, nodes + 1):
         silent = nodes - hears
-        takes = silent > 0 and may_stand_in(0.0, hears, nodes, silent, met=True)
+        takes = silent > 0 and may_stand_in(0.0, hears, nodes, silent, known=True)
         assert takes == (silent > hears)
 
 
 def test_a_lone_node_never_takes_it_while_there_is_a_pulse() -> None:
     for nodes, old in itertools.product(range(2, 40), (0.0, 0.5, 1.4)):
-        assert not may_stand_in(old, nodes - 1, nodes, 1, met=True)
+        assert not may_stand_in(old, nodes - 1, nodes, 1, known=True)
 
 
 def test_without_a_pulse_half_of_the_nodes_or_patience_suffice() -> None:
-    assert may_stand_in(2.0, 3, 3, 2, met=True)
-    assert may_stand_in(2.0, 2, 2, 1, met=True)
-    assert not may_stand_in(2.0, 3, 3, 1, met=True)
-    assert may_stand_in(7.0, 3, 3, 1, met=True)
-    assert may_stand_in(2.0, 3, 3, 1, met=False)
-    assert may_stand_in(math.inf, 0, 0, 1, met=True)
+    assert may_stand_in(2.0, 3, 3, 2, known=True)
+    assert may_stand_in(2.0, 2, 2, 1, known=True)
+    assert not may_stand_in(2.0, 3, 3, 1, known=True)
+    assert may_stand_in(7.0, 3, 3, 1, known=True)
+    assert may_stand_in(2.0, 3, 3, 1, known=False)
+    assert may_stand_in(math.inf, 0, 0, 1, known=True)
 
 
 def test_signs_are_fresh_by_their_changing(tmp_path: Path) -> None:
@@ -146,22 +146,22 @@ def test_signs_are_fresh_by_their_changing(tmp_path: Path) -> None:
         a.say_silent()
     assert a.looked
     assert a.silent() == 1  # what was left long ago is of nobody who lives
-    assert not a.may_stand_in(met=True)
+    assert not a.may_stand_in(known=True)
     for _ in range(6):
         clock.now += LOOK_S
         controller.leave(1, 3)
         a.say_silent()
         b.say_silent()
     assert a.silent() == b.silent() == 2
-    assert a.may_stand_in(met=True)
+    assert a.may_stand_in(known=True)
     for _ in range(2):
         clock.now += 10 * LOOK_S
         a.say_silent()
     assert a.silent() == 1
-    assert a.may_stand_in(met=True)  # nobody leaves a pulse
+    assert a.may_stand_in(known=True)  # nobody leaves a pulse
 
 
 def test_a_place_without_signs_is_nobodys(tmp_path: Path) -> None:
     outlook = Outlook(LeaderRecord(open_store(tmp_path)), "a", Clock())
     outlook.say_silent()
-    assert outlook.may_stand_in(met=True)
+    assert outlook.may_stand_in(known=True)

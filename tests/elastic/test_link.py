@@ -56,9 +56,9 @@ def test_a_goodbye_is_acknowledged(tmp_path: Path) -> None:
             lambda: NodeUp(node="n0", life="l", slots=1),
             lambda _: None,
         ).start()
-        until(lambda: link.met)
+        until(lambda: link.answered)
         link.tell(Left(node="n0"))
-        until(link._all_heard)
+        until(link._all_acknowledged)
         link.close(0.0)
 
 
@@ -76,7 +76,7 @@ def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> No
             assert word in said
             assert word in link.problem
             assert link.new_refusal() == ""
-            assert not link.met
+            assert not link.answered
             link.close(0.0)
 
 

@@ -27,13 +27,13 @@ def sheet(
 def test_a_source_is_silent_after_a_while_and_heard_again_at_once() -> None:
     s = ReportSources(WatchSettings(silent_s=5.0))
     s.take(sheet("a"), 0.0)
-    assert len(s.heard(5.0)) == 1
-    assert s.heard(5.1) == []
+    assert len(s.recent(5.0)) == 1
+    assert s.recent(5.1) == []
     (agent,) = s.agents(6.0)
     assert (agent.node, agent.silent, agent.age_s) == ("n0", True, 6.0)
     assert agent.missed >= 20
     s.take(sheet("a", 1), 7.0)
-    assert len(s.heard(7.0)) == 1
+    assert len(s.recent(7.0)) == 1
     assert not s.agents(7.0)[0].silent
 
 

@@ -100,7 +100,7 @@ class _Node:
         """On another connection, until the first beat tells whether that is the same launcher's."""
         self.up: NodeUp | None = None
         self.queued: NodeUp | None = None
-        self.heard = 0
+        self.received = 0
         self.fenced: tuple[int, int] = (0, 0)
         self.begun = 0
         self.left = False
@@ -211,7 +211,7 @@ class Controller:
         if name in self.machine.nodes and self.machine.nodes[name].up:
             self.put(NodeLost(node=name))
 
-    def heard(self, peer: PeerConnection, message: Any) -> None:
+    def received(self, peer: PeerConnection, message: Any) -> None:
         """See `Listener`."""
         if peer.role == "node":
             node = self._nodes.get(peer.name)
@@ -231,7 +231,7 @@ class Controller:
             if getattr(message.event, "node", name) != name:
                 raise _not_its_own(name, getattr(message.event, "node", ""))
             node.left |= isinstance(message.event, Left)
-            self.put(message.event, lambda: self._has_heard(node, message.number))
+            self.put(message.event, lambda: self._acknowledge(node, message.number))
         elif isinstance(message, Hosting):
             self._hosting(name, StoreAt(message.generation, message.host, message.port))
         else:
@@ -240,18 +240,18 @@ class Controller:
     def _check_generation(self, message: Beat | Said | Hosting | Timed) -> None:
         """Refuse what would use up the numbers of generations."""
         if isinstance(message, Beat):
-            told = max(message.up.fenced, message.up.running)
+            claimed = max(message.up.fenced, message.up.running)
         elif isinstance(message, Said):
-            told = getattr(message.event, "generation", 0)
+            claimed = getattr(message.event, "generation", 0)
         else:
-            told = message.generation
+            claimed = message.generation
         most = self.machine.generation + _MOST_AHEAD
-        if told > most:
+        if claimed > most:
             raise RefusedError(
                 "a node knows of a generation that cannot be",
                 kind="no-generation",
                 wanted=f"at most {most}",
-                found=str(told),
+                found=str(claimed),
             )
 
     def _beat(self, node: _Node, beat: Beat) -> None:
@@ -262,7 +262,7 @@ class Controller:
         nodes = self.machine.nodes
         known = nodes[name] if name in nodes else None  # noqa: SIM401 - a roster is no dict
         lease_s = self._lease_s if self.machine.may_renew(name) else 0.0
-        node.peer.send(Echo(number=beat.number, heard=node.heard, lease_s=lease_s))
+        node.peer.send(Echo(number=beat.number, heard=node.received, lease_s=lease_s))
         if known is not None and node.up == beat.up and known.up and known.life == beat.up.life:
             # Nothing is new but the moment, and this is what a large job sends most of.
             known.seen = max(known.seen, time.monotonic())
@@ -303,10 +303,10 @@ class Controller:
             node.queued = None
 
     @staticmethod
-    def _has_heard(node: _Node, number: int) -> None:
-        node.heard = max(node.heard, number)
+    def _acknowledge(node: _Node, number: int) -> None:
+        node.received = max(node.received, number)
         if node.left:  # its beats are not echoed any more, and it waits for this before it ends
-            node.peer.send(Echo(number=0, heard=node.heard))
+            node.peer.send(Echo(number=0, heard=node.received))
 
     def _hosting(self, name: str, store: StoreAt) -> None:
         """Tell all members where the job store is; who begins later is told then."""

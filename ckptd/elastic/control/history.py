@@ -24,7 +24,7 @@ __all__ = ["MARKS", "Goodput", "Kind", "Recovery", "RecoveryHistory", "Splitter"
 MARKS = ("spawned", "imported", "initialised", "loaded", "stepped")
 """What workers tell of, in its order; seconds from the arrival of the order to start."""
 _KEPT = 100
-_MOST_TOLD = 20
+_MOST_NOTES = 20
 _MOST_MEASURED = 20
 _REFUSED_S = 10.0
 
@@ -364,7 +364,7 @@ class RecoveryHistory:
         self._epoch = time.time() - time.monotonic() if epoch is None else epoch
         self._say = say
         self._file: BinaryIO | None = None
-        self._told: deque[str] = deque(maxlen=_MOST_TOLD)
+        self._notes: deque[str] = deque(maxlen=_MOST_NOTES)
         self._splitter = Splitter(self._epoch)
         self._goodput = Goodput(time.monotonic())
         self._faults = 0
@@ -378,7 +378,7 @@ class RecoveryHistory:
     @property
     def told(self) -> tuple[str, ...]:
         """The last sentences for people, the oldest first."""
-        return tuple(self._told)
+        return tuple(self._notes)
 
     @property
     def recoveries(self) -> tuple[dict[str, Any], ...]:
@@ -405,7 +405,7 @@ class RecoveryHistory:
     def tell(self, text: str) -> None:
         """Keep a sentence for people."""
         self.changes += 1
-        self._told.append(text)
+        self._notes.append(text)
         self._write({"event": "told", "at": time.time(), "text": text})
         if self._say is not None:
             self._say(text)

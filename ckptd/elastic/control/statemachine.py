@@ -279,12 +279,12 @@ class StateMachine:
     def _repeat(self, node: Node, *, came: bool) -> None:
         """Fence again whoever has not heard of it, or came too late to."""
         fencing = self.state is State.FENCE
-        unheard = (fencing or node.stuck_at is not None) and node.fenced < self.generation
-        if unheard or 0 < node.running < self.generation:
+        unfenced = (fencing or node.stuck_at is not None) and node.fenced < self.generation
+        if unfenced or 0 < node.running < self.generation:
             level = self._fence_level() if fencing else 1
             self._out.append(Fence(nodes=(node.name,), generation=self.generation, level=level))
         waited_for = node.running or self._is_member(node.name)
-        if fencing and unheard and came and waited_for:
+        if fencing and unfenced and came and waited_for:
             self._pending.append(node.name)
 
     def _refuse(self, said: NodeUp, now: float) -> None:

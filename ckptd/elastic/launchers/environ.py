@@ -9,12 +9,12 @@ import msgspec
 
 from ckptd.elastic.messages import LAUNCHER_VARIABLE, LEASE_VARIABLE, Begin, Seat
 
-__all__ = ["SIGNALS_TO_HANDLE", "Told", "common", "of_seat", "of_store"]
+__all__ = ["SIGNALS_TO_HANDLE", "JobFacts", "common", "of_seat", "of_store"]
 
 SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a launcher tells all workers of its node.
 
     Attributes
@@ -34,7 +34,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     lease: Path
 
 
-def common(base: Mapping[str, str], told: Told, slots: int) -> dict[str, str]:
+def common(base: Mapping[str, str], told: JobFacts, slots: int) -> dict[str, str]:
     """Return what is the same for all workers of a node, over `base`."""
     more = {
         "ROLE_NAME": told.role,

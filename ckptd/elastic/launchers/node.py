@@ -1,7 +1,7 @@
 """A node's launcher: does what the controller orders, with the workers of one node.
 
-All state is of one thread. Others, which hear the controller and the workers, put what they hear
-into its inbox.
+All state is of one thread. Others, which receive from the controller and the workers, put each
+message into its inbox.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = ["LauncherEnding", "NodeLauncher", "NodeSettings"]
 _TURN_S = 0.1
 _SILENT_S = 3.0
 _FIRST_SILENT_S = 15.0
-"""While none was heard of: this launcher, or another one, may be about to start it."""
+"""While none ever answered: this launcher, or another one, may be about to start it."""
 _ENDING_S = 0.2
 """For so long after a worker failed others may be about to end in good order: it is waited for
 them, unless another one fails."""
@@ -85,7 +85,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     interrupt_s
         After which a session that does not leave its generation is killed.
     grace_s
-        After which workers are killed that were told to end, by SIGTERM or what the launcher got.
+        After which workers are killed that were ordered to end.
     """
 
     job: str
@@ -120,12 +120,13 @@ class NodeLauncher:
     say
         Tells people a sentence.
     turn
-        Is called about ten times a second, with the seconds for which no controller was heard of
-        and the rank of this node in the last generation; tells whether one is to be tried at once.
+        Is called about ten times a second, with the seconds for which no controller answered
+        and the rank of this node in the last generation; returns whether one is to be tried at
+        once.
     seated
         See `NodeLink`.
     daemon_at
-        Is told the URL of the job's daemon, on each connection to a controller that knows it.
+        Receives the URL of the job's daemon, on each connection to a controller that knows it.
 
     Raises
     ------
@@ -177,7 +178,7 @@ class NodeLauncher:
             say,
             self._cannot_start,
         )
-        self._end_of_workers = LauncherEnd(folder / "launcher.sock", self._heard, self._known)
+        self._end_of_workers = LauncherEnd(folder / "launcher.sock", self._received, self._known)
         self._up = self._state()
         self._link = NodeLink(
             addresses,
@@ -194,7 +195,7 @@ class NodeLauncher:
     # --- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> LauncherEnding:
-        """Do what the controller orders until it says goodbye, or a signal says so; clean up."""
+        """Do what the controller orders until it ends the job, or a signal comes; clean up."""
         try:
             self._link.start()
             while self._ending is None:
@@ -266,12 +267,12 @@ class NodeLauncher:
                 self._memory.look(worker.pid)
         if refusal := self._link.new_refusal():
             self._say(refusal)
-        silent = self._link.silent_s > (_SILENT_S if self._link.met else _FIRST_SILENT_S)
+        silent = self._link.silent_s > (_SILENT_S if self._link.answered else _FIRST_SILENT_S)
         if silent != self._silent:
             self._silent = silent
             self._say_silence(silent, now)
         self._refresh()
-        # Its last word may lie in the inbox still: it ends as soon as it has put that there.
+        # Its last order may lie in the inbox still: it ends as soon as it has put that there.
         if not self._link.alive and self._inbox.empty() and self._ending is None:
             self._ending = LauncherEnding("defect", "the link to the controller has failed", 1)
 
@@ -300,7 +301,7 @@ class NodeLauncher:
         return 0.0 < self._lease_until <= time.monotonic()
 
     def _look_at_lease(self) -> None:
-        # Those as well that were only told to end: they may step meanwhile.
+        # Those as well that were only ordered to end: they may step meanwhile.
         live = self._pool.workers.live()
         if not live or not self._lease_over:
             return
@@ -309,7 +310,7 @@ class NodeLauncher:
             worker.kill()
         if known:
             return
-        self._say("the lease is over, nothing was heard of the controller: workers are killed")
+        self._say("the lease is over, the controller did not answer: workers are killed")
         running = self._node.running
         if running and self._node.ended is None:
             ended = Ended(node=self._s.node, generation=running, code=LEASE_EXIT_CODE)
@@ -379,7 +380,7 @@ class NodeLauncher:
 
     def _may_start(self, begin: Begin) -> bool:
         old = self._pool.workers.live(lambda w: w.generation < begin.generation and not w.idle)
-        # A Begin may be heard before the echo that renews a lease which was over.
+        # A Begin may come before the echo that renews a lease which was over.
         may = self._ending is None and not self._lease_over
         return may and not old
 
@@ -424,19 +425,19 @@ class NodeLauncher:
         if by_itself and code == -signal.SIGKILL:
             memory = self._memory.killed(worker.pid)
         self._memory.forget(worker.pid)
-        if not by_itself or worker.generation != self._node.started or self._told_of_lease:
+        if not by_itself or worker.generation != self._node.started or self._ended_by_lease:
             return
         stepped = stepped or self._progress.has("stepped", worker.seat.rank)
         # What was left before is not of this end: somebody else has ended it since.
         words = words if words is not None and words.code == code else None
         end = _End(worker, code, stepped, words, memory)
         if code and not any(other.code for other in self._ends):
-            self._say(end.told)
+            self._say(end.sentence)
         self._ends.append(end)
         self._tell_ends(time.monotonic())
 
     @property
-    def _told_of_lease(self) -> bool:
+    def _ended_by_lease(self) -> bool:
         ended = self._node.ended
         return ended is not None and ended.code == LEASE_EXIT_CODE
 
@@ -444,8 +445,8 @@ class NodeLauncher:
         """Tell how workers of the generation have ended, once it is known whether others follow."""
         begin = self._node.begin
         generation = self._node.started
-        # It may run none any more: what is told last is how the last of them has ended.
-        over = self._told_of_lease or self._node.fenced >= generation
+        # It may run none any more: the last report is how the last of them has ended.
+        over = self._ended_by_lease or self._node.fenced >= generation
         if not self._ends or begin is None or over:
             return
         going = [w for w in self._pool.workers if w.generation == generation and w.code is None]
@@ -483,19 +484,19 @@ class NodeLauncher:
     def _known(self, pid: int) -> bool:
         return self._pool.workers.of_session(pid) is not None
 
-    def _heard(self, end: WorkerEnd, message: FromWorker | None) -> None:
-        self._post(partial(self._hear, end, message))
+    def _received(self, end: WorkerEnd, message: FromWorker | None) -> None:
+        self._post(partial(self._handle, end, message))
 
-    def _hear(self, end: WorkerEnd, message: FromWorker | None) -> None:
+    def _handle(self, end: WorkerEnd, message: FromWorker | None) -> None:
         worker = self._pool.workers.of_session(end.pid)
         if worker is None or (worker.dead and not isinstance(message, Progress)):
-            return  # a step that it told of before it died counts
+            return  # a step that it reported before it died counts
         if message is None:
             worker.end = None if worker.end is end else worker.end
         elif isinstance(message, Attach):
             self._attached(worker, end, message)
         elif worker.end is not end:
-            return  # said by another program than the worker; see `_attached`
+            return  # sent by another program than the worker; see `_attached`
         elif isinstance(message, Out):
             worker.out = worker.out or message.generation >= worker.generation
         elif message.generation == worker.generation == self._node.running:
@@ -562,7 +563,7 @@ class NodeLauncher:
         self._ending = LauncherEnding("left", words, 128 + number)
 
     def _close(self) -> None:
-        """End all that is left of the generation, and say goodbye."""
+        """End all that is left of the generation, and leave."""
         ending = self._ending
         # From now on nothing is begun, also where it ends by an error.
         self._ending = ending or LauncherEnding("defect", "", 1)
@@ -600,7 +601,7 @@ class _End:
         When, in seconds of ``time.monotonic``.
     place, text
         See `Ended`.
-    told
+    sentence
         The same in a sentence.
     """
 
@@ -617,4 +618,4 @@ class _End:
         said = memory or error_of(worker.error_file) or (words.text if words is not None else "")
         rank = f"rank {worker.seat.rank}"
         self.text = f"{rank}: {said}"[:_MOST_TEXT] if said else rank
-        self.told = f"{rank} (process {worker.pid}) has ended: {how}{said and ': '}{said}"
+        self.sentence = f"{rank} (process {worker.pid}) has ended: {how}{said and ': '}{said}"

@@ -42,7 +42,7 @@ class NodeProgress:
         self._loaded: dict[int, int] = {}
         self._marks: dict[str, float] = {}
         """Those that the controller knows."""
-        self._loaded_told = False
+        self._loaded_sent = False
 
     def mark(self, name: str, ranks: Iterable[int]) -> None:
         """Note that ranks have reached a mark; only the first time counts."""
@@ -75,7 +75,7 @@ class NodeProgress:
         if new:
             self._marks |= new
             self._tell(Timed(self._generation, self._node, dict(self._marks)))
-        if self._loaded and not self._loaded_told and self._complete(self._loaded.keys()):
-            self._loaded_told = True
+        if self._loaded and not self._loaded_sent and self._complete(self._loaded.keys()):
+            self._loaded_sent = True
             step = min(self._loaded.values())
             self._tell(Loaded(node=self._node, generation=self._generation, step=step))

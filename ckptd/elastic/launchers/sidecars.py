@@ -277,7 +277,7 @@ class ControllerSupervisor:
         self._pause_of, self._pause_s = -1, 0.0
         """How long is waited in silence, and by a node of which rank."""
         self._silent_s = 0.0
-        self._turned = self._heard = time.monotonic()
+        self._turned = self._answered_at = time.monotonic()
         """When was looked last, and when its own controller was last known to answer."""
         self._probe: _Probe | None = None
         self._probe_at, self._silence = 0.0, ""
@@ -285,7 +285,7 @@ class ControllerSupervisor:
         self._problem = ""
         """Why none could be started, as it was said last."""
         self._asked = 0
-        self._met = self._follows = False
+        self._answered = self._follows = False
         """Whether one was ever heard of; and whether this launcher's has ended for another one."""
 
     @property
@@ -307,7 +307,7 @@ class ControllerSupervisor:
         if self._announced and self._part is not None:
             return self._announced
         self._asked += 1
-        if not self._met and self._endpoint and self._asked % 2 == 0:
+        if not self._answered and self._endpoint and self._asked % 2 == 0:
             return self._endpoint
         return self._seated() or self._endpoint
 
@@ -342,7 +342,7 @@ class ControllerSupervisor:
         CkptdError
             None can be started, and no generation of the job has begun here.
         """
-        self._met |= silent_s < self._silent_s
+        self._answered |= silent_s < self._silent_s
         self._silent_s = silent_s
         if self._part is not None:
             self._end_hung(self._part, silent_s)
@@ -351,13 +351,13 @@ class ControllerSupervisor:
             return False
         if self._pause_of != order:
             self._pause_of, self._pause_s = order, stand_in_pause_s(order)
-        if self._met and silent_s <= _QUIET_S:
+        if self._answered and silent_s <= _QUIET_S:
             self._yielded = self._cut = False
-        if self._met and silent_s > _QUIET_S:
+        if self._answered and silent_s > _QUIET_S:
             self._say_silent()
-        if self._met and silent_s <= self._quiet_s():
+        if self._answered and silent_s <= self._quiet_s():
             return False  # all is well: the place of the seat, perhaps far away, is not asked
-        first = not self.started and not self._met and not self._may_live()
+        first = not self.started and not self._answered and not self._may_live()
         own = self.started and not self._yielded
         mine = own or (first and (not self._endpoint or self._endpoint_here()))
         if mine or (silent_s > self._pause_s and self._may_stand_in()):
@@ -379,9 +379,9 @@ class ControllerSupervisor:
         """Whether the controller is gone, or cut off from more nodes than it hears."""
         if self._outlook is None:
             return True
-        if not self._met:
+        if not self._answered:
             self._say_silent()
-        may = self._outlook.looked and self._outlook.may_stand_in(met=self._met)
+        may = self._outlook.looked and self._outlook.may_stand_in(known=self._answered)
         if self._outlook.looked and not may and not self._cut:
             self._cut = True
             self._say(
@@ -414,15 +414,15 @@ class ControllerSupervisor:
         now = time.monotonic()
         answers = silent_s <= _QUIET_S or silent_s == math.inf
         if answers or not self._announced or now - self._turned > _QUIET_S:
-            self._heard, self._probe, self._probe_at, self._silence = now, None, 0.0, ""
+            self._answered_at, self._probe, self._probe_at, self._silence = now, None, 0.0, ""
         self._turned = now
-        if now - self._heard <= _HUNG_S or part.process.poll() is not None:
+        if now - self._answered_at <= _HUNG_S or part.process.poll() is not None:
             return
         if self._probe is None and now >= self._probe_at:
             port = parse_address(self._announced).port
             self._probe = _Probe(str(Address(self._bound_to, port)))
         elif self._probe is not None and self._probe.over:
-            self._judge_silent(part, self._probe, f"for {now - self._heard:.0f} s")
+            self._judge_silent(part, self._probe, f"for {now - self._answered_at:.0f} s")
             self._probe, self._probe_at = None, now + _HUNG_S
 
     def _judge_silent(self, part: Sidecar, probe: _Probe, since: str) -> None:
@@ -513,7 +513,7 @@ class ControllerSupervisor:
         if error is not None and error.kind == "listen":
             # Of a job that had a controller, one that hangs may hold the port: every other start
             # takes any port, and nodes find it by the leader's record.
-            self._other_port = self._met or bool(self._seated())
+            self._other_port = self._answered or bool(self._seated())
         if error is None or isinstance(error, ConflictError):
             if code:
                 self._say(f"{part.failed(f'has ended with {code}')}\nanother one is started")

@@ -69,7 +69,7 @@ class _Host:
     address: str
     pipe: int
     pid: int = 0
-    told: bytes = b""
+    sent: bytes = b""
 
 
 class WorkerPool:
@@ -223,9 +223,9 @@ class WorkerPool:
         program = self._program
         self._spawner = Spawner(program.environ, plain=program.plain, shown=program.argv)
         self._unready_since = self._unready_since or time.monotonic()
-        self._selector.register(self._spawner, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._spawner, selectors.EVENT_READ, self._receive)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         if self._spawner is None:
             return
         try:
@@ -234,9 +234,9 @@ class WorkerPool:
             self._lose_spawner(self._spawner)
             return
         for message in messages:
-            self._heard(message)
+            self._take(message)
 
-    def _heard(self, message: FromZygote) -> None:
+    def _take(self, message: FromZygote) -> None:
         if isinstance(message, Ready):
             self._unready_since = None
             if message.broken:
@@ -328,22 +328,22 @@ class WorkerPool:
         read, write = os.pipe()
         host = _Host(self._number(), generation, address, read)
         self._host = self._hosts[host.number] = host
-        self._selector.register(read, selectors.EVENT_READ, partial(self._told, host))
+        self._selector.register(read, selectors.EVENT_READ, partial(self._read_port, host))
         order = Fork(
             number=host.number, mode="store", argv=(address,), environ=self._program.environ
         )
         if self._spawner is not None:
             self._spawner.order(order, write)
 
-    def _told(self, host: _Host) -> None:
+    def _read_port(self, host: _Host) -> None:
         if host.pipe < 0:  # let go of since it was found readable
             return
         said = os.read(host.pipe, 64)
-        host.told += said
-        if host.told.endswith(b"\n"):
+        host.sent += said
+        if host.sent.endswith(b"\n"):
             shown = "localhost" if host.address in LOCALHOST else host.address
-            self._hosting(host.generation, shown, int(host.told))
-        if not said or host.told.endswith(b"\n"):
+            self._hosting(host.generation, shown, int(host.sent))
+        if not said or host.sent.endswith(b"\n"):
             self._drop_pipe(host)
 
     def _drop_pipe(self, host: _Host) -> None:

@@ -167,7 +167,7 @@ class SumBook:
     def forget(self) -> None:
         """Begin anew."""
         self._sums: dict[int, list[tuple[Array, Array]]] = {}
-        self._heard: dict[int, float] = {}
+        self._seen_at: dict[int, float] = {}
         self._norms: dict[int, list[tuple[Array, Array]]] = {}
         self._judged = -1
         self._judged_norm = -1
@@ -187,7 +187,7 @@ class SumBook:
                 mine = here[here["what"] == what]
                 if len(mine) and step > done:
                     book.setdefault(step, []).append((mine, ranks[mine["row"]]))
-                    self._heard[step] = now
+                    self._seen_at[step] = now
         for book in (self._sums, self._norms):
             for step in sorted(book)[: -2 * STEPS]:
                 del book[step]
@@ -214,13 +214,15 @@ class SumBook:
                 self._lately.append(step)
                 self.mismatches += _count_differing(rows)
                 yield from replica_differences(rows["set"], ranks, rows["value"], step)
-        self._heard = {s: t for s, t in self._heard.items() if s in self._sums or s in self._norms}
+        self._seen_at = {
+            s: t for s, t in self._seen_at.items() if s in self._sums or s in self._norms
+        }
         yield from self._judge_norms(now)
 
     def _complete(self, step: int, book: dict[int, list[tuple[Array, Array]]], now: float) -> bool:
         # A later step of everybody's, or silence: a rank that has not reported by then does not.
-        later = max(book) > step and now - self._heard.get(step, now) > LATE_S / 3
-        return later or now - self._heard.get(step, now) > LATE_S
+        later = max(book) > step and now - self._seen_at.get(step, now) > LATE_S / 3
+        return later or now - self._seen_at.get(step, now) > LATE_S
 
     def _judge_norms(self, now: float) -> Iterator[Verdict]:
         ready = [s for s in sorted(self._norms) if self._complete(s, self._norms, now)]

@@ -122,8 +122,8 @@ class Endings:
         ranks = job.ranks
         unknown = ranks["exit_code"] == NO_EXIT
         done = (ranks["exit_code"] == 0) | (unknown & (rows["recorder"] == RecorderState.OFF))
-        said = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
-        out: Array = np.where(self._awaited(job), said, done)
+        ended_well = (ranks["exit_code"] == 0) & (ranks["phase"] == Phase.EXIT)
+        out: Array = np.where(self._awaited(job), ended_well, done)
         return out
 
     def _left_early(self, job: JobView) -> Array:

@@ -188,7 +188,7 @@ def hangs(
     yield from found
     if not found and not gone.any():
         # Beside a known culprit, ranks that wait for silent ones may wait for it through them.
-        unheard = tuple(_unheard(job, wait, within))
+        unheard = tuple(_silent(job, wait, within))
         yield from unheard or _held_up_unseen(job, limits, gone, stopped)
 
 
@@ -274,8 +274,8 @@ def _running(job: JobView, rows: Array) -> int:
 
 def _engine_s(job: JobView, codes: Array) -> float:
     """Return after how long the backend gives up what is waited for in groups, in seconds."""
-    told = [job.timeouts.get(int(job.group_ids[code]), 0.0) for code in np.unique(codes)]
-    return min((seconds for seconds in told if seconds > 0), default=ENGINE_S)
+    stated = [job.timeouts.get(int(job.group_ids[code]), 0.0) for code in np.unique(codes)]
+    return min((seconds for seconds in stated if seconds > 0), default=ENGINE_S)
 
 
 def _place(job: JobView, row: int) -> str:
@@ -552,7 +552,7 @@ def _held_up_unseen(
 # --- nobody to ask ------------------------------------------------------------------------------
 
 
-def _unheard(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
+def _silent(job: JobView, wait: Waits, limit: Array) -> Iterator[Verdict]:
     age = job.ranks["pending_age"]
     rows = np.flatnonzero(wait.unheard & (age > limit))
     if not len(rows):

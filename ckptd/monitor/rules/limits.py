@@ -126,7 +126,7 @@ def _keys(calls: Array, what: np.uint64) -> Array:
     return mix(calls["site"], calls["phase"], calls["op"], np.full(len(calls), what))
 
 
-def learn(learned: Learned, job: JobView, told: Array | None = None) -> Learned:
+def learn(learned: Learned, job: JobView, gaps: Array | None = None) -> Learned:
     """Return `learned` with what `job` shows of calls that ended.
 
     Two things are learned of a call site in a phase: the longest from the end of its call to the
@@ -139,16 +139,16 @@ def learn(learned: Learned, job: JobView, told: Array | None = None) -> Learned:
         What was usual before.
     job
         The moment.
-    told
+    gaps
         Rows of `ckptd.monitor.report.GAP`, by agents that saw every call: taken in place of the
         gaps between those calls that `job` happens to show.
     """
     keys, spans = [learned.keys], [learned.longest]
-    if told is not None:
-        keys.append(_keys(told, _GAP))
-        spans.append(told["seconds"])
+    if gaps is not None:
+        keys.append(_keys(gaps, _GAP))
+        spans.append(gaps["seconds"])
     if len(job.calls):
-        for more, longest in ([_gaps(job)] if told is None else []) + [_durations(job)]:
+        for more, longest in ([_gaps(job)] if gaps is None else []) + [_durations(job)]:
             keys.append(more)
             spans.append(longest)
     return _kept(np.concatenate(keys), np.concatenate(spans))

@@ -104,7 +104,7 @@ def mismatches(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
     signature = _signatures(rows, starts, sizes)
     said = (rows["step"] >= 0) & ((rows["flags"] & CallFlag.COUNTED) == 0)
     where = mix(rows["site"], rows["step"].astype(np.uint64))
-    told: set[int] = set()
+    reported: set[int] = set()
     for kind, values, low, high in (
         (VerdictKind.MISMATCH, signature, signature, signature),
         # Who does not say in which step it is agrees with everybody.
@@ -118,7 +118,7 @@ def mismatches(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
         for cohort in np.flatnonzero(apart):
             here = slice(starts[cohort], starts[cohort] + sizes[cohort])
             group = int(rows["group"][here.start])
-            if group in told or len(told) >= MOST:
+            if group in reported or len(reported) >= MOST:
                 continue
             some, kinds = rows[here], values[here]
             if values is where and not _is_shifted(job, some, kinds):
@@ -126,7 +126,7 @@ def mismatches(job: JobView, limits: HangLimits) -> Iterator[Verdict]:
             mine = said[here] if values is not where and kind is VerdictKind.DESYNC else slice(None)
             verdict = _verdict(job, limits, kind, some[mine], kinds[mine])
             if verdict is not None:
-                told.add(group)
+                reported.add(group)
                 yield verdict
 
 
@@ -168,7 +168,7 @@ def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
     usual = usual[usual != odd]
     if not len(kinds) > 1 or not len(usual):
         return False
-    mine, theirs = (_told_calls(job, int(row), cohort[0]) for row in (odd, usual[0]))
+    mine, theirs = (_calls_of(job, int(row), cohort[0]) for row in (odd, usual[0]))
     for by in range(1, _FURTHEST + 1):
         for one, other in ((mine, theirs), (theirs, mine)):
             pairs = [(v, other.get(seq + by)) for seq, v in one.items() if seq + by in other]
@@ -177,7 +177,7 @@ def _is_shifted(job: JobView, cohort: Array, where: Array) -> bool:
     return False
 
 
-def _told_calls(job: JobView, row: int, first: np.void) -> dict[int, int]:
+def _calls_of(job: JobView, row: int, first: np.void) -> dict[int, int]:
     """Return what a rank's calls of a group are, from `first` on, by their numbers."""
     calls = job.calls
     mine = calls[(calls["row"] == row) & (calls["group"] == first["group"])]

@@ -120,7 +120,7 @@ class StepBook:
     def forget(self, world: int) -> None:
         """Begin anew, with a world of another size or other steps."""
         self.world = world if 8 * world <= MOST_CELLS else 0
-        self._told = world
+        self._reported = world
         self.newest = -1
         self._usual = -1
         self._depth = min(self._most, MOST_CELLS // max(self.world, 1))
@@ -133,7 +133,7 @@ class StepBook:
         known = steps[steps >= 0]
         self._usual = int(np.median(known)) if len(known) else -1
         back = 0 <= self._usual < self.newest - self._depth
-        if world != self._told or back:
+        if world != self._reported or back:
             usual = self._usual
             self.forget(world)
             self._usual = usual
@@ -173,17 +173,17 @@ class StepBook:
         """
         order = np.argsort(self._step, kind="stable")
         order = order[self._step[order] >= 0]
-        told = ranks < self.world
-        if not len(order) or not told.any():
+        inside = ranks < self.world
+        if not len(order) or not inside.any():
             empty = np.zeros((0, len(ranks)))
             return np.zeros(0, np.int64), empty, empty
-        columns = ranks[told]
+        columns = ranks[inside]
         some = np.isfinite(self._own[np.ix_(order, columns)]).mean(1) >= share
         order = order[some][-count:]
         own = np.full((len(order), len(ranks)), np.nan)
         wall = own.copy()
-        own[:, told] = self._own[np.ix_(order, columns)]
-        wall[:, told] = self._wall[np.ix_(order, columns)]
+        own[:, inside] = self._own[np.ix_(order, columns)]
+        wall[:, inside] = self._wall[np.ix_(order, columns)]
         return self._step[order], own, wall
 
 

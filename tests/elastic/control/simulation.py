@@ -164,8 +164,8 @@ class World(Nodes):
         """Return what launchers that hear no controller make of its signs."""
         boss = self.newest()
         if boss is None:
-            return may_stand_in(2.0, 0, 0, silent, met=True)
-        return may_stand_in(0.0, *boss.machine.hears(self.now, 2.0), silent, met=True)
+            return may_stand_in(2.0, 0, 0, silent, known=True)
+        return may_stand_in(0.0, *boss.machine.hears(self.now, 2.0), silent, known=True)
 
     def turn_to(self, node: SimNode, life: int) -> None:
         """Have a node connect to a controller."""

@@ -31,12 +31,12 @@ def test_who_reconnects_before_the_store_was_told_is_told(tmp_path: Path, first:
         made.trains("a", "b", "c")
         host = made.join("node", "a")
         if first == "store":
-            made.controller.heard(host, STORE)
+            made.controller.received(host, STORE)
         other = made.join("node", "b")
-        made.controller.heard(other, up("b"))
+        made.controller.received(other, up("b"))
         if first == "node":
             assert stores(other) == []
-            made.controller.heard(host, STORE)
+            made.controller.received(host, STORE)
         assert stores(other) == [StoreAt(1, "h", 7)]
 
     asyncio.run(case())
@@ -48,12 +48,12 @@ def test_only_the_node_that_was_asked_hosts_the_store(tmp_path: Path) -> None:
         made.trains("a", "b", "c")
         other = made.join("node", "b")
         host = made.join("node", "a")
-        made.controller.heard(other, up("b"))
-        made.controller.heard(other, STORE)
+        made.controller.received(other, up("b"))
+        made.controller.received(other, STORE)
         early = Hosting(generation=99, host="h", port=9)
-        made.controller.heard(host, early)
+        made.controller.received(host, early)
         assert stores(other) == []
-        made.controller.heard(host, STORE)
+        made.controller.received(host, STORE)
         assert stores(other) == [StoreAt(1, "h", 7)]
 
     asyncio.run(case())
@@ -75,7 +75,7 @@ def test_a_generation_that_cannot_be_is_refused(tmp_path: Path, said: msgspec.St
         made.trains("a", "b", "c")
         peer = made.join("node", "a")
         with pytest.raises(RefusedError) as caught:
-            made.controller.heard(peer, said)
+            made.controller.received(peer, said)
         assert caught.value.kind == "no-generation"
         assert made.machine.generation == 1
         assert made.waiting == []

@@ -80,7 +80,7 @@ class Made:
     async def first(self) -> tuple[At, NodeUp]:
         """Let the first launcher of node a be heard; return its connection and what it is."""
         peer, up = self.join("node", "a"), NodeUp(node="a", life="1", slots=1)
-        self.controller.heard(peer, Beat(number=1, up=up))
+        self.controller.received(peer, Beat(number=1, up=up))
         await self.controller._handle(up)
         return peer, up
 
@@ -106,9 +106,9 @@ def test_beats_do_not_pile_up_while_nothing_is_decided(tmp_path: Path) -> None:
         up = NodeUp(node="a", life="1", slots=1)
         other = msgspec.structs.replace(up, slots=2)
         for number in range(100):
-            made.controller.heard(node, Beat(number=number, up=up))
+            made.controller.received(node, Beat(number=number, up=up))
         for number in range(100, 200):
-            made.controller.heard(node, Beat(number=number, up=other))
+            made.controller.received(node, Beat(number=number, up=other))
         assert made.waiting == [up, other]
 
     asyncio.run(case())
@@ -177,11 +177,11 @@ def test_a_node_that_left_and_came_again_at_once_is_heard(tmp_path: Path) -> Non
     async def case() -> None:
         made = Made(tmp_path)
         controller, left = made.controller, Left(node="a")
-        controller.heard(made.join("node", "a"), Said(event=left, number=1))
+        controller.received(made.join("node", "a"), Said(event=left, number=1))
         again = made.join("node", "a")
         await controller._handle(left)
         up = NodeUp(node="a", life="2", slots=1)
-        controller.heard(again, Beat(number=1, up=up))
+        controller.received(again, Beat(number=1, up=up))
         assert made.waiting == [left, up]
 
     asyncio.run(case())
@@ -191,7 +191,7 @@ def test_a_status_that_is_too_large_costs_only_who_watches(tmp_path: Path) -> No
     async def case() -> None:
         made = Made(tmp_path)
         operator = made.join("operator", "o")
-        made.controller.heard(operator, Subscribe(number=1))
+        made.controller.received(operator, Subscribe(number=1))
         made.url = "x" * MOST_FRAME_BYTES
         made.controller._send_status()
         assert operator.was_cut
@@ -205,16 +205,16 @@ def test_another_launcher_of_a_name_that_is_in_use_is_refused(tmp_path: Path) ->
         made = Made(tmp_path)
         first, up = await made.first()
         second = made.join("node", "a")
-        made.controller.heard(second, Beat(number=1, up=msgspec.structs.replace(up, life="2")))
+        made.controller.received(second, Beat(number=1, up=msgspec.structs.replace(up, life="2")))
         assert isinstance(second.told[-1], Taken)
         assert "is node a of this job" in second.told[-1].text
         made.controller.gone(second)
         back = made.join("node", "a")
         was = msgspec.structs.replace(up, life="0", fenced=1)
-        made.controller.heard(back, Beat(number=1, up=was))
+        made.controller.received(back, Beat(number=1, up=was))
         assert back.told == [Bye(kind="name-taken", text=second.told[-1].text, code=1)]
         made.controller.gone(back)
-        made.controller.heard(first, Beat(number=2, up=up))
+        made.controller.received(first, Beat(number=2, up=up))
         assert isinstance(first.told[-1], Echo)
         assert not first.was_cut
         assert made.machine.nodes["a"].life == "1"
@@ -234,7 +234,7 @@ def test_a_launcher_follows_on_one_that_is_not_heard_any_more(tmp_path: Path, ho
             made.machine.nodes["a"].dismissed = "1"
         second = made.join("node", "a")
         other = msgspec.structs.replace(up, life="1" if how == "same" else "2")
-        made.controller.heard(second, Beat(number=1, up=other))
+        made.controller.received(second, Beat(number=1, up=other))
         assert first.was_cut
         assert isinstance(second.told[-1], Echo)
         made.controller.gone(first)
@@ -252,7 +252,7 @@ def test_who_goes_before_it_has_said_who_it_is_changes_nothing(tmp_path: Path) -
         assert second.was_cut
         made.controller.gone(second)
         made.controller.gone(third)
-        made.controller.heard(first, Beat(number=2, up=up))
+        made.controller.received(first, Beat(number=2, up=up))
         assert isinstance(first.told[-1], Echo)
         assert not made.controller._broken
 

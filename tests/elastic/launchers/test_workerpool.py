@@ -98,7 +98,7 @@ def test_a_job_store_that_is_let_go_of_is_not_read(tmp_path: Path) -> None:
         host = pool._host
         assert host is not None
         pool._end_host()  # a new generation begins
-        pool._told(host)  # what was found readable before that
+        pool._read_port(host)  # what was found readable before that
 
 
 def test_ranks_are_started_without_files_where_none_can_be_made(tmp_path: Path) -> None:
