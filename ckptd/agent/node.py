@@ -14,12 +14,21 @@ from contextlib import suppress
 import msgspec
 
 from ckptd import events
-from ckptd.agent.status import kept_snapshots
 from ckptd.errors import CkptdError, DeadlineError, WorkerError
 from ckptd.events.event import AnyEvent
+from ckptd.format.names import DATA, PARTS
 from ckptd.runtime.agentlink import AgentPlace, locked, peer_of
 from ckptd.runtime.channel import SocketChannel
-from ckptd.save.messages import AgentContents, AskEnd, AskStatus, Happened, Request, WriterHello
+from ckptd.save.commit import decode_plan, plan_key
+from ckptd.save.messages import (
+    AgentContents,
+    AskEnd,
+    AskStatus,
+    Happened,
+    KeptSnapshot,
+    Request,
+    WriterHello,
+)
 from ckptd.save.neartiers import NodeTiers
 from ckptd.save.writer import SaveWriter
 
@@ -247,7 +256,7 @@ class NodeAgent:
             socket=str(self._place.socket),
             pid=os.getpid(),
             ranks=ranks,
-            snapshots=tuple(s for near in nears for s in kept_snapshots(near)),
+            snapshots=tuple(s for near in nears for s in _kept_snapshots(near)),
             folder=next((near.folder for near in nears if near.folder), None),
             ends_in_s=None if awaited else 0.0 if self._ending.is_set() else left,
             ending=self._ending.is_set(),
@@ -262,3 +271,43 @@ def end_on_signals(agent: NodeAgent) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+
+
+def _kept_snapshots(near: NodeTiers) -> tuple[KeptSnapshot, ...]:
+    """Return the snapshots of which shares lie in memory, oldest first."""
+    own = {(held.save.folder, held.rank) for held in near.memory.shares()}
+    sizes: dict[str, int] = {}
+    parts: dict[str, list[int]] = {}
+    for info in near.memory.list(DATA):
+        name, _, rest = info.key.removeprefix(DATA).partition("/")
+        folder = f"{DATA}{name}/"
+        sizes[folder] = sizes.get(folder, 0) + info.size
+        rank = rest.removeprefix(f"{PARTS}r")
+        if rest.startswith(f"{PARTS}r") and rank.isdecimal():
+            parts.setdefault(folder, []).append(int(rank))
+    found = []
+    for folder, (commit, attempt) in near.memory.folders().items():
+        here, world = parts.get(folder, []), _world(near, folder)
+        found.append(
+            KeptSnapshot(
+                step=commit.step,
+                generation=commit.generation,
+                attempt=attempt,
+                ranks=tuple(r for r in here if (folder, r) in own),
+                guests=tuple(r for r in here if (folder, r) not in own),
+                world=world,
+                bytes=sizes.get(folder, 0),
+                whole=0 < world == len(here),
+                complete=near.complete_on(commit),
+            )
+        )
+    return tuple(sorted(found, key=lambda s: (s.generation, s.step, s.attempt)))
+
+
+def _world(near: NodeTiers, folder: str) -> int:
+    """Return how many ranks saved an attempt; 0 while its plan is not here, or is none."""
+    key = plan_key(folder)
+    try:
+        return decode_plan(near.memory.get(key), key).world
+    except CkptdError:
+        return 0

@@ -99,7 +99,7 @@ def test_what_groups_are_is_kept_when_sheets_do_not_say() -> None:
     s.take(sheet("a", 1), 1.0)
     assert tuple(s.members[5]) == (0, 2)
     assert (s.names[5].kind, s.texts[1]) == ("dp", "op")
-    assert s.by_name["a"].told
+    assert s.by_name["a"].named
 
 
 def test_on_which_silent_nodes_ranks_ran() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from ckptd.elastic.control.growth import grown
 from ckptd.elastic.control.ladder import DEEPEST, RELAUNCH, Ladder
 from ckptd.elastic.control.roster import MOST_DOUBLED, Node, Roster
 from ckptd.elastic.control.states import ControllerSettings, ExitCodes, Move, State
@@ -47,7 +46,7 @@ from ckptd.elastic.messages import (
     Tell,
     Tick,
 )
-from ckptd.elastic.policy import Choice, JobSpec, choose
+from ckptd.elastic.policy import Choice, JobSpec, Shape, choose
 from ckptd.errors import RefusedError
 
 __all__ = ["ControllerSettings", "Move", "State", "StateMachine"]
@@ -668,7 +667,7 @@ class StateMachine:
         if self.record is None or now - max(self.since, self._looked) < there:
             return
         self._looked = now
-        better = grown(self.job, self.nodes, self.record, self.members, now, there)
+        better = _grown(self.job, self.nodes, self.record, self.members, now, there)
         if better is not None:
             self._planned(f"growing from {self.record.shape} to {better}", now)
 
@@ -985,6 +984,33 @@ class StateMachine:
     def _silence(self, node: Node, now: float) -> float:
         """Return for how long nothing is known of a node, in seconds."""
         return now - max(node.seen, self._born)
+
+
+def _grown(
+    job: JobSpec, nodes: Roster, record: Record, members: frozenset[str], now: float, there_s: float
+) -> Shape | None:
+    """Return the shape on which a step is shorter once newcomers take part; None if there is none.
+
+    Parameters
+    ----------
+    record, members
+        The generation that runs, and its nodes.
+    now
+        The moment: nodes that are left out at it do not count.
+    there_s
+        How long a newcomer must have been there.
+    """
+    if record.shape == job.planned:
+        return None
+    new = {n.name for n in nodes if n.name not in members and now - n.came >= there_s}
+    if not any(nodes[name].usable(now) for name in new):
+        return None
+    slots = [s for s in nodes.slots(now, record) if s.node in members or s.node in new]
+    try:
+        better = choose(job, slots, record.shape).shape
+    except RefusedError:
+        return None
+    return better if job.step_cost(better) < job.step_cost(record.shape) else None
 
 
 _HANDLERS: dict[type[JobEvent], Callable[[Any, Any, float], None]] = {
