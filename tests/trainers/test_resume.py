@@ -45,7 +45,10 @@ TRAINERS = {
     "accelerate": Trainer("with_accelerate", 2, 12, 7, 6, package="accelerate"),
     "lightning": Trainer("with_lightning", 1, 12, 7, 6, package="lightning"),
     "transformers": Trainer("with_transformers", 2, 12, 7, 6, package="transformers"),
-    "torchtitan": Trainer("titan_loop", 2, 12, 7, 6),
+    "titan_loop": Trainer("titan_loop", 2, 12, 7, 6),
+    "torchtitan": Trainer(
+        "with_torchtitan", 2, 12, 7, 6, package="torchtitan.components.dataloader"
+    ),
 }
 SHORT = ("nanogpt", "workers")
 
