@@ -9,7 +9,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.processes import agents_in
+from tests.processes import agents_in, until
 from tests.selection import is_fast, starts_processes
 
 
@@ -83,6 +82,7 @@ def pytest_collection() -> Iterator[object]:
     finally:
         gc.freeze()
         gc.enable()
+        gc.set_threshold(50_000, 20, 50)  # tests make many short-lived objects and few circles
 
 
 def _tell_group(item: pytest.Item, group: str) -> None:
@@ -120,11 +120,10 @@ def _own_settings(monkeypatch: pytest.MonkeyPatch, _run_folders: Path) -> Iterat
 
 
 def _no_agent_is_left(folder: Path) -> None:
-    """Fail when agents of the test do not end, or do only after a minute; none outlives this."""
-    end = time.monotonic() + 60.0
-    while (left := agents_in(folder)) and time.monotonic() < end:
-        time.sleep(0.05)
-    for pid in left:
+    """Fail when agents of the test do not end; none outlives this."""
+    with suppress(TimeoutError):
+        until(lambda: not agents_in(folder), within_s=60.0)
+    for pid in (left := agents_in(folder)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     logs = "\n".join(path.read_text() for path in folder.glob("*.log"))

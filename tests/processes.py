@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-PATIENCE_S = 100.0
+PATIENCE_S = 240.0
 """Less than a test's own time-out, which shows the stacks, while this says what was waited for."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 

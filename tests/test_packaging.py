@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ckptd
+from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys, hatchling.build as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -43,7 +44,7 @@ def build(hook: str, tree: Path, into: Path) -> Path:
     into.mkdir()
     command = [sys.executable, "-c", BUILD, hook, str(into)]
     done = subprocess.run(
-        command, cwd=tree, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=tree, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
     assert done.returncode == 0, done.stderr
     return into / done.stdout.split()[-1]
@@ -75,7 +76,7 @@ def test_a_wheel_holds_the_package_and_its_plugins(tree: Path, tmp_path: Path) -
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=True,
     )
     assert done.stdout.strip() == f"from a plugin {site / 'ckptd/__init__.py'}"
@@ -98,7 +99,7 @@ def test_what_is_installed_is_compared_with_the_pins(tmp_path: Path) -> None:
         item = {"metadata": {"name": "NumPy"}, "download_info": hashes}
         report.write_text(json.dumps({"install": [item]}))
         command = [sys.executable, "-I", ROOT / "scripts/pins", "--check", report]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == code
         assert ("numpy: sha256" in done.stderr) == (code == 1)
     named = {line.partition("==")[0] for line in lines if "==" in line and line[0] != "#"}

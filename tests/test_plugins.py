@@ -10,7 +10,8 @@ import pytest
 
 from ckptd.errors import UsageError
 from ckptd.plugins import DUMPS, VERBS, Verb, entries, load_entry
-from tests.cli.running import COMMAND, TIMEOUT_S
+from tests.cli.running import COMMAND
+from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 MODULE = """
@@ -34,7 +35,7 @@ def install(folder: Path, name: str, lines: list[str], group: str = VERBS) -> No
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'plugins'}"}
     return subprocess.run(
-        [*COMMAND, *words], env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        [*COMMAND, *words], env=env, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 

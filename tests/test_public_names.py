@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import ckptd
+from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,7 +138,11 @@ def test_version_from_the_command_line() -> None:
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import PATIENCE_S
+
 RANKS = """
 import pytest
 
@@ -40,7 +42,7 @@ def test_rank_tests_share_one_worker(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     passed = re.findall(r"^\[(gw\d)\].* PASSED (\S+)", run.stdout, re.MULTILINE)

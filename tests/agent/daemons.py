@@ -28,7 +28,6 @@ from ckptd.net.signing import (
 )
 
 SECRET = b"a secret of tests, long enough"
-DEADLINE_S = 60.0
 
 
 class Daemon:

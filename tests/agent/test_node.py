@@ -16,8 +16,8 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
-from tests.processes import agents_in, lives, until
-from tests.save.nearjob import WAIT_S, NearJob, Trainer, newest_at
+from tests.processes import PATIENCE_S, agents_in, lives, until
+from tests.save.nearjob import NearJob, Trainer, newest_at
 
 SAVED = """
 for step in (1, 2):
@@ -41,7 +41,7 @@ def test_it_ends_by_itself_after_a_goodbye_and_brings_the_newest_snapshot_to_the
     job = NearJob(root)
     pid = job.agent
     for step in (1, 2, 3):
-        job.save(step).durable(WAIT_S)
+        job.save(step).durable(PATIENCE_S)
     assert newest_at(root) == 0
     job.close()
     until(lambda: not lives(pid))
@@ -57,7 +57,7 @@ def test_a_killed_trainers_snapshot_is_saved_and_the_next_life_finds_it(root: st
     job = NearJob(root)
     assert job.agent == pid
     assert 2 in job.snapshots()  # the one before may be there as well: nobody told that it may go
-    job.save(3).durable(WAIT_S)
+    job.save(3).durable(PATIENCE_S)
     until(lambda: job.snapshots() == [3])  # the old life's goes when the new one has a whole one
     job.close()
     until(lambda: not lives(pid))
@@ -65,8 +65,8 @@ def test_a_killed_trainers_snapshot_is_saved_and_the_next_life_finds_it(root: st
 
 def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(root: str) -> None:
     job = NearJob(root)
-    job.save(1, root=True).durable(WAIT_S)
-    job.save(2).durable(WAIT_S)
+    job.save(1, root=True).durable(PATIENCE_S)
+    job.save(2).durable(PATIENCE_S)
     pid = job.agent
     data = Path(root) / "data"
     data.rename(f"{root}-data")
@@ -78,7 +78,7 @@ def test_what_the_root_cannot_take_stays_in_memory_after_a_goodbye(root: str) ->
     again = NearJob(root)
     assert again.agent == pid
     assert 2 in again.snapshots()
-    again.save(3, root=True).durable(WAIT_S)
+    again.save(3, root=True).durable(PATIENCE_S)
     again.close()
     until(lambda: not lives(pid))
 
@@ -100,7 +100,7 @@ def test_killed_at_the_moment_of_the_seal_nothing_is_lost(root: str) -> None:
     body = "say(job.agent)\nimport os\njob.save(1)\nos.kill(os.getpid(), 9)"
     with Trainer(root, body) as trainer:
         pid = int(trainer.hear())
-        trainer.process.wait(WAIT_S)
+        trainer.process.wait(PATIENCE_S)
     until(lambda: newest_at(root) == 1)
     os.kill(pid, signal.SIGTERM)
     until(lambda: not lives(pid))
@@ -110,7 +110,7 @@ def test_a_terminated_agent_awaits_its_trainers_and_nobody_else(root: str) -> No
     job = NearJob(root)
     pid = job.agent
     os.kill(pid, signal.SIGTERM)
-    job.save(1).durable(WAIT_S, tier="memory")
+    job.save(1).durable(PATIENCE_S, tier="memory")
     assert lives(pid)
     job.close()
     until(lambda: not lives(pid))
@@ -129,11 +129,11 @@ def test_visitors_and_trainers_that_cannot_begin_do_not_end_what_is_kept(
         sock = reach(place.socket)
         assert sock is not None
         sock.close()
-    agent = AgentSpec(place, (TierSpec("memory"),), WAIT_S)
+    agent = AgentSpec(place, (TierSpec("memory"),), PATIENCE_S)
     client = WriterClient(StoreSpec("nowhere://x"), LocalBoard(), None, 1, agent)
     with pytest.raises(CkptdError):
-        client.answer(WAIT_S)
-    client.close(WAIT_S)
+        client.answer(PATIENCE_S)
+    client.close(PATIENCE_S)
     job = NearJob(root)
     assert job.agent == pid
     assert job.snapshots() == [2]
@@ -144,13 +144,13 @@ def test_visitors_and_trainers_that_cannot_begin_do_not_end_what_is_kept(
 def test_a_killed_agent_takes_nothing_along_and_another_is_started(root: str) -> None:
     job = NearJob(root)
     first = job.agent
-    job.save(1).durable(WAIT_S)
+    job.save(1).durable(PATIENCE_S)
     os.kill(first, signal.SIGSTOP)
     handle = job.save(2, root=True)
     os.kill(first, signal.SIGKILL)
-    handle.durable(WAIT_S)
-    handle.durable(WAIT_S, tier="memory")
-    job.save(3, root=True).durable(WAIT_S)
+    handle.durable(PATIENCE_S)
+    handle.durable(PATIENCE_S, tier="memory")
+    job.save(3, root=True).durable(PATIENCE_S)
     pid = job.agent
     assert pid != first
     job.close()
@@ -165,7 +165,7 @@ def test_several_roots_of_one_job_do_not_meet(tmp_path: Path) -> None:
     assert jobs[0].agent == jobs[1].agent
     for job, steps in zip(jobs, ((1, 9), (2, 3)), strict=True):
         for step in steps:
-            job.save(step).durable(WAIT_S)
+            job.save(step).durable(PATIENCE_S)
     until(lambda: [job.snapshots() for job in jobs] == [[9], [3]])
     pid = jobs[0].agent
     for job in jobs:
@@ -179,12 +179,12 @@ def test_what_is_kept_of_a_root_that_was_deleted_goes(root: str) -> None:
         pid = int(trainer.hear())
         trainer.kill()
     until(lambda: newest_at(root) == 100)
-    until(lambda: not list(Path(root).rglob("parts")), WAIT_S)  # the last thing it does there
+    until(lambda: not list(Path(root).rglob("parts")), PATIENCE_S)  # the last thing it does there
     shutil.rmtree(root)
     job = NearJob(root)
     assert job.agent == pid
     for step in (1, 2):
-        job.save(step).durable(WAIT_S)
+        job.save(step).durable(PATIENCE_S)
     assert job.snapshots() == [2]
     job.close()
     until(lambda: not lives(pid))
@@ -200,7 +200,7 @@ def test_trainers_that_come_at_once_get_one_agent(root: str) -> None:
     ranks[0].catalogue.claim(None, 4, "test")
     handles = [job.save(5) for job in ranks]
     for handle in handles:
-        handle.durable(WAIT_S)
+        handle.durable(PATIENCE_S)
     for job in ranks:
         job.close()
     until(lambda: newest_at(root) == 5)
@@ -230,7 +230,7 @@ def test_thousands_of_saves_leave_nothing_behind_in_the_trainer(root: str) -> No
     for step in range(1, 301):
         handles = [job.save(step) for job in ranks]
     for handle in handles:
-        handle.durable(WAIT_S)
+        handle.durable(PATIENCE_S)
     for job in ranks:
         until(lambda job=job: len(job.client._jobs) <= 16)
     assert len([key for key in board._values if "/near/" in key]) <= 280
@@ -243,14 +243,14 @@ def test_thousands_of_saves_leave_nothing_behind_in_the_trainer(root: str) -> No
 
 def test_a_zombie_of_an_older_life_displaces_nothing(root: str) -> None:
     zombie = NearJob(root)
-    zombie.save(10).durable(WAIT_S)
+    zombie.save(10).durable(PATIENCE_S)
     job = NearJob(root)
     assert job.agent == zombie.agent
     assert job.generation > zombie.generation
-    job.save(5).durable(WAIT_S)
-    zombie.save(11).durable(WAIT_S)
+    job.save(5).durable(PATIENCE_S)
+    zombie.save(11).durable(PATIENCE_S)
     assert 5 in job.snapshots()
-    job.save(6).durable(WAIT_S)
+    job.save(6).durable(PATIENCE_S)
     assert 6 in job.snapshots()
     zombie.close()
     pid = job.agent
@@ -288,7 +288,7 @@ def test_nodes_whose_trainers_die_together_agree_on_what_is_saved(
     body = TWO_NODES + last + "\nos.kill(os.getpid(), 9)"
     with Trainer(root, body, node="n0") as trainer:
         pids = json.loads(trainer.hear())
-        trainer.process.wait(WAIT_S)
+        trainer.process.wait(PATIENCE_S)
     until(lambda: newest_at(root) == step)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

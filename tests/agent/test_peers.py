@@ -14,8 +14,8 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.messages import Neighbours
 from ckptd.save.peers import KnownNode
 from tests.crash.mounts import Mounted, tmpfs
-from tests.processes import lives, until
-from tests.save.nearjob import WAIT_S, NearJob, newest_at
+from tests.processes import PATIENCE_S, lives, until
+from tests.save.nearjob import NearJob, newest_at
 
 __all__ = ["tmpfs"]
 
@@ -111,7 +111,7 @@ def test_a_peer_that_cannot_be_reached_fails_its_tier_only(root: str) -> None:
     alone.meet(nodes.jobs[0])
     nodes.close()
     handle = alone.save(1, root=True)
-    handle.durable(WAIT_S)
+    handle.durable(PATIENCE_S)
     until(lambda: handle.done)
     assert handle.tiers == {"memory": "complete", "peer": "failed"}
     with pytest.raises(CkptdError):
@@ -127,7 +127,7 @@ def test_the_next_life_hears_which_nodes_were_there(root: str) -> None:
     nodes = tuple(KnownNode(f"n{i}", "ckptd://127.0.0.1:1", "", "ab" * 16, i) for i in range(3))
     job.client.remember(Neighbours(nodes[:1]))
     job.client.remember(Neighbours(nodes))
-    job.save(1).durable(WAIT_S)
+    job.save(1).durable(PATIENCE_S)
     pid = job.agent
     job.client.leave()
     again = NearJob(root)
@@ -147,15 +147,15 @@ def test_killed_nodes_bring_their_newest_snapshot_to_the_root(root: str) -> None
 
 def test_a_full_disk_fails_that_tier_and_the_root_goes_on(root: str, tmpfs: Mounted) -> None:
     job = NearJob(root, tiers=("memory", "local"), folder=str(tmpfs.path / "near"))
-    job.save(1).durable(WAIT_S)
+    job.save(1).durable(PATIENCE_S)
     ballast = tmpfs.fill(leave=4096)
     handle = job.save(2, root=True)
-    handle.durable(WAIT_S)
+    handle.durable(PATIENCE_S)
     until(lambda: handle.done)
     assert handle.tiers == {"memory": "complete", "local": "failed"}
     assert newest_at(root) == 2
     ballast.unlink()
-    assert job.save(3).durable(WAIT_S, tier="local") is None
+    assert job.save(3).durable(PATIENCE_S, tier="local") is None
     pid = job.agent
     job.close()
     until(lambda: not lives(pid))

@@ -15,7 +15,7 @@ from ckptd.runtime.host import host_id, node_name
 from tests.agent.daemons import SECRET, daemon
 from tests.agent.writers import writers
 from tests.cli.running import COMMAND
-from tests.processes import agents_in, until
+from tests.processes import PATIENCE_S, agents_in, until
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,6 @@ def test_a_watcher_ends_with_its_standard_input() -> None:
 )
 def test_what_is_wrong_is_said(words: list[str]) -> None:
     command = [sys.executable, "-m", "ckptd.agent.watched", "--job", "j", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert "wanted" in done.stderr

@@ -17,9 +17,7 @@ from typing import Any
 from ckptd.runtime.agentlink import reach
 from ckptd.save.messages import AgentContents, AskStatus, visit
 from tests.cli.running import COMMAND
-from tests.processes import wait_for_end
-
-DEADLINE_S = 60.0
+from tests.processes import PATIENCE_S, wait_for_end
 
 TRAINER = """
 import os, sys
@@ -79,12 +77,12 @@ class Trainer:
 
     def die(self) -> None:
         self.tell("die")
-        assert self.process.wait(DEADLINE_S) == -9
+        assert self.process.wait(PATIENCE_S) == -9
 
     def end(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(DEADLINE_S) == 0
+        assert self.process.wait(PATIENCE_S) == 0
 
 
 @dataclass
@@ -142,7 +140,7 @@ class Place:
         for process in self.started:
             if process.poll() is None:
                 process.kill()
-            process.wait(DEADLINE_S)
+            process.wait(PATIENCE_S)
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with suppress(BrokenPipeError):

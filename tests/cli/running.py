@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ckptd.cli.main import run
+from tests.processes import PATIENCE_S
 
 COMMAND = [sys.executable, "-c", "from ckptd.cli.main import main; main()"]
-TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,6 @@ class Cli:
 def process(*args: str, **options: Any) -> Result:
     """Run a command as a process of its own."""
     done = subprocess.run(
-        [*COMMAND, *args], capture_output=True, text=True, timeout=TIMEOUT_S, **options
+        [*COMMAND, *args], capture_output=True, text=True, timeout=PATIENCE_S, **options
     )
     return Result(done.returncode, done.stdout, done.stderr)

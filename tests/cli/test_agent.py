@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.agents import DEADLINE_S, Place, make_place
+from tests.cli.agents import Place, make_place
 from tests.cli.running import Cli, process
-from tests.processes import until, wait_for_end
+from tests.processes import PATIENCE_S, until, wait_for_end
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_one_that_outlives_its_trainer(cli: Cli, place: Place) -> None:
     out = cli.good("agent", "status").out
     assert f"process {agent.pid}, trainers 0, waits for them" in out
     assert "memory" in out
-    text = urllib.request.urlopen(said["metrics"], timeout=DEADLINE_S).read().decode()
+    text = urllib.request.urlopen(said["metrics"], timeout=PATIENCE_S).read().decode()
     assert 'ckptd_save_seconds_count{phase="digest"' in text
 
     trainer.die()
@@ -72,7 +72,7 @@ def test_one_that_outlives_its_trainer(cli: Cli, place: Place) -> None:
     assert agent.poll() is None
     asked = cli.json("agent", "stop", place.root)
     assert (asked["agent"]["pid"], asked["now"]) == (agent.pid, False)
-    assert agent.wait(DEADLINE_S) == 0
+    assert agent.wait(PATIENCE_S) == 0
     assert place.statuses() == []
 
 
@@ -107,7 +107,7 @@ def test_signals_end_it(place: Place) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         agent, _ = place.agent("--job", "j", "--node", "n", "--stay")
         os.kill(agent.pid, number)
-        assert agent.wait(DEADLINE_S) == 0
+        assert agent.wait(PATIENCE_S) == 0
         assert place.statuses() == []
 
 
@@ -120,7 +120,7 @@ def test_a_second_signal_leaves_the_trainers(place: Place) -> None:
     until(lambda: place.statuses()[0].ending, "the first signal")
     assert agent.poll() is None
     os.kill(agent.pid, signal.SIGTERM)
-    assert agent.wait(DEADLINE_S) == 0
+    assert agent.wait(PATIENCE_S) == 0
 
 
 def test_a_visitor_does_not_make_it_end(cli: Cli, place: Place) -> None:

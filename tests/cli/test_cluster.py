@@ -11,9 +11,9 @@ import pytest
 
 from ckptd.cli.cluster import PORT, _place
 from tests.cli.running import COMMAND, Cli, Result
+from tests.processes import PATIENCE_S
 
 SECRET = "5e" * 32
-END_S = 90
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def run_nodes(port: int, options: list[str], monkeypatch: pytest.MonkeyPatch) ->
     started = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
     results = []
     for one in started:
-        out, err = one.communicate(timeout=END_S)
+        out, err = one.communicate(timeout=PATIENCE_S)
         results.append(Result(one.returncode, out, err))
     return results
 

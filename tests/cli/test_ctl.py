@@ -7,16 +7,16 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.cli.running import COMMAND, TIMEOUT_S
+from tests.cli.running import COMMAND
 from tests.elastic.controlled import ControllerProcess, controlled, pretended, status_when
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 
 def ctl(controller: ControllerProcess, *args: str) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, "ctl", *args, "--job", controller.job, "--log", controller.log]
     environ = {**os.environ, **controller.environ}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environ, check=False
     )
 
 

@@ -21,7 +21,8 @@ from ckptd.cli.main import app, installed_verbs
 from ckptd.errors import CorruptError
 from ckptd.store import register_store
 from tests.cli.recorded import write_events
-from tests.cli.running import COMMAND, TIMEOUT_S, Cli, process
+from tests.cli.running import COMMAND, Cli, process
+from tests.processes import PATIENCE_S
 
 HEAVY = ("torch", "s3fs", "matplotlib", "fsspec", "aiohttp", "hypothesis")
 
@@ -48,7 +49,7 @@ def modules_after(*commands: Sequence[str]) -> set[str]:
         [sys.executable, "-c", code, json.dumps(commands)],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done
     return set(done.stderr.partition("MODULES ")[2].split())
@@ -189,7 +190,7 @@ def test_a_step_where_a_root_is_wanted_is_explained(cli: Cli, root: str) -> None
 def wait_for_prompt(terminal: int) -> str:
     """Read what a terminal shows until a question stands there."""
     seen = b""
-    end = time.monotonic() + TIMEOUT_S
+    end = time.monotonic() + PATIENCE_S
     while not seen.endswith(b"[y/N] "):
         assert time.monotonic() < end, seen
         seen += os.read(terminal, 4096)
@@ -223,7 +224,7 @@ def rest_of(running: subprocess.Popen[bytes], terminal: int) -> str:
             break
         seen += part
     os.close(terminal)
-    running.wait(TIMEOUT_S)
+    running.wait(PATIENCE_S)
     return seen.decode()
 
 
@@ -254,7 +255,7 @@ def test_nobody_reads(root: str) -> None:
         [*COMMAND, "inspect", root, "--json"],
         stdout=theirs,
         stderr=subprocess.PIPE,
-        timeout=TIMEOUT_S,
+        timeout=PATIENCE_S,
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, b"")
@@ -299,7 +300,7 @@ def test_the_package_runs_as_a_module() -> None:
         [sys.executable, "-m", "ckptd", "--version"],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (ended.returncode, ended.stdout.strip()) == (0, __version__)

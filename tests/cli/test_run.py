@@ -25,8 +25,7 @@ from ckptd.cli.run import (
 )
 from ckptd.errors import UsageError
 from tests.cli.running import COMMAND, Cli
-
-DEADLINE_S = 90
+from tests.processes import PATIENCE_S
 
 SHOW = "import json, os, sys\nprint(json.dumps(dict(os.environ)), flush=True)\n"
 NAMED = [
@@ -157,7 +156,7 @@ def environments(command: list[str], script: Path) -> list[dict[str, str]]:
         text=True,
         # Without it they get what libraries have set behind Python's back: readline COLUMNS.
         env=dict(os.environ),
-        timeout=DEADLINE_S,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -189,7 +188,7 @@ def test_an_option_that_the_controller_refuses_ends_the_launcher() -> None:
         [*COMMAND, "run", "--no-watch", "--set", "no_such=1", "train.py"],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2
     assert "NAME=NUMBER" in done.stderr
@@ -217,7 +216,7 @@ def test_a_job_without_a_name_is_told_of_and_leaves_nothing_behind(tmp_path: Pat
         capture_output=True,
         text=True,
         env=environ | {"CKPTD_RUN_DIR": str(runs), "OMP_NUM_THREADS": "1"},
-        timeout=DEADLINE_S,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     status = json.loads(done.stdout)

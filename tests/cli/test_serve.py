@@ -15,8 +15,7 @@ import pytest
 from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.place import DaemonPlace, daemons
 from tests.cli.running import COMMAND, Cli
-from tests.daemon.daemons import WAIT_S
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 QUICK = ("--set", "floor.train=1", "--set", "floor.init=1", "--set", "settle_s=0")
 
@@ -49,7 +48,7 @@ class Process:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Return the exit code after a signal."""
         self._process.send_signal(number)
-        code = self._process.wait(WAIT_S)
+        code = self._process.wait(PATIENCE_S)
         if self._process.stdout:
             self._process.stdout.close()
         return code

@@ -17,7 +17,7 @@ from ckptd.daemon.client import DaemonClient
 from ckptd.daemon.place import daemons
 from tests.agent.writers import WRITER
 from tests.cli.running import COMMAND, Cli
-from tests.processes import lives, until
+from tests.processes import PATIENCE_S, lives, until
 
 RANKS = f"""
 import os, signal, subprocess, sys, time
@@ -57,8 +57,6 @@ sys.exit(0 if what == "well" else 9)
 """
 """Two ranks without torch that end well, or of which one dies or hangs."""
 
-DEADLINE_S = 90
-
 
 def start(*args: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -72,7 +70,7 @@ def start(*args: str, **env: str) -> subprocess.Popen[str]:
 
 
 def done(process: subprocess.Popen[str], words: str | None = None) -> tuple[int, str, str]:
-    out, err = process.communicate(words, timeout=DEADLINE_S)
+    out, err = process.communicate(words, timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -210,7 +208,7 @@ def test_nothing_outlives_a_watch_that_is_killed() -> None:
     assert process.stderr is not None
     until(lambda: "is watched" in process.stderr.readline(), "a start")  # type: ignore[union-attr]
     process.kill()
-    process.communicate(timeout=DEADLINE_S)
+    process.communicate(timeout=PATIENCE_S)
     until(lambda: not beside(), "the end of daemon and agent")
     # Its folder goes with the next watch.
     code, _, _ = done(start("--", "true"))
@@ -257,7 +255,7 @@ def test_two_watches_tell_one_daemon() -> None:
     assert "?token=" in url
     assert document["url"] == url.partition("/?")[0]
     assert first.poll() is None
-    said = first.communicate("", timeout=DEADLINE_S)[1]
+    said = first.communicate("", timeout=PATIENCE_S)[1]
     assert "crash: rank 1" in said
 
 

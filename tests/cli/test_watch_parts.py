@@ -14,8 +14,6 @@ import pytest
 from ckptd.cli.watch_parts import DaemonSupervisor
 from tests.processes import until
 
-DEADLINE_S = 60.0
-
 
 class Watched:
     """A `DaemonSupervisor` beside a controller that this launcher is said to have."""

@@ -20,6 +20,7 @@ from ckptd.save.arena import Slot
 from ckptd.save.client import WriterClient
 from ckptd.store import StoreSpec
 from tests.crash.mounts import Mounted, tmpfs
+from tests.processes import PATIENCE_S
 
 __all__ = ["tmpfs"]
 
@@ -49,7 +50,7 @@ def run_child(root: Path, limit: str = "") -> str:
         [sys.executable, "-c", text, str(root)],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
         cwd=top,
     )

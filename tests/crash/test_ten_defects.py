@@ -38,13 +38,12 @@ from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.tools.verify import verify
 from tests.crash.mounts import Mounted, tmpfs
 from tests.crash.places import LocalPlace
-from tests.processes import wait_for_end
+from tests.processes import PATIENCE_S, wait_for_end
 from tests.save.saving import Job, fill, plan_of, values
 
 __all__ = ["tmpfs"]
 
 EIGHT = {f"t{i}": (2048, 64) for i in range(8)}  # 4 MiB in all
-PATIENCE_S = 60.0
 
 
 @pytest.fixture

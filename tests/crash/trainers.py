@@ -19,10 +19,9 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from tests.crash.life import Life, save_on
+from tests.processes import PATIENCE_S
 
 __all__ = ["Trainers", "run_trainers"]
-
-WAIT_S = 60.0
 
 
 class Trainers(msgspec.Struct, frozen=True):
@@ -44,7 +43,7 @@ def run_trainers(trainers: Trainers) -> list[int]:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.crash.trainers", msgspec.json.encode(trainers).decode()],
         stdout=subprocess.PIPE,
-        timeout=2 * WAIT_S,
+        timeout=2 * PATIENCE_S,
         check=False,
         cwd=Path(__file__).parents[2],
     )
@@ -53,7 +52,7 @@ def run_trainers(trainers: Trainers) -> list[int]:
 
 
 def _wait_written(handle: SaveHandle) -> None:
-    limit = time.monotonic() + WAIT_S
+    limit = time.monotonic() + PATIENCE_S
     # Between two looks the other worker may have committed it as well.
     while handle.progress.phase not in ("committing", "durable"):
         if time.monotonic() > limit or handle.done:

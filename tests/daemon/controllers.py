@@ -21,7 +21,8 @@ from ckptd.elastic.messages import (
     SaveNow,
     ToNode,
 )
-from tests.daemon.daemons import JOB, SECRET, WAIT_S
+from tests.daemon.daemons import JOB, SECRET
+from tests.processes import PATIENCE_S
 
 CONTROLLER = """
 import socket, sys
@@ -54,7 +55,7 @@ def controller(place: Path, replicas: int, port: int = 0) -> Iterator[str]:
         yield line
     finally:
         process.kill()
-        process.communicate(timeout=WAIT_S)
+        process.communicate(timeout=PATIENCE_S)
 
 
 class Node:

@@ -23,11 +23,10 @@ from ckptd.monitor.settings import WatchSettings
 from ckptd.net.address import listen_at
 from ckptd.net.signing import access_token, sign_request
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 JOB = "job"
 SECRET = b"secret of the tests, long enough"
-WAIT_S = 60.0
 
 
 def quick_settings() -> WatchSettings:
@@ -81,7 +80,7 @@ class Running:
     ) -> Answer:
         """Return the answer to one request."""
         given = {"Authorization": f"Bearer {self.token}"} if token else {}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             connection.request(method, path, body, {**given, **(headers or {})})
             got = connection.getresponse()
@@ -124,7 +123,7 @@ def running(
             yield Running(service, url_of(sock), token)
         finally:
             serving.stop()
-            thread.join(WAIT_S)
+            thread.join(PATIENCE_S)
             service.close()
     assert not thread.is_alive()
 

@@ -111,7 +111,6 @@ def recoveries(client: DaemonClient) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["stop", "kill"])
 def test_a_fault_of_a_rank(tmp_path: Path, fault: str) -> None:
     with job(tmp_path) as one:

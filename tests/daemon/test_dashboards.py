@@ -21,7 +21,7 @@ import yaml
 
 from ckptd.daemon.metrics import NAMES
 from ckptd.monitor.verdict import VerdictKind
-from tests.processes import free_port
+from tests.processes import PATIENCE_S, free_port
 
 ROOT = Path(__file__).parent.parent.parent
 DASHBOARDS = ROOT / "docs" / "dashboards"
@@ -29,7 +29,6 @@ ALERTS = DASHBOARDS / "alerts.yml"
 TESTS = DASHBOARDS / "alerts.test.yml"
 METRIC = re.compile(r"\bckptd_\w+")
 SERIES_OF_HISTOGRAM = re.compile(r"_(bucket|sum|count)$")
-END_S = 60
 
 
 def installed(tool: str) -> str:
@@ -69,7 +68,7 @@ def promtool(*args: str) -> str:
         [installed("promtool"), *args],
         capture_output=True,
         text=True,
-        timeout=END_S,
+        timeout=PATIENCE_S,
         cwd=DASHBOARDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -152,7 +151,7 @@ def test_the_tests_of_the_alerts_can_fail(tmp_path: Path) -> None:
     (tmp_path / "alerts.yml").write_text(ALERTS.read_text().replace("> 1.2", "> 99"))
     (tmp_path / "alerts.test.yml").write_text(TESTS.read_text())
     command = ["promtool", "test", "rules", "alerts.test.yml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=END_S, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path)
     assert done.returncode != 0
     assert "CkptdStraggler" in done.stdout + done.stderr
 
@@ -168,7 +167,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
         finally:
             process.terminate()
             try:
-                process.wait(END_S)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
@@ -187,7 +186,7 @@ def daemon(tmp_path: Path) -> Iterator[str]:
         open(log, "w") as err,
         running(command, stdout=out, stderr=err) as process,
     ):
-        end = time.monotonic() + END_S
+        end = time.monotonic() + PATIENCE_S
         while not said.read_text().rstrip().endswith("}"):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
@@ -221,7 +220,7 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
 def asked(url: str, query: str) -> Any:
     """Return Prometheus's answer to a query."""
     request = f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with urllib.request.urlopen(request, timeout=END_S) as reply:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as reply:
         return json.load(reply)
 
 
@@ -255,13 +254,13 @@ MAIN = [
 
 
 def test_a_real_prometheus_scrapes_the_daemon(daemon: str, tmp_path: Path) -> None:
-    end = time.monotonic() + END_S
+    end = time.monotonic() + PATIENCE_S
     with prometheus(daemon, tmp_path) as url:
         for query in MAIN:
             until_answered(url, query, end, tmp_path / "prometheus.log")
         for expression in expressions():
             assert asked(url, expression)["status"] == "success"
-        with urllib.request.urlopen(f"{url}/api/v1/rules", timeout=END_S) as reply:
+        with urllib.request.urlopen(f"{url}/api/v1/rules", timeout=PATIENCE_S) as reply:
             groups = json.load(reply)["data"]["groups"]
         loaded = {rule["name"] for group in groups for rule in group["rules"]}
         assert loaded == {rule["alert"] for rule in rules()}

@@ -18,8 +18,8 @@ from ckptd.daemon.server import Serving, url_of
 from ckptd.monitor.report import REPORT_RANK, STEP, AgentState, NodeReport, merge
 from ckptd.net.address import listen_at
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
-from tests.daemon.daemons import JOB, SECRET, WAIT_S, Running, quick_settings, running
-from tests.processes import until
+from tests.daemon.daemons import JOB, SECRET, Running, quick_settings, running
+from tests.processes import PATIENCE_S, until
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def forwarding(above: str) -> Iterator[tuple[Forwarder, str]]:
             yield forwarder, url_of(sock)
         finally:
             serving.stop()
-            thread.join(WAIT_S)
+            thread.join(PATIENCE_S)
             forwarder.close()
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from ckptd.cli.main import app, installed_verbs
 from ckptd.cli.run import separated
+from tests.processes import PATIENCE_S
 
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 UNIT = EXAMPLES / "ckptd-agent.service"
@@ -61,7 +62,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
     def verify() -> str:
         done = subprocess.run(
-            ["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60
+            ["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=PATIENCE_S
         )
         return "\n".join(line for line in done.stderr.splitlines() if "ckptd" in line)
 

@@ -20,6 +20,7 @@ from ckptd.types import DTYPES
 from tests.format import handmade
 from tests.format.strategies import Sample, manifests, walk, with_sizes
 from tests.layout.strategies import Cut
+from tests.processes import PATIENCE_S
 
 SCRIPT = Path(__file__).parents[2] / "docs/recover.py"
 recover = runpy.run_path(str(SCRIPT))["recover"]
@@ -101,7 +102,7 @@ def test_as_a_stranger_runs_it(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert run.stdout.strip()
         dtype = sample.manifest.tensors[number].dtype

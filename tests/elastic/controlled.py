@@ -33,9 +33,9 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.places import open_places
 from tests.cli.running import COMMAND
+from tests.processes import PATIENCE_S
 
 SECRET = "0123456789abcdef0123456789abcdef"
-LONG_S = 60.0
 
 
 class ControllerProcess:
@@ -85,7 +85,7 @@ class ControllerProcess:
         self.process.kill()
         self.wait()
 
-    def wait(self, timeout_s: float = LONG_S) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Wait for its end and return its exit code."""
         assert self.process is not None
         code = self.process.wait(timeout_s)
@@ -107,7 +107,7 @@ class ControllerProcess:
 
     def operator(self) -> OperatorLink:
         """Return an operator's link to whatever controller is there."""
-        return OperatorLink(self.seat, self.job, SECRET.encode(), timeout_s=LONG_S)
+        return OperatorLink(self.seat, self.job, SECRET.encode(), timeout_s=PATIENCE_S)
 
 
 @contextlib.contextmanager
@@ -222,7 +222,7 @@ def pretended(
 
 def status_when(operator: OperatorLink, true: Callable[[Status], bool], what: str = "") -> Status:
     """Return the first status for which `true` holds."""
-    end = time.monotonic() + LONG_S
+    end = time.monotonic() + PATIENCE_S
     while True:
         status = operator.status()
         if true(status):

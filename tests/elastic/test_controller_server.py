@@ -18,15 +18,8 @@ from ckptd.elastic.messages import Beat, Echo, Left, NodeUp, Said, ToNode
 from ckptd.errors import RefusedError, StoreError
 from ckptd.net.address import parse_address
 from ckptd.net.connection import Connection, greet_server
-from tests.elastic.controlled import (
-    LONG_S,
-    SECRET,
-    ControllerProcess,
-    controlled,
-    pretended,
-    status_when,
-)
-from tests.processes import until
+from tests.elastic.controlled import SECRET, ControllerProcess, controlled, pretended, status_when
+from tests.processes import PATIENCE_S, until
 
 KEY = SECRET.encode()
 
@@ -39,13 +32,13 @@ def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerP
 
 @contextlib.contextmanager
 def plain(controller: ControllerProcess) -> Iterator[socket.socket]:
-    with socket.create_connection(parse_address(controller.address), timeout=LONG_S) as sock:
+    with socket.create_connection(parse_address(controller.address), timeout=PATIENCE_S) as sock:
         yield sock
 
 
 def is_closed(sock: socket.socket) -> bool:
     """Wait until the other side closes; whatever it says before that is read."""
-    sock.settimeout(LONG_S)
+    sock.settimeout(PATIENCE_S)
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(4096):
             pass
@@ -62,9 +55,9 @@ def shaken(
 ) -> Iterator[tuple[Connection, socket.socket]]:
     """A client that has shaken hands, and then does what it likes."""
     with plain(controller) as sock:
-        connection = Connection(sock, "controller", LONG_S, MOST_FRAME_BYTES)
+        connection = Connection(sock, "controller", PATIENCE_S, MOST_FRAME_BYTES)
         about = {"job": "j", "role": "node", "name": name}
-        greet_server(connection, secret, PURPOSE, wait_s=LONG_S, about=about)
+        greet_server(connection, secret, PURPOSE, wait_s=PATIENCE_S, about=about)
         yield connection, sock
 
 
@@ -98,7 +91,7 @@ def test_another_job_is_told_so(controller: ControllerProcess) -> None:
             role="node",
             name="n",
             secret=KEY,
-            timeout_s=LONG_S,
+            timeout_s=PATIENCE_S,
         )
     assert caught.value.kind == "not-the-controller"
 
@@ -134,8 +127,8 @@ def test_a_client_that_does_not_say_what_it_is_is_hung_up_on(
 ) -> None:
     for about in ({"job": "j"}, {"job": "j", "role": "king", "name": "n"}):
         with plain(controller) as sock:
-            connection = Connection(sock, "controller", LONG_S)
-            greet_server(connection, KEY, PURPOSE, wait_s=LONG_S, about=about)
+            connection = Connection(sock, "controller", PATIENCE_S)
+            greet_server(connection, KEY, PURPOSE, wait_s=PATIENCE_S, about=about)
             assert is_closed(sock)
 
 
@@ -150,9 +143,9 @@ def test_a_replayed_conversation_and_a_replayed_frame_are_hung_up_on(
             super().sendall(data, *args)
 
     with plain(controller) as sock, Recorded(fileno=sock.detach()) as recorded:
-        connection = Connection(recorded, "controller", LONG_S)
+        connection = Connection(recorded, "controller", PATIENCE_S)
         about = {"job": "j", "role": "node", "name": "twice"}
-        greet_server(connection, KEY, PURPOSE, wait_s=LONG_S, about=about)
+        greet_server(connection, KEY, PURPOSE, wait_s=PATIENCE_S, about=about)
         connection.send(beat("twice"))
         until(lambda: any(isinstance(m, Echo) for m in connection.take(TO_NODE, 1.0)))
         recorded.sendall(said[-1])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.elastic.lastwords import FOLDER, LastWords, last_words_of
+from tests.processes import PATIENCE_S
 
 RUN = """\
 import sys
@@ -37,7 +38,7 @@ def left(folder: Path, body: str) -> tuple[LastWords | None, bool, str]:
         stderr=subprocess.DEVNULL,
         text=True,
     ) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE_S)
     words, stepped = last_words_of(folder / FOLDER, process.pid, forget=True)
     assert last_words_of(folder / FOLDER, process.pid) == (None, False)
     return words, stepped, out

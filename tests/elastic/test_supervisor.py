@@ -15,11 +15,11 @@ import pytest
 from ckptd.elastic.launchers.local import LocalLauncher
 from ckptd.elastic.supervisor import Outcome, Supervisor, SupervisorSettings
 from ckptd.errors import StoreError
-from tests.elastic.controlled import LONG_S, ControllerProcess, controlled, status_when
-from tests.processes import until
+from tests.elastic.controlled import ControllerProcess, controlled, status_when
+from tests.processes import PATIENCE_S, until
 
 _ROOT = Path(__file__).parents[2]
-_QUICK = SupervisorSettings(poll_s=0.1, call_s=LONG_S, again_s=0.1, stop_s=LONG_S)
+_QUICK = SupervisorSettings(poll_s=0.1, call_s=PATIENCE_S, again_s=0.1, stop_s=PATIENCE_S)
 NAMES = ["n0", "n1", "n2"]
 
 
@@ -52,7 +52,7 @@ class Kept:
 
     def ended(self) -> Outcome:
         """Wait for the end."""
-        self.thread.join(LONG_S)
+        self.thread.join(PATIENCE_S)
         assert self.outcome is not None, self.said
         return self.outcome
 
@@ -67,7 +67,7 @@ def kept(folder: Path, *options: str) -> Iterator[Kept]:
             yield one
         finally:
             one.supervisor.stop("the test is over", requeue=False)
-            one.thread.join(LONG_S)
+            one.thread.join(PATIENCE_S)
             one.launcher.close()
             one.link.close()
 

@@ -32,10 +32,9 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.worker import WorkerLink
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
 from ckptd.errors import WorkerError
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 Heard = queue.Queue[tuple[WorkerEnd, FromWorker | None]]
-_DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def link(launcher: LauncherEnd, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
 
 
 def next_of(heard: Heard) -> tuple[WorkerEnd, FromWorker | None]:
-    return heard.get(timeout=_DEADLINE_S)
+    return heard.get(timeout=PATIENCE_S)
 
 
 def test_without_a_launcher() -> None:
@@ -103,7 +102,7 @@ def test_a_save_that_is_asked_for(link: WorkerLink, heard: Heard) -> None:
     worker, _ = next_of(heard)
     assert worker.send(SaveNow(generation=2))  # of a generation that is over
     assert worker.send(Welcome(3, 1.5, 60.0))
-    assert link.wait_welcome(_DEADLINE_S) == Welcome(3, 1.5, 60.0)
+    assert link.wait_welcome(PATIENCE_S) == Welcome(3, 1.5, 60.0)
     assert not link.save_asked
     worker.send(SaveNow(generation=3))
     until(lambda: link.save_asked)
@@ -126,11 +125,11 @@ def test_another_generation(link: WorkerLink, heard: Heard) -> None:
     said: queue.Queue[ToWorker | None] = queue.Queue()
     link.listen(said.put)
     worker.send(FenceNow(4, 0))
-    assert said.get(timeout=_DEADLINE_S) == FenceNow(4, 0)
+    assert said.get(timeout=PATIENCE_S) == FenceNow(4, 0)
     link.out(3)
     assert next_of(heard)[1] == Out(3)
     worker.send(Go(4, {"RANK": "0"}))
-    assert said.get(timeout=_DEADLINE_S) == Go(4, {"RANK": "0"})
+    assert said.get(timeout=PATIENCE_S) == Go(4, {"RANK": "0"})
     link.goes_on(4, 0)
     assert next_of(heard)[1] == Attach(worker.pid, 0, 4)
     link.committed(4, 1)
@@ -141,7 +140,7 @@ def test_a_launcher_that_is_gone(link: WorkerLink, launcher: LauncherEnd) -> Non
     said: queue.Queue[ToWorker | None] = queue.Queue()
     link.listen(said.put)
     launcher.close()
-    assert said.get(timeout=_DEADLINE_S) is None
+    assert said.get(timeout=PATIENCE_S) is None
     assert link.gone
     link.committed(3, 1)
 
@@ -164,7 +163,7 @@ def test_a_worker_that_dies(launcher: LauncherEnd, heard: Heard) -> None:
     assert next_of(heard)[1] == Out(0)
     worker.kill()
     assert next_of(heard) == (end, None)
-    worker.wait(_DEADLINE_S)
+    worker.wait(PATIENCE_S)
     until(lambda: not end.send(Welcome(0)))
     assert worker.stdin is not None
     worker.stdin.close()
@@ -186,7 +185,7 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff\0", b"\x01\0\0\0\0\xc1", b""])
 def test_nonsense_is_not_heard(launcher: LauncherEnd, heard: Heard, raw: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(_DEADLINE_S)
+        sock.settimeout(PATIENCE_S)
         sock.connect(str(launcher.path))
         sock.sendall(raw)
         if not raw:

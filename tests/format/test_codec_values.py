@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import CorruptError, UsageError
 from ckptd.format import codec
+from tests.processes import PATIENCE_S
 
 
 class Colour(enum.Enum):
@@ -192,7 +193,9 @@ def test_values_survive_in_another_process(tmp_path: Path) -> None:
     code = "import json, sys; from ckptd.format import codec\n"
     code += "print(codec.decode(json.load(open(sys.argv[1]))))"
     command = [sys.executable, "-c", code, str(raw)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=True
+    )
     assert ended.stdout.strip() == "[PosixPath('/a'), Decimal('1.5'), 1]"
 
 

@@ -343,7 +343,6 @@ SHORT, LONG = 4000, 400_000
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_short_campaign(name: str, report: Callable[[str], None]) -> None:
     campaign(name, int(SHORT * CASES[name].share), 1, report)

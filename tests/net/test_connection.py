@@ -30,9 +30,9 @@ from ckptd.net.connection import (
     greet_client,
     greet_server,
 )
+from tests.processes import PATIENCE_S
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
-LONG_S = 60.0
 HEAD = struct.Struct("<II16s")
 
 
@@ -167,13 +167,13 @@ def sockets(tcp: bool = True) -> tuple[socket.socket, socket.socket]:
     if not tcp:
         return socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = socket.create_connection(listener.getsockname(), timeout=LONG_S)
+        here = socket.create_connection(listener.getsockname(), timeout=PATIENCE_S)
         return here, listener.accept()[0]
 
 
 @contextmanager
 def ends(tcp: bool = True) -> Iterator[tuple[Connection, Connection]]:
-    here, there = (Connection(sock, "peer", LONG_S) for sock in sockets(tcp))
+    here, there = (Connection(sock, "peer", PATIENCE_S) for sock in sockets(tcp))
     try:
         yield here, there
     finally:
@@ -189,14 +189,14 @@ def greeted(
     about = {"life": "c1"}
 
     def serve() -> None:
-        said.append(greet_client(server, SECRET, "test", wait_s=LONG_S, about=about, **more))
+        said.append(greet_client(server, SECRET, "test", wait_s=PATIENCE_S, about=about, **more))
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        got = greet_server(client, secret, "test", wait_s=LONG_S, about={"job": "j", "n": 1})
+        got = greet_server(client, secret, "test", wait_s=PATIENCE_S, about={"job": "j", "n": 1})
     finally:
-        thread.join(LONG_S)
+        thread.join(PATIENCE_S)
     return got, said[0]
 
 
@@ -205,15 +205,15 @@ def test_both_ends_prove_themselves_and_say_what_they_are() -> None:
         assert greeted(client, server) == ({"life": "c1"}, {"job": "j", "n": 1})
         data = os.urandom(300_000)
         client.send(Note(1), memoryview(data))
-        message, count = server.receive(NOTE, LONG_S, most_bulk=1 << 20)
+        message, count = server.receive(NOTE, PATIENCE_S, most_bulk=1 << 20)
         room = bytearray(count)
-        server.fill(memoryview(room), LONG_S)
+        server.fill(memoryview(room), PATIENCE_S)
         assert (message, bytes(room)) == (Note(1), data)
         server.send(Note(2))
         server.send(Note(3))
-        got = client.take(NOTE, LONG_S)
+        got = client.take(NOTE, PATIENCE_S)
         while len(got) < 2:
-            got += client.take(NOTE, LONG_S)
+            got += client.take(NOTE, PATIENCE_S)
         assert got == [Note(2), Note(3)]
         assert client.take(NOTE, 0.0) == []
         assert client.here == "127.0.0.1"
@@ -263,14 +263,14 @@ def test_all_that_is_said_goes_into_the_proofs() -> None:
                 server.send(Challenge(VERSION, greeting._nonce))
                 thread = threading.Thread(target=self._greet, args=(client, about))
                 thread.start()
-                proof, _ = server.receive(Greeting.kind, LONG_S)
+                proof, _ = server.receive(Greeting.kind, PATIENCE_S)
                 server.release()
-                thread.join(LONG_S)
+                thread.join(PATIENCE_S)
             return ClientProof(proof.nonce, proof.mac, told)
 
         def _greet(self, client: Connection, about: dict[str, Any]) -> None:
             with pytest.raises(TransientStoreError):
-                greet_server(client, SECRET, "test", wait_s=LONG_S, about=about)
+                greet_server(client, SECRET, "test", wait_s=PATIENCE_S, about=about)
 
     client = Client(SECRET, "test")
     good = client.proof({"job": "j", "role": "node"}, {"job": "j", "role": "node"})
@@ -287,15 +287,15 @@ def test_a_server_that_cannot_prove_itself_is_found_out() -> None:
 
         def lie() -> None:
             server.send(Challenge(VERSION, bytes(32)))
-            server.receive(Greeting.kind, LONG_S)
+            server.receive(Greeting.kind, PATIENCE_S)
             server.send(ServerProof(bytes(32)))
 
         liar = threading.Thread(target=lie)
         liar.start()
         with pytest.raises(StoreError) as caught:
-            greet_server(client, SECRET, "test", wait_s=LONG_S)
+            greet_server(client, SECRET, "test", wait_s=PATIENCE_S)
         assert caught.value.kind == "permission"
-        liar.join(LONG_S)
+        liar.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_another_protocol(challenge: Challenge, kind: str) -> None:
     with ends() as (client, server):
         server.send(challenge)
         with pytest.raises(StoreError) as caught:
-            greet_server(client, SECRET, "test", wait_s=LONG_S)
+            greet_server(client, SECRET, "test", wait_s=PATIENCE_S)
         assert caught.value.kind == kind
 
 
@@ -320,7 +320,7 @@ def test_a_descriptor_passes_beside_a_message() -> None:
         fds: list[int] = []
         client.send_descriptor(Note(1), write)
         os.close(write)
-        assert server.receive(NOTE, LONG_S, fds=fds)[0] == Note(1)
+        assert server.receive(NOTE, PATIENCE_S, fds=fds)[0] == Note(1)
         os.write(fds[0], b"hi")
         assert os.read(read, 2) == b"hi"
         os.close(read)
@@ -337,4 +337,4 @@ def test_waits_end_and_what_broke_stays_broken() -> None:
             client.send(Note(1))
         assert caught.value.kind == "link-lost"
         with pytest.raises(TransientStoreError, match="closed"):
-            server.take(NOTE, LONG_S)
+            server.take(NOTE, PATIENCE_S)

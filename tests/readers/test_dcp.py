@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptd.errors import CkptdError
+from tests.processes import PATIENCE_S
 from tests.readers.opening import fails, open_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -101,7 +102,11 @@ def test_no_torch_is_imported(foreign: Path) -> None:
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

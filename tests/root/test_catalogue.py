@@ -27,6 +27,7 @@ from ckptd.store.base import FaultRule, FaultSpec, RetrySpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.wrap import Retry, Wrapper
+from tests.processes import PATIENCE_S
 from tests.root.checkpoints import (
     Visited,
     assert_whole,
@@ -332,7 +333,7 @@ def test_sigkill_around_creations(action: str, skip: int, tmp_path: Path) -> Non
     root = str(tmp_path / "root")
     done = subprocess.run(
         [sys.executable, "-c", KILLED, root, action, "put-new", str(skip)],
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,

@@ -27,6 +27,7 @@ from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
+from tests.processes import PATIENCE_S
 from tests.root.checkpoints import Visited, assert_whole, put_attempt, save, steps
 from tests.sampling import sampled
 
@@ -268,7 +269,7 @@ def test_temporary_files_of_a_killed_put_are_swept(key: str, ram: Path) -> None:
     (ram / "theirs").mkdir()
     (ram / "~theirs").write_bytes(b"")
     command = [sys.executable, "-c", KILLED_PUT, str(ram), key]
-    assert subprocess.run(command, timeout=100).returncode == 9
+    assert subprocess.run(command, timeout=PATIENCE_S).returncode == 9
     [left] = (ram / key).parent.glob("~*.put")
     with LocalStore(str(ram)) as store:
         set_scene(store)

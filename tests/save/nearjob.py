@@ -20,11 +20,10 @@ from ckptd.save.recover import complete_snapshots
 from ckptd.save.structure import SavePlan
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec, open_store
+from tests.processes import PATIENCE_S
 from tests.save.saving import fill, plan_of, values
 
 __all__ = ["NearJob", "Trainer", "newest_at", "values"]
-
-WAIT_S = 60.0
 
 
 def newest_at(root: str) -> int:
@@ -53,7 +52,7 @@ class NearJob:
         folder: str = "",
         board: Board | None = None,
         generation: int | None = None,
-        linger_s: float = WAIT_S,
+        linger_s: float = 60.0,
         bind: str = "",
         slots: int | None = 2,
         name: str | None = None,
@@ -105,13 +104,13 @@ class NearJob:
             objects=(),
             metadata={},
             keep=None,
-            timeout_s=WAIT_S,
+            timeout_s=PATIENCE_S,
             near=self.near if near is None else tuple(near),
             root=root,
         )
         total = self.plan.filemap.data_bytes(self.board.rank)
         handle = SaveHandle(step, self.generation, save.attempt, total, near=save.near, root=root)
-        slot = self.client.acquire(total, WAIT_S)
+        slot = self.client.acquire(total, PATIENCE_S)
         self.client.begin(save, self.plan, handle, f"save/{step}/{save.attempt}", slot)
         end = fill(self.plan, self.board.rank, arrays or values(step), slot.data)
         slot.staged = end if staged else end // 2
@@ -133,7 +132,7 @@ class NearJob:
 
     def close(self) -> None:
         """Say goodbye."""
-        self.client.close(WAIT_S)
+        self.client.close(PATIENCE_S)
 
 
 class Trainer:

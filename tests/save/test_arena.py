@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckptd.errors import SaveError
 from ckptd.save.arena import MOST_SLOTS, Slot, slots_for
+from tests.processes import PATIENCE_S
 
 
 def test_a_slot_is_sealed_for_the_job_that_filled_it() -> None:
@@ -165,7 +166,7 @@ def test_killed_between_any_two_instructions() -> None:
             pass_fds=[slot.fd],
             capture_output=True,
             text=True,
-            timeout=60.0,
+            timeout=PATIENCE_S,
             check=False,
             cwd=Path(__file__).parents[2],
         )

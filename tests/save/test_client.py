@@ -27,7 +27,7 @@ from ckptd.save.messages import AbortSave
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
 from ckptd.store.memory import MemoryStore
-from tests.processes import wait_for_end
+from tests.processes import PATIENCE_S, wait_for_end
 from tests.save.saving import Blob, Extra, Job, fill, plan_of, values
 
 
@@ -159,7 +159,11 @@ def run_and_get_worker(script: str, root: str) -> int:
     text = textwrap.dedent(script).format(top=top, root=root)
     # Its standard error is not a pipe: the worker inherits it and would hold the pipe open.
     ended = subprocess.run(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-c", text],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert ended.returncode == -signal.SIGKILL
     return int(ended.stdout)

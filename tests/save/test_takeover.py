@@ -17,11 +17,9 @@ from ckptd.save.client import WriterClient
 from ckptd.save.handle import SaveHandle
 from ckptd.store import StoreSpec
 from ckptd.store.base import ThrottleSpec
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.save.nearjob import NearJob, Trainer, newest_at
 from tests.save.saving import Job, fill, values
-
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def test_a_save_that_is_being_written_is_written_by_another(root: str) -> None:
     handle = job.save(1, values(1))
     until(lambda: handle.progress.done_bytes > 0 or handle.done)
     kill(job.client)
-    handle.durable(WAIT_S)
+    handle.durable(PATIENCE_S)
     assert stored(job, 1) == expected(job, 1)
     job.close()
 
@@ -66,9 +64,9 @@ def test_a_save_that_is_being_written_is_written_by_another(root: str) -> None:
 def test_an_idle_process_that_dies_is_nobodys_concern(root: str) -> None:
     job = Job(StoreSpec(root))
     for step in (1, 2, 3):
-        job.save(step, values(step)).durable(WAIT_S)
+        job.save(step, values(step)).durable(PATIENCE_S)
         kill(job.client)
-    job.save(4, values(4)).durable(WAIT_S)
+    job.save(4, values(4)).durable(PATIENCE_S)
     assert [stored(job, step) for step in (1, 2, 3, 4)] == [expected(job, n) for n in (1, 2, 3, 4)]
     job.close()
 
@@ -86,8 +84,8 @@ def test_what_is_reported_already_is_not_written_anew(root: str) -> None:
     file = Path(root) / (folder.partition("parts/")[0] + "r00000.safetensors")
     before = (file.stat().st_ino, file.stat().st_mtime_ns)
     kill(first.client)
-    second.save(5, values(5)).durable(WAIT_S)
-    handle.durable(WAIT_S)
+    second.save(5, values(5)).durable(PATIENCE_S)
+    handle.durable(PATIENCE_S)
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == before
     for job in (first, second):
         job.close()
@@ -102,8 +100,8 @@ def test_a_rank_that_has_written_is_not_missed(root: str) -> None:
     other = second.save(5, values(5))
     until(lambda: other.progress.phase == "committing")
     kill(second.client)
-    first.save(5, values(5)).durable(WAIT_S)
-    other.durable(WAIT_S)
+    first.save(5, values(5)).durable(PATIENCE_S)
+    other.durable(PATIENCE_S)
     for job in (first, second):
         job.close()
 
@@ -133,7 +131,7 @@ def test_saves_go_on_while_processes_are_killed(root: str) -> None:
             timer = threading.Timer(float(rng.uniform(0.0, 0.05)), kill, (job.client,))
             timer.start()
         handles.append(job.save(step, values(step)))
-        handles[-1].durable(WAIT_S)
+        handles[-1].durable(PATIENCE_S)
         if timer is not None:
             timer.join()
     for step in range(1, 13):
@@ -147,10 +145,10 @@ def test_saves_go_on_while_processes_are_killed(root: str) -> None:
 def test_an_agent_that_is_killed_takes_no_snapshot_along(root: str) -> None:
     job = NearJob(root)
     for step in (1, 2, 3):
-        job.save(step).durable(WAIT_S, tier="memory")
+        job.save(step).durable(PATIENCE_S, tier="memory")
     kill(job.client)
     assert until(lambda: job.snapshots() or None) == [3]
-    job.save(4).durable(WAIT_S, tier="memory")
+    job.save(4).durable(PATIENCE_S, tier="memory")
     assert until(lambda: job.snapshots() == [4])
     job.close()
     until(lambda: newest_at(root) == 4)
@@ -179,7 +177,7 @@ def test_the_next_life_has_what_was_in_the_memory_of_a_killed_agent(root: str) -
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_snapshot_under_way_when_the_agent_dies(root: str, staged: bool) -> None:
     job = NearJob(root)
-    job.save(1).durable(WAIT_S, tier="memory")
+    job.save(1).durable(PATIENCE_S, tier="memory")
     agent = job.agent
     os.kill(agent, signal.SIGSTOP)
     handle = job.save(2, root=True, staged=staged)
@@ -188,8 +186,8 @@ def test_a_snapshot_under_way_when_the_agent_dies(root: str, staged: bool) -> No
         until(lambda: job.client.life == 2)
         assert until(lambda: job.snapshots() or None) == [1], "the whole one went with the half one"
         finish(job, handle)
-    handle.durable(WAIT_S, tier="memory")
-    handle.durable(WAIT_S)
+    handle.durable(PATIENCE_S, tier="memory")
+    handle.durable(PATIENCE_S)
     assert newest_at(root) == 2
     job.close()
 

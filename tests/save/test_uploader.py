@@ -15,8 +15,7 @@ from ckptd.save.neartiers import NodeTiers
 from ckptd.save.tiers import TierSpec
 from ckptd.save.uploader import TierUploader
 from ckptd.store import StoreSpec
-from tests.processes import until
-from tests.save.nearjob import WAIT_S
+from tests.processes import PATIENCE_S, until
 from tests.save.saving import fill, plan_of, values
 from tests.save.shares import save_for, shard_in, slot_for
 
@@ -38,7 +37,7 @@ class World:
         self.slots = [slot_for(PLAN, number=n) for n in range(SLOTS)]
 
     def to_root(self, shard: StagedShard, data: memoryview) -> None:
-        assert self.root_busy.wait(WAIT_S)
+        assert self.root_busy.wait(PATIENCE_S)
         self.rooted[shard.save.step] = bytes(data[: shard.data_bytes])
 
     def take(self, step: int, near: tuple[str, ...], *, root: bool = False) -> None:

@@ -17,6 +17,7 @@ from ckptd.store.fault import Fault, FaultPoint
 from ckptd.store.local import LocalStore
 from ckptd.store.memory import MemoryStore
 from ckptd.testing.store import pattern
+from tests.processes import PATIENCE_S
 
 
 def faulty(*rules: FaultRule) -> Fault:
@@ -149,7 +150,7 @@ def test_kill_and_the_log(tmp_path: Path, action: str, there: bool) -> None:
     log = tmp_path / "log"
     spec = StoreSpec(str(tmp_path / "root")).wrapped(FaultSpec((rule,), log=str(log)))
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD], input=spec.to_json(), timeout=60, check=False
+        [sys.executable, "-c", _CHILD], input=spec.to_json(), timeout=PATIENCE_S, check=False
     )
     assert done.returncode == -signal.SIGKILL
     store = LocalStore(tmp_path / "root")

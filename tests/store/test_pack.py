@@ -19,6 +19,7 @@ from ckptd.store.pack import Pack
 from ckptd.store.wrap import Meter
 from ckptd.testing.store import StoreContract, pattern
 from ckptd.types import ByteRange
+from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_url
 
 EVERYTHING = PackSpec(suffix="")
@@ -322,7 +323,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_leaves_what_can_be_deleted(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path], timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, tmp_path], timeout=PATIENCE_S, check=False
+    )
     assert done.returncode == -9
     with StoreSpec(str(tmp_path)).wrapped(PackSpec()).open() as store:
         with pytest.raises(CorruptError) as caught:

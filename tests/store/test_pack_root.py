@@ -16,6 +16,7 @@ from ckptd.cli.main import run
 from ckptd.errors import CorruptError, UsageError
 from ckptd.root.opening import root_spec
 from ckptd.store import Store, StoreSpec
+from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_url
 
 MIB = 1 << 20
@@ -191,7 +192,7 @@ def test_a_writing_process_that_is_killed_leaves_nothing_that_counts(
     with ckptd.Checkpointer(root, compress=1) as ck:
         ck.save(1, state(1)).durable(60)  # type: ignore[union-attr]
     code = [sys.executable, "-c", _KILLED, root, op]
-    done = subprocess.run(code, timeout=100, check=False, capture_output=True)
+    done = subprocess.run(code, timeout=PATIENCE_S, check=False, capture_output=True)
     assert done.returncode == 7, done.stderr
     assert [*tmp_path.rglob("*.zp")]
     with ckptd.Checkpointer(root) as ck:

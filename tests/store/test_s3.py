@@ -28,6 +28,7 @@ from ckptd.store.s3 import S3Store
 from ckptd.store.s3_writer import MOST_PARTS, part_size
 from ckptd.store.wrap import Retry
 from ckptd.testing.store import pattern
+from tests.processes import PATIENCE_S
 from tests.servers import MOTO, RADOSGW, s3_url
 from tests.store.proxy import Proxy, Request
 
@@ -397,7 +398,7 @@ def test_endpoint_and_keys_from_the_environment(server: dict[str, Any]) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.stdout.strip() == "from the environment {}", done.stderr
@@ -430,7 +431,10 @@ def test_sigkill_before_every_request(
 ) -> None:
     def run(spec: StoreSpec) -> int:
         return subprocess.run(
-            [sys.executable, "-c", _CHILD, act], input=spec.to_json(), timeout=60, check=False
+            [sys.executable, "-c", _CHILD, act],
+            input=spec.to_json(),
+            timeout=PATIENCE_S,
+            check=False,
         ).returncode
 
     options = {**moto, "part_bytes": PART}

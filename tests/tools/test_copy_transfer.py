@@ -44,9 +44,8 @@ from ckptd.tools.diff import diff
 from ckptd.tools.verify import verify
 from tests.cli.roots import by_columns, cut, flip, make_root, put, rank_file, values
 from tests.load.builder import Saved, build
+from tests.processes import PATIENCE_S
 from tests.sampling import sampled
-
-TIMEOUT_S = 60
 
 
 @pytest.fixture
@@ -283,7 +282,7 @@ def test_killed_for_real_and_taken_up(tmp_path: Path, source: Catalogue) -> None
 
 
 def _kill_and_take_up(running: subprocess.Popen[bytes], source: Catalogue, target: Path) -> None:
-    end = time.monotonic() + TIMEOUT_S
+    end = time.monotonic() + PATIENCE_S
     while len(list(target.glob("data/*/*.digests"))) < 3:
         assert time.monotonic() < end
         assert running.poll() is None
@@ -294,7 +293,7 @@ def _kill_and_take_up(running: subprocess.Popen[bytes], source: Catalogue, targe
             copy(source, store, 10)
         assert caught.value.kind == "at-work"
         running.send_signal(signal.SIGKILL)
-        running.wait(TIMEOUT_S)
+        running.wait(PATIENCE_S)
         assert catalogue.line() == []
         plan = plan_gc(catalogue, leftover_s=0.0)
         assert not [i for i in plan.items if i.kind == "leftover"], "a lease guards it"

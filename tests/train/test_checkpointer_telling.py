@@ -23,6 +23,7 @@ from ckptd.events.eventfiles import EventFolder
 from ckptd.events.profile import Profiles, SaveProfile
 from ckptd.testing.ranks import run_ranks
 from tests.cli.running import process
+from tests.processes import PATIENCE_S
 from tests.servers import s3_moto, s3_url
 from tests.train.networks import build, step
 
@@ -193,7 +194,7 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "root")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run(command, check=True, env=environment, timeout=60)
+    subprocess.run(command, check=True, env=environment, timeout=PATIENCE_S)
     _, (save,) = recorded(tmp_path / "events")
     assert (save.outcome, save.slowest != "") == ("durable", True)
 

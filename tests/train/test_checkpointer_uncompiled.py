@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ckptd
+from tests.processes import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -61,6 +62,10 @@ def test_a_program_that_compiles_nothing_imports_no_compiler() -> None:
         "print('torch._dynamo' in sys.modules)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=100, check=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert ended.stdout.strip() == "False"

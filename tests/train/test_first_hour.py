@@ -18,6 +18,7 @@ import ckptd
 from ckptd.errors import CkptdError, ConflictError, UsageError
 from ckptd.store import open_store
 from ckptd.testing.ranks import rank_outcomes
+from tests.processes import PATIENCE_S
 
 
 def memory() -> str:
@@ -70,7 +71,11 @@ def without(blocked: tuple[str, ...], rest: str) -> subprocess.CompletedProcess[
     """Run a program in a process in which some packages are not installed."""
     code = textwrap.dedent(BLOCKED).format(blocked=blocked, rest=rest)
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
 
 
@@ -123,7 +128,6 @@ def save_on_rank_zero(root: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(200)
 def test_a_save_on_rank_zero_alone_says_that_every_rank_must(tmp_path: Path) -> None:
     first, second = rank_outcomes(2, save_on_rank_zero, str(tmp_path / "r"), deadline_s=120.0)
     assert second.ok

@@ -15,11 +15,11 @@ from ckptd.store.local import LocalStore
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.loader import Loader
 from ckptd.train.ranks import Agreement, board_of, global_ranks
+from tests.processes import PATIENCE_S
 from tests.save.snapshotting import same
 from tests.train.test_loader_union import DAMAGE, Place, blank, flip, truth
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
-PATIENCE_S = 200.0
 
 Hurt = Callable[[Store, Store, str], None]
 

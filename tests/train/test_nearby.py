@@ -32,9 +32,7 @@ from ckptd.testing.ranks import run_ranks
 from ckptd.train.nearby import Nearby
 from ckptd.train.ranks import Agreement
 from tests.cli.agents import make_place
-from tests.processes import wait_for_end
-
-WAIT_S = 60.0
+from tests.processes import PATIENCE_S, wait_for_end
 
 
 def tiers(folder: str) -> list[Any]:
@@ -49,14 +47,14 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 def train(root: str, folder: str) -> list[dict[str, str]]:
     os.environ["CKPTD_NODE"] = f"n{torch.distributed.get_rank() // 2}"
     seen = []
-    with ckptd.Checkpointer(root, every=4, tiers=tiers(folder), timeout_s=WAIT_S) as ck:
+    with ckptd.Checkpointer(root, every=4, tiers=tiers(folder), timeout_s=PATIENCE_S) as ck:
         for step in range(1, 7):
             handle = ck.save(step, state_at(step))
             assert handle is not None
             assert handle.root == (step == 4)
             for tier in handle.near:
-                handle.durable(WAIT_S, tier=tier)
-            handle.durable(WAIT_S)
+                handle.durable(PATIENCE_S, tier=tier)
+            handle.durable(PATIENCE_S)
             seen.append(handle.tiers)
     return seen
 
@@ -89,7 +87,7 @@ def life(root: str, nodes: list[str], steps: list[int]) -> tuple[int, dict[str, 
     """Load, save some steps to the memory of nodes, and the 10th to the root, and go on."""
     torch.set_num_threads(1)
     os.environ["CKPTD_NODE"] = nodes[torch.distributed.get_rank()]
-    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1)], linger_s=WAIT_S)
+    ck = ckptd.Checkpointer(root, every=10, tiers=[Memory(every=1)], linger_s=60.0)
     state, found = rows_of(-1), 0
     if ck.latest() is not None:
         found = ck.load(state)
@@ -97,8 +95,8 @@ def life(root: str, nodes: list[str], steps: list[int]) -> tuple[int, dict[str, 
     for step in steps:
         handle = ck.save(step, rows_of(step))
         assert handle is not None
-        handle.durable(WAIT_S)
-        handle.durable(WAIT_S, tier="memory")
+        handle.durable(PATIENCE_S)
+        handle.durable(PATIENCE_S, tier="memory")
     torch.distributed.barrier()
     ck.abandon()
     return found, {} if ck.last_load is None else dict(ck.last_load.sources)
@@ -130,7 +128,7 @@ def test_a_former_node_that_is_gone_is_tried_once_in_a_life(tmp_path: Path) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"ckptd://127.0.0.1:{taken.getsockname()[1]}"
     board = LocalBoard()
-    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(board, WAIT_S), 1.0)
+    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(board, PATIENCE_S), 1.0)
     nearby._former = [KnownNode("gone", url, "", "ab" * 16), KnownNode("odd", "ckptd://x", "", "")]
     for empty in (False, True):
         for source in nearby.sources():
@@ -162,7 +160,7 @@ class Client:
 
 def node_on(board: LocalBoard, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CKPTD_NODE", name)
-    return Nearby([Memory()], "/nowhere", Agreement(board, WAIT_S), 1.0)
+    return Nearby([Memory()], "/nowhere", Agreement(board, PATIENCE_S), 1.0)
 
 
 def agent_at(port: int) -> Any:
@@ -209,7 +207,7 @@ def test_a_former_node_that_lives_is_read_as_patiently_as_any_other(tmp_path: Pa
     secret = "ab" * 16
     kept = LocalStore(tmp_path / "kept")
     kept.put("data/x", b"x")
-    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(LocalBoard(), WAIT_S), 1.0)
+    nearby = Nearby([Memory()], str(tmp_path / "root"), Agreement(LocalBoard(), PATIENCE_S), 1.0)
     with closing(StoreServer(kept, "ckptd://127.0.0.1:0", secret=secret)) as server:
         nearby._former = [KnownNode("was", server.url, "", secret)]
         (source,) = nearby.sources()
@@ -247,16 +245,16 @@ def test_one_node_has_no_peer_and_training_goes_on(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     with ckptd.Checkpointer(root, every=3, tiers=[Memory(every=1), Peer()], timeout_s=60.0) as ck:
         handles = [ck.save(step, state_at(step)) for step in range(1, 5)]
-        ck.wait(WAIT_S)
+        ck.wait(PATIENCE_S)
         for step, handle in enumerate(handles, 1):
             assert handle is not None
-            handle.durable(WAIT_S, tier="memory")
+            handle.durable(PATIENCE_S, tier="memory")
             with pytest.raises(UsageError) as refused:
-                handle.durable(WAIT_S, tier="local")
+                handle.durable(PATIENCE_S, tier="local")
             assert refused.value.kind == "bad-tier"
             if step == 3:
                 with pytest.raises(CkptdError) as caught:
-                    handle.durable(WAIT_S, tier="peer")
+                    handle.durable(PATIENCE_S, tier="peer")
                 assert caught.value.kind == "no-peer"
 
 
@@ -265,18 +263,18 @@ def test_a_killed_agent_fails_no_save(tmp_path: Path) -> None:
     with ckptd.Checkpointer(root, tiers=[Memory()], timeout_s=60.0) as ck:
         first = ck.save(1, state_at(1))
         assert first is not None
-        first.durable(WAIT_S)
+        first.durable(PATIENCE_S)
         old = ck.worker_pid
         assert old is not None
         os.kill(old, 19)
         second = ck.save(2, state_at(2))
         assert second is not None
         os.kill(old, 9)
-        second.durable(WAIT_S)
-        second.durable(WAIT_S, tier="memory")
+        second.durable(PATIENCE_S)
+        second.durable(PATIENCE_S, tier="memory")
         third = ck.save(3, state_at(3))
         assert third is not None
-        third.durable(WAIT_S)
+        third.durable(PATIENCE_S)
         assert third.tiers == {"memory": "complete"}
         assert ck.worker_pid != old
 
@@ -299,18 +297,18 @@ def test_a_save_that_failed_may_be_told_without_being_raised(
     ck = ckptd.Checkpointer(root, tiers=[Memory()], timeout_s=60.0, when_failed="warn")
     first = ck.save(1, state_at(1))
     assert first is not None
-    first.durable(WAIT_S)
+    first.durable(PATIENCE_S)
     assert ck.worker_pid is not None
     os.kill(ck.worker_pid, 19)
     failed = ck.save(2, state_at(2))
     assert failed is not None
     with monkeypatch.context() as patch:
         never_starts(patch, ck)
-        assert failed._settled(WAIT_S)
+        assert failed._settled(PATIENCE_S)
         assert isinstance(failed.error, WorkerError)
     handle = ck.save(3, state_at(3))
     assert handle is not None
-    handle.durable(WAIT_S)
+    handle.durable(PATIENCE_S)
     ck.close()  # the root has a newer one: the job is fine
 
 
@@ -319,7 +317,7 @@ def test_the_last_save_that_failed_is_raised_in_the_end(
 ) -> None:
     ck = ckptd.Checkpointer(str(tmp_path / "root"), tiers=[Memory()], when_failed="warn")
     ck.save(1, state_at(1))
-    ck.wait(WAIT_S)
+    ck.wait(PATIENCE_S)
     assert ck.worker_pid is not None
     os.kill(ck.worker_pid, 19)
     assert ck.save(2, state_at(2))
@@ -337,10 +335,10 @@ def test_an_agent_that_dies_with_nothing_on_its_way_to_the_root_stops_nobody(
             handle = ck.save(step, state_at(step))
             assert handle is not None
             if step == 2:
-                handle.durable(WAIT_S)
+                handle.durable(PATIENCE_S)
                 assert ck.worker_pid is not None
                 os.kill(ck.worker_pid, 9)
-        handle.durable(WAIT_S, tier="memory")
+        handle.durable(PATIENCE_S, tier="memory")
 
 
 def test_near_tiers_need_a_root_that_others_can_open() -> None:
@@ -357,7 +355,7 @@ def test_what_another_run_left_in_a_folder_is_not_loaded(tmp_path: Path) -> None
             for step in range(1, steps + 1):
                 handle = ck.save(step, state_at(step if root == "first" else 100 * step))
                 assert handle is not None
-                handle.durable(WAIT_S, tier="local")
+                handle.durable(PATIENCE_S, tier="local")
     with ckptd.Checkpointer(str(tmp_path / "second"), tiers=[Local(folder)]) as ck:
         state = state_at(0)
         assert ck.load(state) == 3

@@ -16,9 +16,9 @@ from ckptd.net.signing import SECRET_VARIABLE, derived_key
 from ckptd.save.tiers import Local, Memory, Peer
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.ranks import JobBoard, board_of
+from tests.processes import PATIENCE_S
 
 SECRET = b"a secret of no digits, but long"
-WAIT_S = 60.0
 
 
 def boards(store: Any, *secrets: bytes | None) -> list[JobBoard]:
@@ -87,12 +87,12 @@ def told(store: Any) -> dict[str, bytes]:
 def save_on_two_nodes(root: str, folder: str) -> dict[str, bytes]:
     os.environ["CKPTD_NODE"] = f"n{torch.distributed.get_rank()}"
     tiers = [Memory(every=1), Peer(every=1), Local(folder, every=1)]
-    with ckptd.Checkpointer(root, tiers=tiers, timeout_s=WAIT_S) as ck:
+    with ckptd.Checkpointer(root, tiers=tiers, timeout_s=PATIENCE_S) as ck:
         for step in (1, 2):
             handle = ck.save(step, {"w": torch.full((100,), float(step))})
             for tier in handle.near:
-                handle.durable(WAIT_S, tier=tier)
-            handle.durable(WAIT_S)
+                handle.durable(PATIENCE_S, tier=tier)
+            handle.durable(PATIENCE_S)
         torch.distributed.barrier()
         return told(torch.distributed.distributed_c10d._get_default_store())
 
@@ -116,7 +116,7 @@ def test_the_secret_and_its_keys_are_not_in_torchs_store(tmp_path: Path, secret:
 
 def forge(root: str) -> str:
     """Rank 1 reads what a stranger wrote where rank 0 writes."""
-    board = board_of(None, WAIT_S)
+    board = board_of(None, PATIENCE_S)
     if board.rank == 0:
         torch.distributed.distributed_c10d._get_default_store().set(f"{board._prefix}a", "lie")
     torch.distributed.barrier()

@@ -21,6 +21,7 @@ from ckptd.testing.ranks import rank_outcomes, run_ranks
 from ckptd.train.ranks import board_of
 from ckptd.train.relayout import relayout
 from ckptd.train.transport import TorchTransport
+from tests.processes import PATIENCE_S
 from tests.train.layout.jobs import (
     PROGRAM,
     Tree,
@@ -35,7 +36,6 @@ from tests.train.layout.jobs import (
 )
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
-PATIENCE_S = 200.0
 
 
 @pytest.fixture

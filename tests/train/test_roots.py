@@ -21,6 +21,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from tests.cli.running import Cli
 from tests.crash.mounts import Mounted, tmpfs
+from tests.processes import PATIENCE_S
 from tests.servers import MOTO, s3_moto, s3_url
 
 __all__ = ["s3_moto", "tmpfs"]
@@ -284,7 +285,7 @@ print(json.dumps([step, float(state["w"][0]), list(ck.last_load.warnings)]))
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

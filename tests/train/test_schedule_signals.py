@@ -22,6 +22,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.schedule import SAVE, STOP, SignalWatch
+from tests.processes import PATIENCE_S
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
@@ -152,7 +153,11 @@ os.kill(os.getpid(), signal.SIGTERM)
 print("still alive")
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert (done.stdout, done.returncode) == ("alive\n", -TERM), done.stderr
 
@@ -290,7 +295,6 @@ def loop(
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("number", [TERM, USR1])
 def test_a_signal_to_one_rank_is_everybodys(tmp_path: Path, who: int, number: int) -> None:
@@ -324,7 +328,6 @@ def three_signals(root: str) -> list[int]:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_the_same_signal_on_two_ranks_is_one_save(tmp_path: Path) -> None:
     ranks = run_ranks(3, three_signals, str(tmp_path), deadline_s=200.0)
     assert all(r == ranks[0] for r in ranks)
@@ -332,7 +335,6 @@ def test_the_same_signal_on_two_ranks_is_one_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_auto_saves_the_same_steps_on_every_rank(tmp_path: Path) -> None:
     auto = ckptd.Auto(mtbf_hours=1e-4)
     ranks = run_ranks(3, loop, str(tmp_path), -1, 0, 0.02, auto, 3, deadline_s=200.0)

@@ -19,11 +19,10 @@ import pytest
 
 from ckptd_simulated.feed import Feeder, PlantedAt, Simulation, mesh_for
 from tests.daemon.daemons import JOB, Running, fed, quick_settings, running
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 HERE = Path(__file__).parent
 MODULES = HERE.parents[1] / "build/ui"
-TIMEOUT_S = 110.0
 
 
 def _chromium() -> str | None:
@@ -91,7 +90,7 @@ def script(name: str, *arguments: str, home: Path) -> Iterator[subprocess.Popen[
 
 def report(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Return what a script found; it must have met no problem."""
-    out, _ = process.communicate(timeout=TIMEOUT_S)
+    out, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, out
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     assert found.pop("problems") == [], found

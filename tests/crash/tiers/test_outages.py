@@ -27,12 +27,11 @@ from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from ckptd.testing.ranks import run_ranks
 from tests.crash.mounts import Mounted, tmpfs
-from tests.processes import agents_in, lives, until
+from tests.processes import PATIENCE_S, agents_in, lives, until
 from tests.servers import _MOTO, _make_bucket, s3_url
 
 __all__ = ["tmpfs"]
 
-WAIT_S = 60.0
 ELEMENTS = 1 << 16
 
 
@@ -51,7 +50,7 @@ def assert_told(
 ) -> CkptdError:
     """A near tier's failure is in the handle, the log and the metric; returns the error."""
     with pytest.raises(CkptdError) as caught:
-        handle.durable(WAIT_S, tier=tier)
+        handle.durable(PATIENCE_S, tier=tier)
     assert handle.tiers[tier] == "failed"
     line = f"step {handle.step} is not kept on the tier {tier}"
     until(lambda: any(line in r.getMessage() and text in r.getMessage() for r in log.records))
@@ -98,11 +97,11 @@ def test_saves_that_overlap_on_a_slow_store(tmp_path: Path) -> None:
         handles = {}
         for step in range(1, 9):
             handles[step] = save(ck, step)
-            handles[step].durable(WAIT_S, tier="memory")
+            handles[step].durable(PATIENCE_S, tier="memory")
         ahead = [s for s, h in handles.items() if h.root and h.progress.phase != "durable"]
         assert ahead, "the store was not slow"
         for step in (2, 4, 6, 8):
-            handles[step].durable(WAIT_S)
+            handles[step].durable(PATIENCE_S)
         assert failed(ck, "memory") == 0
     assert loaded(root) == 8
 
@@ -118,15 +117,15 @@ def test_a_root_that_fails_for_a_while(
         handles = {}
         for step in range(1, 9):
             handles[step] = save(ck, step)
-            handles[step].durable(WAIT_S, tier="memory")
+            handles[step].durable(PATIENCE_S, tier="memory")
             if step % 2 == 0:
                 until(lambda step=step: handles[step].done)
         for step in (2, 4):
             with pytest.raises(StoreError, match="on fire"):
-                handles[step].durable(WAIT_S)
+                handles[step].durable(PATIENCE_S)
             assert any(f"step {step} was not saved" in r.getMessage() for r in caplog.records)
         assert failed(ck, "local") == 2
-        handles[8].durable(WAIT_S)
+        handles[8].durable(PATIENCE_S)
     assert loaded(root) == 8
 
 
@@ -140,7 +139,7 @@ def test_what_memory_has_is_not_lost_where_the_root_failed_last(
         tiers = [ckptd.Memory(every=1)]
         ck = ckptd.Checkpointer(root, every=4, tiers=tiers, when_failed="warn")
         handles = [save(ck, step) for step in range(1, 6)]
-        handles[-1].durable(WAIT_S)
+        handles[-1].durable(PATIENCE_S)
         agent = ck.worker_pid
         with pytest.raises(StoreError, match="on fire"):
             ck.close()  # nobody has looked at the handle of step 4
@@ -164,16 +163,16 @@ def test_an_s3_server_that_stops_and_goes_on(
     url = s3_url()
     tiers = [ckptd.Memory(every=1)]
     with ckptd.Checkpointer(url, every=4, tiers=tiers, store_options=options) as ck:
-        save(ck, 1, force=True).durable(WAIT_S)
+        save(ck, 1, force=True).durable(PATIENCE_S)
         os.kill(pid, signal.SIGSTOP)
         timer = threading.Timer(seconds, os.kill, (pid, signal.SIGCONT))
         timer.start()
         try:
             handles = [save(ck, step) for step in (2, 3, 4)]
-            handles[0].durable(WAIT_S, tier="memory")
+            handles[0].durable(PATIENCE_S, tier="memory")
             for handle in handles:
-                handle.durable(WAIT_S, tier="memory")
-            handles[-1].durable(3 * WAIT_S)
+                handle.durable(PATIENCE_S, tier="memory")
+            handles[-1].durable(3 * PATIENCE_S)
         finally:
             timer.join()
         assert failed(ck, "memory") == failed(ck, "remote") == 0
@@ -208,17 +207,17 @@ def test_a_full_disk_in_one_tier(
     root = str(tmp_path / "root")
     tiers = [ckptd.Memory(every=1), ckptd.Local(str(tmpfs.path / "near"), every=1)]
     with ckptd.Checkpointer(root, every=3, tiers=tiers, when_failed="warn") as ck:
-        save(ck, 1).durable(WAIT_S, tier="local")
+        save(ck, 1).durable(PATIENCE_S, tier="local")
         ballast = tmpfs.fill(leave=4096)
         full = save(ck, 2)
         error = assert_told(ck, full, "local", "no space", caplog)
         assert error.kind == "no-space"
-        full.durable(WAIT_S, tier="memory")
+        full.durable(PATIENCE_S, tier="memory")
         third = save(ck, 3)
-        third.durable(WAIT_S)
-        third.durable(WAIT_S, tier="memory")
+        third.durable(PATIENCE_S)
+        third.durable(PATIENCE_S, tier="memory")
         ballast.unlink()
-        save(ck, 4).durable(WAIT_S, tier="local")
+        save(ck, 4).durable(PATIENCE_S, tier="local")
         agent = ck.worker_pid
     until(lambda: not lives(agent or 0))
     assert loaded(root) == 4
@@ -237,22 +236,22 @@ def test_a_killed_agent(
 
     tiers = [ckptd.Memory(every=1)]
     with ckptd.Checkpointer(root, every=4, tiers=tiers, when_failed="warn") as ck:
-        save(ck, 1, force=True).durable(WAIT_S)
+        save(ck, 1, force=True).durable(PATIENCE_S)
         first = ck.worker_pid
         with monkeypatch.context() as patch:
             patch.setattr(WriterClient, "acquire", die)
             taken = save(ck, 2)
-        taken.durable(WAIT_S, tier="memory")
+        taken.durable(PATIENCE_S, tier="memory")
         assert any("another one takes over" in r.getMessage() for r in caplog.records)
-        save(ck, 3).durable(WAIT_S, tier="memory")
+        save(ck, 3).durable(PATIENCE_S, tier="memory")
         assert ck.worker_pid != first
         under_way = save(ck, 5)
         os.kill(ck.worker_pid or 0, signal.SIGKILL)
-        under_way.durable(WAIT_S, tier="memory")
-        under_way.durable(WAIT_S)
+        under_way.durable(PATIENCE_S, tier="memory")
+        under_way.durable(PATIENCE_S)
         assert failed(ck, "memory") == 0
-        save(ck, 6).durable(WAIT_S, tier="memory")
-        save(ck, 8).durable(WAIT_S)
+        save(ck, 6).durable(PATIENCE_S, tier="memory")
+        save(ck, 8).durable(PATIENCE_S)
     assert loaded(root) == 8
 
 

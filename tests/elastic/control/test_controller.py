@@ -14,14 +14,13 @@ import pytest
 from ckptd.elastic.messages import Order, OrderKind, Suspected
 from ckptd.elastic.places import open_places
 from tests.elastic.controlled import (
-    LONG_S,
     ControllerProcess,
     PretendedNode,
     controlled,
     pretended,
     status_when,
 )
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 FAST = ("--set", "settle_s=2", "--set", "grow_s=0", "--set", "flaps=100", "--set", "lease_s=2")
 
@@ -99,7 +98,7 @@ def test_killed_at_any_instant_and_started_again_the_job_goes_on(tmp_path: Path)
     ):
         operator = c.operator()
         status_when(operator, lambda s: s.state == "running" and s.world == 3)
-        end = time.monotonic() + LONG_S
+        end = time.monotonic() + PATIENCE_S
         for turn in range(4):
             before = max(node.running for node in nodes)
             if turn % 2:

@@ -13,13 +13,9 @@ import psutil
 import pytest
 
 from tests.cli.running import COMMAND
-from tests.processes import free_port, lives, stop, until
-
-DEADLINE_S = 110.0
+from tests.processes import PATIENCE_S, free_port, lives, stop, until
 
 # Several starts of PyTorch in one test, each with that deadline.
-pytestmark = pytest.mark.timeout(300)
-
 TRAIN = """\
 import os, sys, time
 import torch
@@ -92,7 +88,7 @@ class Launched:
     def finish(self) -> int:
         self.end_file.touch()
         self.look()
-        return self.process.wait(DEADLINE_S)
+        return self.process.wait(PATIENCE_S)
 
     def nothing_is_left(self) -> bool:
         return not any(lives(pid) for pid in self.seen)
@@ -151,7 +147,7 @@ def test_a_launcher_is_killed_and_nothing_is_left(tmp_path: Path) -> None:
     trains(launched, 2)
     launched.look()
     launched.process.kill()
-    launched.process.wait(DEADLINE_S)
+    launched.process.wait(PATIENCE_S)
     clean(launched)
 
 
@@ -169,7 +165,7 @@ def test_a_node_is_lost_and_the_other_goes_on(tmp_path: Path, host: bool) -> Non
     lost, kept = (a, b) if host else (b, a)
     lost.look()
     lost.process.kill()
-    lost.process.wait(DEADLINE_S)
+    lost.process.wait(PATIENCE_S)
     until(lambda: "rank 0 of 1: step 0" in kept.text(), kept.text)
     clean(lost)
     assert kept.finish() == 0, kept.text()
@@ -190,7 +186,7 @@ def test_another_machine_stands_in_for_a_lost_controller(tmp_path: Path) -> None
     holder = a if _has_controller(a) else b
     other = b if holder is a else a
     holder.process.kill()
-    holder.process.wait(DEADLINE_S)
+    holder.process.wait(PATIENCE_S)
     until(lambda: "rank 0 of 1: step 0" in other.text(), other.text)
     assert other.finish() == 0, other.text()
     clean(other)
@@ -217,7 +213,7 @@ def test_a_stopped_rank_is_fenced_when_that_is_ordered(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "n", "--nproc-per-node", "2", "--job", job)
     first = trains(launched, 2)
     stop(first[0])
-    subprocess.run([*COMMAND, "ctl", "restart", "--job", job], check=True, timeout=DEADLINE_S)
+    subprocess.run([*COMMAND, "ctl", "restart", "--job", job], check=True, timeout=PATIENCE_S)
     trains(launched, 2, generation=2)
     assert not lives(first[0])
     assert launched.finish() == 0, launched.text()
@@ -253,7 +249,7 @@ def test_a_signal_ends_it_in_good_order(
         trains(launched, 2)
     launched.look()
     launched.process.send_signal(number)
-    assert launched.process.wait(DEADLINE_S) == code, launched.text()
+    assert launched.process.wait(PATIENCE_S) == code, launched.text()
     assert "this node has left the job" in launched.text()
     clean(launched)
 
@@ -264,7 +260,7 @@ def test_who_fails_each_time_is_given_up(tmp_path: Path) -> None:
     script.write_text("import sys; sys.exit(9)")
     flags = ("--max-restarts", "0")
     launched = Launched(tmp_path, "n", *flags, argv=(str(script),))
-    assert launched.process.wait(DEADLINE_S) == 9, launched.text()
+    assert launched.process.wait(PATIENCE_S) == 9, launched.text()
     clean(launched)
 
 
@@ -274,7 +270,7 @@ def test_commands_and_files(tmp_path: Path) -> None:
     flags = ("--no-python", "--nproc-per-node", "2", "--log-dir", str(logs), "--tee", "3")
     argv = ("bash", "-c", "echo out $RANK; echo err $RANK >&2")
     launched = Launched(tmp_path, "n", *flags, argv=argv)
-    assert launched.process.wait(DEADLINE_S) == 0, launched.text()
+    assert launched.process.wait(PATIENCE_S) == 0, launched.text()
     for rank in range(2):
         (out,) = logs.glob(f"*/attempt_0/{rank}/stdout.log")
         assert out.read_text() == f"out {rank}\n"

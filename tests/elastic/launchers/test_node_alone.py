@@ -23,8 +23,6 @@ from ckptd.runtime.channel import SocketChannel
 from tests.elastic.controlled import SECRET, PretendedNode, controlled
 from tests.processes import until
 
-DEADLINE_S = 60.0
-
 
 class Alone:
     """A launcher of two ranks, which wait at their gates."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.launchers.test_node import DEADLINE_S, Launched, clean
-from tests.processes import free_port, until
+from tests.elastic.launchers.test_node import Launched, clean
+from tests.processes import PATIENCE_S, free_port, until
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.dist]
+pytestmark = pytest.mark.dist
 
 TRAIN = """\
 import os, signal, sys, threading, time
@@ -39,7 +39,7 @@ def launch(folder: Path, body: str, *flags: str, name: str = "n") -> Launched:
 
 
 def finished(launched: Launched) -> tuple[int, str]:
-    code = launched.process.wait(DEADLINE_S)
+    code = launched.process.wait(PATIENCE_S)
     clean(launched)
     return code, launched.text()
 

@@ -12,8 +12,6 @@ from ckptd.elastic.launchers.output import Output, error_of
 from ckptd.errors import UsageError
 from tests.processes import until
 
-DEADLINE_S = 60.0
-
 
 def test_followers_end_with_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.StringIO()

@@ -24,8 +24,6 @@ from ckptd.errors import StoreError
 from tests.elastic.controlled import controlled
 from tests.processes import free_port, until
 
-DEADLINE_S = 60.0
-
 
 def supervised(
     places: JobPlaces,

@@ -18,8 +18,6 @@ from ckptd.elastic.launchers.output import Output
 from ckptd.elastic.launchers.workerpool import Program, WorkerPool
 from tests.processes import until
 
-DEADLINE_S = 110.0
-
 
 @contextmanager
 def a_pool(

@@ -10,6 +10,7 @@ import pytest
 
 from ckptd_demo.report import Check, Found, Kill, LifeReport, Pace, Relaid, Report, Watched
 from ckptd_demo.verb import _show
+from tests.processes import PATIENCE_S
 
 FIRST = LifeReport(
     name="life 1",
@@ -143,6 +144,8 @@ def test_without_torch_the_extra_is_named() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from ckptd.cli.main import main; main(['demo'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 2
     assert "pip install 'ckptd[train,plot,monitor]'" in done.stderr

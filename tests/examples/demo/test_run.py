@@ -28,7 +28,7 @@ from ckptd_demo.report import (
     Watched,
 )
 from ckptd_demo.spec import ProcessRow
-from tests.processes import lives, until
+from tests.processes import PATIENCE_S, lives, until
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "demo.md"
 CLI = (sys.executable, "-c", "from ckptd.cli.main import main; main()")
@@ -86,7 +86,9 @@ def _check_next(commands: list[str]) -> None:
     for command in commands:
         program, verb, *arguments = shlex.split(command)
         assert program == "ckptd"
-        done = subprocess.run([*CLI, verb, *arguments], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*CLI, verb, *arguments], capture_output=True, text=True, timeout=PATIENCE_S
+        )
         assert done.returncode == (1 if verb == "diff" else 0), done.stderr
         assert done.stdout
         verbs.append(verb)
@@ -136,7 +138,6 @@ def _check_lives(report: Report) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "number",
     [

@@ -156,7 +156,6 @@ def dies(root: str) -> None:
     dcp.save({"x": torch.ones(3)}, storage_writer=writer)
 
 
-@pytest.mark.timeout(240)
 def test_four_ranks_save_and_three_load(tmp_path: Path, cli: Cli) -> None:
     root = str(tmp_path / "root")
     wanted = run_ranks(4, saves, root, deadline_s=100.0)

@@ -18,9 +18,8 @@ from ckptd_kubernetes.launcher import JobPods, Kubernetes, KubernetesPods, templ
 from ckptd_kubernetes.pods import pod_of
 from ckptd_kubernetes.watch import Watch
 from tests.plugins.kubernetes.fakekube import FakeKube
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
-LONG_S = 60.0
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "x"}], "subdomain": "train"}}
 
 
@@ -74,7 +73,7 @@ class TestKubernetes(LauncherContract):
 
 
 def machine(launcher: KubernetesPods, name: str) -> Machine:
-    return next(m for m in launcher.machines(LONG_S) if m.name == name)
+    return next(m for m in launcher.machines(PATIENCE_S) if m.name == name)
 
 
 def test_a_pod_has_its_name_its_command_and_what_the_template_says() -> None:
@@ -132,23 +131,23 @@ def test_names_that_no_pod_can_have_are_refused(api: Api, name: str) -> None:
 
 def test_the_template_is_an_object_that_owns_the_pods(kube: FakeKube, api: Api) -> None:
     kept = kube.put("podtemplates", {"metadata": {"name": "train"}, "template": TEMPLATE})
-    template, owner = template_of(api, "train", LONG_S)
+    template, owner = template_of(api, "train", PATIENCE_S)
     assert template == TEMPLATE
     assert owner["uid"] == kept["metadata"]["uid"]
     with pytest.raises(ApiError) as caught:
-        template_of(api, "none", LONG_S)
+        template_of(api, "none", PATIENCE_S)
     assert (caught.value.status, caught.value.kind) == (404, "scheduler")
 
 
 def test_a_replaced_node_is_put_on_another_machine(kube: FakeKube, launcher: Kubernetes) -> None:
-    launcher.start(["a", "b"], LONG_S)
+    launcher.start(["a", "b"], PATIENCE_S)
     old = (kube.get("pods", "a") or {})["spec"]["nodeName"]
     names = ["a"]
     for _ in range(2):
-        new = launcher.replace(names[-1], LONG_S)
+        new = launcher.replace(names[-1], PATIENCE_S)
         assert new not in names
         names.append(new)
-        launcher.start([new], LONG_S)
+        launcher.start([new], PATIENCE_S)
         assert (kube.get("pods", new) or {})["spec"]["nodeName"] != old
     until(lambda: kube.names("pods") == [names[-1], "b"], "the old pods are gone")
 
@@ -157,17 +156,17 @@ def test_a_pod_that_finds_no_machine_says_so(kube: FakeKube, launcher: Kubernete
     for name in kube.names("nodes"):
         taint = {"key": "full", "effect": "NoSchedule"}
         kube.change("nodes", name, "spec", taints=[taint])
-    launcher.start(["a"], LONG_S)
+    launcher.start(["a"], PATIENCE_S)
     found = machine(launcher, "a")
     assert (found.running, found.state) == (True, MachineState.UP)
     assert found.reason.startswith("Unschedulable")
 
 
 def test_a_controller_that_comes_back_finds_its_pods(api: Api, launcher: Kubernetes) -> None:
-    launcher.start(["a"], LONG_S)
+    launcher.start(["a"], PATIENCE_S)
     again = launcher_of(api)
     assert machine(again, "a").running
-    again.stop(["a"], LONG_S)
+    again.stop(["a"], PATIENCE_S)
     assert not machine(launcher, "a").running
     again.close()
 
@@ -175,18 +174,18 @@ def test_a_controller_that_comes_back_finds_its_pods(api: Api, launcher: Kuberne
 def test_a_pod_on_a_machine_that_is_gone_does_not_hold_a_stop_up(
     kube: FakeKube, launcher: Kubernetes
 ) -> None:
-    launcher.start(["a"], LONG_S)
+    launcher.start(["a"], PATIENCE_S)
     pod = kube.get("pods", "a") or {}
     down = [{"type": "Ready", "status": "Unknown"}]
     kube.change("nodes", pod["spec"]["nodeName"], "status", conditions=down)
     until(lambda: machine(launcher, "a").state is MachineState.DOWN, "the machine is down")
     assert "is not ready" in machine(launcher, "a").reason
-    launcher.stop(["a"], LONG_S)
+    launcher.stop(["a"], PATIENCE_S)
     assert kube.get("pods", "a") is not None  # nobody there carries the deletion out
 
 
 def test_a_pod_that_does_not_go_is_told(kube: FakeKube, launcher: Kubernetes) -> None:
-    launcher.start(["a"], LONG_S)
+    launcher.start(["a"], PATIENCE_S)
     kube.deaf, kube._second_s = True, 600.0
     with pytest.raises(DeadlineError) as caught:
         launcher.stop(["a"], 0.5)
@@ -198,14 +197,14 @@ def test_a_pod_that_does_not_go_is_told(kube: FakeKube, launcher: Kubernetes) ->
 def test_a_pod_that_somebody_else_deleted_is_one_that_ended(
     kube: FakeKube, launcher: Kubernetes
 ) -> None:
-    launcher.start(["a", "b"], LONG_S)
-    assert all(m.running and m.code is None for m in launcher.machines(LONG_S))
+    launcher.start(["a", "b"], PATIENCE_S)
+    assert all(m.running and m.code is None for m in launcher.machines(PATIENCE_S))
     kube.delete("a", 0)
     until(lambda: kube.get("pods", "a") is None, "it is gone")
     assert (machine(launcher, "a").code, machine(launcher, "a").state) == (137, MachineState.UP)
-    launcher.start(["a"], LONG_S)
+    launcher.start(["a"], PATIENCE_S)
     assert (machine(launcher, "a").running, machine(launcher, "a").code) == (True, None)
-    launcher.stop(["a"], LONG_S)
+    launcher.stop(["a"], PATIENCE_S)
     assert machine(launcher, "a").code is None
 
 
@@ -215,7 +214,7 @@ def test_a_pod_that_ended_says_with_what(
 ) -> None:
     quick = [sys.executable, "-c", f"raise SystemExit({said})"]
     with launcher_of(api, lambda _: quick) as launcher:
-        launcher.start(["a"], LONG_S)
+        launcher.start(["a"], PATIENCE_S)
         until(lambda: not machine(launcher, "a").running, "it has ended")
         if said is None:  # an evicted pod may have lost the states of its containers
             kube.change("pods", "a", "status", phase="Failed", containerStatuses=[])
@@ -227,17 +226,17 @@ def test_a_pod_that_ended_says_with_what(
 
 def hint(launcher: KubernetesPods) -> Hint:
     """Return the one hint that comes."""
-    found = until(lambda: launcher.hints(LONG_S), "a hint comes")
+    found = until(lambda: launcher.hints(PATIENCE_S), "a hint comes")
     assert len(found) == 1
-    assert launcher.hints(LONG_S) == ()
+    assert launcher.hints(PATIENCE_S) == ()
     return found[0]
 
 
 def test_a_pod_that_somebody_deletes_is_told_once_with_its_grace(
     kube: FakeKube, launcher: Kubernetes
 ) -> None:
-    launcher.start(["a", "b"], LONG_S)
-    assert launcher.hints(LONG_S) == ()
+    launcher.start(["a", "b"], PATIENCE_S)
+    assert launcher.hints(PATIENCE_S) == ()
     kube.deaf, kube._second_s = True, 600.0
     why = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     kube.change("pods", "b", "status", conditions=[why])
@@ -248,8 +247,8 @@ def test_a_pod_that_somebody_deletes_is_told_once_with_its_grace(
     assert 0.0 < found.seconds <= 1000.0
     kube._second_s = 0.02
     kube.delete("a", 0)
-    launcher.stop(["b"], LONG_S)
-    assert launcher.hints(LONG_S) == ()  # our own doing is no news
+    launcher.stop(["b"], PATIENCE_S)
+    assert launcher.hints(PATIENCE_S) == ()  # our own doing is no news
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ def test_taints_and_conditions_of_a_machine_are_hints_until_taken_back(
     stays = {"key": "soon", "operator": "Exists", "tolerationSeconds": 77}
     template = {"spec": {**TEMPLATE["spec"], "tolerations": [stays]}}
     with Kubernetes(api, "train", ["a", "b"], sleeper, template=template) as launcher:
-        launcher.start(["a", "b"], LONG_S)
+        launcher.start(["a", "b"], PATIENCE_S)
         below = (kube.get("pods", "a") or {})["spec"]["nodeName"]
         for _ in range(2):
             kube.change("nodes", below, part, **fields)
@@ -279,7 +278,7 @@ def test_taints_and_conditions_of_a_machine_are_hints_until_taken_back(
             kube.change("nodes", below, part, **{k: [] for k in fields})
             up = MachineState.UP
             until(lambda: machine(launcher, "a").state is up, "taken back")  # noqa: B023
-            assert launcher.hints(LONG_S) == ()
+            assert launcher.hints(PATIENCE_S) == ()
 
 
 @pytest.mark.parametrize(
@@ -296,7 +295,7 @@ def test_a_taint_that_drives_nobody_out_is_no_hint(
     stays = {"key": "mine", "value": "v", "effect": "NoExecute"}
     template = {"spec": {**TEMPLATE["spec"], "tolerations": [stays]}}
     with Kubernetes(api, "train", ["a", "b"], sleeper, template=template) as launcher:
-        launcher.start(["a", "b"], LONG_S)
+        launcher.start(["a", "b"], PATIENCE_S)
         below = [(kube.get("pods", n) or {})["spec"]["nodeName"] for n in "ab"]
         kube.change("nodes", below[0], "spec", taints=[taint])
         cordoned = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
@@ -308,7 +307,7 @@ def test_where_nodes_may_not_be_read_pods_still_tell(token: Path) -> None:
     with FakeKube(token="secret", nodes_allowed=False) as kube:
         api = Api(url=kube.url, namespace="jobs", token_file=token)
         with launcher_of(api) as launcher:
-            launcher.start(["a"], LONG_S)
+            launcher.start(["a"], PATIENCE_S)
             assert machine(launcher, "a").running
             why = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
             kube.change("pods", "a", "status", conditions=[why])
@@ -324,14 +323,14 @@ def test_a_job_makes_deleted_pods_anew_under_the_same_node(kube: FakeKube, api: 
         pod = pod_of(TEMPLATE, job="train", node=f"t-{n}", command=sleeper(""))
         kube.create({**pod, "metadata": {**pod["metadata"], "name": f"t-{n}-abcde"}})
     with JobPods(api, "ckptd.io/job=train") as launcher:
-        names = [m.name for m in launcher.machines(LONG_S)]
+        names = [m.name for m in launcher.machines(PATIENCE_S)]
         assert names == ["t-0", "t-1"]
         before = kube.names("pods")
-        launcher.stop(["t-0"], LONG_S)
+        launcher.stop(["t-0"], PATIENCE_S)
         until(lambda: machine(launcher, "t-0").running, "the Job made it anew")
         assert machine(launcher, "t-1").running
         assert len(set(kube.names("pods")) - set(before)) == 1
-        assert launcher.replace("t-1", LONG_S) == "t-1"
+        assert launcher.replace("t-1", PATIENCE_S) == "t-1"
         until(lambda: not set(kube.names("pods")) & set(before), "both are other pods now")
         # What has ended by itself is cleared away, and so made anew.
         ended = until(
@@ -339,10 +338,10 @@ def test_a_job_makes_deleted_pods_anew_under_the_same_node(kube: FakeKube, api: 
         )[0]
         kube.change("pods", ended, "status", phase="Failed")
         until(lambda: not machine(launcher, "t-0").running, "it has ended")
-        launcher.start(["t-0", "t-1"], LONG_S)
+        launcher.start(["t-0", "t-1"], PATIENCE_S)
         until(lambda: machine(launcher, "t-0").running, "it was made anew")
         with pytest.raises(UsageError):
-            launcher.start(["t-2"], LONG_S)
+            launcher.start(["t-2"], PATIENCE_S)
     assert len(kube.names("pods")) == 2  # they are the Job's
 
 
@@ -350,19 +349,19 @@ def test_a_job_makes_deleted_pods_anew_under_the_same_node(kube: FakeKube, api: 
 
 
 def test_a_token_that_is_replaced_is_read_again(kube: FakeKube, api: Api, token: Path) -> None:
-    assert api.call("GET", api.pods(), LONG_S)["items"] == []
+    assert api.call("GET", api.pods(), PATIENCE_S)["items"] == []
     kube.token = "other"
     with pytest.raises(ApiError) as caught:
-        api.call("GET", api.pods(), LONG_S)
+        api.call("GET", api.pods(), PATIENCE_S)
     assert caught.value.status == 401
     assert "token" in str(caught.value.hint)
     token.write_text("other")
-    assert api.call("GET", api.pods(), LONG_S)["items"] == []
+    assert api.call("GET", api.pods(), PATIENCE_S)["items"] == []
 
 
 def test_a_busy_server_is_asked_again_and_not_for_ever(kube: FakeKube, api: Api) -> None:
     kube.busy = 2
-    assert api.call("GET", api.pods(), LONG_S)["items"] == []
+    assert api.call("GET", api.pods(), PATIENCE_S)["items"] == []
     assert len(kube.requests) == 3
     kube.busy = 10**6
     with pytest.raises(DeadlineError) as caught:
@@ -389,9 +388,9 @@ def test_long_lists_come_in_pages(kube: FakeKube, api: Api) -> None:
     kube.page = 2
     for n in range(5):
         kube.put("pods", {"metadata": {"name": f"p{n}", "labels": {"k": "v"}}, "spec": {}})
-    assert len(JobPods(api, "k=v").machines(LONG_S)) == 5
+    assert len(JobPods(api, "k=v").machines(PATIENCE_S)) == 5
     watch = Watch(api, api.pods(), {"labelSelector": "k=v"})
-    assert watch.wait(LONG_S)
+    assert watch.wait(PATIENCE_S)
     assert len(watch.objects()) == 5
     watch.close()
 
@@ -402,7 +401,7 @@ def test_a_watch_goes_on_after_ends_and_lists_again_after_410(
 ) -> None:
     kube.gone_as_status = as_status
     watch = Watch(api, api.pods(), {"labelSelector": "k=v"}, round_s=1.0)
-    assert watch.wait(LONG_S)
+    assert watch.wait(PATIENCE_S)
 
     def names() -> list[str]:
         return sorted(o["metadata"]["name"] for o in watch.objects())
@@ -446,7 +445,7 @@ def test_a_watch_outlives_refusals(kube: FakeKube, api: Api) -> None:
     kube.busy = 1
     kube.token = "other"
     watch = Watch(api, api.pods(), {})
-    assert not watch.wait(LONG_S)
+    assert not watch.wait(PATIENCE_S)
     assert watch.failure is not None
     kube.token = "secret"
     until(lambda: watch.lists, "it is let in")
@@ -471,7 +470,7 @@ def test_a_pod_finds_its_cluster_and_trusts_only_its_authority(
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
         api = in_cluster(account)
-        assert api.call("GET", api.pods(), LONG_S)["items"] == []
+        assert api.call("GET", api.pods(), PATIENCE_S)["items"] == []
         assert ("GET", "/api/v1/namespaces/jobs/pods") in kube.requests
         certificate(account / "ca.crt", tmp_path / "key2")
         stranger = in_cluster(account)
@@ -484,5 +483,5 @@ def certificate(path: Path, key: Path) -> tuple[Path, Path]:
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-subj", "/CN=kube", "-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", str(key), "-out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=LONG_S)
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE_S)
     return path, key

@@ -18,9 +18,8 @@ from ckptd_kubernetes.launcher import Kubernetes
 from ckptd_kubernetes.verb import _kept
 from tests.cli.running import COMMAND, Cli
 from tests.plugins.kubernetes.fakekube import FakeKube
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
-LONG_S = 240.0
 SCRIPT = """
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -74,7 +73,7 @@ def controller(secret: str, tmp_path: Path) -> Iterator[str]:
     assert process.stdout is not None
     yield process.stdout.readline().strip()
     process.kill()
-    process.wait(LONG_S)
+    process.wait(PATIENCE_S)
     process.stdout.close()
 
 
@@ -114,14 +113,14 @@ def test_pods_that_are_deleted_come_back_and_the_job_ends(
 
         waiting = threading.Thread(target=first, daemon=True)
         waiting.start()
-        left = _kept(launcher(), "train", controller, secret.encode(), LONG_S)
+        left = _kept(launcher(), "train", controller, secret.encode(), PATIENCE_S)
         assert (left.kind, left.exit_code) == ("left", 128 + signal.SIGTERM)
-        waiting.join(LONG_S)
+        waiting.join(PATIENCE_S)
         assert kube.names("pods") == ["t-0", "t-1"]
         acting = threading.Thread(target=second, daemon=True)
         acting.start()
-        found = _kept(launcher(), "train", controller, secret.encode(), LONG_S)
-        acting.join(LONG_S)
+        found = _kept(launcher(), "train", controller, secret.encode(), PATIENCE_S)
+        acting.join(PATIENCE_S)
         assert (found.kind, found.exit_code) == ("done", 0)
         phases = {(kube.get("pods", n) or {})["status"]["phase"] for n in kube.names("pods")}
         assert phases == {"Succeeded"}

@@ -12,12 +12,11 @@ from typing import Any
 
 from tests.cli.running import COMMAND
 from tests.plugins.slurm.cluster import Cluster
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 __all__ = ["Job"]
 
 _SCRIPT = Path(__file__).parent / "slurm_train.py"
-_LONG_S = 240.0
 
 
 class Job:
@@ -68,7 +67,7 @@ class Job:
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         """Wait; say what the job has printed if that was in vain."""
-        until(true, lambda: f"{what}\n{self.newest()}\n{self.out()[-6000:]}", _LONG_S)
+        until(true, lambda: f"{what}\n{self.newest()}\n{self.out()[-6000:]}", PATIENCE_S)
 
     def out(self) -> str:
         """Return all that the job has printed."""

@@ -18,11 +18,10 @@ import psutil
 from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.net.signing import job_secret
-from tests.processes import free_port, until
+from tests.processes import PATIENCE_S, free_port, until
 
 __all__ = ["TorchrunJob"]
 
-_DEADLINE_S = 90.0
 _SCRIPT = """
 import json, os, signal, time
 from ckptd.elastic.worker import WorkerLink
@@ -152,7 +151,7 @@ class TorchrunJob:
 
     def until(self, what: Callable[[], Any], why: str) -> Any:
         """Return what is true in the end; fail if it never is."""
-        return until(what, why, _DEADLINE_S)
+        return until(what, why, PATIENCE_S)
 
     def steps(self, world: int, after: int = 0, *, nodes: set[str] | None = None) -> int:
         """Wait until `world` ranks make steps in a generation later than `after`; return it."""
@@ -226,7 +225,7 @@ class TorchrunJob:
 
     def codes(self) -> dict[int, int]:
         """Wait for the end of all agents; return their codes."""
-        end = time.monotonic() + _DEADLINE_S
+        end = time.monotonic() + PATIENCE_S
         return {k: a.wait(max(1.0, end - time.monotonic())) for k, a in self.agents.items()}
 
     def nothing_left(self) -> None:

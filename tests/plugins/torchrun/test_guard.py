@@ -14,9 +14,8 @@ import pytest
 from ckptd.elastic.lease import LeaseFile
 from ckptd_torchrun import guard
 from ckptd_torchrun.guard import TOKEN_VARIABLE, children_of, marked
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
-_DEADLINE_S = 60.0
 # An agent: its guard, then one worker in a session of its own, which has a child.
 _AGENT = """
 import os, subprocess, sys, time
@@ -56,7 +55,7 @@ def test_workers_die_with_their_agent_and_its_files_go(lease: LeaseFile) -> None
     agent, worker = _agent(lease, token)
     assert worker.pid in children_of(agent.pid)
     agent.kill()
-    agent.wait(_DEADLINE_S)
+    agent.wait(PATIENCE_S)
     until(lambda: not marked(token))
     until(lambda: not lease.path.exists())
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
@@ -75,7 +74,7 @@ def test_workers_die_when_their_lease_is_over_and_not_before(lease: LeaseFile) -
         assert agent.poll() is None
     finally:
         agent.kill()
-        agent.wait(_DEADLINE_S)
+        agent.wait(PATIENCE_S)
     until(lambda: not marked(token))
 
 
@@ -94,4 +93,4 @@ def test_what_must_outlive_a_trainer_is_not_marked(tmp_path: Path) -> None:
         assert marked(token) == {plain.pid}
     finally:
         for process in (plain, keeper):
-            process.communicate(b"\n", timeout=_DEADLINE_S)
+            process.communicate(b"\n", timeout=PATIENCE_S)

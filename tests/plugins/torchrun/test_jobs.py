@@ -13,7 +13,7 @@ import pytest
 from ckptd.elastic.messages import OrderKind
 from tests.plugins.torchrun.job import TorchrunJob
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist]
 
 
 @contextlib.contextmanager

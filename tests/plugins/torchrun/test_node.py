@@ -29,10 +29,9 @@ from ckptd.elastic.messages import (
 from ckptd.elastic.policy import Shape
 from ckptd.errors import NotFoundError, TransientStoreError
 from ckptd_torchrun.node import JobOver, Joined, TorchrunNode
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 
 _SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-_DEADLINE_S = 60.0
 
 
 class _Link:
@@ -61,7 +60,7 @@ def node(link: _Link) -> Iterator[TorchrunNode]:
         found = TorchrunNode("n", "", Path(folder) / "w")
         found.start(link)
         yield found
-        found.workers.kill(_DEADLINE_S)
+        found.workers.kill(PATIENCE_S)
         found.leave(0.0)
 
 
@@ -80,7 +79,7 @@ def _begin(generation: int, *, hosts: bool = True) -> Begin:
     )
 
 
-def _join(node: TorchrunNode, within_s: float = _DEADLINE_S) -> Joined:
+def _join(node: TorchrunNode, within_s: float = PATIENCE_S) -> Joined:
     return node.join(lambda _: ("here", 7), lambda host, port: None, within_s)
 
 
@@ -99,7 +98,7 @@ def test_a_fence_ends_workers_where_the_agent_does_not_count_it(
     node.take(FenceNow(generation=2))
     assert worker.poll() is None  # frozen at most: only `changed` may let the agent see a death
     assert node.changed()
-    assert worker.wait(_DEADLINE_S) == -9
+    assert worker.wait(PATIENCE_S) == -9
     assert link.has(Fenced(node="n", generation=2))
     assert (node.up().running, node.up().fenced) == (0, 2)
 
@@ -114,7 +113,7 @@ def test_a_fence_before_workers_are_there_is_only_said_once_they_are_dead(
     worker = _worker()
     assert link.has()
     assert node.changed()
-    assert worker.wait(_DEADLINE_S) == -9
+    assert worker.wait(PATIENCE_S) == -9
     assert link.has(Fenced(node="n", generation=2))
 
 
@@ -125,7 +124,7 @@ def test_a_fence_holds_where_the_agent_does_not_look(node: TorchrunNode, link: _
     assert not node.changed()
     node.take(FenceNow(generation=2))
     until(lambda: link.has(Fenced(node="n", generation=2)))
-    assert worker.wait(_DEADLINE_S) == -9
+    assert worker.wait(PATIENCE_S) == -9
 
 
 def test_a_waiting_node_is_fenced_at_once(node: TorchrunNode, link: _Link) -> None:
@@ -141,14 +140,14 @@ def test_how_workers_end_is_said_once(node: TorchrunNode, link: _Link) -> None:
     worker.kill()
     ended = Ended(node="n", generation=1, code=-9, program=True)
     until(lambda: link.has(ended))
-    worker.wait(_DEADLINE_S)
+    worker.wait(PATIENCE_S)
     node.take(FenceNow(generation=2))
     node.take(_begin(3))
     assert _join(node).begin.generation == 3
     assert link.has(ended, Fenced(node="n", generation=2))
     good = _worker(sys.executable, "-S", "-c", "")
     assert not node.changed()
-    good.wait(_DEADLINE_S)
+    good.wait(PATIENCE_S)
     node.succeeded()
     assert link.has(ended, Fenced(node="n", generation=2), Ended(node="n", generation=3, code=0))
 
@@ -190,7 +189,7 @@ def test_a_store_that_cannot_be_reached_is_told_of(node: TorchrunNode, link: _Li
             node.take(_begin(3))
             raise TransientStoreError("nobody listens", kind="link-lost")
 
-    assert node.join(lambda _: ("here", 7), connect, _DEADLINE_S).begin.generation == 3
+    assert node.join(lambda _: ("here", 7), connect, PATIENCE_S).begin.generation == 3
     assert calls == ["gone", "here"]
     assert Ended(node="n", generation=1, code=1) in link.told
 
@@ -202,7 +201,7 @@ def test_workers_end_with_the_lease(node: TorchrunNode, link: _Link) -> None:
     assert not node.changed()
     link.lease_until = time.monotonic() - 1.0
     until(lambda: node.up().fenced == 5)
-    assert worker.wait(_DEADLINE_S) == -9
+    assert worker.wait(PATIENCE_S) == -9
     assert node.up().running == 0
     assert node.changed()
 

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from ckptd_torchrun.workers import Workers
+from tests.processes import PATIENCE_S
 
 _SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 _FAIL = [sys.executable, "-S", "-c", "import os; os._exit(3)"]
-_DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def ended() -> queue.Queue[int]:
 def workers(ended: queue.Queue[int]) -> Iterator[Workers]:
     found = Workers(ended.put)
     yield found
-    found.kill(_DEADLINE_S)
+    found.kill(PATIENCE_S)
     found.close()
 
 
@@ -41,12 +41,12 @@ def test_the_end_of_a_worker_is_told_and_left_to_its_parent(
 ) -> None:
     workers.expect()
     first, second = _start(*_SLEEP), _start(*_FAIL)
-    assert ended.get(timeout=_DEADLINE_S) == 3
+    assert ended.get(timeout=PATIENCE_S) == 3
     assert workers.complete() == 2
-    assert second.wait(_DEADLINE_S) == 3
+    assert second.wait(PATIENCE_S) == 3
     first.send_signal(signal.SIGTERM)
-    assert ended.get(timeout=_DEADLINE_S) == -signal.SIGTERM
-    assert first.wait(_DEADLINE_S) == -signal.SIGTERM
+    assert ended.get(timeout=PATIENCE_S) == -signal.SIGTERM
+    assert first.wait(PATIENCE_S) == -signal.SIGTERM
     assert workers.failed
 
 
@@ -60,13 +60,13 @@ def test_only_what_is_started_when_it_is_expected_is_a_worker(workers: Workers) 
         assert workers.complete() == 1
         processes.append(_start(*_SLEEP))
         assert workers.look() == {worker.pid}
-        assert workers.kill(_DEADLINE_S)
-        assert worker.wait(_DEADLINE_S) == -signal.SIGKILL
+        assert workers.kill(PATIENCE_S)
+        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
         assert [p.poll() for p in processes if p is not worker] == [None] * 3
     finally:
         for process in processes:
             process.kill()
-            process.wait(_DEADLINE_S)
+            process.wait(PATIENCE_S)
 
 
 def test_frozen_workers_have_not_ended_for_their_parent_and_can_be_killed(
@@ -76,11 +76,11 @@ def test_frozen_workers_have_not_ended_for_their_parent_and_can_be_killed(
     worker = _start(*_SLEEP)
     workers.complete()
     workers.freeze()
-    end = time.monotonic() + _DEADLINE_S
+    end = time.monotonic() + PATIENCE_S
     while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < end
         time.sleep(0.01)
     assert worker.poll() is None
-    assert workers.kill(_DEADLINE_S)
-    assert ended.get(timeout=_DEADLINE_S) == -signal.SIGKILL
-    assert worker.wait(_DEADLINE_S) == -signal.SIGKILL
+    assert workers.kill(PATIENCE_S)
+    assert ended.get(timeout=PATIENCE_S) == -signal.SIGKILL
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL

@@ -321,7 +321,6 @@ def load_stacked(root: str) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_expert_lists_become_stacked_and_drift_is_named(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     for kinds in run_ranks(4, save_lists, root, deadline_s=200.0):
@@ -351,7 +350,6 @@ def save_flats(root: str) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 def test_moments_in_buffers_keep_their_own_names_in_checkpoints(tmp_path: Path) -> None:
     root = tmp_path / "root"
     assert run_ranks(4, save_flats, str(root), deadline_s=200.0) == [True] * 4

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckptd.testing.ranks import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist]
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "layouts.md"
 

@@ -10,6 +10,7 @@ import ckptd
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.testing.ranks import run_ranks
+from tests.processes import PATIENCE_S
 from tests.train.layout.jobs import (
     PROGRAM,
     contents,
@@ -20,7 +21,6 @@ from tests.train.layout.jobs import (
 )
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
-PATIENCE_S = 200.0
 
 
 def save_megatron(root: str, program: str, steps: int) -> None:

@@ -24,7 +24,7 @@ from ckptd.monitor.ring import RecorderState, RingReader, read
 from ckptd.testing.ranks import run_ranks
 from ckptd.train.recorder.native import build
 from ckptd.train.recorder.sources import wanted
-from tests.processes import until
+from tests.processes import PATIENCE_S, until
 from tests.train.recorder.jobs import JOBS, Told, attach, run, told
 
 pytestmark = pytest.mark.timeout(600)  # the first may compile: half a minute of a core to itself
@@ -375,7 +375,7 @@ def test_injection_needs_no_edit(tmp_path: Path, told_by: str) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert done.stdout == "[1.0, 1.0]\n"
     [path] = rings.iterdir()

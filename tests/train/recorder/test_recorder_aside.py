@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import PATIENCE_S
+
 SCRIPT = """
 import threading, torch, torch.distributed as dist
 import ckptd.monitor
@@ -64,6 +66,6 @@ def test_hooks_go_at_the_next_step_of_a_rank_without_other_threads(tmp_path: Pat
         env=os.environ | {"CKPTD_RINGS": str(tmp_path), "CKPTD_RECORDER": "python"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr

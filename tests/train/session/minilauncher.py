@@ -33,9 +33,7 @@ from ckptd.elastic.messages import (
     Welcome,
 )
 from ckptd.elastic.workerend import LauncherEnd, WorkerEnd
-from tests.processes import agents_in
-
-DEADLINE_S = 90.0
+from tests.processes import PATIENCE_S, agents_in
 
 
 class MiniNode:
@@ -67,7 +65,7 @@ class MiniNode:
 
     def until(self, kind: type[FromWorker], generation: int) -> tuple[float, Any]:
         """Return the first message of a kind of a generation, also one that came already."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + PATIENCE_S
         seen = 0
         while time.monotonic() < end:
             log = list(self.log)
@@ -85,7 +83,7 @@ class MiniNode:
 
     def committed(self, generation: int, step: int) -> float:
         """Wait until a step, or a later one, is committed; return when that was."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             for at, message in list(self.log):
                 if (
@@ -103,7 +101,7 @@ class MiniNode:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
         if self.process is not None:
-            self.process.wait(DEADLINE_S)
+            self.process.wait(PATIENCE_S)
         self.launcher.close()
         self.lease.close()
 
@@ -201,7 +199,7 @@ class MiniJob:
         for name in self.members:
             process = self.nodes[name].process
             assert process is not None
-            assert process.wait(DEADLINE_S) == 0, self.nodes[name].output.read_text()[-3000:]
+            assert process.wait(PATIENCE_S) == 0, self.nodes[name].output.read_text()[-3000:]
             found.append(self.nodes[name].output.read_text())
         return found
 

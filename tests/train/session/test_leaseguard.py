@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.processes import PATIENCE_S
+
 PROGRAM = """
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,6 +28,10 @@ print(len(noted), len(after))
 def test_the_first_step_is_noted_beside_hooks_of_others() -> None:
     """A recorder's, say: a hook that removes itself before others fails the step that it is in."""
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert run.stdout == "1 3\n", run.stderr

@@ -26,15 +26,14 @@ from ckptd.errors import UsageError
 from ckptd.train.session import interrupt
 from ckptd.train.session.interrupt import Interrupted, Interrupter, _groups_with, whole
 from ckptd.train.session.session import _destroy_groups
-from tests.processes import until
-from tests.train.session.minilauncher import DEADLINE_S, MiniJob
+from tests.processes import PATIENCE_S, until
+from tests.train.session.minilauncher import MiniJob
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 PROGRAMS = Path(__file__).parent / "programs.py"
 MakeJob = Callable[..., MiniJob]
 
 # Several starts of PyTorch and several waits in one test: on a busy machine each may take long.
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_what_a_session_tells(make_job: MakeJob) -> None:
     node.end.send(FenceNow(2, 0))  # once more, for a generation that is left
     job.begin("a")
     node.until(Broken, 2)
-    assert node.process.wait(DEADLINE_S) == 1
+    assert node.process.wait(PATIENCE_S) == 1
     said = node.output.read_text()
     assert "[rank0]: RuntimeError: of its own" in said
     assert "generation 2 failed here" in said
@@ -152,7 +151,7 @@ def test_an_idle_worker_ends(make_job: MakeJob) -> None:
     a.end.send(Quit())
     b.lease.extend(1e-9)
     c.launcher.close()
-    codes = [n.process.wait(DEADLINE_S) for n in (a, b, c) if n.process is not None]
+    codes = [n.process.wait(PATIENCE_S) for n in (a, b, c) if n.process is not None]
     assert codes == [0, LEASE_EXIT_CODE, LEASE_EXIT_CODE]
 
 
@@ -164,7 +163,7 @@ def test_no_step_without_a_lease(make_job: MakeJob) -> None:
     job.nodes["a"].lease.extend(1e-9)
     process = job.nodes["a"].process
     assert process is not None
-    assert process.wait(DEADLINE_S) == LEASE_EXIT_CODE
+    assert process.wait(PATIENCE_S) == LEASE_EXIT_CODE
     assert "lease of this node is over" in job.nodes["a"].output.read_text()
 
 
@@ -189,7 +188,6 @@ def test_two_hundred_regroups(make_job: MakeJob) -> None:
 
 @pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("example", "shapes"),
     [
@@ -315,7 +313,7 @@ def interrupted_in(interrupter: Interrupter, call: Callable[[], object]) -> None
         try:
             interrupter.enter()
             call()
-            threading.Event().wait(DEADLINE_S)
+            threading.Event().wait(PATIENCE_S)
         finally:
             interrupter.leave()
 
@@ -343,7 +341,7 @@ def test_what_is_whole_is_not_cut_short(interrupter: Interrupter) -> None:
     assert done == ["half", "all"]
 
 
-@pytest.mark.parametrize(("unwind_s", "then"), [(DEADLINE_S, ["put back"]), (0.0, [])])
+@pytest.mark.parametrize(("unwind_s", "then"), [(PATIENCE_S, ["put back"]), (0.0, [])])
 def test_what_an_exception_ends_is_left_in_order(
     interrupter: Interrupter, monkeypatch: pytest.MonkeyPatch, unwind_s: float, then: list[str]
 ) -> None:
@@ -365,7 +363,7 @@ def test_what_an_exception_ends_is_left_in_order(
     def goes_on() -> None:
         with suppress(RuntimeError):
             fails()
-        threading.Event().wait(DEADLINE_S)
+        threading.Event().wait(PATIENCE_S)
 
     try:
         raise ValueError("handled, while a session runs")
@@ -457,7 +455,7 @@ def test_sockets_are_watched_again_after_the_making_of_a_group_was_cut_short() -
     watched.forget()
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as other, server.accept()[0] as end:
-            other.settimeout(DEADLINE_S)
+            other.settimeout(PATIENCE_S)
             assert watched.shut(store_ports=frozenset()) == 0
             watched._begin()
             watched._end()

@@ -17,12 +17,10 @@ import pytest
 from ckptd.elastic.launchers.spawn import Spawner
 from ckptd.elastic.launchers.zygotewire import Exited, Fork, Forked, Ready, Reap
 from ckptd.train.session.zygote import unsafe_to_fork
-from tests.processes import lives, until
-
-DEADLINE_S = 60.0
+from tests.processes import PATIENCE_S, lives, until
 
 # All in one test process: the zygote that they share imports PyTorch, which takes long.
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist]
 
 SCRIPT = """\
 import atexit, multiprocessing, os, pickle, signal, sys, threading, time
@@ -70,7 +68,7 @@ class Mother:
         self.ready = self.wait(Ready)
 
     def wait(self, kind: type) -> Any:
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             for said in self._said:
                 if isinstance(said, kind):
@@ -123,7 +121,7 @@ def by_itself(argv: list[str]) -> tuple[int, str, str]:
         env={**os.environ, "LATE": "known"},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=PATIENCE_S,
         start_new_session=True,
     )
     return done.returncode, done.stdout, done.stderr
@@ -255,7 +253,7 @@ def test_workers_die_with_whoever_is_above(tmp_path: Path, plain: bool, dies: st
         os.kill(child, signal.SIGKILL)
     until(lambda: not lives(child))
     launcher.kill()
-    launcher.wait(DEADLINE_S)
+    launcher.wait(PATIENCE_S)
 
 
 def test_one_that_does_not_listen_yet_is_not_waited_for() -> None:
@@ -270,7 +268,7 @@ def test_what_a_fork_would_break_is_seen() -> None:
         "t = threading.Thread(target=e.wait); t.start(); print(unsafe_to_fork()); e.set()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.stdout.splitlines() == ["", "importing PyTorch has left 2 threads"], done
     assert "threads" in unsafe_to_fork() or unsafe_to_fork() == ""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.train.session import zygote
+from tests.processes import PATIENCE_S
 
 THREADS = """\
 import ctypes, os, sys
@@ -26,7 +27,10 @@ def test_libraries_in_a_folder_with_spaces_are_found(tmp_path: Path) -> None:
         libc = next(line.split()[-1] for line in maps if "/libc.so" in line)
     shutil.copy(libc.replace("libc.so", "libm.so"), library)
     done = subprocess.run(
-        [sys.executable, "-c", THREADS, str(library)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", THREADS, str(library)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
