@@ -84,7 +84,6 @@ class PieceLocations:
         self._table = table
         self._folder = "" if table else manifest.folder
         self._checked: dict[int, bool] = {}
-        self._sized: set[int] = set()
         self.indexes: dict[int, DigestIndex | None] = {}
         """Checked digest indexes by file: several reads of one checkpoint share them. None is
         for a file without digests."""
@@ -112,21 +111,6 @@ class PieceLocations:
     def is_own(self, file: int) -> bool:
         """Whether this checkpoint wrote `file` itself, so that its manifest gives all places."""
         return not self.is_foreign and is_home(self.files[file].path, self._folder)
-
-    def check_file(self, file: int) -> None:
-        """Check size and digest index of a file, unless that was done before.
-
-        Raises
-        ------
-        CorruptError
-            kinds ``missing-file``, ``truncated``, ``bad-size``, ``digest``, ``bad-index``.
-        """
-        if file in self._sized:
-            return
-        check_size(self.store, self.files[file])
-        if not self.is_foreign and file not in self.indexes:
-            self.indexes[file] = load_index(self.store, self.files[file])
-        self._sized.add(file)
 
     def of(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return ``(file, first byte in its data section)`` of a piece; `ABSENT` for no file.

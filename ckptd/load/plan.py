@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -22,21 +22,22 @@ from ckptd.errors import CorruptError, MismatchError, UsageError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import Manifest
-from ckptd.layout.block import Block, Region
+from ckptd.layout.block import Block, Fill, Region
 from ckptd.layout.grid import Grid
 from ckptd.layout.owners import ABSENT
 from ckptd.layout.plan import plan
 from ckptd.load.files import PieceLocations
 from ckptd.store.base import Store
-from ckptd.types import Box
+from ckptd.types import Box, DType
 
 __all__ = [
     "BlockLine",
-    "BufferCopy",
+    "Change",
+    "Conversion",
     "PieceBlocks",
+    "PlannedCopy",
     "ReadPlan",
     "Runs",
-    "SourceCopy",
     "Want",
     "clip",
     "coalesce",
@@ -46,6 +47,8 @@ __all__ = [
     "encode_runs",
     "merge",
     "needed_blocks",
+    "put",
+    "put_fill",
     "read_plan",
     "split",
     "strided",
@@ -56,6 +59,8 @@ __all__ = [
 
 
 _steps = msgpack_decoder(list[int])
+
+U8 = NDArray[np.uint8]
 
 Runs = NDArray[np.int64]
 """Sorted, disjoint, non-touching half-open runs of line positions: shape ``(n, 2)``."""
@@ -286,6 +291,32 @@ PieceBlocks = tuple[tuple[int, tuple[Block, ...]], ...]
 """Numbers of pieces of a grid, and the copies out of each, relative to its first element."""
 
 
+class Change(Protocol):
+    """What happens to values on their way: a cast, a scale."""
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write `source` into `target`.
+
+        Parameters
+        ----------
+        target, source
+            Views of one shape, of the tensors' types.
+        block
+            The copy: its source positions are relative to the source piece.
+        shift
+            Where the first element of the target's chunk is, as the block counts its target.
+        """
+
+
+class Conversion(NamedTuple):
+    """A change of values, and the types on both sides; `shift` is that of `Change.put`."""
+
+    change: Change
+    source: DType
+    target: DType
+    shift: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
     """A live buffer to fill.
@@ -298,17 +329,20 @@ class Want:
         What the buffer holds, in tensor coordinates, and where; starts and strides in elements of
         the tensor's dtype.
     target
-        The buffer: writable, one-dimensional and contiguous, of the tensor's item size or uint8.
+        The buffer: writable, one-dimensional and contiguous, of the size of its items or uint8.
         A strided live tensor is the contiguous buffer below it, and its strides are in `regions`.
     pieces
         The copies, where a layout was composed with the checkpoint's; there are no `regions` then.
         None where `read_plan` computes them from the regions.
+    conversion
+        What happens to the values on their way; None: bytes as they are.
     """
 
     tensor: int
     regions: tuple[Region, ...]
     target: NDArray[Any]
     pieces: PieceBlocks | None = None
+    conversion: Conversion | None = None
 
     @property
     def end(self) -> int:
@@ -319,22 +353,29 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SourceCopy:
-    """One planned copy: `block` of the piece that begins at byte `start` of `file`'s data section.
-
-    Where it goes is said by the subclasses: into a live buffer, or into the memory that a reshard
-    writes its files from.
+class PlannedCopy:
+    """One copy of a plan: `block` of the piece that begins at byte `start` of a data section.
 
     Attributes
     ----------
+    file, start
+        The file, and the first byte of the piece in its data section.
     itemsize
         Bytes of an element of the source.
+    block
+        Which elements of the piece, and which of the buffer.
+    target
+        Number of the buffer that is written.
+    conversion
+        None: bytes as they are.
     """
 
     file: int
     start: int
     itemsize: int
     block: Block
+    target: int
+    conversion: Conversion | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -348,7 +389,7 @@ class SourceCopy:
         return self.block.numel * self.itemsize
 
 
-def needed_blocks(line: BlockLine, copies: Iterable[SourceCopy]) -> Runs:
+def needed_blocks(line: BlockLine, copies: Iterable[PlannedCopy]) -> Runs:
     """Return the digest blocks that hold the source bytes of some copies."""
     runs = [
         line.positions(c.file, lo, hi)
@@ -385,18 +426,48 @@ def strided(
     return np.ndarray(shape, dtype, memory, at, tuple(s * dtype.itemsize for s in strides))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BufferCopy(SourceCopy):
-    """A copy into a live buffer; `target` is the buffer as bytes."""
+def put(copy: PlannedCopy, block: Block, memory: U8, origin: int, target: U8) -> None:
+    """Do a copy, or a part of it.
 
-    target: NDArray[np.uint8]
+    Parameters
+    ----------
+    block
+        The part.
+    memory
+        Holds the elements that `block` takes.
+    origin
+        Where the first element of the piece is in `memory`, or would be: in bytes.
+    target
+        The buffer that is written.
+    """
+    size, conversion = copy.itemsize, copy.conversion
+    wide = size if conversion is None else conversion.target.itemsize
+    source_kind, target_kind = words_of(size), words_of(wide)
+    if conversion is not None:
+        source_kind, target_kind = conversion.source.numpy, conversion.target.numpy
+    taken = strided(
+        memory, origin + block.source_start * size, block.shape, block.source_strides, source_kind
+    )
+    view = strided(
+        target, block.target_start * wide, block.shape, block.target_strides, target_kind
+    )
+    if conversion is None:
+        np.copyto(view, taken, casting="no")
+    else:
+        conversion.change.put(view, taken, block, conversion.shift)
+
+
+def put_fill(fill: Fill, dtype: DType, target: U8) -> None:
+    """Write what no element of a source stands for."""
+    shape, strides = tuple(n for n, _ in fill.steps), tuple(s for _, s in fill.steps)
+    strided(target, fill.start * dtype.itemsize, shape, strides, dtype.numpy)[...] = fill.value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
     """Moves of a bounded span, by the line position of their first block."""
 
-    moves: list[BufferCopy]
+    moves: list[PlannedCopy]
     at: NDArray[np.int64]
 
 
@@ -409,6 +480,8 @@ class ReadPlan:
         The checkpoint.
     moves
         The copies.
+    targets
+        The buffers, by their numbers in the copies.
     absent
         Wanted pieces that no file holds: ``(tensor number, box)``.
     line
@@ -419,12 +492,14 @@ class ReadPlan:
         self,
         manifest: Manifest,
         places: PieceLocations,
-        moves: Sequence[BufferCopy],
+        moves: Sequence[PlannedCopy],
+        targets: Sequence[U8],
         absent: Sequence[tuple[int, Box]] = (),
     ) -> None:
         self.manifest = manifest
         self.places = places
         self.moves = moves
+        self.targets = targets
         self.absent = tuple(absent)
         self.line = BlockLine([f.data_bytes for f in manifest.files])
 
@@ -441,7 +516,7 @@ class ReadPlan:
     def of_files(self, files: Collection[int]) -> ReadPlan:
         """Return the plan of the copies out of some files alone."""
         moves = [m for m in self.moves if m.file in files]
-        return ReadPlan(self.manifest, self.places, moves, self.absent)
+        return ReadPlan(self.manifest, self.places, moves, self.targets, self.absent)
 
     @property
     def files(self) -> list[int]:
@@ -451,7 +526,7 @@ class ReadPlan:
     def parts(self, span_bytes: int) -> _Parts:
         """Return the moves, cut to `span_bytes`, in file order."""
         moves = [
-            BufferCopy(m.file, m.start, m.itemsize, block, m.target)
+            PlannedCopy(m.file, m.start, m.itemsize, block, m.target, m.conversion)
             for m in self.moves
             for block in split(m.block, m.itemsize, span_bytes)
         ]
@@ -496,32 +571,38 @@ def read_plan(
         The manifest or an older file's header contradicts itself.
     """
     places = places or PieceLocations(manifest, filemap, store)
-    moves: list[BufferCopy] = []
+    moves: list[PlannedCopy] = []
+    targets: list[U8] = []
     absent: list[tuple[int, Box]] = []
     for want in wants:
-        _plan_one(places, want, moves, absent)
+        _plan_one(places, want, moves, targets, absent)
     if absent and not allow_absent:
         raise _absent_error(filemap, absent)
-    return ReadPlan(manifest, places, moves, absent)
+    return ReadPlan(manifest, places, moves, targets, absent)
 
 
 def _plan_one(
     places: PieceLocations,
     want: Want,
-    moves: list[BufferCopy],
+    moves: list[PlannedCopy],
+    targets: list[U8],
     absent: list[tuple[int, Box]],
 ) -> None:
     filemap, tensor = places.filemap, want.tensor
     grid, itemsize = filemap.grid_of(tensor), filemap.dtypes[tensor].itemsize
     name = filemap.tensors[tensor].name
-    target = _as_bytes(want, itemsize, name)
+    target = len(targets)
+    wide = want.conversion.target.itemsize if want.conversion else itemsize
+    targets.append(_as_bytes(want, wide, name))
     for piece, blocks in _copies(grid, want, name):
         file, start = places.of(tensor, piece)
         if file == ABSENT:
             absent.append((tensor, grid.piece(piece).box))
             continue
         found = places.blocks(tensor, piece, blocks)
-        moves += [BufferCopy(file, start, itemsize, block, target) for block in found]
+        moves += [
+            PlannedCopy(file, start, itemsize, block, target, want.conversion) for block in found
+        ]
 
 
 def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Block, ...]]]:
@@ -536,7 +617,7 @@ def _copies(grid: Grid, want: Want, name: str) -> Iterable[tuple[int, tuple[Bloc
         ) from None
 
 
-def _as_bytes(want: Want, itemsize: int, name: str) -> NDArray[np.uint8]:
+def _as_bytes(want: Want, itemsize: int, name: str) -> U8:
     array = want.target
     good = array.ndim == 1 and array.flags.c_contiguous and array.flags.writeable
     if not good or array.dtype.itemsize not in (1, itemsize):

@@ -37,13 +37,12 @@ from ckptd.load.files import LocalFiles, PieceLocations, blame, check_size, load
 from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, ReadSchedule, Wave, make_schedule
 from ckptd.load.plan import (
     BlockLine,
-    BufferCopy,
+    PlannedCopy,
     ReadPlan,
     Runs,
     coalesce,
     merge,
-    strided,
-    words_of,
+    put,
 )
 from ckptd.load.union import UnionStore
 from ckptd.runtime.host import available_bytes
@@ -61,6 +60,7 @@ __all__ = [
 
 
 T = TypeVar("T")
+U8 = NDArray[np.uint8]
 
 LOCAL_WINDOW_BLOCKS = 4
 
@@ -77,7 +77,7 @@ class Fetcher:
     line
         Positions of its blocks.
     files
-        Its data files, where they are read through descriptors.
+        Its data files, where they are read through descriptors; None: through the store.
     threads
         Concurrent reads.
     stall_s
@@ -91,7 +91,7 @@ class Fetcher:
         store: Store,
         places: PieceLocations,
         line: BlockLine,
-        files: LocalFiles,
+        files: LocalFiles | None,
         *,
         threads: int,
         stall_s: float,
@@ -136,7 +136,7 @@ class Fetcher:
         )
 
     def _check_file(self, file: int, anywhere: bool) -> None:
-        entry = self._places.manifest.files[file]
+        entry = self._places.files[file]
         self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
         if self._verify and file not in self._places.indexes:
             self._places.indexes[file] = self._good(
@@ -170,7 +170,7 @@ class Fetcher:
         def work(window: tuple[int, int, int]) -> None:
             _, lo, hi = window
             start, end = self._line.byte_range(file, lo, hi)
-            self._check(file, lo, start, data[start:end], runs)
+            self._check(file, lo, data[start:end], runs)
 
         run_all(
             self._line.windows(runs, LOCAL_WINDOW_BLOCKS),
@@ -215,13 +215,10 @@ class Fetcher:
         def work(window: tuple[int, int, int]) -> None:
             file, lo, hi = window
             start, end = self._line.byte_range(file, lo, hi)
-            if buffer is None:
-                view = self._window()[: end - start]
-                self._files.read(file, start, view)
-                self._check(file, lo, start, view, runs)
-            else:
-                view = buffer.view(file, start, end)
-                self._bring(file, lo, start, view, runs)
+            view = (
+                self._window()[: end - start] if buffer is None else buffer.view(file, start, end)
+            )
+            self.bring(file, lo, view, runs)
             on_bytes(end - start)
 
         run_all(
@@ -239,20 +236,40 @@ class Fetcher:
             self._scratch.view = found
         return found
 
-    def _bring(self, file: int, lo: int, start: int, view: memoryview, runs: Runs) -> None:
-        """Fill a window of the buffer, and check it."""
-        entry = self._places.manifest.files[file]
+    def bring(self, file: int, lo: int, view: memoryview, runs: Runs | None = None) -> None:
+        """Fill `view` from block `lo` of the line on, and check the blocks in it.
+
+        Parameters
+        ----------
+        file
+            The file of that block.
+        view
+            Whole blocks, up to the end of the file; of a foreign file any number of bytes.
+        runs
+            Blocks that are to be checked; None: all of them.
+
+        Raises
+        ------
+        CorruptError
+            See `fetch`.
+        """
+        entry = self._places.files[file]
+        start, _ = self._line.byte_range(file, lo, lo)
 
         def look() -> None:
-            try:
-                self._store.read_into(entry.path, entry.data_start + start, view)
-            except NotFoundError:
-                raise missing_file(entry.path, entry.rank) from None
-            self._check(file, lo, start, view, runs)
+            if self._files is not None:
+                self._files.read(file, start, view)
+            else:
+                try:
+                    self._store.read_into(entry.path, entry.data_start + start, view)
+                except NotFoundError:
+                    raise missing_file(entry.path, entry.rank) from None
+            self._check(file, lo, view, runs)
 
-        self._good(entry.path, look)
+        # A file that is open stays what it is: no other source is asked for it.
+        self._good(entry.path, look, self._files is None)
 
-    def _check(self, file: int, lo: int, start: int, view: memoryview, runs: Runs) -> None:
+    def _check(self, file: int, lo: int, view: memoryview, runs: Runs | None) -> None:
         if not self._verify:
             return
         index = self._places.indexes[file]
@@ -264,13 +281,13 @@ class Fetcher:
             part = view[at : at + BLOCK_BYTES]
             block = position - first
             found = digest(part)
-            if found != index.block(block) and _holds(runs, position):
+            if found != index.block(block) and (runs is None or _holds(runs, position)):
                 raise self._mismatch(file, block, len(part), index.block(block), found)
 
     def _mismatch(
         self, file: int, block: int, length: int, wanted: bytes, found: bytes
     ) -> CorruptError:
-        entry = self._places.manifest.files[file]
+        entry = self._places.files[file]
         start = block * BLOCK_BYTES
         error = CorruptError(
             "bytes of the checkpoint are not what was written",
@@ -299,8 +316,9 @@ OnBytes = Callable[[int], None]
 
 
 def copy_from_memory(
-    moves: Sequence[BufferCopy],
-    memory: NDArray[np.uint8],
+    moves: Sequence[PlannedCopy],
+    targets: Sequence[U8],
+    memory: U8,
     offset: Callable[[int, int, int], int],
     *,
     threads: int,
@@ -315,17 +333,19 @@ def copy_from_memory(
         ``offset(file, start, end)`` tells where bytes of a file's data section lie in `memory`.
     """
 
-    def work(task: list[BufferCopy]) -> None:
+    def work(task: list[PlannedCopy]) -> None:
         for move in task:
             lo, hi = move.span
-            _copy(move, memory, offset(move.file, lo, hi))
+            origin = offset(move.file, lo, hi) + move.start - lo
+            put(move, move.block, memory, origin, targets[move.target])
         on_bytes(sum(m.byte_count for m in task))
 
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
 
 
 def copy_from_files(
-    moves: Sequence[BufferCopy],
+    moves: Sequence[PlannedCopy],
+    targets: Sequence[U8],
     files: LocalFiles,
     *,
     threads: int,
@@ -335,18 +355,18 @@ def copy_from_files(
     """Copy `moves` out of local files: long runs straight into place, others through a window."""
     windows = _Windows()
 
-    def work(task: list[BufferCopy]) -> None:
+    def work(task: list[PlannedCopy]) -> None:
         with files.use(task[0].file) as fd:
             for move in task:
-                _read_move(move, files, fd, windows)
+                _read_move(move, targets[move.target], files, fd, windows)
         on_bytes(sum(m.byte_count for m in task))
 
     run_all(_tasks(moves), work, threads=threads, stall_s=stall_s, what="copying")
 
 
-def _tasks(moves: Sequence[BufferCopy]) -> Iterator[list[BufferCopy]]:
+def _tasks(moves: Sequence[PlannedCopy]) -> Iterator[list[PlannedCopy]]:
     """Group neighbouring moves of one file, so that small tensors do not cost a task each."""
-    task: list[BufferCopy] = []
+    task: list[PlannedCopy] = []
     held = 0
     for move in moves:
         lo, hi = move.span
@@ -373,29 +393,34 @@ class _Windows(threading.local):
         return self._array[:size]
 
 
-def _read_move(move: BufferCopy, files: LocalFiles, fd: int, windows: _Windows) -> None:
+def _read_move(
+    move: PlannedCopy, target: U8, files: LocalFiles, fd: int, windows: _Windows
+) -> None:
     block, itemsize = move.block, move.itemsize
-    if len(block.shape) <= 1 and block.run_length == block.numel:
-        _read_run(move, files, fd, block.source_start, block.target_start, block.numel)
-    elif block.source_strides[-1] == 1 == block.target_strides[-1] and (
-        min(block.source_strides[:-1]) * itemsize >= FAR_BYTES
+    plain = move.conversion is None
+    if plain and len(block.shape) <= 1 and block.run_length == block.numel:
+        _read_run(move, target, files, fd, block.source_start, block.target_start, block.numel)
+    elif (
+        plain
+        and block.source_strides[-1] == 1 == block.target_strides[-1]
+        and (min(block.source_strides[:-1]) * itemsize >= FAR_BYTES)
     ):
         sources = _offsets(block.shape[:-1], block.source_strides[:-1], block.source_start)
         targets = _offsets(block.shape[:-1], block.target_strides[:-1], block.target_start)
-        for source, target in zip(sources, targets, strict=True):
-            _read_run(move, files, fd, source, target, block.shape[-1])
+        for source, at in zip(sources, targets, strict=True):
+            _read_run(move, target, files, fd, source, at, block.shape[-1])
     else:
         lo, hi = move.span
         window = windows.get(hi - lo)
         files.read_exact(fd, move.file, lo, window.data)
-        _copy(move, window, 0)
+        put(move, block, window, move.start - lo, target)
 
 
 def _read_run(
-    move: BufferCopy, files: LocalFiles, fd: int, source: int, target: int, numel: int
+    move: PlannedCopy, target: U8, files: LocalFiles, fd: int, source: int, at: int, numel: int
 ) -> None:
     size = move.itemsize
-    view = move.target.data[target * size : (target + numel) * size]
+    view = target.data[at * size : (at + numel) * size]
     files.read_exact(fd, move.file, move.start + source * size, view)
 
 
@@ -404,17 +429,6 @@ def _offsets(shape: tuple[int, ...], strides: tuple[int, ...], start: int) -> li
     for n, stride in zip(shape, strides, strict=True):
         offsets = np.add.outer(offsets, stride * np.arange(n, dtype=np.int64)).ravel()
     return offsets.tolist()
-
-
-def _copy(move: BufferCopy, memory: NDArray[np.uint8], at: int) -> None:
-    """Copy a move whose first source byte lies at `at` of `memory`."""
-    block, size = move.block, move.itemsize
-    kind = words_of(size)
-    source = strided(memory, at, block.shape, block.source_strides, kind)
-    target = strided(
-        move.target, block.target_start * size, block.shape, block.target_strides, kind
-    )
-    np.copyto(target, source, casting="no")
 
 
 _log = logging.getLogger("ckptd")
@@ -583,7 +597,7 @@ class _Run:
             self._store,
             self._plan.places,
             self._plan.line,
-            self.files,
+            self.files if self._local else None,
             threads=self._threads or _share_of(self._parallel(), self._group.local_world),
             stall_s=self._stall_s,
             verify=self._verify,
@@ -689,6 +703,7 @@ class _Run:
             begin = time.monotonic()
             copy_from_memory(
                 self._from_memory.parts(_MEMORY_SPAN).moves,
+                self._whole.targets,
                 np.frombuffer(self._in_memory.data, np.uint8),
                 lambda file, start, end: start,
                 threads=self._copiers,
@@ -707,14 +722,15 @@ class _Run:
             self._fetch_s += between - begin
             self._copy_s += time.monotonic() - between
 
-    def _moves(self, wave: Wave) -> list[BufferCopy]:
+    def _moves(self, wave: Wave) -> list[PlannedCopy]:
         lo, hi = np.searchsorted(self._parts.at, (wave.start, wave.end)).tolist()
         return self._parts.moves[lo:hi]
 
-    def _copy(self, moves: list[BufferCopy]) -> None:
+    def _copy(self, moves: list[PlannedCopy]) -> None:
         if self._buffer is not None:
             copy_from_memory(
                 moves,
+                self._whole.targets,
                 self._buffer.memory,
                 self._buffer.offset,
                 threads=self._copiers,
@@ -724,6 +740,7 @@ class _Run:
             return
         copy_from_files(
             moves,
+            self._whole.targets,
             self.files,
             threads=self._copiers,
             stall_s=self._stall_s,

@@ -29,10 +29,10 @@ from ckptd.layout.lay.stored import StoredForm, StoredTensor, TensorKey
 from ckptd.layout.lay.syntax import Affine, Alias
 from ckptd.layout.lay.values import Values
 from ckptd.layout.owners import single_owner
-from ckptd.load.plan import BlockLine
+from ckptd.load.plan import BlockLine, Change
 from ckptd.reshard.changes import change_of, changed_dtype, quantized, step_promise
 from ckptd.reshard.duplicates import Duplicate
-from ckptd.reshard.feed import Change, ChunkFeed, Take
+from ckptd.reshard.feed import ChunkFeed, Take
 from ckptd.reshard.moves import RoundPlanner, cut_rounds
 from ckptd.reshard.reading import BlockCache, Reading
 from ckptd.reshard.source import Stock, StockTensor
@@ -280,7 +280,7 @@ def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]
         plan = planner.plan(stretches)
         lo, hi = stretches[0].lo, stretches[0].hi
         memory = np.zeros(hi - lo, dtype=np.uint8)
-        reading.run(plan, [memory], target.filemap.dtypes, lambda: None)
+        reading.run(plan, [memory])
         values = memory.view(np.float32)
         for chunk in planner.chunks(0):
             first, last = max(lo, chunk.start), min(hi, chunk.end)

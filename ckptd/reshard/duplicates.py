@@ -139,4 +139,4 @@ class _Side:
 
     def read(self, stretches: Sequence[Stretch], memory: U8) -> None:
         plan = self._planner.plan(stretches)
-        self._reading.run(plan, [memory], self.target.filemap.dtypes, lambda: None)
+        self._reading.run(plan, [memory])

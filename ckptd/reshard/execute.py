@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ckptd.errors import UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex
 from ckptd.load.files import PieceLocations
-from ckptd.load.plan import BlockLine
+from ckptd.load.plan import BlockLine, put_fill
 from ckptd.reshard.moves import RoundPlan, RoundPlanner, Stretch, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
 from ckptd.reshard.samples import Expected, FileSamples
@@ -339,18 +339,12 @@ class Executor:
             self.spent.peak_staged = self._ledger.peak
 
     def _fill(self, plan: RoundPlan, memory: Sequence[U8]) -> None:
-        dtypes = self._target.filemap.dtypes
-        for stretch, tensor, fill in plan.fills:
-            dtype = dtypes[tensor]
-            steps = tuple(s * dtype.itemsize for _, s in fill.steps)
-            shape = tuple(n for n, _ in fill.steps)
-            at = fill.start * dtype.itemsize
-            view = np.ndarray(shape, dtype.numpy, memory[stretch], at, steps)
-            view[...] = fill.value
+        for stretch, dtype, fill in plan.fills:
+            put_fill(fill, dtype, memory[stretch])
         for stretch, at, literal, part in plan.literals:
             raw = np.frombuffer(literal()[part], dtype=np.uint8)
             memory[stretch][at : at + len(raw)] = raw
-        self._reading.run(plan, memory, dtypes, lambda: None)
+        self._reading.run(plan, memory)
 
     def samples(self, file: int) -> FileSamples:
         """Return what looks at one target file."""

@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from numpy.typing import NDArray
+from typing import Protocol
 
 from ckptd.layout.block import Block, Fill, piece_regions
 from ckptd.layout.grid import Grid
 from ckptd.layout.plan import plan_once
+from ckptd.load.plan import Change
 
-__all__ = ["Change", "ChunkFeed", "Feeds", "Literal", "MixedFeeds", "Recut", "Take"]
-
-
-class Change(Protocol):
-    """What happens to values on their way: a cast, a scale."""
-
-    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
-        """Write `source` into `target`.
-
-        Parameters
-        ----------
-        target, source
-            Views of one shape, of the tensors' types.
-        block
-            The copy: its source positions are relative to the source piece.
-        shift
-            Where the first element of the target's chunk is, as the block counts its target.
-        """
+__all__ = ["ChunkFeed", "Feeds", "Literal", "MixedFeeds", "Recut", "Take"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

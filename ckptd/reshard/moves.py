@@ -17,11 +17,21 @@ from ckptd.layout.block import Block, Fill
 from ckptd.layout.clip import clip, clip_fill
 from ckptd.layout.owners import ABSENT
 from ckptd.load.files import PieceLocations
-from ckptd.load.plan import BlockLine, Runs, SourceCopy, count, merge, needed_blocks, no_runs
-from ckptd.reshard.feed import Change, ChunkFeed
+from ckptd.load.plan import (
+    BlockLine,
+    Conversion,
+    PlannedCopy,
+    Runs,
+    count,
+    merge,
+    needed_blocks,
+    no_runs,
+)
+from ckptd.reshard.feed import ChunkFeed
 from ckptd.reshard.target import Target
+from ckptd.types import DType
 
-__all__ = ["RoundPlan", "RoundPlanner", "StagedCopy", "Stretch", "cut_rounds", "group_files"]
+__all__ = ["RoundPlan", "RoundPlanner", "Stretch", "cut_rounds", "group_files"]
 
 
 I64 = NDArray[np.int64]
@@ -87,32 +97,6 @@ Literal: TypeAlias = tuple[int, int, Callable[[], bytes], slice]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedCopy(SourceCopy):
-    """A copy into the memory of a stretch; target positions of `block` are in the stretch.
-
-    Attributes
-    ----------
-    stretch
-        Number of the stretch, in the round.
-    tensor
-        Target tensor.
-    source_tensor
-        Source tensor.
-    change, turn
-        See `ckptd.reshard.feed.Take`.
-    shift
-        Where the first element of the target's chunk is in the stretch; may be negative.
-    """
-
-    stretch: int
-    tensor: int
-    source_tensor: int
-    change: Change | None
-    turn: int
-    shift: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class RoundPlan:
     """Everything that one round does.
 
@@ -121,9 +105,9 @@ class RoundPlan:
     stretches
         What is written.
     turns
-        Copies, and the digest blocks of the source that they need, turn by turn.
+        Copies into the stretches, and the digest blocks of the source that they need, turn by turn.
     fills
-        ``(stretch, target tensor, fill)``, positions relative to the stretch.
+        ``(stretch, type, fill)``, positions relative to the stretch.
     literals
         ``(stretch, first byte, bytes of a chunk, range of them)``.
     bytes_needed
@@ -131,8 +115,8 @@ class RoundPlan:
     """
 
     stretches: Sequence[Stretch]
-    turns: Sequence[tuple[list[StagedCopy], Runs]]
-    fills: Sequence[tuple[int, int, Fill]]
+    turns: Sequence[tuple[list[PlannedCopy], Runs]]
+    fills: Sequence[tuple[int, DType, Fill]]
     literals: Sequence[Literal]
     bytes_needed: int
 
@@ -180,19 +164,18 @@ class RoundPlanner:
         MismatchError
             kind ``absent``: the source leaves out what the target wants.
         """
-        moves: list[StagedCopy] = []
-        fills: list[tuple[int, int, Fill]] = []
+        turns: dict[int, list[PlannedCopy]] = {}
+        fills: list[tuple[int, DType, Fill]] = []
         literals: list[Literal] = []
         for number, stretch in enumerate(stretches):
             for chunk in self._within(stretch):
                 feed = self._feed(chunk)
                 if feed.literal is not None:
                     literals.append(_literal(chunk, stretch, number, feed.literal))
-                moves += self._moves(chunk, stretch, number, feed)
+                self._add_copies(turns, chunk, stretch, number, feed)
                 fills += self._fills(chunk, stretch, number, feed)
-        turns = [[m for m in moves if m.turn == turn] for turn in sorted({m.turn for m in moves})]
-        needed = sum(m.byte_count for m in moves)
-        runs = [(t, needed_blocks(self._line, t)) for t in turns]
+        needed = sum(m.byte_count for moves in turns.values() for m in moves)
+        runs = [(turns[n], needed_blocks(self._line, turns[n])) for n in sorted(turns)]
         return RoundPlan(stretches, runs, fills, literals, needed)
 
     def _within(self, stretch: Stretch) -> Iterator[ChunkRef]:
@@ -220,37 +203,39 @@ class RoundPlanner:
         at = (chunk.start - stretch.lo) // size
         return (lo - chunk.start) // size, (hi - chunk.start) // size, at
 
-    def _moves(
-        self, chunk: ChunkRef, stretch: Stretch, number: int, feed: ChunkFeed
-    ) -> Iterator[StagedCopy]:
+    def _add_copies(
+        self,
+        turns: dict[int, list[PlannedCopy]],
+        chunk: ChunkRef,
+        stretch: Stretch,
+        number: int,
+        feed: ChunkFeed,
+    ) -> None:
         lo, hi, at = self._bounds(chunk, stretch)
+        types = self._source.filemap.dtypes
         for take in feed.takes:
             file, start = self._source.of(take.tensor, take.piece)
             if file == ABSENT:
                 raise self._absent(chunk, take.tensor)
-            blocks = self._source.blocks(take.tensor, take.piece, take.blocks)
-            for block in blocks:
-                for part in clip(block, "target", lo, hi):
-                    yield StagedCopy(
-                        file,
-                        start,
-                        self._source.filemap.dtypes[take.tensor].itemsize,
-                        _moved(part, at),
-                        number,
-                        chunk.tensor,
-                        take.tensor,
-                        take.change,
-                        take.turn,
-                        at,
-                    )
+            source = types[take.tensor]
+            conversion = None
+            if take.change is not None:
+                target = self._target.filemap.dtypes[chunk.tensor]
+                conversion = Conversion(take.change, source, target, at)
+            turns.setdefault(take.turn, []).extend(
+                PlannedCopy(file, start, source.itemsize, _moved(part, at), number, conversion)
+                for block in self._source.blocks(take.tensor, take.piece, take.blocks)
+                for part in clip(block, "target", lo, hi)
+            )
 
     def _fills(
         self, chunk: ChunkRef, stretch: Stretch, number: int, feed: ChunkFeed
-    ) -> Iterator[tuple[int, int, Fill]]:
+    ) -> Iterator[tuple[int, DType, Fill]]:
         lo, hi, at = self._bounds(chunk, stretch)
+        dtype = self._target.filemap.dtypes[chunk.tensor]
         for fill in feed.fills:
             for part in clip_fill(fill, lo, hi):
-                yield number, chunk.tensor, part._replace(start=part.start + at)
+                yield number, dtype, part._replace(start=part.start + at)
 
     def _absent(self, chunk: ChunkRef, tensor: int) -> MismatchError:
         source, target = self._source.manifest.tensors[tensor], self._target.tensors[chunk.tensor]

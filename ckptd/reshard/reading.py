@@ -18,17 +18,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.errors import CorruptError, DeadlineError, NotFoundError
-from ckptd.format.digest import BLOCK_BYTES, digest
-from ckptd.layout.block import Block
+from ckptd.errors import DeadlineError
+from ckptd.format.digest import BLOCK_BYTES
 from ckptd.layout.clip import clip
-from ckptd.load.files import LocalFiles, PieceLocations, missing_file
-from ckptd.load.plan import BlockLine, Runs, strided, words_of
-from ckptd.reshard.moves import RoundPlan, StagedCopy
+from ckptd.load.files import LocalFiles, PieceLocations
+from ckptd.load.plan import BlockLine, PlannedCopy, Runs, put
+from ckptd.load.read import Fetcher
+from ckptd.reshard.moves import RoundPlan
 from ckptd.runtime.pool import run_all
-from ckptd.types import DType
 
-__all__ = ["BlockCache", "Ledger", "Reading", "put"]
+__all__ = ["BlockCache", "Ledger", "Reading"]
 
 
 _POLL_S = 0.05
@@ -194,12 +193,12 @@ class _Window:
     lo: int
     hi: int
     data: U8 | None
-    moves: list[StagedCopy]
+    moves: list[PlannedCopy]
     kept: tuple[int, ...]
 
 
 class Reading:
-    """Reads for one process.
+    """Does the copies of rounds: reads through a `Fetcher`, and scatters what it brings.
 
     Parameters
     ----------
@@ -233,19 +232,13 @@ class Reading:
         self._blocks = window_blocks
         self._cache = cache
         self._stall_s = stall_s
-        self._local = source.store.capabilities.local_files
         self._scratch = threading.local()
         self._rooms = Ledger(threads * window_blocks * BLOCK_BYTES)
         self._lock = threading.Lock()
+        self._checked: set[int] = set()
         self.bytes_read = 0
 
-    def run(
-        self,
-        plan: RoundPlan,
-        memory: Sequence[U8],
-        dtypes: Sequence[DType],
-        pulse: Callable[[], None],
-    ) -> None:
+    def run(self, plan: RoundPlan, memory: Sequence[U8]) -> None:
         """Do the copies of a round; fills and literals are not its business.
 
         Parameters
@@ -254,27 +247,32 @@ class Reading:
             The round.
         memory
             Staging memory of each stretch.
-        dtypes
-            Of the target's tensors.
-        pulse
-            Called from threads, now and then.
 
         Raises
         ------
         CorruptError
             kinds ``digest``, ``truncated``, ``missing-file``, ``bad-size``, ``bad-index``.
         """
-        for _, runs in plan.turns:
-            for file in self._line.files_of(runs):
-                self._source.check_file(file)
-        with LocalFiles(self._source.store, self._source.files) as files:
+        store = self._source.store
+        with LocalFiles(store, self._source.files) as files:
+            fetcher = Fetcher(
+                store,
+                self._source,
+                self._line,
+                files if store.capabilities.local_files else None,
+                threads=self._threads,
+                stall_s=self._stall_s,
+            )
+            new = {f for _, runs in plan.turns for f in self._line.files_of(runs)} - self._checked
+            if new:
+                fetcher.check_files(sorted(new), lambda: None, anywhere=True)
+                self._checked |= new
             for moves, runs in plan.turns:
 
                 def work(window: _Window) -> None:
-                    data = self._bring(window, files) if window.data is None else window.data
+                    data = self._bring(window, fetcher) if window.data is None else window.data
                     for move in window.moves:
-                        self._scatter(window, data, move, memory, dtypes)
-                    pulse()
+                        self._scatter(window, data, move, memory[move.target])
 
                 run_all(
                     self._windows(moves, runs),
@@ -286,7 +284,7 @@ class Reading:
 
     # -- windows -------------------------------------------------------------------------------
 
-    def _windows(self, moves: list[StagedCopy], runs: Runs) -> Iterator[_Window]:
+    def _windows(self, moves: list[PlannedCopy], runs: Runs) -> Iterator[_Window]:
         """Yield windows with their moves, in the order of the source's files."""
         spans = np.array([self._span(m) for m in moves], dtype=np.int64).reshape(-1, 2)
         order = np.argsort(spans[:, 0], kind="stable")
@@ -304,25 +302,21 @@ class Reading:
             kept = {p for p, is_end in ((lo, lo in begins), (hi - 1, hi in ends)) if is_end}
             yield _Window(self._line.file_at(lo), lo, hi, data, found, tuple(kept))
 
-    def _span(self, move: StagedCopy) -> tuple[int, int]:
+    def _span(self, move: PlannedCopy) -> tuple[int, int]:
         return self._line.positions(move.file, *move.span)
 
-    def _bring(self, window: _Window, files: LocalFiles) -> U8:
-        """Read and check a window."""
-        index = self._source.indexes.get(window.file)
-        entry = self._source.files[window.file]
+    def _bring(self, window: _Window, fetcher: Fetcher) -> U8:
+        """Read and check a window; keep the blocks that another round may want as well."""
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
-        wanted = end if index is not None else min(entry.data_bytes, end + _TAIL)
-        data = self._room()[: wanted - start]
-        if self._local:
-            files.read(window.file, start, data.data)
-        else:
-            self._fetch(window.file, start, data)
+        if self._source.is_foreign:
+            end = min(self._source.files[window.file].data_bytes, end + _TAIL)
+        data = self._room()[: end - start]
+        fetcher.bring(window.file, window.lo, data.data)
         with self._lock:
-            self.bytes_read += wanted - start
-        if index is not None:
-            self._check(window, start, data)
-            self._keep(window, data)
+            self.bytes_read += end - start
+        for position in () if self._source.is_foreign else window.kept:
+            at = (position - window.lo) * BLOCK_BYTES
+            self._cache.keep(position, data[at : at + BLOCK_BYTES])
         return data
 
     def _room(self) -> U8:
@@ -331,77 +325,11 @@ class Reading:
             found = self._scratch.room = self._rooms.slab(self._blocks * BLOCK_BYTES + _TAIL)
         return found
 
-    def _fetch(self, file: int, start: int, data: U8) -> None:
-        entry = self._source.files[file]
-        try:
-            self._source.store.read_into(entry.path, entry.data_start + start, data.data)
-        except NotFoundError:
-            raise missing_file(entry.path, entry.rank) from None
-
-    def _keep(self, window: _Window, data: U8) -> None:
-        """Keep the blocks at the ends of runs, which another round may want as well."""
-        for position in window.kept:
-            at = (position - window.lo) * BLOCK_BYTES
-            self._cache.keep(position, data[at : at + BLOCK_BYTES])
-
-    def _check(self, window: _Window, start: int, data: U8) -> None:
-        index = self._source.indexes.get(window.file)
-        for at in range(0, len(data), BLOCK_BYTES):
-            part = data[at : at + BLOCK_BYTES]
-            block = (start + at) // BLOCK_BYTES
-            if index is not None and digest(part.data) != index.block(block):
-                raise self._damaged(window.file, block, len(part))
-
-    def _damaged(self, file: int, block: int, length: int) -> CorruptError:
-        entry = self._source.files[file]
-        start = block * BLOCK_BYTES
-        return CorruptError(
-            "bytes of the source are not what was written",
-            kind="digest",
-            where=f"block {block} of {entry.path}, written by rank {entry.rank}: "
-            + self._source.holders(file, start, start + length),
-            hint="ckptd verify lists everything that is bad; reshard an older step",
-        )
-
-    # -- copies --------------------------------------------------------------------------------
-
-    def _scatter(
-        self,
-        window: _Window,
-        data: U8,
-        move: StagedCopy,
-        memory: Sequence[U8],
-        dtypes: Sequence[DType],
-    ) -> None:
+    def _scatter(self, window: _Window, data: U8, move: PlannedCopy, target: U8) -> None:
         """Copy what a window has of a move."""
-        source = self._source.filemap.dtypes[move.source_tensor]
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
         # An element belongs to the window that has its first byte.
-        lo = -((move.start - start) // source.itemsize)
-        hi = -((move.start - end) // source.itemsize)
+        lo = -((move.start - start) // move.itemsize)
+        hi = -((move.start - end) // move.itemsize)
         for block in clip(move.block, "source", lo, hi):
-            put(
-                block,
-                (data, move.start - start, source),
-                (memory[move.stretch], 0, dtypes[move.tensor]),
-                move,
-            )
-
-
-def put(
-    block: Block, source: tuple[U8, int, DType], target: tuple[U8, int, DType], move: StagedCopy
-) -> None:
-    """Copy a block between two buffers, given as ``(bytes, place of element 0, type)``."""
-    exact = move.change is None
-    views = []
-    for side, strides, at in (
-        (source, block.source_strides, block.source_start),
-        (target, block.target_strides, block.target_start),
-    ):
-        memory, base, dtype = side
-        kind = words_of(dtype.itemsize) if exact else dtype.numpy
-        views.append(strided(memory, base + at * dtype.itemsize, block.shape, strides, kind))
-    if move.change is None:
-        np.copyto(views[1], views[0], casting="no")
-    else:
-        move.change.put(views[1], views[0], block, move.shift)
+            put(move, block, data, move.start - start, target)

@@ -112,6 +112,4 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
         found = places(store, STARTS, size=400)
         with pytest.raises(CorruptError) as caught:
             read(found, 1, Box.whole((4, 6)), "float64")
-        with pytest.raises(CorruptError) as again:
-            found.check_file(0)
-    assert (caught.value.kind, again.value.kind) == ("truncated", "truncated")
+    assert caught.value.kind == "truncated"

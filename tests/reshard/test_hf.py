@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ckptd.errors import CorruptError, NotFoundError, UsageError
+from ckptd.load.files import check_size
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.hf import HfJob, hf_target
 from ckptd.reshard.job import ReshardShare
@@ -169,7 +170,7 @@ def test_a_source_that_changes_is_noticed(source: Path, tmp_path: Path) -> None:
         path = min((tmp_path / "hf").glob("*.safetensors"))
         path.write_bytes(path.read_bytes() + b"more")
         with pytest.raises(CorruptError) as caught:
-            stock.source.check_file(0)
+            check_size(store, stock.source.files[0])
     assert caught.value.kind == "bad-size"
 
 

@@ -8,14 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.block import Block, Fill, box_region
+from ckptd.layout.block import Fill, box_region
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LaidTensor
-from ckptd.load.plan import PieceBlocks, Want, strided
-from ckptd.reshard.changes import Linear, change_of
+from ckptd.load.plan import Conversion, PieceBlocks, Want, put_fill
+from ckptd.reshard.changes import change_of
 from ckptd.train.filling import U8, Filling
 from ckptd.train.layout.binder import JobLayout
 from ckptd.train.layout.source import LaidSource
@@ -27,24 +26,6 @@ from ckptd.train.state.walk import walk
 from ckptd.types import Box, DType, dtype_of
 
 __all__ = ["FilledTensor", "LaidFilling", "LaidLoad", "look"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Changed:
-    """Values that were read in another type, at the places that they have in the target."""
-
-    staged: U8
-    source: DType
-    target: U8
-    dtype: DType
-    blocks: tuple[Block, ...]
-    change: Linear
-
-    def put(self) -> None:
-        for block in self.blocks:
-            where = (block.shape, block.target_strides, block.target_start)
-            new = _view(self.target, self.dtype, *where)
-            self.change.apply(new, _view(self.staged, self.source, *where))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,29 +56,14 @@ class LaidFilling:
     """
 
     wants: list[Want] = field(default_factory=list)
-    _changes: list[_Changed] = field(default_factory=list)
     _fills: list[tuple[U8, DType, tuple[Fill, ...]]] = field(default_factory=list)
     _same: list[_Same] = field(default_factory=list)
 
-    def copy(self, number: int, pieces: PieceBlocks, target: U8) -> None:
-        """Ask for bytes as they are."""
-        self.wants.append(Want(number, (), target, pieces))
-
-    def change(
-        self,
-        number: int,
-        pieces: PieceBlocks,
-        source: DType,
-        target: U8,
-        dtype: DType,
-        change: Linear,
+    def read(
+        self, number: int, pieces: PieceBlocks, target: U8, conversion: Conversion | None
     ) -> None:
-        """Ask for values that change on the way; they are staged in the type they are read in."""
-        blocks = tuple(b for _, found in pieces for b in found)
-        numel = max((b.target_span[1] for b in blocks), default=0)
-        staged = np.empty(numel * source.itemsize, dtype=np.uint8)
-        self.wants.append(Want(number, (), staged, pieces))
-        self._changes.append(_Changed(staged, source, target, dtype, blocks, change))
+        """Ask for values, which may change on the way."""
+        self.wants.append(Want(number, (), target, pieces, conversion))
 
     def fill(self, target: U8, dtype: DType, fills: tuple[Fill, ...]) -> None:
         """Write what no element of the source stands for."""
@@ -114,30 +80,19 @@ class LaidFilling:
 
         Raises
         ------
-        MismatchError, UsageError
-            Numbers disagree, or a value does not fit its type (`poisoned`).
+        MismatchError
+            Numbers disagree (`poisoned`).
         """
         try:
             for same in self._same:
                 same.check()
-            for changed in self._changes:
-                changed.put()
         except UsageError as error:
             error.poisoned = True
             raise
         for target, dtype, fills in self._fills:
             for found in fills:
-                shape, strides = tuple(n for n, _ in found.steps), tuple(s for _, s in found.steps)
-                _view(target, dtype, shape, strides, found.start)[...] = found.value
-        self._changes.clear()
+                put_fill(found, dtype, target)
         self._fills.clear()
-
-
-def _view(
-    memory: U8, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], start: int
-) -> NDArray[Any]:
-    """Return elements of a buffer; numpy checks that they lie inside."""
-    return strided(memory, start * dtype.itemsize, shape, strides, dtype.numpy)
 
 
 def look(state: Mapping[str, Any]) -> Leaves:
@@ -355,10 +310,8 @@ class LaidLoad:
             number = self.source.names.tensors[source.source.name]
             kind = self.source.filemap.dtypes[number]
             change = change_of(kind, dtype, source.values, leaf.name)
-            if change is None:
-                self.filling.copy(number, source.pieces, target)
-            else:
-                self.filling.change(number, source.pieces, kind, target, dtype, change)
+            conversion = Conversion(change, kind, dtype) if change else None
+            self.filling.read(number, source.pieces, target, conversion)
         self.filling.fill(target, dtype, plan.fills)
 
     def _scalar(
