@@ -156,8 +156,8 @@ def peak() -> int:
 def ours(folder: Path, name: str, budget: int) -> dict[str, Any]:
     """Reshard once, with nothing cached."""
     from ckptd.load.reader import CkptdReader
-    from ckptd.reshard.own import open_own
     from ckptd.reshard.prepare import source_program
+    from ckptd.reshard.source import open_own
     from ckptd.root.catalogue import Catalogue
     from ckptd.store import open_store
 

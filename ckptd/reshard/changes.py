@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, MismatchError, UsageError
-from ckptd.layout.block import Block
+from ckptd.layout.block import Block, flat_regions
+from ckptd.layout.grid import coordinates_of, strides_of
 from ckptd.layout.lay.promise import PROMISES, Promise, promise
 from ckptd.layout.lay.resolve import Equation
 from ckptd.layout.lay.syntax import Affine, Cast, Modifier, Quantized
 from ckptd.layout.lay.values import Values
-from ckptd.types import DType, dtype_of
+from ckptd.types import Box, DType, dtype_of
 
-__all__ = ["Linear", "change_of", "changed_dtype", "quantized", "step_promise"]
+__all__ = [
+    "Linear",
+    "Scaled",
+    "block_maxima",
+    "change_of",
+    "changed_dtype",
+    "largest",
+    "quantized",
+    "scale_shape",
+    "step_promise",
+]
+
+
+F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +180,178 @@ def step_promise(
 def _without(equation: Equation, *kinds: type[Modifier]) -> Equation:
     modifiers = tuple(m for m in equation.modifiers if not isinstance(m, kinds))
     return Equation(equation.name, equation.families, equation.dims, modifiers)
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor."""
+    return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+
+
+def largest(dtype: DType) -> float:
+    """Return the largest finite value of a type that values are quantized to.
+
+    Raises
+    ------
+    MismatchError
+        ``lay-fit``: not a floating-point type of at most two bytes, nor int8.
+    """
+    if dtype.name == "int8":
+        return 127.0
+    if dtype.name.startswith("float8") and dtype.name != "float8_e8m0fnu":
+        import ml_dtypes
+
+        return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
+    raise MismatchError(
+        "values are quantized to float8 types and int8",
+        kind="lay-fit",
+        wanted="float8_e4m3fn, float8_e5m2, ..., int8",
+        found=dtype.name,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """Multiplies or divides by the scale of each element's block.
+
+    Attributes
+    ----------
+    tensor
+        For errors.
+    scales
+        Gives the scales, when they are needed first.
+    block
+        Extents of a block.
+    shape
+        Of the quantized tensor.
+    box
+        The piece of it that blocks of a copy speak of.
+    flat
+        Elements of the box, if the piece is a range of it.
+    side
+        Which side of a copy is quantized: a source is multiplied, a target divided.
+    limit
+        Largest value of the target's type, where it is quantized.
+    """
+
+    tensor: str
+    scales: Callable[[], F32]
+    block: tuple[int, ...]
+    shape: tuple[int, ...]
+    box: Box
+    flat: tuple[int, int] | None
+    side: Literal["source", "target"]
+    limit: float = 0.0
+
+    @cached_property
+    def _scales(self) -> F32:
+        found = np.asarray(self.scales(), dtype=np.float32)
+        wanted = scale_shape(self.shape, self.block)
+        if found.shape != wanted:
+            raise MismatchError(
+                "a tensor of scales has another shape than the blocks need",
+                kind="lay-fit",
+                where=self.tensor,
+                wanted=wanted,
+                found=found.shape,
+            )
+        return found
+
+    def put(self, target: NDArray[Any], source: NDArray[Any], block: Block, shift: int) -> None:
+        """Write the values; `shift` is where the piece's first element is in the target buffer."""
+        if self.side == "source":
+            start, strides = block.source_start, block.source_strides
+        else:
+            start, strides = block.target_start - shift, block.target_strides
+        self._apply(target, source, self._factors(start, block.shape, strides))
+
+    def at(self, values: NDArray[Any], positions: I64, target: np.dtype[Any]) -> NDArray[Any]:
+        """Return changed values of elements at row-major positions of the whole tensor."""
+        out = np.empty(len(values), dtype=target)
+        self._apply(out, values, self._gathered(np.unravel_index(positions, self.shape)))
+        return out
+
+    def _apply(self, target: NDArray[Any], source: NDArray[Any], factors: F32) -> None:
+        values = source.astype(np.float32)
+        if self.side == "source":
+            target[...] = (values * factors).astype(target.dtype)
+            return
+        values /= factors
+        np.clip(values, -self.limit, self.limit, out=values)
+        if target.dtype.kind == "i":
+            np.rint(values, out=values)
+        target[...] = values.astype(target.dtype)
+
+    def _factors(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
+        """Return the scale of each element of a strided block of the piece."""
+        if self.flat is not None:
+            start += self.flat[0]
+        columns = self.box.shape[-1] if self.box.shape else 1
+        last = shape[-1] if shape else 1
+        if shape and strides[-1] == 1 and start % columns == 0 and last % columns == 0 and columns:
+            # Whole rows, one after the other: told apart, their coordinates need no division.
+            shape, strides = (*shape[:-1], last // columns, columns), (*strides[:-1], columns, 1)
+            return self._factors_of(start, shape, strides).reshape(*shape[:-2], last)
+        return self._factors_of(start, shape, strides)
+
+    def _factors_of(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> F32:
+        whole = strides_of(self.box.shape)
+        first = coordinates_of(start, whole)
+        steps = [coordinates_of(s, whole) for s in strides]
+        ends = [
+            f + sum((n - 1) * step[d] for n, step in zip(shape, steps, strict=True))
+            for d, f in enumerate(first)
+        ]
+        if all(e < n for e, n in zip(ends, self.box.shape, strict=True)):
+            axes = []
+            for d, f in enumerate(first):
+                at: I64 = np.full((1,) * len(shape), f, dtype=np.int64)
+                for k, (n, step) in enumerate(zip(shape, steps, strict=True)):
+                    if step[d]:
+                        along = [1] * len(shape)
+                        along[k] = n
+                        at = at + (np.arange(n, dtype=np.int64) * step[d]).reshape(along)
+                axes.append(at)
+        else:
+            positions = np.full(shape, start, dtype=np.int64)
+            for k, (n, s) in enumerate(zip(shape, strides, strict=True)):
+                along = [1] * len(shape)
+                along[k] = n
+                positions += (np.arange(n, dtype=np.int64) * s).reshape(along)
+            axes = list(np.unravel_index(positions, self.box.shape))
+        moved = [a + o for a, o in zip(axes, self.box.offset, strict=True)]
+        return np.broadcast_to(self._gathered(moved), shape)
+
+    def _gathered(self, coordinates: Any) -> F32:
+        at = tuple(c // b for c, b in zip(coordinates, self.block, strict=True))
+        found: F32 = self._scales[at] if at else self._scales
+        return found
+
+
+def block_maxima(
+    scales: F32,
+    values: NDArray[Any],
+    start: int,
+    box: Box,
+    block: tuple[int, ...],
+) -> None:
+    """Raise `scales` to the largest magnitude of each block.
+
+    Parameters
+    ----------
+    scales
+        Of the whole tensor.
+    values
+        Row-major elements of a box of it, from number `start` on.
+    """
+    flat = np.abs(values.astype(np.float32))
+    for region in flat_regions(box, start, start + len(flat)):
+        part = flat[region.start : region.start + math.prod(region.box.shape)]
+        part = part.reshape(region.box.shape)
+        for d, (o, b) in enumerate(zip(region.box.offset, block, strict=True)):
+            cuts = [0, *range(b - o % b, region.box.shape[d], b)]
+            part = np.maximum.reduceat(part, cuts, axis=d)
+        at = tuple(
+            slice(o // b, o // b + n)
+            for o, b, n in zip(region.box.offset, block, part.shape, strict=True)
+        )
+        scales[at] = np.maximum(scales[at], part)

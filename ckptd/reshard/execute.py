@@ -22,10 +22,9 @@ from ckptd.errors import UsageError
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex
 from ckptd.load.files import PieceLocations
 from ckptd.load.plan import BlockLine, put_fill
-from ckptd.reshard.moves import RoundPlan, RoundPlanner, Stretch, cut_rounds, group_files
+from ckptd.reshard.plan import RoundPlan, RoundPlanner, Stretch, Target, cut_rounds, group_files
 from ckptd.reshard.reading import BlockCache, Ledger, Reading
-from ckptd.reshard.samples import Expected, FileSamples
-from ckptd.reshard.target import Target
+from ckptd.reshard.verify import Expected, FileSamples
 from ckptd.save.drain import Digester
 from ckptd.store.base import Store, Writer
 

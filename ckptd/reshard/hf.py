@@ -22,14 +22,12 @@ from ckptd.format.names import PARTS
 from ckptd.layout.grid import whole
 from ckptd.layout.owners import single_owner
 from ckptd.load.files import PieceLocations
-from ckptd.reshard.assemble import Assembled
 from ckptd.reshard.execute import Budget, Executor
-from ckptd.reshard.feed import ChunkFeed, Feeds, MixedFeeds
-from ckptd.reshard.job import ReshardShare, Work
-from ckptd.reshard.publish import missing_files
+from ckptd.reshard.job import ReshardShare, Work, missing_files
+from ckptd.reshard.plan import ChunkFeed, Feeds, MixedFeeds, Target
 from ckptd.reshard.reports import Resharded
-from ckptd.reshard.samples import Expected
-from ckptd.reshard.target import Target
+from ckptd.reshard.target import Assembled
+from ckptd.reshard.verify import Expected
 from ckptd.save.commit import remove_parts
 from ckptd.store.local import LocalStore
 from ckptd.store.osio import writing

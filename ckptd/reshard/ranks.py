@@ -32,7 +32,7 @@ from ckptd.layout.lay.syntax import Average, NameIndex, Replicas, Text, show_nam
 from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import rank_files
-from ckptd.reshard.feed import Take
+from ckptd.reshard.plan import Take
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.root.index import Index
 from ckptd.store.base import Store

@@ -20,14 +20,17 @@ from numpy.typing import NDArray
 
 from ckptd.errors import DeadlineError
 from ckptd.format.digest import BLOCK_BYTES
+from ckptd.format.filemap import ChunkRef
+from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
 from ckptd.layout.clip import clip
+from ckptd.layout.grid import Grid
 from ckptd.load.files import LocalFiles, PieceLocations
 from ckptd.load.plan import BlockLine, PlannedCopy, Runs, put
 from ckptd.load.read import Fetcher
-from ckptd.reshard.moves import RoundPlan
+from ckptd.reshard.plan import Feeds, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
 from ckptd.runtime.pool import run_all
 
-__all__ = ["BlockCache", "Ledger", "Reading"]
+__all__ = ["BlockCache", "Ledger", "Reading", "ValueReader"]
 
 
 _POLL_S = 0.05
@@ -333,3 +336,58 @@ class Reading:
         hi = -((move.start - end) // move.itemsize)
         for block in clip(move.block, "source", lo, hi):
             put(move, block, data, move.start - start, target)
+
+
+_ROUND_BYTES = 32 << 20
+_STALL_S = 900.0
+
+
+class ValueReader:
+    """Reads what would fill some small tensors, and writes no file.
+
+    They lie one after the other in one buffer, which is read part by part.
+
+    Parameters
+    ----------
+    source
+        What is read.
+    tensors
+        Types and grids; one rank has all pieces.
+    feeds
+        What fills the pieces. Fills are left out.
+    """
+
+    def __init__(
+        self, source: PieceLocations, tensors: Sequence[tuple[str, Grid]], feeds: Feeds
+    ) -> None:
+        tables = ManifestTables()
+        entries = [
+            TensorEntry(
+                f"{number}",
+                dtype,
+                grid.shape,
+                tables.grid(GridEntry.of(grid)),
+                tables.owner(((0, 0, grid.npieces),)),
+            )
+            for number, (dtype, grid) in enumerate(tensors)
+        ]
+        self._target = Target(1, tuple(entries), tables.grids, tables.owners, feeds)
+        line = BlockLine([f.data_bytes for f in source.files])
+        self._planner = RoundPlanner(source, self._target, line)
+        self._reading = Reading(
+            source, line, threads=2, window_blocks=2, cache=BlockCache(0), stall_s=_STALL_S
+        )
+
+    @property
+    def chunks(self) -> list[ChunkRef]:
+        """The pieces of all tensors, in the order of the buffer."""
+        return self._planner.chunks(0)
+
+    def parts(self) -> Iterator[Stretch]:
+        """Yield the parts of the buffer, in order."""
+        for stretches in cut_rounds(self._target.filemap, [0], _ROUND_BYTES):
+            yield stretches[0]
+
+    def read(self, part: Stretch, memory: U8) -> None:
+        """Put the values of a part into `memory`; raises as `Reading.run`."""
+        self._reading.run(self._planner.plan([part]), [memory])

@@ -1,82 +1,429 @@
-"""The checkpoint that is written: its tables, and how its files are dealt out to processes.
+"""The checkpoint that is written: its tables, from two composed layouts and the source's objects.
 
-Everything here follows from the source's manifest and the two layouts, so that processes which
-never speak to each other agree on every byte.
+Replicated objects are copied. Optimizer groups are sets of names, and names change with the
+layout. Values of ranks are kept where the world stays as large; else `on_change` decides, as it
+does in a load: what a live object has to do then (drawing a seed, reducing values) is written down
+for it, since no live object is here.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from ckptd.format.filemap import FileMap
-from ckptd.format.manifest import GridEntry, MeshEntry, ObjectEntry, Runs3, TensorEntry
-from ckptd.format.witness import WitnessPlan
+from ckptd.errors import CorruptError, MismatchError
+from ckptd.format.manifest import GridEntry, ManifestTables, MeshEntry, ObjectEntry, TensorEntry
+from ckptd.format.reseed import DROP, REDUCE, RESEED, derive_seed, marked
+from ckptd.layout.grid import Axis, Grid, whole
+from ckptd.layout.lay.resolve import Resolved
+from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.owners import Owners
-from ckptd.reshard.feed import Feeds
+from ckptd.reshard.compose import Composed, TensorLink
+from ckptd.reshard.plan import ChunkFeed, Feeds, LiteralFeed, MixedFeeds, Recut, Target
+from ckptd.reshard.source import Stock, StockTensor
 
-__all__ = ["Target", "share"]
+__all__ = ["Assembled", "Carried", "Changed", "assemble_target", "carry_objects"]
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
-    """What is to be written.
+class _Linked:
+    """Feeds of one link."""
+
+    composed: Composed
+    number: int
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        """Return what fills a piece."""
+        return self.composed.feed(self.number, piece)
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled:
+    """The target, and what it leaves out.
 
     Attributes
     ----------
-    world
-        Number of ranks of the layout; one data file each.
-    tensors, grids, owners, objects, meshes, metadata, lay
-        As in the manifest.
-    feeds
-        What fills each piece.
-    links
-        Number of the link that a tensor comes from, by number of the tensor; None: they are the
-        same, and what is beyond the last link comes from elsewhere.
+    target
+        The target.
+    composed
+        The tensors that follow from layouts; target tensor number i is link i.
+    dropped_objects
+        Per-rank objects that another world drops.
+    scales
+        Numbers of the target's tensors that are scales of parameters.
     """
 
+    target: Target
+    composed: Composed
+    dropped_objects: Sequence[str]
+    scales: range = range(0)
+
+
+@dataclass(eq=False)
+class _Builder:
     world: int
-    tensors: tuple[TensorEntry, ...]
-    grids: tuple[GridEntry, ...]
-    owners: tuple[Runs3, ...]
-    feeds: Feeds
-    objects: tuple[ObjectEntry, ...] = ()
-    meshes: tuple[MeshEntry, ...] = ()
-    metadata: dict[str, Any] | None = None
-    lay: str = ""
-    links: Mapping[int, int] | None = None
+    tables: ManifestTables = field(default_factory=ManifestTables)
+    entries: list[TensorEntry] = field(default_factory=list)
+    feeds: dict[int, Feeds] = field(default_factory=dict)
 
-    @cached_property
-    def filemap(self) -> FileMap:
-        """The byte ranges that follow from the tables."""
-        per_rank = {o.tensor for o in self.objects if o.per_rank}
-        ranked = frozenset(i for i, t in enumerate(self.tensors) if t.name in per_rank)
-        grids = [g.grid() for g in self.grids]
-        return FileMap(self.tensors, grids, [Owners(r) for r in self.owners], ranked)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Length of the data section of each file."""
-        return [int(n) for n in self.filemap.all_data_bytes(self.world)]
-
-    @cached_property
-    def witness(self) -> WitnessPlan:
-        """Where the witness looks."""
-        return WitnessPlan.over(self.tensors, self.objects)
+    def add(
+        self,
+        name: str,
+        dtype: str,
+        grid: Grid,
+        owners: Owners,
+        base: int,
+        feeds: Feeds,
+        aliases: tuple[str, ...] = (),
+    ) -> None:
+        number = self.tables.grid(GridEntry.of(grid))
+        owner = self.tables.owner(owners.runs)
+        self.feeds[len(self.entries)] = feeds
+        entry = TensorEntry(name, dtype, grid.shape, number, owner, base, aliases)
+        self.entries.append(entry)
 
 
-def share(sizes: Sequence[int], number: int, count: int) -> range:
-    """Return the files of process `number` of `count`: neighbours, about as many bytes each.
+def assemble_target(composed: Composed, lay: str) -> Assembled:
+    """Return everything that is to be written.
 
-    Neighbours, because they have most in common: the ranks of a tensor-parallel group read the
-    same bytes.
+    Parameters
+    ----------
+    composed
+        Source and layouts.
+    lay
+        The target's program as text.
+
+    Raises
+    ------
+    MismatchError
+        Numbers that follow fused parameters disagree, groups or per-rank objects do not fit.
     """
-    ends = np.cumsum(np.array(sizes, dtype=np.float64) + 1.0)
-    middles = ends - (np.array(sizes) + 1.0) / 2
-    whose = np.minimum((middles / ends[-1] * count).astype(np.int64), count - 1)
-    lo, hi = np.searchsorted(whose, (number, number + 1)).tolist()
-    return range(lo, hi)
+    form = composed.composition.target
+    layout = form.bound.layout
+    stock = composed.stock
+    build = _Builder(form.mesh.world)
+    for number, link in enumerate(composed.links):
+        t = link.tensor
+        build.add(
+            t.name,
+            link.dtype.name,
+            t.grid,
+            t.owners,
+            t.base,
+            _Linked(composed, number),
+            composed.aliases[t.name],
+        )
+    scales = _add_scales(build, composed)
+    _add_scalars(build, composed)
+    declared = {o.name: o.on_change for o in layout.objects}
+    carried = carry_objects(stock, build.world, _groups(composed), declared)
+    _add_objects(build, carried)
+    target = Target(
+        build.world,
+        tuple(build.entries),
+        build.tables.grids,
+        build.tables.owners,
+        MixedFeeds(build.feeds),
+        tuple(carried.entries),
+        _meshes(layout),
+        dict(stock.metadata),
+        lay,
+    )
+    return Assembled(target, composed, carried.dropped, scales)
+
+
+def _meshes(layout: Resolved) -> tuple[MeshEntry, ...]:
+    """Return the mesh as documentation: axes that make up a rank's number, outer first."""
+    mesh = layout.mesh
+    if mesh is None:
+        return ()
+    chosen = []
+    left = mesh.world
+    while left > 1:
+        found = [
+            a for a, s in mesh.strides.items() if s and s * mesh.extents[a] == left and s < left
+        ]
+        if not found:
+            return ()
+        chosen.append(found[0])
+        left = mesh.strides[found[0]]
+    shape = tuple(mesh.extents[a] for a in chosen)
+    return (MeshEntry(tuple(chosen), shape, ((0, 1, mesh.world),)),) if chosen else ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Scales:
+    """Feeds of the scales of one quantized tensor."""
+
+    composed: Composed
+    link: TensorLink
+    grid: Grid
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        """Return what fills a piece."""
+        box = self.grid.piece(piece).box
+        at = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
+        scales = self.composed.target_scales
+        return ChunkFeed(literal=lambda: np.ascontiguousarray(scales(self.link)[at]).tobytes())
+
+
+def _add_scales(build: _Builder, composed: Composed) -> range:
+    """Add the scales of quantized parameters; return their numbers."""
+    first = len(build.entries)
+    form = composed.composition.target
+    for link in composed.links:
+        found = None if link.key[2] else scale_tensor(form, link.key[0], link.key[1])
+        if found is not None:
+            feeds = _Scales(composed, link, found.grid)
+            build.add(found.name, "float32", found.grid, found.owners, found.base, feeds)
+    return range(first, len(build.entries))
+
+
+# --- numbers that follow parameters -------------------------------------------------------------
+
+
+def _add_scalars(build: _Builder, composed: Composed) -> None:
+    """Give each parameter the numbers of the parameters that it is made of, which must agree."""
+    source = composed.composition.source.bound.layout
+    stock = composed.stock
+    wanted: list[tuple[TensorLink, str, list[StockTensor]]] = []
+    for link in composed.links:
+        if link.key[2]:
+            continue
+        for scalar in source.scalars:
+            found = _scalars_of(composed, link, scalar.name)
+            if found:
+                wanted.append((link, scalar.name, found))
+    values = stock.read_scalars([t.name for _, _, found in wanted for t in found])
+    layout = composed.composition.target.bound.layout
+    for link, short, found in wanted:
+        first = found[0]
+        for other in found[1:]:
+            if (values[other.name], other.dtype) != (values[first.name], first.dtype):
+                raise MismatchError(
+                    "parameters that become one tensor are at different steps",
+                    kind="lay-fit",
+                    where=link.tensor.name,
+                    wanted=f"{first.name} and {other.name} to be equal",
+                )
+        name = layout.state_names.replace("{state}", short)
+        rule = composed.composition.target.rules[link.key[0]]
+        build.add(
+            name.replace("{name}", rule.global_name(link.key[1])),
+            first.dtype.name,
+            whole(first.shape),
+            Owners(((max(0, link.tensor.owners.owner(0)), 0, 1),)),
+            link.tensor.base,
+            Recut(first.number, first.grid, whole(first.shape)),
+        )
+
+
+def _scalars_of(composed: Composed, link: TensorLink, scalar: str) -> list[StockTensor]:
+    """Return the numbers of one kind that follow the sources of a parameter."""
+    form = composed.composition.source
+    layout = form.bound.layout
+    out = []
+    for rule, indexes, _ in link.sources:
+        name = layout.state_names.replace("{state}", scalar)
+        name = name.replace("{name}", form.rules[rule].global_name(indexes))
+        found = composed.stock.by_name.get(name)
+        if found is not None:
+            out.append(found)
+    if out and len(out) != len(link.sources):
+        raise MismatchError(
+            "the source lacks a number that follows a parameter",
+            kind="lay-cover",
+            where=link.tensor.name,
+            wanted=f"{scalar} of {len(link.sources)} parameters",
+            found=f"of {len(out)}",
+        )
+    return out
+
+
+# --- objects ------------------------------------------------------------------------------------
+
+
+def _groups(composed: Composed) -> dict[str, tuple[str, dict[str, list[str]]]]:
+    """Return for the groups object of the source its new name, and the new names in it."""
+    source, target = composed.composition.source, composed.composition.target
+    renames: dict[str, list[str]] = {}
+    for link in composed.links:
+        if link.key[2]:
+            continue
+        new = target.rules[link.key[0]].global_name(link.key[1])
+        for rule, indexes, _ in link.sources:
+            old = source.rules[rule].global_name(indexes)
+            renames.setdefault(old, []).append(new)
+    for name in composed.dropped:
+        renames.setdefault(name, [])
+    before = source.bound.layout.state_names.partition("{name}")[0]
+    after = target.bound.layout.state_names.partition("{name}")[0]
+    return {f"{before}groups": (f"{after}groups", renames)}
+
+
+def _add_objects(build: _Builder, carried: Carried) -> None:
+    for _, tensor in carried.copied:
+        grid, owners = tensor.grid, _same_ranks(build, tensor)
+        feeds = Recut(tensor.number, tensor.grid, grid)
+        build.add(tensor.name, tensor.dtype.name, grid, owners, 0, feeds, tensor.aliases)
+    for changed in carried.changed:
+        _add_changed(build, changed)
+
+
+def _same_ranks(build: _Builder, tensor: StockTensor) -> Owners:
+    """Return who holds an encoded object: rank 0, or each rank its own value."""
+    if tensor.ranks is None:
+        return Owners(((0, 0, tensor.grid.npieces),))
+    return Owners.from_array(tensor.ranks)
+
+
+def _add_changed(build: _Builder, changed: Changed) -> None:
+    grid = Grid((Axis.from_sizes([len(v) for v in changed.values]),))
+    owners = Owners.from_array(range(build.world))
+    build.add(changed.entry.tensor, "uint8", grid, owners, 0, LiteralFeed(changed.values))
+
+
+Renames = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Changed:
+    """A per-rank object of another world: the encoded value of each rank of the target."""
+
+    entry: ObjectEntry
+    values: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """What becomes of the objects.
+
+    Attributes
+    ----------
+    entries
+        Objects of the target, in order; those with a tensor are in one of the next two as well.
+    copied
+        Tensors of the source that hold encoded objects and are copied as they are.
+    changed
+        Objects with new values.
+    dropped
+        Names of those whose values are left out.
+    """
+
+    entries: Sequence[ObjectEntry]
+    copied: Sequence[tuple[ObjectEntry, StockTensor]]
+    changed: Sequence[Changed]
+    dropped: Sequence[str]
+
+
+def carry_objects(
+    stock: Stock,
+    world: int,
+    groups: Mapping[str, tuple[str, Renames]],
+    declared: Mapping[str, str],
+) -> Carried:
+    """Return the target's objects.
+
+    Parameters
+    ----------
+    stock
+        The source.
+    world
+        Ranks of the target.
+    groups
+        For the name of a groups object: its new name, and the new names of each parameter.
+    declared
+        What the target's layout says of objects on a change of world, by name.
+
+    Raises
+    ------
+    MismatchError
+        kind ``per-rank``: an object says that another world is an error. kind ``lay-fit``:
+        parameters of different groups become one tensor.
+    """
+    entries: list[ObjectEntry] = []
+    copied: list[tuple[ObjectEntry, StockTensor]] = []
+    changed: list[Changed] = []
+    dropped: list[str] = []
+    for entry in stock.objects:
+        if entry.per_rank and world != stock.world:
+            on_change = declared.get(entry.name, entry.per_rank)
+            if on_change == "drop":
+                dropped.append(entry.name)
+            values = _changed(stock, entry, on_change, world)
+            entry = msgspec.structs.replace(entry, per_rank=on_change)
+            changed.append(Changed(entry, values))
+        elif entry.tensor:
+            copied.append((entry, stock.by_name[entry.tensor]))
+        elif entry.kind == "groups" and entry.name in groups:
+            name, renames = groups[entry.name]
+            value = _renamed(entry, renames)
+            entry = msgspec.structs.replace(entry, name=name, value=value)
+        entries.append(entry)
+    return Carried(entries, copied, changed, dropped)
+
+
+# --- per-rank values ----------------------------------------------------------------------------
+
+
+def _changed(stock: Stock, entry: ObjectEntry, on_change: str, world: int) -> list[bytes]:
+    """Return what each rank of another world gets."""
+    if on_change == "error":
+        raise MismatchError(
+            "a per-rank value does not fit another number of ranks",
+            kind="per-rank",
+            where=entry.name,
+            wanted=f"{stock.world} ranks, as saved",
+            found=f"{world} ranks",
+            hint=f"say what becomes of it in the target's layout: obj {entry.name} on-change drop",
+        )
+    if on_change == "drop":
+        return [msgspec.json.encode(marked(DROP, None))] * world
+    by_rank = stock.per_rank(entry.name)
+    values = [_decoded(by_rank[rank], entry.name) for rank in sorted(by_rank)]
+    if on_change == "reduce":
+        return [msgspec.json.encode(marked(REDUCE, values))] * world
+    texts = {json.dumps(v, sort_keys=True) for v in values}
+    if len(texts) == 1 and len(values) > 1:
+        # Streams that all ranks shared must not drift apart because a rank more takes part.
+        return [msgspec.json.encode(values[0])] * world
+    seeds = (derive_seed(values[0], rank, world) for rank in range(world))
+    return [msgspec.json.encode(marked(RESEED, seed)) for seed in seeds]
+
+
+def _decoded(raw: bytes, where: str) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CorruptError(
+            "an encoded object is not JSON", kind="bad-object", where=where, found=str(error)[:200]
+        ) from None
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+def _renamed(entry: ObjectEntry, renames: Renames) -> list[dict[str, Any]]:
+    """Return optimizer groups with the target's names; a name belongs to one group."""
+    out: list[dict[str, Any]] = []
+    home: dict[str, int] = {}
+    for number, group in enumerate(entry.value):
+        names: dict[str, None] = {}
+        for old in group["params"]:
+            # What is no tensor of the checkpoint keeps its name.
+            for new in renames.get(old, (old,)):
+                names[new] = None
+                if home.setdefault(new, number) != number:
+                    raise MismatchError(
+                        "parameters of different optimizer groups become one tensor",
+                        kind="lay-fit",
+                        where=f"{entry.name}: {new}",
+                        found=f"{old} is in group {number}, another part in group {home[new]}",
+                    )
+        out.append({**group, "params": sorted(names)})
+    return out

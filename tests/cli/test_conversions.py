@@ -149,7 +149,7 @@ def test_a_copy_in_the_source_is_compared(cli: Cli, program: str, tmp_path: Path
 def test_a_copy_that_is_larger_than_memory_for_it(
     cli: Cli, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.reshard.duplicates._ROUND_BYTES", 1 << 20)
+    monkeypatch.setattr("ckptd.reshard.reading._ROUND_BYTES", 1 << 20)
     big = RNG.standard_normal((3 << 18, 4)).astype(np.float32)
     other = big.copy()
     other[-1, -1] += 1

@@ -16,9 +16,9 @@ from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardJob, ReshardShare
 from ckptd.reshard.layouts import LayoutProgram, read_program
-from ckptd.reshard.own import open_own
 from ckptd.reshard.prepare import Prepared, prepare, source_program
 from ckptd.reshard.reports import Resharded
+from ckptd.reshard.source import open_own
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store

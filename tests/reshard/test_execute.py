@@ -15,9 +15,8 @@ from ckptd.layout.owners import Owners
 from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.feed import MixedFeeds, Recut
 from ckptd.reshard.job import ReshardJob, ReshardShare
-from ckptd.reshard.target import Target, share
+from ckptd.reshard.plan import MixedFeeds, Recut, Target, share
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store

@@ -15,8 +15,8 @@ from ckptd.errors import ConflictError, RefusedError, StoreError
 from ckptd.format.names import LEASES
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardShare
+from ckptd.reshard.plan import Target
 from ckptd.reshard.reports import Resharded
-from ckptd.reshard.target import Target
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import FaultRule, FaultSpec, Store

@@ -13,8 +13,8 @@ from ckptd.errors import CorruptError, MismatchError, RefusedError, UsageError
 from ckptd.format.manifest import ObjectEntry
 from ckptd.readers.reader import PerRankValues
 from ckptd.reshard.compose import Composed
-from ckptd.reshard.explain import prove_target, rules_of
-from ckptd.reshard.feed import ChunkFeed
+from ckptd.reshard.plan import ChunkFeed
+from ckptd.reshard.prepare import prove_target, rules_of
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.tools.verify import verify

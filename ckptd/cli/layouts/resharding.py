@@ -11,19 +11,23 @@ from ckptd.cli.output import progress_bar
 from ckptd.errors import NotFoundError, UsageError
 from ckptd.layout.lay.resolve import Resolved
 from ckptd.load.reader import CkptdReader
-from ckptd.reshard.duplicates import check_duplicates
 from ckptd.reshard.execute import Budget
-from ckptd.reshard.explain import costs_of, prove_target, rules_of
 from ckptd.reshard.hf import HfJob, hf_target
 from ckptd.reshard.job import ReshardJob, ReshardShare, check_share
 from ckptd.reshard.layouts import LayoutProgram, read_program
-from ckptd.reshard.own import open_own
-from ckptd.reshard.prepare import Prepared, prepare, source_program
+from ckptd.reshard.plan import Target
+from ckptd.reshard.prepare import (
+    Prepared,
+    costs_of,
+    prepare,
+    prove_target,
+    rules_of,
+    source_program,
+)
 from ckptd.reshard.ranks import open_ranks
 from ckptd.reshard.reports import Costs, Proved, Resharded, RuleReport
-from ckptd.reshard.samples import Expected
-from ckptd.reshard.source import Stock
-from ckptd.reshard.target import Target
+from ckptd.reshard.source import Stock, open_own
+from ckptd.reshard.verify import Expected, check_duplicates
 from ckptd.root.catalogue import Catalogue
 from ckptd.store.base import StoreSpec
 

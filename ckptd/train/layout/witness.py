@@ -17,7 +17,7 @@ from ckptd.layout.lay.local import LocalPiece
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.reshard.changes import change_of
 from ckptd.reshard.elements import find, place
-from ckptd.reshard.samples import by_indexes, changed
+from ckptd.reshard.verify import by_indexes, changed
 from ckptd.train.layout.loading import FilledTensor, LaidLoad
 from ckptd.types import dtype_of
 

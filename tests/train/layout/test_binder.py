@@ -151,18 +151,19 @@ def test_the_witness_is_followed_to_where_values_must_be(
 
     module, _ = whole_job(1, 0)
     save(tmp_path, WHOLE, {"model": module})
-    true_copy = LaidFilling.copy
+    true_read = LaidFilling.read
 
-    def shifted(self: LaidFilling, number: int, pieces: Any, target: Any) -> None:
+    def shifted(self: LaidFilling, number: int, pieces: Any, target: Any, conversion: Any) -> None:
         def moved(b: Block) -> Block:
             end = b.target_span[1] * 4
             start = b.target_start + 16 if end + 64 <= len(target) else b.target_start - 16
             start = max(0, start)
             return Block(b.shape, b.source_start, b.source_strides, start, b.target_strides)
 
-        true_copy(self, number, tuple((p, tuple(map(moved, bs))) for p, bs in pieces), target)
+        found = tuple((p, tuple(map(moved, bs))) for p, bs in pieces)
+        true_read(self, number, found, target, conversion)
 
-    monkeypatch.setattr(LaidFilling, "copy", shifted)
+    monkeypatch.setattr(LaidFilling, "read", shifted)
     with pytest.raises(CorruptError) as caught:
         load(tmp_path, FUSED, {"model": Tree(fused(whole(2)))})
     assert caught.value.kind == "witness"
@@ -184,6 +185,22 @@ def test_a_cast_of_the_job_changes_types(tmp_path: Path) -> None:
     load(tmp_path, half, {"model": new})
     wanted = module.state_dict()["layers.1.down.weight"].to(torch.bfloat16)
     assert torch.equal(new.state_dict()["layers.1.down.weight"], wanted)
+
+
+def test_a_value_that_does_not_fit_the_type_of_a_cast_poisons_the_state(tmp_path: Path) -> None:
+    module, _ = whole_job(1, 0)
+    with torch.no_grad():
+        getattr(module.layers, "1").down.weight[0, 0] = 1e6
+    save(tmp_path, WHOLE, {"model": module})
+    half = FUSED.replace("d[h f]\n  layers.{l}.norm", "d[h f] cast(float16)\n  layers.{l}.norm")
+    new = Tree(fused(whole(2)))
+    for i in range(3):
+        getattr(new.layers, str(i)).down.to(torch.float16)
+    with pytest.raises(UsageError) as caught:
+        load(tmp_path, half, {"model": new})
+    assert caught.value.kind == "overflow"
+    assert caught.value.poisoned
+    assert "layers.1.down.weight" in (caught.value.where or "")
 
 
 def test_what_is_missing_or_not_wanted_is_said(tmp_path: Path) -> None:

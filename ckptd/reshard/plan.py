@@ -1,11 +1,16 @@
-"""The plan of one round: which bytes of the source go where in its staging memory."""
+"""The plan of a reshard: what fills each chunk of the target, cut into rounds that fit the budget.
+
+Everything here follows from the source's manifest and the two layouts, so that processes which
+never speak to each other agree on every byte.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +18,17 @@ from numpy.typing import NDArray
 from ckptd.errors import MismatchError
 from ckptd.format.digest import BLOCK_BYTES
 from ckptd.format.filemap import ChunkRef, FileMap
-from ckptd.layout.block import Block, Fill
+from ckptd.format.manifest import GridEntry, MeshEntry, ObjectEntry, Runs3, TensorEntry
+from ckptd.format.witness import WitnessPlan
+from ckptd.layout.block import Block, Fill, piece_regions
 from ckptd.layout.clip import clip, clip_fill
-from ckptd.layout.owners import ABSENT
+from ckptd.layout.grid import Grid
+from ckptd.layout.owners import ABSENT, Owners
+from ckptd.layout.plan import plan_once
 from ckptd.load.files import PieceLocations
 from ckptd.load.plan import (
     BlockLine,
+    Change,
     Conversion,
     PlannedCopy,
     Runs,
@@ -27,11 +37,177 @@ from ckptd.load.plan import (
     needed_blocks,
     no_runs,
 )
-from ckptd.reshard.feed import ChunkFeed
-from ckptd.reshard.target import Target
 from ckptd.types import DType
 
-__all__ = ["RoundPlan", "RoundPlanner", "Stretch", "cut_rounds", "group_files"]
+__all__ = [
+    "ChunkFeed",
+    "Feeds",
+    "LiteralFeed",
+    "MixedFeeds",
+    "Recut",
+    "RoundPlan",
+    "RoundPlanner",
+    "Stretch",
+    "Take",
+    "Target",
+    "cut_rounds",
+    "group_files",
+    "share",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """Copies out of one source piece.
+
+    Attributes
+    ----------
+    tensor, piece
+        Of the source.
+    blocks
+        Source positions are relative to the piece, target positions to the chunk that is filled.
+    change
+        None: bytes as they are.
+    turn
+        Takes of a later turn come when those of all earlier ones are done: what multiplies or
+        adds to a value must come after it.
+    """
+
+    tensor: int
+    piece: int
+    blocks: tuple[Block, ...]
+    change: Change | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkFeed:
+    """Everything that fills one chunk.
+
+    Attributes
+    ----------
+    takes
+        Copies; those of one turn never write one element twice.
+    fills
+        Elements that no source has: padding.
+    literal
+        Gives the chunk's bytes, where they are made anew: objects, scales.
+    """
+
+    takes: tuple[Take, ...] = ()
+    fills: tuple[Fill, ...] = ()
+    literal: Callable[[], bytes] | None = None
+
+
+class Feeds(Protocol):
+    """Where feeds come from: a composition of two layouts."""
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        """Return what fills a piece of target tensor number `tensor`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recut:
+    """The values of one source tensor, cut another way.
+
+    Attributes
+    ----------
+    tensor
+        Number of the source tensor.
+    source, target
+        Its grid there, and here.
+    """
+
+    tensor: int
+    source: Grid
+    target: Grid
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        """Return what fills a piece."""
+        copies = plan_once(self.source, piece_regions(self.target.piece(piece)))
+        return ChunkFeed(tuple(Take(self.tensor, c.piece, c.blocks) for c in copies))
+
+
+@dataclass(frozen=True, eq=False)
+class LiteralFeed:
+    """An object that was made anew: the bytes of each piece."""
+
+    pieces: Sequence[bytes]
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        """Return what fills a piece."""
+        return ChunkFeed(literal=lambda: self.pieces[piece])
+
+
+@dataclass(frozen=True, eq=False)
+class MixedFeeds:
+    """Feeds by target tensor."""
+
+    by_tensor: Mapping[int, Feeds]
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        """Return what fills a piece."""
+        return self.by_tensor[tensor].feed(tensor, piece)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """What is to be written.
+
+    Attributes
+    ----------
+    world
+        Number of ranks of the layout; one data file each.
+    tensors, grids, owners, objects, meshes, metadata, lay
+        As in the manifest.
+    feeds
+        What fills each piece.
+    links
+        Number of the link that a tensor comes from, by number of the tensor; None: they are the
+        same, and what is beyond the last link comes from elsewhere.
+    """
+
+    world: int
+    tensors: tuple[TensorEntry, ...]
+    grids: tuple[GridEntry, ...]
+    owners: tuple[Runs3, ...]
+    feeds: Feeds
+    objects: tuple[ObjectEntry, ...] = ()
+    meshes: tuple[MeshEntry, ...] = ()
+    metadata: dict[str, Any] | None = None
+    lay: str = ""
+    links: Mapping[int, int] | None = None
+
+    @cached_property
+    def filemap(self) -> FileMap:
+        """The byte ranges that follow from the tables."""
+        per_rank = {o.tensor for o in self.objects if o.per_rank}
+        ranked = frozenset(i for i, t in enumerate(self.tensors) if t.name in per_rank)
+        grids = [g.grid() for g in self.grids]
+        return FileMap(self.tensors, grids, [Owners(r) for r in self.owners], ranked)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Length of the data section of each file."""
+        return [int(n) for n in self.filemap.all_data_bytes(self.world)]
+
+    @cached_property
+    def witness(self) -> WitnessPlan:
+        """Where the witness looks."""
+        return WitnessPlan.over(self.tensors, self.objects)
+
+
+def share(sizes: Sequence[int], number: int, count: int) -> range:
+    """Return the files of process `number` of `count`: neighbours, about as many bytes each.
+
+    Neighbours, because they have most in common: the ranks of a tensor-parallel group read the
+    same bytes.
+    """
+    ends = np.cumsum(np.array(sizes, dtype=np.float64) + 1.0)
+    middles = ends - (np.array(sizes) + 1.0) / 2
+    whose = np.minimum((middles / ends[-1] * count).astype(np.int64), count - 1)
+    lo, hi = np.searchsorted(whose, (number, number + 1)).tolist()
+    return range(lo, hi)
 
 
 I64 = NDArray[np.int64]
@@ -93,7 +269,7 @@ def _ends(filemap: FileMap, files: Sequence[int], most: int) -> Iterator[I64]:
 
 _KEPT_FEEDS = 256
 
-Literal: TypeAlias = tuple[int, int, Callable[[], bytes], slice]
+_Literal: TypeAlias = tuple[int, int, Callable[[], bytes], slice]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +293,7 @@ class RoundPlan:
     stretches: Sequence[Stretch]
     turns: Sequence[tuple[list[PlannedCopy], Runs]]
     fills: Sequence[tuple[int, DType, Fill]]
-    literals: Sequence[Literal]
+    literals: Sequence[_Literal]
     bytes_needed: int
 
 
@@ -166,7 +342,7 @@ class RoundPlanner:
         """
         turns: dict[int, list[PlannedCopy]] = {}
         fills: list[tuple[int, DType, Fill]] = []
-        literals: list[Literal] = []
+        literals: list[_Literal] = []
         for number, stretch in enumerate(stretches):
             for chunk in self._within(stretch):
                 feed = self._feed(chunk)
@@ -260,7 +436,7 @@ def _moved(block: Block, at: int) -> Block:
 
 def _literal(
     chunk: ChunkRef, stretch: Stretch, number: int, literal: Callable[[], bytes]
-) -> Literal:
+) -> _Literal:
     lo, hi = max(stretch.lo, chunk.start), min(stretch.hi, chunk.end)
     return number, lo - stretch.lo, literal, slice(lo - chunk.start, hi - chunk.start)
 

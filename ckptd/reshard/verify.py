@@ -1,7 +1,11 @@
-"""Values at sampled positions of the target: its own witness, and what the source's witness says.
+"""What is compared while a reshard runs: witnesses, and the copies of tensors with their originals.
 
-Both are looked at while the values are in the staging memory. Where a value of the source's witness
-must turn up is told by `ckptd.reshard.elements`, which knows nothing of boxes and blocks.
+Samples are looked at while the values are in the staging memory. Where a value of the source's
+witness must turn up is found by `ckptd.reshard.elements`, which knows nothing of boxes and blocks.
+
+A folder of somebody else, and the files of ranks, may hold a tied weight under each of its names.
+Only one of them is carried over, so the others must be equal to it: a copy with other values is a
+tensor of its own, which would be lost.
 """
 
 from __future__ import annotations
@@ -17,15 +21,25 @@ from ckptd.errors import CorruptError
 from ckptd.format.filemap import ChunkRef
 from ckptd.format.witness import VALUE_BYTES, Witness, WitnessPlan, gather, select
 from ckptd.layout.block import piece_regions
+from ckptd.layout.grid import Grid
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.layout.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, quantized
-from ckptd.reshard.compose import Composed, TensorLink
+from ckptd.reshard.compose import Composed, Duplicate, TensorLink
 from ckptd.reshard.elements import find, place
-from ckptd.reshard.target import Target
+from ckptd.reshard.plan import ChunkFeed, Feeds, Recut, Target
+from ckptd.reshard.reading import ValueReader
+from ckptd.reshard.source import Stock, StockTensor
 from ckptd.types import DType
 
-__all__ = ["Expected", "FileSamples", "by_indexes", "changed", "expect"]
+__all__ = [
+    "Expected",
+    "FileSamples",
+    "by_indexes",
+    "changed",
+    "check_duplicates",
+    "expect",
+]
 
 
 I64 = NDArray[np.int64]
@@ -288,3 +302,71 @@ def _sorted(rows: list[_Row]) -> Expected:
         np.concatenate([r[1] for r in rows])[order],
         np.concatenate([r[2] for r in rows])[order],
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """The copy itself, cut as it is made of the original."""
+
+    stock: Stock
+    tensor: StockTensor
+    grid: Grid
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        found = Recut(self.tensor.number, self.tensor.grid, self.grid).feed(tensor, piece)
+        if self.stock.locate is None:
+            return found
+        name, dtype = self.tensor.name, self.tensor.dtype
+        takes = [
+            located
+            for take in found.takes
+            for located in self.stock.locate(name, take.piece, take.blocks, dtype)
+        ]
+        return ChunkFeed(tuple(takes))
+
+
+@dataclass(frozen=True, eq=False)
+class _Original:
+    """What the copy should be. Fills are left out: they are no values of the original."""
+
+    feeds: Feeds
+
+    def feed(self, tensor: int, piece: int) -> ChunkFeed:
+        return ChunkFeed(self.feeds.feed(tensor, piece).takes)
+
+
+def check_duplicates(stock: Stock, found: Sequence[Duplicate]) -> None:
+    """Compare copies with what they copy, in bounded memory.
+
+    Raises
+    ------
+    CorruptError
+        kind ``replicas-differ``: names the copy and the original.
+    """
+    for one in found:
+        _check(stock, one)
+
+
+def _check(stock: Stock, one: Duplicate) -> None:
+    entry = one.tensor
+    dtype = entry.dtype
+    own, made = (
+        ValueReader(stock.source, [(dtype.name, one.grid)], feeds)
+        for feeds in (_Own(stock, entry, one.grid), _Original(one.feeds))
+    )
+    for part in own.parts():
+        held: U8 = np.zeros(part.hi - part.lo, dtype=np.uint8)
+        own.read(part, held)
+        wanted = held.copy()
+        made.read(part, wanted)
+        if not np.array_equal(held, wanted):
+            byte = part.lo + int(np.flatnonzero(held != wanted)[0])
+            raise CorruptError(
+                "a copy of a tensor is not equal to it",
+                kind="replicas-differ",
+                where=entry.name,
+                wanted=f"what {one.original} holds",
+                found=f"another value at element {byte // dtype.itemsize}",
+                hint="if it is a tensor of its own, give it a rule of its own in the source's"
+                " layout, in place of the alias",
+            )
