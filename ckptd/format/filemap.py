@@ -8,8 +8,8 @@ file, so offsets are one cumulative sum over such groups and not a walk over all
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +23,7 @@ from ckptd.layout.grid import Axis, Grid, Piece
 from ckptd.layout.owners import ABSENT, Owners
 from ckptd.types import DType, dtype_of
 
-__all__ = ["ChunkRef", "FileMap", "PieceTable", "is_home", "piece_numels"]
+__all__ = ["ChunkRef", "FileMap", "is_home", "piece_numels"]
 
 I64 = NDArray[np.int64]
 _Group = tuple[int, int, int, int]
@@ -55,26 +55,6 @@ class ChunkRef:
     piece: Piece
     start: int
     end: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PieceTable:
-    """Where the pieces of a foreign checkpoint lie: nothing else says it.
-
-    The manifest's owner maps say which file has a piece.
-
-    Attributes
-    ----------
-    starts
-        By tensor and piece: the first byte in the data section of the file. Pieces may share
-        bytes, and need not be aligned.
-    strides
-        Of pieces that are not row-major, by ``(tensor, piece)``: the step of each dimension of
-        the piece's box, in elements.
-    """
-
-    starts: Sequence[Sequence[int]]
-    strides: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
 def is_home(path: str, folder: str) -> bool:

@@ -7,14 +7,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptd.load.plan import strided, words_of
 from ckptd.types import DType
 
-__all__ = ["ArrayMemory", "TensorMemory", "words"]
+__all__ = ["ArrayMemory", "TensorMemory"]
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
-
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 class TensorMemory(Protocol):
@@ -57,25 +56,25 @@ class ArrayMemory:
         self.dtype = dtype
         self.numel = len(data) // dtype.itemsize
         self._data = data
-        self._words = words(data, dtype.itemsize)
+        self._words = _words(data, dtype.itemsize)
 
     def take(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], out: U8) -> None:
         """See `TensorMemory`."""
         view = self._view(start, shape, strides)
-        np.copyto(words(out, self.dtype.itemsize).reshape(shape), view)
+        np.copyto(_words(out, self.dtype.itemsize).reshape(shape), view)
 
     def take_at(self, at: I64, out: U8) -> None:
         """See `TensorMemory`."""
-        words(out, self.dtype.itemsize)[:] = self._words[at]
+        _words(out, self.dtype.itemsize)[:] = self._words[at]
 
     def put(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], data: U8) -> None:
         """See `TensorMemory`."""
         view = self._view(start, shape, strides)
-        np.copyto(view, words(data, self.dtype.itemsize).reshape(shape))
+        np.copyto(view, _words(data, self.dtype.itemsize).reshape(shape))
 
     def put_at(self, at: I64, data: U8) -> None:
         """See `TensorMemory`."""
-        self._words[at] = words(data, self.dtype.itemsize)
+        self._words[at] = _words(data, self.dtype.itemsize)
 
     def region(self) -> tuple[object, int, int]:
         """See `TensorMemory`."""
@@ -83,12 +82,10 @@ class ArrayMemory:
         return "cpu", start, start + self._data.nbytes
 
     def _view(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[Any]:
-        """Return a strided part; numpy checks that it lies inside."""
         size = self.dtype.itemsize
-        steps = tuple(s * size for s in strides)
-        return np.ndarray(shape, _WORDS[size], self._data, start * size, steps)
+        return strided(self._data, start * size, shape, strides, words_of(size))
 
 
-def words(data: U8, itemsize: int) -> NDArray[Any]:
+def _words(data: U8, itemsize: int) -> NDArray[Any]:
     """Return bytes as words of one size, whatever they mean."""
-    return data.view(_WORDS[itemsize])
+    return data.view(words_of(itemsize))

@@ -1,8 +1,8 @@
 """The data files of a checkpoint: where each piece lies in them, and open descriptors to them.
 
 Offsets in a checkpoint's own files follow from its manifest. A file of an older checkpoint holds
-more than what is referred to here, so its safetensors header gives them, by chunk name. A foreign
-checkpoint comes with a table of them.
+more than what is referred to here, so its safetensors header gives them, by chunk name. Files that
+somebody else laid out come with a table of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from ckptd.format.digest import (
     digest,
     digest_hex,
 )
-from ckptd.format.filemap import ChunkRef, FileMap, PieceTable, is_home
+from ckptd.format.filemap import ChunkRef, FileMap, is_home
 from ckptd.format.invariants import FREE_CHUNKS, check_chunks, check_index
 from ckptd.format.manifest import FileEntry, Manifest
 from ckptd.format.names import chunk_name, digests_key, parse_chunk_name
-from ckptd.layout.block import Block
-from ckptd.layout.clip import restride
 from ckptd.layout.owners import ABSENT
 from ckptd.runtime.host import available_bytes
 from ckptd.store.base import Store
@@ -57,7 +55,7 @@ E = TypeVar("E", bound=CkptdError)
 
 
 class PieceLocations:
-    """Finds pieces in the files of a checkpoint, ckptd's or foreign. Threads may share it.
+    """Finds pieces in the files of a checkpoint. Threads may share it.
 
     Parameters
     ----------
@@ -65,9 +63,9 @@ class PieceLocations:
         The checkpoint.
     store
         Its root. May be left out where only pieces in the checkpoint's own files are located.
-    table
-        Where the pieces of a foreign checkpoint lie. Nobody wrote digests of its files, so only
-        their sizes are checked.
+    starts
+        Of files that somebody else laid out: the first byte of each piece in the data section of
+        its file, by tensor and piece. Pieces may share bytes, and need not be aligned.
     """
 
     def __init__(
@@ -75,14 +73,14 @@ class PieceLocations:
         manifest: Manifest,
         filemap: FileMap,
         store: Store | None = None,
-        table: PieceTable | None = None,
+        starts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.manifest = manifest
         self.filemap = filemap
         self.files = manifest.files
         self._store = store
-        self._table = table
-        self._folder = "" if table else manifest.folder
+        self._starts = starts
+        self._folder = manifest.folder
         self._checked: dict[int, bool] = {}
         self.indexes: dict[int, DigestIndex | None] = {}
         """Checked digest indexes by file: several reads of one checkpoint share them. None is
@@ -104,13 +102,13 @@ class PieceLocations:
         return self._store
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether a table gives the places of pieces: there are no digests then."""
-        return self._table is not None
+    def is_aligned(self) -> bool:
+        """Whether no element lies in two digest blocks, as in all files that ckptd lays out."""
+        return self._starts is None
 
     def is_own(self, file: int) -> bool:
         """Whether this checkpoint wrote `file` itself, so that its manifest gives all places."""
-        return not self.is_foreign and is_home(self.files[file].path, self._folder)
+        return self.is_aligned and is_home(self.files[file].path, self._folder)
 
     def of(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return ``(file, first byte in its data section)`` of a piece; `ABSENT` for no file.
@@ -120,8 +118,8 @@ class PieceLocations:
         CorruptError
             The file's header does not hold the chunk, or manifest and file disagree.
         """
-        if self._table is not None:
-            return self._tabled(self._table, tensor, piece)
+        if self._starts is not None:
+            return self._given(self._starts, tensor, piece)
         file, start, _ = self.filemap.locate(tensor, piece)
         if file == ABSENT:
             return ABSENT, 0
@@ -130,45 +128,26 @@ class PieceLocations:
             own = self._check(tensor, file)
         return file, start if own else self._chunk(tensor, piece, file).start
 
-    def _tabled(self, table: PieceTable, tensor: int, piece: int) -> tuple[int, int]:
-        """Look a piece of a foreign checkpoint up, and check that it lies inside its file."""
+    def _given(self, starts: Sequence[Sequence[int]], tensor: int, piece: int) -> tuple[int, int]:
+        """Return a piece's given place, and check that it lies inside its file."""
         file = self.filemap.owner(tensor, piece)
         if file == ABSENT:
             return ABSENT, 0
         self._check_number(tensor, file)
-        start, end = table.starts[tensor][piece], self._end(table, tensor, piece)
-        if not 0 <= start <= end <= self.files[file].data_bytes:
+        start, size = starts[tensor][piece], self._size(tensor, piece)
+        if not 0 <= start <= self.files[file].data_bytes - size:
             raise CorruptError(
                 "a piece of a tensor reaches out of its file",
                 kind="truncated",
                 where=f"{self.filemap.tensors[tensor].name} in {self.files[file].path}",
-                wanted=f"bytes {start} to {end}",
+                wanted=f"bytes {start} to {start + size}",
                 found=f"{self.files[file].data_bytes} bytes",
             )
         return file, start
 
-    def _end(self, table: PieceTable, tensor: int, piece: int) -> int:
-        """Return one past the last byte of a piece of a foreign checkpoint."""
+    def _size(self, tensor: int, piece: int) -> int:
         cut = self.filemap.grid_of(tensor).piece(piece)
-        strides, numel = table.strides.get((tensor, piece)), cut.numel
-        if strides is not None and numel:
-            if min(strides, default=0) < 0:
-                raise CorruptError(
-                    "a tensor with a negative stride",
-                    kind="bad-manifest",
-                    where=self.filemap.tensors[tensor].name,
-                    found=strides,
-                )
-            numel = 1 + sum((n - 1) * s for n, s in zip(cut.box.shape, strides, strict=True))
-        return table.starts[tensor][piece] + numel * self.filemap.dtypes[tensor].itemsize
-
-    def blocks(self, tensor: int, piece: int, blocks: Iterable[Block]) -> Iterable[Block]:
-        """Return copies out of a piece, made for row-major elements, as its elements lie."""
-        strides = self._table.strides.get((tensor, piece)) if self._table else None
-        if strides is None:
-            return blocks
-        shape = self.filemap.grid_of(tensor).piece(piece).box.shape
-        return [one for block in blocks for one in restride(block, shape, strides, 0)]
+        return cut.numel * self.filemap.dtypes[tensor].itemsize
 
     def _check_number(self, tensor: int, file: int) -> None:
         if not 0 <= file < len(self.files):
@@ -235,8 +214,8 @@ class PieceLocations:
 
     def chunks_at(self, file: int, start: int, end: int) -> list[tuple[str, str]]:
         """Return ``(tensor, chunk name)`` of what lies in bytes ``[start, end)``, for errors."""
-        if self._table is not None:
-            return list(self._tabled_at(self._table, file, start, end))
+        if self._starts is not None:
+            return list(self._given_at(self._starts, file, start, end))
         if not self.is_own(file):
             found = [c for c in self.header(file).values() if c.start < end and start < c.end]
             return [(parse_chunk_name(c.name)[0], c.name) for c in found]
@@ -246,13 +225,13 @@ class PieceLocations:
             if c.start < end and start < c.end
         ]
 
-    def _tabled_at(
-        self, table: PieceTable, file: int, start: int, end: int
+    def _given_at(
+        self, starts: Sequence[Sequence[int]], file: int, start: int, end: int
     ) -> Iterator[tuple[str, str]]:
         for tensor, entry in enumerate(self.filemap.tensors):
-            for piece, at in enumerate(table.starts[tensor]):
+            for piece, at in enumerate(starts[tensor]):
                 here = self.filemap.owner(tensor, piece) == file
-                if here and at < end and start < self._end(table, tensor, piece):
+                if here and at < end and start < at + self._size(tensor, piece):
                     cut = self.filemap.grid_of(tensor).piece(piece)
                     yield entry.name, chunk_name(entry.name, cut, entry.shape)
 
@@ -572,7 +551,10 @@ class LocalFiles:
         """
         entry = self._entries[file]
         if fd < 0:
-            self._store.read_into(entry.path, entry.data_start + start, view)
+            try:
+                self._store.read_into(entry.path, entry.data_start + start, view)
+            except NotFoundError:
+                raise missing_file(entry.path, entry.rank) from None
             return
         try:
             self._fill(fd, entry, start, self._shifts[file], view)

@@ -599,9 +599,8 @@ def _plan_one(
         if file == ABSENT:
             absent.append((tensor, grid.piece(piece).box))
             continue
-        found = places.blocks(tensor, piece, blocks)
         moves += [
-            PlannedCopy(file, start, itemsize, block, target, want.conversion) for block in found
+            PlannedCopy(file, start, itemsize, block, target, want.conversion) for block in blocks
         ]
 
 

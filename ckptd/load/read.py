@@ -83,7 +83,7 @@ class Fetcher:
     stall_s
         Longest time without progress, in seconds.
     verify
-        Compare digests; a foreign checkpoint has none.
+        Compare digests, where there are any.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Fetcher:
         self._files = files
         self._threads = threads
         self._stall_s = stall_s
-        self._verify = verify and not places.is_foreign
+        self._verify = verify
         self._scratch = threading.local()
 
     def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:

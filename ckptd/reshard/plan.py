@@ -400,7 +400,7 @@ class RoundPlanner:
                 conversion = Conversion(take.change, source, target, at)
             turns.setdefault(take.turn, []).extend(
                 PlannedCopy(file, start, source.itemsize, _moved(part, at), number, conversion)
-                for block in self._source.blocks(take.tensor, take.piece, take.blocks)
+                for block in take.blocks
                 for part in clip(block, "target", lo, hi)
             )
 

@@ -311,13 +311,13 @@ class Reading:
     def _bring(self, window: _Window, fetcher: Fetcher) -> U8:
         """Read and check a window; keep the blocks that another round may want as well."""
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
-        if self._source.is_foreign:
+        if not self._source.is_aligned:
             end = min(self._source.files[window.file].data_bytes, end + _TAIL)
         data = self._room()[: end - start]
         fetcher.bring(window.file, window.lo, data.data)
         with self._lock:
             self.bytes_read += end - start
-        for position in () if self._source.is_foreign else window.kept:
+        for position in window.kept if self._source.is_aligned else ():
             at = (position - window.lo) * BLOCK_BYTES
             self._cache.keep(position, data[at : at + BLOCK_BYTES])
         return data

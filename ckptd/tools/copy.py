@@ -22,7 +22,9 @@ from ckptd.format.invariants import check_files, check_index
 from ckptd.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
 from ckptd.format.records import Commit
-from ckptd.load.files import load_index, missing_file, read_header
+from ckptd.load.files import load_index, read_header
+from ckptd.load.plan import BlockLine
+from ckptd.load.read import Fetcher
 from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.working import Working, refuse_behind
@@ -74,6 +76,10 @@ class FileCopy:
         self._working = working
         self._progress = progress
         self._places = original.places
+        self._line = BlockLine([f.data_bytes for f in original.manifest.files])
+        self._fetcher = Fetcher(
+            self._source, self._places, self._line, None, threads=_THREADS, stall_s=_STALL_S
+        )
         self._lock = threading.Lock()
         self._total = sum(f.data_bytes for f in original.manifest.files)
         self._done = self._reused = 0
@@ -123,7 +129,7 @@ class FileCopy:
                 self._reused += 1
             self._count(entry.data_bytes)
             return
-        index = load_index(self._source, entry)
+        index = self._places.indexes[number] = load_index(self._source, entry)
         header = self._header(number, entry, index)
         backoff = Backoff(RetrySpec())
         while True:
@@ -133,6 +139,7 @@ class FileCopy:
             except TransientStoreError as error:
                 backoff.wait(error)
         # Last: whoever finds the index knows that the file is complete.
+        del self._places.indexes[number]  # one a file, and there may be many
         raw = index.encode()
         self._target.store.put(digests_key(key), raw)
         self._digested(number, raw)
@@ -153,7 +160,7 @@ class FileCopy:
             with self._bulk.writer(key, len(header) + entry.data_bytes) as writer:
                 writer.write(_aligned(header))
                 for start in range(0, entry.data_bytes, _SLICE_BYTES):
-                    view = self._slice(number, entry, index, start)
+                    view = self._slice(number, entry, start)
                     writer.write(view)
                     if index is None:
                         made.feed(view)
@@ -201,34 +208,12 @@ class FileCopy:
             check_index(entry, index, nchunks, digests_key(entry.path))
         return self._source.get(entry.path, ByteRange(0, entry.data_start))
 
-    def _slice(
-        self, number: int, entry: FileEntry, index: DigestIndex | None, start: int
-    ) -> memoryview:
+    def _slice(self, number: int, entry: FileEntry, start: int) -> memoryview:
         """Read and check part of a data section, into memory that direct I/O can write from."""
         size = min(_SLICE_BYTES, entry.data_bytes - start)
         view = memoryview(mmap.mmap(-1, size))
-        try:
-            self._source.read_into(entry.path, entry.data_start + start, view)
-        except NotFoundError:
-            raise missing_file(entry.path, entry.rank) from None
-        for at in range(0, size, BLOCK_BYTES):
-            block = (start + at) // BLOCK_BYTES
-            part = view[at : at + BLOCK_BYTES]
-            if index is not None and digest(part) != index.block(block):
-                raise self._bad_block(number, entry, block, len(part))
+        self._fetcher.bring(number, self._line.first(number) + start // BLOCK_BYTES, view)
         return view
-
-    def _bad_block(self, number: int, entry: FileEntry, block: int, size: int) -> CorruptError:
-        start = block * BLOCK_BYTES
-        chunks = self._places.chunks_at(number, start, start + size)
-        named = ", ".join(f"tensor {t} (chunk {c})" for t, c in chunks[:4])
-        more = f" and {len(chunks) - 4} more" if len(chunks) > 4 else ""
-        return CorruptError(
-            "bytes of the checkpoint are not what was written",
-            kind="digest",
-            where=f"block {block} of {entry.path}, written by rank {entry.rank}: {named}{more}",
-            hint="ckptd verify lists everything that is bad",
-        )
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

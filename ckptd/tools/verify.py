@@ -207,14 +207,7 @@ class Scan:
             buffer = np.empty(WINDOW_BLOCKS * BLOCK_BYTES, dtype=np.uint8)
             self._buffers.array = buffer
         window = buffer[: stop - start]
-        entry = self._places.manifest.files[file]
-        if self._store.capabilities.local_files:
-            files.read(file, start, window.data)
-            return window
-        try:
-            self._store.read_into(entry.path, entry.data_start + start, window.data)
-        except NotFoundError:
-            raise missing_file(entry.path, entry.rank) from None
+        files.read(file, start, window.data)
         return window
 
     def _check_blocks(self, file: int, start: int, window: NDArray[np.uint8]) -> None:

@@ -1,4 +1,4 @@
-"""Pieces of a foreign checkpoint: a table says where they lie, and nobody wrote digests."""
+"""Pieces of files that somebody else laid out: at given places, unaligned, without digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckptd.errors import CorruptError
-from ckptd.format.filemap import FileMap, PieceTable
+from ckptd.format.filemap import FileMap
 from ckptd.format.manifest import FileEntry, GridEntry, Manifest, ManifestTables, TensorEntry
 from ckptd.layout.block import box_region
 from ckptd.layout.grid import Axis, Grid, whole
@@ -22,16 +22,16 @@ from ckptd.types import Box
 
 RNG = np.random.default_rng(1)
 CUT = RNG.normal(size=(5, 3)).astype(np.float32)
-TURNED = RNG.normal(size=(4, 6))
+OTHER = RNG.normal(size=(4, 6))
 ENDS = {"a.bin": 200, "b.bin": 300}
 
 
 def write(folder: Path) -> None:
-    """Write two files: rows of a tensor in both, and a column-major one at an odd place."""
+    """Write two files: rows of a tensor in both, and another tensor in one."""
     a, b = bytearray(RNG.bytes(ENDS["a.bin"])), bytearray(RNG.bytes(ENDS["b.bin"]))
     a[7 : 7 + 24] = CUT[:2].tobytes()
     b[100 : 100 + 36] = CUT[2:].tobytes()
-    a += TURNED.T.tobytes()
+    a += OTHER.tobytes()
     (folder / "a.bin").write_bytes(a)
     (folder / "b.bin").write_bytes(b)
 
@@ -49,7 +49,7 @@ def places(store: Store, starts: tuple[tuple[int, ...], ...], size: int = 392) -
             tables.owner(Owners.from_array([0, 1]).runs),
         ),
         TensorEntry(
-            "turned",
+            "other",
             "float64",
             (4, 6),
             tables.grid(GridEntry.of(whole((4, 6)))),
@@ -58,8 +58,7 @@ def places(store: Store, starts: tuple[tuple[int, ...], ...], size: int = 392) -
     )
     files = (FileEntry("a.bin", 0, 0, size), FileEntry("b.bin", 1, 10, ENDS["b.bin"] - 10))
     manifest = Manifest(0, 1, "foreign", 2, files, tables.grids, tables.owners, tensors)
-    table = PieceTable(starts, {(1, 0): (1, 4)})
-    return PieceLocations(manifest, FileMap.of(manifest, "foreign"), store, table)
+    return PieceLocations(manifest, FileMap.of(manifest, "foreign"), store, starts)
 
 
 STARTS = ((7, 90), (200,))
@@ -83,13 +82,12 @@ def test_pieces_are_read_where_the_table_says(tmp_path: Path, url: str) -> None:
                 store.put(name, (tmp_path / name).read_bytes())
         found = places(store, STARTS)
         assert np.array_equal(read(found, 0, Box.whole((5, 3)), "float32"), CUT)
-        assert np.array_equal(read(found, 1, Box.whole((4, 6)), "float64"), TURNED)
+        assert np.array_equal(read(found, 1, Box.whole((4, 6)), "float64"), OTHER)
         part = Box((1, 2), (2, 3))
-        assert np.array_equal(read(found, 1, part, "float64"), TURNED[1:3, 2:5])
-        assert found.is_foreign
+        assert np.array_equal(read(found, 1, part, "float64"), OTHER[1:3, 2:5])
         assert not found.is_own(0)
-        assert not found.indexes
-        assert found.holders(0, 0, 400) == "tensor cut (chunk cut@0,0), tensor turned"
+        assert found.indexes[0] is None
+        assert found.holders(0, 0, 400) == "tensor cut (chunk cut@0,0), tensor other"
         assert found.holders(1, 0, 10) == ""
 
 
