@@ -21,7 +21,7 @@ from ckptd.layout.lay.local import LaidTensor, LocalPiece, local_tensors
 from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.syntax import Average, Replicas
 from ckptd.live.plan import Outgoing
-from ckptd.reshard.elements import find, place
+from ckptd.reshard.elements import follow
 
 __all__ = ["MOST_SAMPLES", "Sample", "Sampler"]
 
@@ -67,8 +67,9 @@ class Sampler:
         out: list[Sample] = []
         for number in present[::step]:
             found = outgoing[number]
-            pairs = self._places(taker, found, each * _TRIES)
-            out += [Sample(number, s, t) for s, t in list(pairs)[:each]]
+            pairs = list(self._places(taker, found, each * _TRIES))
+            chosen = pairs[:: max(1, len(pairs) // each)][:each]  # all over the tensor
+            out += [Sample(number, s, t) for s, t in chosen]
         return out[:MOST_SAMPLES]
 
     def _places(self, taker: int, found: Outgoing, tries: int) -> Iterator[tuple[int, int]]:
@@ -92,21 +93,23 @@ class Sampler:
         composition = self.transfers.composition
         source, target = composition.source, composition.target
         mine, theirs = source.mesh.coordinates(self.rank), target.mesh.coordinates(taker)
-        numbers = dict(zip(rule.indexes, piece.indexes, strict=True))
-        for logical in find(rule.equation, numbers, at, source.scope, mine):
-            for other, tags in composition.takers.get(logical.family, ()):
-                placed = place(other.equation, tags, logical.axes, target.scope, theirs)
-                rows = at[logical.which[placed.which]] - piece.lo + piece.at
-                columns = [placed.indexes[a].tolist() for a in other.indexes]
-                keys = zip(*columns, strict=True) if columns else [()] * len(rows)
-                for row, key, position in zip(
-                    rows.tolist(), keys, placed.positions.tolist(), strict=True
-                ):
-                    known = self._of(taker).get((other.number, tuple(key), found.tensor.state))
-                    if known is None or known[0].name != found.segment.target:
-                        continue
-                    if known[1].lo <= position < known[1].hi:
-                        yield row, position - known[1].lo + known[1].at
+        for hit in follow(
+            rule,
+            piece.indexes,
+            at,
+            source.scope,
+            composition.takers,
+            target.scope,
+            at=mine,
+            target_at=theirs,
+        ):
+            known = self._of(taker).get((hit.rule.number, hit.indexes, found.tensor.state))
+            if known is None or known[0].name != found.segment.target:
+                continue
+            rows, other = at[hit.which] - piece.lo + piece.at, known[1]
+            for row, position in zip(rows.tolist(), hit.positions.tolist(), strict=True):
+                if other.lo <= position < other.hi:
+                    yield row, position - other.lo + other.at
 
     def _of(self, taker: int) -> Mapping[_Key, tuple[LaidTensor, LocalPiece]]:
         """Return what a rank of the target holds, by what it is of."""

@@ -23,9 +23,20 @@ from numpy.typing import NDArray
 
 from ckptd.errors import UsageError
 from ckptd.layout.lay.resolve import MAX_DEPTH, Equation, Tags, ValueScope, evaluate, part
+from ckptd.layout.lay.ruleform import RuleForm
 from ckptd.layout.lay.syntax import Atom, Dim, NameIndex, One, Pad, Product, Split, Sum
 
-__all__ = ["At", "FoundElements", "Placed", "entries", "extent", "find", "place"]
+__all__ = [
+    "At",
+    "FollowedElements",
+    "FoundElements",
+    "Placed",
+    "entries",
+    "extent",
+    "find",
+    "follow",
+    "place",
+]
 
 I64 = NDArray[np.int64]
 At = Mapping[str, int] | None
@@ -243,6 +254,74 @@ def place(
     here = positions >= 0
     names = [p.axis for p in equation.name.parts if isinstance(p, NameIndex) and p.axis in mine]
     return Placed(which[here], {a: mine[a][here] for a in names}, positions[here])
+
+
+class FollowedElements(NamedTuple):
+    """Elements of one tensor that are in one tensor of another layout.
+
+    Attributes
+    ----------
+    rule, indexes
+        Of that other tensor.
+    which
+        Which of the positions asked for these are.
+    positions
+        Where they are there, row-major.
+    """
+
+    rule: RuleForm
+    indexes: tuple[int, ...]
+    which: I64
+    positions: I64
+
+
+def follow(
+    rule: RuleForm,
+    indexes: tuple[int, ...],
+    positions: I64,
+    scope: ValueScope,
+    takers: Mapping[str, Sequence[tuple[RuleForm, Tags]]],
+    target: ValueScope,
+    *,
+    at: At = None,
+    target_at: At = None,
+) -> Iterator[FollowedElements]:
+    """Yield where elements of a tensor are in the tensors of another layout.
+
+    Parameters
+    ----------
+    rule, indexes
+        The tensor.
+    positions
+        Row-major.
+    scope, target
+        Sizes of both layouts.
+    takers
+        The other layout's rules, by logical tensor.
+    at, target_at
+        Coordinates of ranks, whose tensors are meant on either side; None for stored tensors.
+    """
+    numbers = dict(zip(rule.indexes, indexes, strict=True))
+    for found in find(rule.equation, numbers, positions, scope, at):
+        for other, tags in takers.get(found.family, ()):
+            placed = place(other.equation, tags, found.axes, target, target_at)
+            which = found.which[placed.which]
+            columns = [placed.indexes[a] for a in other.indexes]
+            for key, rows in _by_indexes(columns, len(which)):
+                yield FollowedElements(other, key, which[rows], placed.positions[rows])
+
+
+def _by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...], I64]]:
+    """Yield the rows of each combination of numbers in names."""
+    if not count:
+        return
+    if not columns:
+        yield (), np.arange(count, dtype=np.int64)
+        return
+    table = np.stack(columns, axis=1)
+    unique, inverse = np.unique(table, axis=0, return_inverse=True)
+    for i, row in enumerate(unique.tolist()):
+        yield tuple(row), np.flatnonzero(inverse.reshape(-1) == i).astype(np.int64)
 
 
 def _inner(outer: I64, inner: I64, n: int) -> I64:

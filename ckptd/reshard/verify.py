@@ -26,7 +26,7 @@ from ckptd.layout.lay.stored import TensorKey
 from ckptd.layout.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, quantized
 from ckptd.reshard.compose import Composed, Duplicate, TensorLink
-from ckptd.reshard.elements import find, place
+from ckptd.reshard.elements import follow
 from ckptd.reshard.plan import ChunkFeed, Feeds, Recut, Target
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
@@ -35,7 +35,6 @@ from ckptd.types import DType
 __all__ = [
     "Expected",
     "FileSamples",
-    "by_indexes",
     "changed",
     "check_duplicates",
     "expect",
@@ -224,39 +223,19 @@ def _tensor(
     values = witness.values[first:last][present]
     form = composed.composition.source
     rule = form.rules[key[0]]
-    numbers = dict(zip(rule.indexes, key[1], strict=True))
-    for found in find(rule.equation, numbers, positions, form.scope):
-        for target_rule, tags in composed.composition.givers.get(found.family, ()):
-            equation, scope = target_rule.equation, composed.composition.target.scope
-            placed = place(equation, tags, found.axes, scope)
-            which = found.which[placed.which]
-            columns = [placed.indexes[a] for a in target_rule.indexes]
-            for indexes, rows in by_indexes(columns, len(which)):
-                number = by_key.get((target_rule.number, indexes, key[2]))
-                if number is None:
-                    continue
-                change = composed.composition.values(rule, target_rule, key[2])
-                if change is not None and quantized(change.target) is not None:
-                    continue  # rounded to steps that the witness does not know
-                here = which[rows]
-                wanted = _wanted(
-                    composed, key, composed.links[number], change, values[here], positions[here]
-                )
-                sources = np.full(len(rows), source, dtype=np.int64)
-                yield number, (placed.positions[rows], wanted, sources)
-
-
-def by_indexes(columns: list[I64], count: int) -> Iterator[tuple[tuple[int, ...], I64]]:
-    """Yield the rows of each combination of numbers in names."""
-    if not count:
-        return
-    if not columns:
-        yield (), np.arange(count, dtype=np.int64)
-        return
-    table = np.stack(columns, axis=1)
-    unique, inverse = np.unique(table, axis=0, return_inverse=True)
-    for i, row in enumerate(unique.tolist()):
-        yield tuple(row), np.flatnonzero(inverse.reshape(-1) == i).astype(np.int64)
+    composition = composed.composition
+    scope, givers = composition.target.scope, composition.givers
+    for hit in follow(rule, key[1], positions, form.scope, givers, scope):
+        number = by_key.get((hit.rule.number, hit.indexes, key[2]))
+        if number is None:
+            continue
+        change = composition.values(rule, hit.rule, key[2])
+        if change is not None and quantized(change.target) is not None:
+            continue  # rounded to steps that the witness does not know
+        here = hit.which
+        link = composed.links[number]
+        wanted = _wanted(composed, key, link, change, values[here], positions[here])
+        yield number, (hit.positions, wanted, np.full(len(here), source, dtype=np.int64))
 
 
 def _wanted(

@@ -16,8 +16,8 @@ from ckptd.format.witness import Witness, WitnessPlan, gather, select
 from ckptd.layout.lay.local import LocalPiece
 from ckptd.layout.lay.stored import TensorKey
 from ckptd.reshard.changes import change_of
-from ckptd.reshard.elements import find, place
-from ckptd.reshard.verify import by_indexes, changed
+from ckptd.reshard.elements import follow
+from ckptd.reshard.verify import changed
 from ckptd.train.layout.loading import FilledTensor, LaidLoad
 from ckptd.types import dtype_of
 
@@ -90,24 +90,20 @@ def _tensor(
     """Follow the values of one tensor of the checkpoint."""
     composition = load.source.composition
     source = composition.source.rules[key[0]]
-    indexes = dict(zip(source.indexes, key[1], strict=True))
     dtype = load.source.filemap.dtypes[number]
     at = None if load.job.whole else load.job.coordinates
-    for found in find(source.equation, indexes, positions, composition.source.scope):
-        for rule, tags in composition.takers.get(found.family, ()):
-            placed = place(rule.equation, tags, found.axes, composition.target.scope, at)
-            which = found.which[placed.which]
-            columns = [placed.indexes[a] for a in rule.indexes]
-            for target, rows in by_indexes(columns, len(which)):
-                known = wanted.get((rule.number, target, key[2]))
-                if known is None:
-                    continue
-                filled, piece = known
-                kept, elements = _elements(load, filled, piece, placed.positions[rows])
-                change = composition.values(source, rule, key[2])
-                to = dtype_of(filled.leaf.dtype)
-                operation = change_of(dtype, to, change, filled.leaf.name)
-                yield filled, elements, changed(values[which[rows][kept]], dtype, to, operation)
+    scope, target = composition.source.scope, composition.target.scope
+    takers = composition.takers
+    for hit in follow(source, key[1], positions, scope, takers, target, target_at=at):
+        known = wanted.get((hit.rule.number, hit.indexes, key[2]))
+        if known is None:
+            continue
+        filled, piece = known
+        kept, elements = _elements(load, filled, piece, hit.positions)
+        change = composition.values(source, hit.rule, key[2])
+        to = dtype_of(filled.leaf.dtype)
+        operation = change_of(dtype, to, change, filled.leaf.name)
+        yield filled, elements, changed(values[hit.which[kept]], dtype, to, operation)
 
 
 def _by_key(load: LaidLoad) -> dict[TensorKey, tuple[FilledTensor, LocalPiece]]:
