@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -36,7 +36,7 @@ from ckptd.reshard.changes import (
     scale_shape,
     step_promise,
 )
-from ckptd.reshard.plan import ChunkFeed, Feeds, Take
+from ckptd.reshard.plan import ChunkFeed, Feed, Take
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.types import Box, DType, dtype_of
@@ -55,22 +55,15 @@ __all__ = [
 _LOGICAL = "float32"
 
 
-@dataclass(frozen=True, eq=False)
-class _Logical:
-    """Feeds of the logical values of one target tensor: a tensor for each of its pieces."""
-
-    composed: Composed
-    link: TensorLink
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills piece number `tensor`."""
-        plan = self.composed.composition.piece(self.link.key, tensor)
-        takes = []
-        for copy in plan.copies:
-            source = self.composed.stock.by_name[copy.source.name]
-            change = change_of(source.dtype, dtype_of(_LOGICAL), None, self.link.tensor.name)
-            takes.append(Take(source.number, copy.piece, copy.blocks, change))
-        return ChunkFeed(tuple(takes), plan.fills)
+def _logical(composed: Composed, link: TensorLink, piece: int, only: int) -> ChunkFeed:
+    """Return the logical values of a piece of a target tensor: a tensor with that piece only."""
+    plan = composed.composition.piece(link.key, piece)
+    takes = []
+    for copy in plan.copies:
+        source = composed.stock.by_name[copy.source.name]
+        change = change_of(source.dtype, dtype_of(_LOGICAL), None, link.tensor.name)
+        takes.append(Take(source.number, copy.piece, copy.blocks, change))
+    return ChunkFeed(tuple(takes), plan.fills)
 
 
 def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]:
@@ -81,8 +74,11 @@ def measured_scales(composed: Composed, link: TensorLink) -> NDArray[np.float32]
     source, grid = composed.stock.source, link.tensor.grid
     modifier = quantized(composed.composition.target.rules[link.key[0]].equation.modifiers)
     block = modifier.block if modifier else ()
-    pieces = [whole((grid.piece(n).numel,)) for n in range(grid.npieces)]
-    reader = ValueReader(source, [(_LOGICAL, p) for p in pieces], _Logical(composed, link))
+    pieces = [
+        (_LOGICAL, whole((grid.piece(n).numel,)), partial(_logical, composed, link, n))
+        for n in range(grid.npieces)
+    ]
+    reader = ValueReader(source, pieces)
     maxima = np.zeros(scale_shape(grid.shape, block), dtype=np.float32)
     for part in reader.parts():
         memory = np.zeros(part.hi - part.lo, dtype=np.uint8)
@@ -113,15 +109,15 @@ class Duplicate:
     original
         Name of what it copies.
     grid
-        Its pieces, as `feeds` counts them.
-    feeds
+        Its pieces, as `feed` counts them.
+    feed
         What each piece would be, made of the original.
     """
 
     tensor: StockTensor
     original: str
     grid: Grid
-    feeds: Feeds
+    feed: Feed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -488,8 +484,8 @@ def _duplicates(composition: Composition, stock: Stock) -> Iterator[Duplicate]:
                     wanted=grid.shape,
                     found=tensor.shape,
                 )
-            feeds = _Copied(twice, stock, key, tensor)
-            yield Duplicate(tensor, ", ".join(names[:_MOST_NAMED]), grid, feeds)
+            feed = partial(_copied, twice, stock, key, tensor)
+            yield Duplicate(tensor, ", ".join(names[:_MOST_NAMED]), grid, feed)
 
 
 def _with_itself(composition: Composition) -> Composition:
@@ -497,23 +493,16 @@ def _with_itself(composition: Composition) -> Composition:
     return Composition(composition.source, composition.source, composition.grids)
 
 
-@dataclass(frozen=True, eq=False)
-class _Copied:
-    """Feeds of a copy, out of what it copies."""
-
-    composition: Composition
-    stock: Stock
-    key: TensorKey
-    tensor: StockTensor
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what a piece would be."""
-        takes = []
-        for copy in self.composition.piece(self.key, piece).copies:
-            source, mine = self.stock.by_name[copy.source.name], self.tensor
-            change = change_of(source.dtype, mine.dtype, copy.values, mine.name)
-            takes += _takes(self.stock, source, copy, change, mine.dtype, mine.name)
-        return ChunkFeed(tuple(takes))
+def _copied(
+    composition: Composition, stock: Stock, key: TensorKey, mine: StockTensor, piece: int
+) -> ChunkFeed:
+    """Return what a piece of a copy would be, out of what it copies."""
+    takes = []
+    for copy in composition.piece(key, piece).copies:
+        source = stock.by_name[copy.source.name]
+        change = change_of(source.dtype, mine.dtype, copy.values, mine.name)
+        takes += _takes(stock, source, copy, change, mine.dtype, mine.name)
+    return ChunkFeed(tuple(takes))
 
 
 def _further_names(

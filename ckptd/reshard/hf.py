@@ -24,7 +24,7 @@ from ckptd.layout.owners import single_owner
 from ckptd.load.files import PieceLocations
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.job import ReshardShare, Work, missing_files
-from ckptd.reshard.plan import ChunkFeed, Feeds, MixedFeeds, Target
+from ckptd.reshard.plan import Feed, Target
 from ckptd.reshard.reports import Resharded
 from ckptd.reshard.target import Assembled
 from ckptd.reshard.verify import Expected
@@ -75,7 +75,7 @@ def hf_target(
     """
     tables = ManifestTables()
     entries: list[TensorEntry] = []
-    feeds: dict[int, Feeds] = {}
+    feeds: list[Feed] = []
     wanted: dict[int, Expected] = {}
     links = assembled.composed.links
     left_out: list[str] = [o.name for o in assembled.target.objects]
@@ -109,7 +109,7 @@ def hf_target(
                 file, held = file + 1, 0
             held += size
             here = len(entries)
-            feeds[here] = _Renumbered(assembled.target.feeds, number)
+            feeds.append(assembled.target.feeds[number])
             by_number[here] = number
             if number in expected:
                 wanted[here] = expected[number]
@@ -128,22 +128,10 @@ def hf_target(
         tuple(entries),
         tables.grids,
         tables.owners,
-        MixedFeeds(feeds),
+        feeds,
         links=by_number,
     )
     return target, wanted, left_out
-
-
-class _Renumbered:
-    """Feeds of one tensor of another target; it must be cut alike."""
-
-    def __init__(self, feeds: Feeds, number: int) -> None:
-        self._feeds = feeds
-        self._number = number
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece."""
-        return self._feeds.feed(self._number, piece)
 
 
 class _HfPlace:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +41,7 @@ from ckptd.types import DType
 
 __all__ = [
     "ChunkFeed",
-    "Feeds",
-    "LiteralFeed",
-    "MixedFeeds",
-    "Recut",
+    "Feed",
     "RoundPlan",
     "RoundPlanner",
     "Stretch",
@@ -52,6 +49,7 @@ __all__ = [
     "Target",
     "cut_rounds",
     "group_files",
+    "recut",
     "share",
 ]
 
@@ -99,55 +97,24 @@ class ChunkFeed:
     literal: Callable[[], bytes] | None = None
 
 
-class Feeds(Protocol):
-    """Where feeds come from: a composition of two layouts."""
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece of target tensor number `tensor`."""
+Feed = Callable[[int], ChunkFeed]
+"""Returns what fills a piece of a tensor, by the number of the piece."""
 
 
-@dataclass(frozen=True, eq=False)
-class Recut:
-    """The values of one source tensor, cut another way.
+def recut(tensor: int, source: Grid, target: Grid) -> Feed:
+    """Return the feed of a tensor that holds the values of source tensor `tensor`, cut anew.
 
-    Attributes
+    Parameters
     ----------
-    tensor
-        Number of the source tensor.
     source, target
         Its grid there, and here.
     """
 
-    tensor: int
-    source: Grid
-    target: Grid
+    def feed(piece: int) -> ChunkFeed:
+        copies = plan_once(source, piece_regions(target.piece(piece)))
+        return ChunkFeed(tuple(Take(tensor, c.piece, c.blocks) for c in copies))
 
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece."""
-        copies = plan_once(self.source, piece_regions(self.target.piece(piece)))
-        return ChunkFeed(tuple(Take(self.tensor, c.piece, c.blocks) for c in copies))
-
-
-@dataclass(frozen=True, eq=False)
-class LiteralFeed:
-    """An object that was made anew: the bytes of each piece."""
-
-    pieces: Sequence[bytes]
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece."""
-        return ChunkFeed(literal=lambda: self.pieces[piece])
-
-
-@dataclass(frozen=True, eq=False)
-class MixedFeeds:
-    """Feeds by target tensor."""
-
-    by_tensor: Mapping[int, Feeds]
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece."""
-        return self.by_tensor[tensor].feed(tensor, piece)
+    return feed
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +128,7 @@ class Target:
     tensors, grids, owners, objects, meshes, metadata, lay
         As in the manifest.
     feeds
-        What fills each piece.
+        What fills the pieces of each tensor.
     links
         Number of the link that a tensor comes from, by number of the tensor; None: they are the
         same, and what is beyond the last link comes from elsewhere.
@@ -171,7 +138,7 @@ class Target:
     tensors: tuple[TensorEntry, ...]
     grids: tuple[GridEntry, ...]
     owners: tuple[Runs3, ...]
-    feeds: Feeds
+    feeds: Sequence[Feed]
     objects: tuple[ObjectEntry, ...] = ()
     meshes: tuple[MeshEntry, ...] = ()
     metadata: dict[str, Any] | None = None
@@ -366,7 +333,7 @@ class RoundPlanner:
         key = (chunk.tensor, chunk.piece.index)
         found = self._feeds.get(key)
         if found is None:
-            found = self._feeds[key] = self._target.feeds.feed(*key)
+            found = self._feeds[key] = self._target.feeds[chunk.tensor](chunk.piece.index)
             if len(self._feeds) > _KEPT_FEEDS:
                 self._feeds.popitem(last=False)
         return found

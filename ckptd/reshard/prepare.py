@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
-
-import numpy as np
 
 from ckptd.errors import CkptdError, MismatchError, RefusedError
 from ckptd.format.digest import BLOCK_BYTES
@@ -17,11 +14,12 @@ from ckptd.layout.lay.promise import PROMISES
 from ckptd.layout.lay.proving import prove
 from ckptd.layout.lay.resolve import Bound
 from ckptd.layout.lay.syntax import show
-from ckptd.load.plan import BlockLine, Runs
+from ckptd.load.plan import BlockLine
 from ckptd.reshard.compose import Composed, TensorLink, compose_layouts
 from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.layouts import LayoutProgram, compare, infer, other_sizes, read_text, wrapped
-from ckptd.reshard.plan import RoundPlan, Target
+from ckptd.reshard.plan import Target
+from ckptd.reshard.reading import BlockCache
 from ckptd.reshard.reports import Costs, Proved, RuleReport, SourceProgram
 from ckptd.reshard.source import Stock
 from ckptd.reshard.target import Assembled, assemble_target
@@ -231,7 +229,7 @@ def costs_of(prepared: Prepared, target: Target, files: Sequence[int], budget: B
     source = prepared.stock.source
     executor = Executor(source, target, budget, {})
     line = BlockLine([f.data_bytes for f in source.files])
-    reads = _Reads(line, budget.cache)
+    cache, read = BlockCache(budget.cache), 0
     needed = rounds = copies = staged = before = 0
     touched: set[int] = set()
     for plan in executor.rounds(files):
@@ -241,53 +239,19 @@ def costs_of(prepared: Prepared, target: Target, files: Sequence[int], budget: B
         rounds += 1
         copies += sum(len(moves) for moves, _ in plan.turns)
         touched.update(f for _, runs in plan.turns for f in line.files_of(runs))
-        reads.add(plan)
+        read += sum(cache.bytes_missing(line, runs) for _, runs in plan.turns)
     windows = budget.readers * (budget.window_blocks * BLOCK_BYTES + 15)
     return Costs(
         files=len(files),
         bytes_written=sum(target.sizes[f] for f in files),
         bytes_needed=needed,
-        bytes_read=reads.total,
-        read_amplification=reads.total / needed if needed else 1.0,
-        peak_bytes=staged + windows + reads.most_kept,
+        bytes_read=read,
+        read_amplification=read / needed if needed else 1.0,
+        peak_bytes=staged + windows + cache.most * BLOCK_BYTES,
         rounds=rounds,
         copies=copies,
         source_files=len(touched),
     )
-
-
-class _Reads:
-    """Counts what is read, as `ckptd.reshard.reading` reads it."""
-
-    def __init__(self, line: BlockLine, cache: int) -> None:
-        self._line = line
-        self._most = cache // BLOCK_BYTES
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        self.total = self.most_kept = 0
-
-    def add(self, plan: RoundPlan) -> None:
-        """Count one round."""
-        for _, runs in plan.turns:
-            if not len(runs):
-                continue
-            known = np.array(sorted(self._kept), dtype=np.int64)
-            at = np.searchsorted(runs[:, 0], known, side="right") - 1
-            inside = known[(at >= 0) & (known < runs[np.maximum(at, 0), 1])]
-            self.total += self._line.byte_count(runs) - sum(map(self._size, inside.tolist()))
-            self._keep(runs)
-
-    def _size(self, position: int) -> int:
-        start, end = self._line.byte_range(self._line.file_at(position), position, position + 1)
-        return end - start
-
-    def _keep(self, runs: Runs) -> None:
-        for lo, hi in runs.tolist():
-            for position in dict.fromkeys((lo, hi - 1)):
-                if position not in self._kept:
-                    self._kept[position] = None
-                    if len(self._kept) > self._most:
-                        self._kept.popitem(last=False)
-        self.most_kept = max(self.most_kept, len(self._kept) * BLOCK_BYTES)
 
 
 def prove_target(composed: Composed, target: Target, files: Sequence[int]) -> Proved:

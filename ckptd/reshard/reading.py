@@ -27,7 +27,7 @@ from ckptd.layout.grid import Grid
 from ckptd.load.files import LocalFiles, PieceLocations
 from ckptd.load.plan import BlockLine, PlannedCopy, Runs, put
 from ckptd.load.read import Fetcher
-from ckptd.reshard.plan import Feeds, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
+from ckptd.reshard.plan import Feed, RoundPlan, RoundPlanner, Stretch, Target, cut_rounds
 from ckptd.runtime.pool import run_all
 
 __all__ = ["BlockCache", "Ledger", "Reading", "ValueReader"]
@@ -133,6 +133,9 @@ _TAIL = 15
 """Bytes read beyond a window of files that are not ours: an element may lie across its end."""
 
 
+_NO_BYTES = np.empty(0, dtype=np.uint8)
+
+
 class BlockCache:
     """Verified blocks by line position, the oldest forgotten first.
 
@@ -143,20 +146,23 @@ class BlockCache:
     """
 
     def __init__(self, limit: int) -> None:
-        self._most = limit // BLOCK_BYTES
+        self._limit = limit // BLOCK_BYTES
+        self.most = 0
+        """Most blocks that were kept at a time."""
         self._ledger = Ledger(limit)
         self._blocks: OrderedDict[int, U8] = OrderedDict()
         self._lock = threading.Lock()
 
     def keep(self, position: int, data: U8) -> None:
         """Keep a copy of a block."""
-        if self._most and position not in self._blocks:
+        if self._limit and position not in self._blocks:
             copy = self._ledger.slab(len(data))
             np.copyto(copy, data)
             with self._lock:
                 self._blocks[position] = copy
-                if len(self._blocks) > self._most:
+                if len(self._blocks) > self._limit:
                     self._blocks.popitem(last=False)
+                self.most = max(self.most, len(self._blocks))
 
     def split(self, runs: Runs) -> tuple[Runs, list[tuple[int, U8]]]:
         """Return what must be read of some runs, and the blocks that are here."""
@@ -169,6 +175,13 @@ class BlockCache:
                     found.append((position, data))
                     cuts.append(position)
         return _without(runs, sorted(cuts)), found
+
+    def bytes_missing(self, line: BlockLine, runs: Runs) -> int:
+        """Return the bytes that a round reads of some runs, and keep what it keeps; no bytes."""
+        missing, _ = self.split(runs)
+        for position in np.stack((runs[:, 0], runs[:, 1] - 1), axis=1).ravel().tolist():
+            self.keep(position, _NO_BYTES)
+        return line.byte_count(missing)
 
 
 def _without(runs: Runs, cuts: Sequence[int]) -> Runs:
@@ -352,14 +365,10 @@ class ValueReader:
     source
         What is read.
     tensors
-        Types and grids; one rank has all pieces.
-    feeds
-        What fills the pieces. Fills are left out.
+        Type, grid and feed of each. Fills are left out: no source has their values.
     """
 
-    def __init__(
-        self, source: PieceLocations, tensors: Sequence[tuple[str, Grid]], feeds: Feeds
-    ) -> None:
+    def __init__(self, source: PieceLocations, tensors: Sequence[tuple[str, Grid, Feed]]) -> None:
         tables = ManifestTables()
         entries = [
             TensorEntry(
@@ -369,8 +378,9 @@ class ValueReader:
                 tables.grid(GridEntry.of(grid)),
                 tables.owner(((0, 0, grid.npieces),)),
             )
-            for number, (dtype, grid) in enumerate(tensors)
+            for number, (dtype, grid, _) in enumerate(tensors)
         ]
+        feeds = [feed for _, _, feed in tensors]
         self._target = Target(1, tuple(entries), tables.grids, tables.owners, feeds)
         line = BlockLine([f.data_bytes for f in source.files])
         self._planner = RoundPlanner(source, self._target, line)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,22 +25,10 @@ from ckptd.layout.lay.resolve import Resolved
 from ckptd.layout.lay.scales import scale_tensor
 from ckptd.layout.owners import Owners
 from ckptd.reshard.compose import Composed, TensorLink
-from ckptd.reshard.plan import ChunkFeed, Feeds, LiteralFeed, MixedFeeds, Recut, Target
+from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
 from ckptd.reshard.source import Stock, StockTensor
 
 __all__ = ["Assembled", "Carried", "Changed", "assemble_target", "carry_objects"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Linked:
-    """Feeds of one link."""
-
-    composed: Composed
-    number: int
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece."""
-        return self.composed.feed(self.number, piece)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +58,7 @@ class _Builder:
     world: int
     tables: ManifestTables = field(default_factory=ManifestTables)
     entries: list[TensorEntry] = field(default_factory=list)
-    feeds: dict[int, Feeds] = field(default_factory=dict)
+    feeds: list[Feed] = field(default_factory=list)
 
     def add(
         self,
@@ -78,12 +67,12 @@ class _Builder:
         grid: Grid,
         owners: Owners,
         base: int,
-        feeds: Feeds,
+        feed: Feed,
         aliases: tuple[str, ...] = (),
     ) -> None:
         number = self.tables.grid(GridEntry.of(grid))
         owner = self.tables.owner(owners.runs)
-        self.feeds[len(self.entries)] = feeds
+        self.feeds.append(feed)
         entry = TensorEntry(name, dtype, grid.shape, number, owner, base, aliases)
         self.entries.append(entry)
 
@@ -115,7 +104,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
             t.grid,
             t.owners,
             t.base,
-            _Linked(composed, number),
+            partial(composed.feed, number),
             composed.aliases[t.name],
         )
     scales = _add_scales(build, composed)
@@ -128,7 +117,7 @@ def assemble_target(composed: Composed, lay: str) -> Assembled:
         tuple(build.entries),
         build.tables.grids,
         build.tables.owners,
-        MixedFeeds(build.feeds),
+        build.feeds,
         tuple(carried.entries),
         _meshes(layout),
         dict(stock.metadata),
@@ -156,20 +145,12 @@ def _meshes(layout: Resolved) -> tuple[MeshEntry, ...]:
     return (MeshEntry(tuple(chosen), shape, ((0, 1, mesh.world),)),) if chosen else ()
 
 
-@dataclass(frozen=True, eq=False)
-class _Scales:
-    """Feeds of the scales of one quantized tensor."""
-
-    composed: Composed
-    link: TensorLink
-    grid: Grid
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        """Return what fills a piece."""
-        box = self.grid.piece(piece).box
-        at = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
-        scales = self.composed.target_scales
-        return ChunkFeed(literal=lambda: np.ascontiguousarray(scales(self.link)[at]).tobytes())
+def _scales(composed: Composed, link: TensorLink, grid: Grid, piece: int) -> ChunkFeed:
+    """Return what fills a piece of the scales of a quantized tensor."""
+    box = grid.piece(piece).box
+    at = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
+    scales = composed.target_scales
+    return ChunkFeed(literal=lambda: np.ascontiguousarray(scales(link)[at]).tobytes())
 
 
 def _add_scales(build: _Builder, composed: Composed) -> range:
@@ -179,8 +160,8 @@ def _add_scales(build: _Builder, composed: Composed) -> range:
     for link in composed.links:
         found = None if link.key[2] else scale_tensor(form, link.key[0], link.key[1])
         if found is not None:
-            feeds = _Scales(composed, link, found.grid)
-            build.add(found.name, "float32", found.grid, found.owners, found.base, feeds)
+            feed = partial(_scales, composed, link, found.grid)
+            build.add(found.name, "float32", found.grid, found.owners, found.base, feed)
     return range(first, len(build.entries))
 
 
@@ -219,7 +200,7 @@ def _add_scalars(build: _Builder, composed: Composed) -> None:
             whole(first.shape),
             Owners(((max(0, link.tensor.owners.owner(0)), 0, 1),)),
             link.tensor.base,
-            Recut(first.number, first.grid, whole(first.shape)),
+            recut(first.number, first.grid, whole(first.shape)),
         )
 
 
@@ -269,8 +250,8 @@ def _groups(composed: Composed) -> dict[str, tuple[str, dict[str, list[str]]]]:
 def _add_objects(build: _Builder, carried: Carried) -> None:
     for _, tensor in carried.copied:
         grid, owners = tensor.grid, _same_ranks(build, tensor)
-        feeds = Recut(tensor.number, tensor.grid, grid)
-        build.add(tensor.name, tensor.dtype.name, grid, owners, 0, feeds, tensor.aliases)
+        feed = recut(tensor.number, tensor.grid, grid)
+        build.add(tensor.name, tensor.dtype.name, grid, owners, 0, feed, tensor.aliases)
     for changed in carried.changed:
         _add_changed(build, changed)
 
@@ -285,7 +266,13 @@ def _same_ranks(build: _Builder, tensor: StockTensor) -> Owners:
 def _add_changed(build: _Builder, changed: Changed) -> None:
     grid = Grid((Axis.from_sizes([len(v) for v in changed.values]),))
     owners = Owners.from_array(range(build.world))
-    build.add(changed.entry.tensor, "uint8", grid, owners, 0, LiteralFeed(changed.values))
+    feed = partial(_made, changed.values)
+    build.add(changed.entry.tensor, "uint8", grid, owners, 0, feed)
+
+
+def _made(values: Sequence[bytes], piece: int) -> ChunkFeed:
+    """Return what fills a piece of an object that was made anew."""
+    return ChunkFeed(literal=lambda: values[piece])
 
 
 Renames = Mapping[str, Sequence[str]]

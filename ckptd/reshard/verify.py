@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from ckptd.layout.lay.values import Values
 from ckptd.reshard.changes import Linear, change_of, quantized
 from ckptd.reshard.compose import Composed, Duplicate, TensorLink
 from ckptd.reshard.elements import follow
-from ckptd.reshard.plan import ChunkFeed, Feeds, Recut, Target
+from ckptd.reshard.plan import ChunkFeed, Feed, Target, recut
 from ckptd.reshard.reading import ValueReader
 from ckptd.reshard.source import Stock, StockTensor
 from ckptd.types import DType
@@ -283,35 +284,19 @@ def _sorted(rows: list[_Row]) -> Expected:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Own:
-    """The copy itself, cut as it is made of the original."""
+def _own(stock: Stock, tensor: StockTensor, grid: Grid) -> Feed:
+    """Return the feed of a copy itself, cut as it is made of the original."""
+    whole = recut(tensor.number, tensor.grid, grid)
+    locate = stock.locate
+    if locate is None:
+        return whole
 
-    stock: Stock
-    tensor: StockTensor
-    grid: Grid
+    def feed(piece: int) -> ChunkFeed:
+        takes = whole(piece).takes
+        found = (locate(tensor.name, t.piece, t.blocks, tensor.dtype) for t in takes)
+        return ChunkFeed(tuple(chain.from_iterable(found)))
 
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        found = Recut(self.tensor.number, self.tensor.grid, self.grid).feed(tensor, piece)
-        if self.stock.locate is None:
-            return found
-        name, dtype = self.tensor.name, self.tensor.dtype
-        takes = [
-            located
-            for take in found.takes
-            for located in self.stock.locate(name, take.piece, take.blocks, dtype)
-        ]
-        return ChunkFeed(tuple(takes))
-
-
-@dataclass(frozen=True, eq=False)
-class _Original:
-    """What the copy should be. Fills are left out: they are no values of the original."""
-
-    feeds: Feeds
-
-    def feed(self, tensor: int, piece: int) -> ChunkFeed:
-        return ChunkFeed(self.feeds.feed(tensor, piece).takes)
+    return feed
 
 
 def check_duplicates(stock: Stock, found: Sequence[Duplicate]) -> None:
@@ -330,8 +315,8 @@ def _check(stock: Stock, one: Duplicate) -> None:
     entry = one.tensor
     dtype = entry.dtype
     own, made = (
-        ValueReader(stock.source, [(dtype.name, one.grid)], feeds)
-        for feeds in (_Own(stock, entry, one.grid), _Original(one.feeds))
+        ValueReader(stock.source, [(dtype.name, one.grid, feed)])
+        for feed in (_own(stock, entry, one.grid), one.feed)
     )
     for part in own.parts():
         held: U8 = np.zeros(part.hi - part.lo, dtype=np.uint8)

@@ -16,7 +16,7 @@ from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.reshard.execute import Budget
 from ckptd.reshard.job import ReshardJob, ReshardShare
-from ckptd.reshard.plan import MixedFeeds, Recut, Target, share
+from ckptd.reshard.plan import Feed, Target, recut, share
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store
@@ -38,13 +38,14 @@ def values(rng: random.Random, big: int = 0) -> dict[str, np.ndarray]:
     return out
 
 
-def recut(built: Built, rng: random.Random, world: int) -> Target:
+def recut_at_random(built: Built, rng: random.Random, world: int) -> Target:
     """Return a target with other grids, other owners and another order of tensors."""
     tables = ManifestTables()
-    entries, feeds = [], {}
+    entries: list[TensorEntry] = []
+    feeds: list[Feed] = []
     order = list(range(len(built.manifest.tensors)))
     rng.shuffle(order)
-    for number, old in enumerate(order):
+    for old in order:
         entry = built.manifest.tensors[old]
         grid = random_grid(rng, entry.shape)
         owners = Owners.from_array([rng.randrange(world) for _ in range(grid.npieces)])
@@ -57,8 +58,8 @@ def recut(built: Built, rng: random.Random, world: int) -> Target:
                 tables.owner(owners.runs),
             )
         )
-        feeds[number] = Recut(old, built.filemap.grid_of(old), grid)
-    return Target(world, tuple(entries), tables.grids, tables.owners, MixedFeeds(feeds))
+        feeds.append(recut(old, built.filemap.grid_of(old), grid))
+    return Target(world, tuple(entries), tables.grids, tables.owners, feeds)
 
 
 def job(store: Store, built: Built, target: Target, out: Store) -> ReshardJob:
@@ -94,7 +95,7 @@ def test_any_cut_becomes_any_other(tmp_path: Path, seed: int) -> None:
     data = values(rng)
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
         built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
-        target = recut(built, rng, rng.randrange(1, 6))
+        target = recut_at_random(built, rng, rng.randrange(1, 6))
         done = job(store, built, target, out).run(ReshardShare(), Budget.of(64 * MIB, store))
         assert done.state == "committed"
         check(out, data)
@@ -107,7 +108,7 @@ def test_many_rounds_stay_within_the_budget(tmp_path: Path) -> None:
     data = values(rng, big=12)
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
         built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
-        target = recut(built, rng, 3)
+        target = recut_at_random(built, rng, 3)
         budget = Budget(32 * MIB, 4 * MIB, 8 * MIB, 4 * MIB, 2, 1)
         done = job(store, built, target, out).run(ReshardShare(), budget)
         assert done.rounds > 8
@@ -121,7 +122,7 @@ def test_shares_cover_all_files_and_the_last_one_commits(tmp_path: Path) -> None
     data = values(rng, big=3)
     with open_store(tmp_path / "a") as store, open_store(tmp_path / "b") as out:
         built = build(store, {n: random_saved(rng, v, 4) for n, v in data.items()}, step=3)
-        target = recut(built, rng, 5)
+        target = recut_at_random(built, rng, 5)
         states = []
         for number in (2, 3, 1):
             work = job(store, built, target, out)
@@ -147,7 +148,7 @@ def test_damage_in_the_source_is_named_and_nothing_is_committed(tmp_path: Path) 
         raw = bytearray(path.read_bytes())
         raw[-100] ^= 4
         path.write_bytes(raw)
-        target = recut(built, rng, 2)
+        target = recut_at_random(built, rng, 2)
         with pytest.raises(CorruptError) as caught:
             job(store, built, target, out).run(ReshardShare(), Budget.of(64 * MIB, store))
         assert caught.value.kind == "digest"
