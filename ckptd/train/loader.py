@@ -655,7 +655,7 @@ class Loader:
                 _tell_read(read, begun)
             # What was read comes to its last place; a layout may change values on the way.
             if laid is not None:
-                self._undamaged(laid.filling.finish)
+                self._undamaged(laid.finish)
             filling.finish()
             if isinstance(witness, Witness):
                 with events.span("verify"):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ckptd.errors import MismatchError, UsageError
+from ckptd.errors import MismatchError
 from ckptd.layout.block import Fill, box_region
 from ckptd.layout.lay.copies import TargetPlan
 from ckptd.layout.lay.local import LaidTensor
-from ckptd.load.plan import Conversion, PieceBlocks, Want, put_fill
+from ckptd.load.plan import Conversion, Want, put_fill
 from ckptd.reshard.changes import change_of
 from ckptd.train.filling import U8, Filling
 from ckptd.train.layout.binder import JobLayout
@@ -25,74 +25,7 @@ from ckptd.train.state.restore import MAX_LISTED, Matching
 from ckptd.train.state.walk import walk
 from ckptd.types import Box, DType, dtype_of
 
-__all__ = ["FilledTensor", "LaidFilling", "LaidLoad", "look"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Same:
-    """Numbers of several parameters that become one, and must agree."""
-
-    name: str
-    values: tuple[U8, ...]
-
-    def check(self) -> None:
-        if any(not np.array_equal(v, self.values[0]) for v in self.values[1:]):
-            raise MismatchError(
-                "parameters with different numbers become one tensor",
-                kind="lay-fit",
-                where=self.name,
-                found=", ".join(v.tobytes().hex() for v in self.values[:4]),
-            )
-
-
-@dataclass(eq=False)
-class LaidFilling:
-    """What a load fills by composing layouts; `finish` when everything has been read.
-
-    Attributes
-    ----------
-    wants
-        For `ckptd.load.plan.read_plan`.
-    """
-
-    wants: list[Want] = field(default_factory=list)
-    _fills: list[tuple[U8, DType, tuple[Fill, ...]]] = field(default_factory=list)
-    _same: list[_Same] = field(default_factory=list)
-
-    def read(
-        self, number: int, pieces: PieceBlocks, target: U8, conversion: Conversion | None
-    ) -> None:
-        """Ask for values, which may change on the way."""
-        self.wants.append(Want(number, (), target, pieces, conversion))
-
-    def fill(self, target: U8, dtype: DType, fills: tuple[Fill, ...]) -> None:
-        """Write what no element of the source stands for."""
-        if fills:
-            self._fills.append((target, dtype, fills))
-
-    def same(self, name: str, values: tuple[U8, ...]) -> None:
-        """Have numbers compared that were read for one tensor."""
-        if len(values) > 1:
-            self._same.append(_Same(name, values))
-
-    def finish(self) -> None:
-        """Do what is left to do.
-
-        Raises
-        ------
-        MismatchError
-            Numbers disagree (`poisoned`).
-        """
-        try:
-            for same in self._same:
-                same.check()
-        except UsageError as error:
-            error.poisoned = True
-            raise
-        for target, dtype, fills in self._fills:
-            for found in fills:
-                put_fill(found, dtype, target)
-        self._fills.clear()
+__all__ = ["FilledTensor", "LaidLoad", "look"]
 
 
 def look(state: Mapping[str, Any]) -> Leaves:
@@ -114,7 +47,7 @@ class FilledTensor:
 
 @dataclass(eq=False)
 class LaidLoad:
-    """One load of one rank.
+    """One load of one rank: `match` plans it, `finish` comes when everything has been read.
 
     Attributes
     ----------
@@ -122,15 +55,20 @@ class LaidLoad:
         The checkpoint, composed with the job's layout.
     describer
         Of the job.
+    wants
+        For `ckptd.load.plan.read_plan`.
+    filled
+        The tensors of this rank that they fill.
     """
 
     source: LaidSource
     describer: Describer
 
     def __post_init__(self) -> None:
-        self.filling = LaidFilling()
+        self.wants: list[Want] = []
         self.filled: list[FilledTensor] = []
-        self.scalar_wants: list[Want] = []
+        self._fills: list[tuple[U8, DType, tuple[Fill, ...]]] = []
+        self._same: list[tuple[str, list[U8]]] = []
 
     @property
     def job(self) -> JobLayout:
@@ -311,8 +249,8 @@ class LaidLoad:
             kind = self.source.filemap.dtypes[number]
             change = change_of(kind, dtype, source.values, leaf.name)
             conversion = Conversion(change, kind, dtype) if change else None
-            self.filling.read(number, source.pieces, target, conversion)
-        self.filling.fill(target, dtype, plan.fills)
+            self.wants.append(Want(number, (), target, source.pieces, conversion))
+        self._fills.append((target, dtype, plan.fills))
 
     def _scalar(
         self,
@@ -335,8 +273,8 @@ class LaidLoad:
         for number, value in zip(numbers, values, strict=True):
             shape = self.source.saved.manifest.tensors[number].shape
             region = box_region(Box((0,) * len(shape), shape))
-            self.scalar_wants.append(Want(number, (region,), value))
-        self.filling.same(name, tuple(values))
+            self.wants.append(Want(number, (region,), value))
+        self._same.append((name, values))
 
     def objects(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return decoded objects, with this rank's names in optimizer groups."""
@@ -345,10 +283,27 @@ class LaidLoad:
             values = {**values, name: self.source.groups(values[name])}
         return values
 
-    @property
-    def wants(self) -> Sequence[Want]:
-        """Everything that is to be read."""
-        return [*self.filling.wants, *self.scalar_wants]
+    def finish(self) -> None:
+        """Compare numbers that became one, and write what no element of the source stands for.
+
+        Raises
+        ------
+        MismatchError
+            kind ``lay-fit``: numbers disagree (`poisoned`).
+        """
+        for name, values in self._same:
+            if any(not np.array_equal(v, values[0]) for v in values[1:]):
+                error = MismatchError(
+                    "parameters with different numbers become one tensor",
+                    kind="lay-fit",
+                    where=name,
+                    found=", ".join(v.tobytes().hex() for v in values[:4]),
+                )
+                error.poisoned = True
+                raise error
+        for target, dtype, fills in self._fills:
+            for fill in fills:
+                put_fill(fill, dtype, target)
 
 
 def _error(

@@ -68,7 +68,7 @@ def _expected(
     """Yield elements of filled tensors and the values that they must have."""
     wanted = _by_key(load)
     keys = load.source.form.by_name
-    numbers = {w.tensor for w in load.filling.wants}
+    numbers = {w.tensor for w in load.wants}
     for name, number in load.source.names.tensors.items():
         if number not in numbers or name not in keys:
             continue

@@ -147,13 +147,13 @@ def test_the_witness_is_followed_to_where_values_must_be(
 ) -> None:
     """A plan that puts rows at wrong places, made by turning one copy around."""
     from ckptd.layout.block import Block
-    from ckptd.train.layout.loading import LaidFilling
+    from ckptd.load.plan import Want
+    from ckptd.train.layout import loading
 
     module, _ = whole_job(1, 0)
     save(tmp_path, WHOLE, {"model": module})
-    true_read = LaidFilling.read
 
-    def shifted(self: LaidFilling, number: int, pieces: Any, target: Any, conversion: Any) -> None:
+    def shifted(number: int, regions: Any, target: Any, pieces: Any = (), *more: Any) -> Want:
         def moved(b: Block) -> Block:
             end = b.target_span[1] * 4
             start = b.target_start + 16 if end + 64 <= len(target) else b.target_start - 16
@@ -161,9 +161,9 @@ def test_the_witness_is_followed_to_where_values_must_be(
             return Block(b.shape, b.source_start, b.source_strides, start, b.target_strides)
 
         found = tuple((p, tuple(map(moved, bs))) for p, bs in pieces)
-        true_read(self, number, found, target, conversion)
+        return Want(number, regions, target, found or None, *more)
 
-    monkeypatch.setattr(LaidFilling, "read", shifted)
+    monkeypatch.setattr(loading, "Want", shifted)
     with pytest.raises(CorruptError) as caught:
         load(tmp_path, FUSED, {"model": Tree(fused(whole(2)))})
     assert caught.value.kind == "witness"
