@@ -23,7 +23,7 @@ from ckptd.store.base import FaultRule, FaultSpec, Store
 from ckptd.store.fault import Fault
 from ckptd.tools.verify import verify
 from tests.load.builder import Built, build, random_saved
-from tests.reshard.test_execute import MIB, check, job, recut, values
+from tests.reshard.test_execute import MIB, check, job, recut_at_random, values
 from tests.sampling import sampled
 
 BUDGET = Budget(32 * MIB, 2 * MIB, 8 * MIB, 4 * MIB, 2, 1)
@@ -38,7 +38,7 @@ class Case:
         self.data: dict[str, np.ndarray] = values(rng, big=big)
         saved = {n: random_saved(rng, v, 3) for n, v in self.data.items()}
         self.built: Built = build(store, saved, step=4)
-        self.target: Target = recut(self.built, rng, 4)
+        self.target: Target = recut_at_random(self.built, rng, 4)
 
     def run(self, out: Store, share: ReshardShare | None = None) -> Resharded:
         return job(self.store, self.built, self.target, out).run(share or ReshardShare(), BUDGET)
