@@ -93,7 +93,7 @@ def build(root: Path, layers: int, budget: int) -> None:
     """Make the source: noise as a folder, then a checkpoint of TP4 PP2."""
     from ckptd.load.reader import CkptdReader
     from ckptd.readers.find import find_foreign
-    from ckptd.reshard.own import open_own
+    from ckptd.reshard.source import open_own
     from ckptd.root.index import Index
     from ckptd.store import open_store
 

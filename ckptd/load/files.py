@@ -1,8 +1,7 @@
 """The data files of a checkpoint: where each piece lies in them, and open descriptors to them.
 
 Offsets in a checkpoint's own files follow from its manifest. A file of an older checkpoint holds
-more than what is referred to here, so its safetensors header gives them, by chunk name. Files that
-somebody else laid out come with a table of them.
+more than what is referred to here, so its safetensors header gives them, by chunk name.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ckptd.format.digest import (
 from ckptd.format.filemap import ChunkRef, FileMap, is_home
 from ckptd.format.invariants import FREE_CHUNKS, check_chunks, check_index
 from ckptd.format.manifest import FileEntry, Manifest
-from ckptd.format.names import chunk_name, digests_key, parse_chunk_name
+from ckptd.format.names import digests_key, parse_chunk_name
 from ckptd.layout.owners import ABSENT
 from ckptd.runtime.host import available_bytes
 from ckptd.store.base import Store
@@ -63,9 +62,6 @@ class PieceLocations:
         The checkpoint.
     store
         Its root. May be left out where only pieces in the checkpoint's own files are located.
-    starts
-        Of files that somebody else laid out: the first byte of each piece in the data section of
-        its file, by tensor and piece. Pieces may share bytes, and need not be aligned.
     """
 
     def __init__(
@@ -73,13 +69,11 @@ class PieceLocations:
         manifest: Manifest,
         filemap: FileMap,
         store: Store | None = None,
-        starts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.manifest = manifest
         self.filemap = filemap
         self.files = manifest.files
         self._store = store
-        self._starts = starts
         self._folder = manifest.folder
         self._checked: dict[int, bool] = {}
         self.indexes: dict[int, DigestIndex | None] = {}
@@ -101,14 +95,9 @@ class PieceLocations:
             raise UsageError("reading files of a checkpoint needs its store", where=self._folder)
         return self._store
 
-    @property
-    def is_aligned(self) -> bool:
-        """Whether no element lies in two digest blocks, as in all files that ckptd lays out."""
-        return self._starts is None
-
     def is_own(self, file: int) -> bool:
         """Whether this checkpoint wrote `file` itself, so that its manifest gives all places."""
-        return self.is_aligned and is_home(self.files[file].path, self._folder)
+        return is_home(self.files[file].path, self._folder)
 
     def of(self, tensor: int, piece: int) -> tuple[int, int]:
         """Return ``(file, first byte in its data section)`` of a piece; `ABSENT` for no file.
@@ -118,8 +107,6 @@ class PieceLocations:
         CorruptError
             The file's header does not hold the chunk, or manifest and file disagree.
         """
-        if self._starts is not None:
-            return self._given(self._starts, tensor, piece)
         file, start, _ = self.filemap.locate(tensor, piece)
         if file == ABSENT:
             return ABSENT, 0
@@ -128,28 +115,8 @@ class PieceLocations:
             own = self._check(tensor, file)
         return file, start if own else self._chunk(tensor, piece, file).start
 
-    def _given(self, starts: Sequence[Sequence[int]], tensor: int, piece: int) -> tuple[int, int]:
-        """Return a piece's given place, and check that it lies inside its file."""
-        file = self.filemap.owner(tensor, piece)
-        if file == ABSENT:
-            return ABSENT, 0
-        self._check_number(tensor, file)
-        start, size = starts[tensor][piece], self._size(tensor, piece)
-        if not 0 <= start <= self.files[file].data_bytes - size:
-            raise CorruptError(
-                "a piece of a tensor reaches out of its file",
-                kind="truncated",
-                where=f"{self.filemap.tensors[tensor].name} in {self.files[file].path}",
-                wanted=f"bytes {start} to {start + size}",
-                found=f"{self.files[file].data_bytes} bytes",
-            )
-        return file, start
-
-    def _size(self, tensor: int, piece: int) -> int:
-        cut = self.filemap.grid_of(tensor).piece(piece)
-        return cut.numel * self.filemap.dtypes[tensor].itemsize
-
-    def _check_number(self, tensor: int, file: int) -> None:
+    def _check(self, tensor: int, file: int) -> bool:
+        """Check once for each file that it exists and has the size that the tables imply."""
         if not 0 <= file < len(self.files):
             raise CorruptError(
                 "an owner map names a file that does not exist",
@@ -157,10 +124,6 @@ class PieceLocations:
                 where=self.filemap.tensors[tensor].name,
                 found=f"file {file} of {len(self.files)}",
             )
-
-    def _check(self, tensor: int, file: int) -> bool:
-        """Check once for each file that it exists and has the size that the tables imply."""
-        self._check_number(tensor, file)
         entry, own = self.files[file], self.is_own(file)
         implied = self.filemap.data_bytes(file)
         if own and implied != entry.data_bytes:
@@ -214,8 +177,6 @@ class PieceLocations:
 
     def chunks_at(self, file: int, start: int, end: int) -> list[tuple[str, str]]:
         """Return ``(tensor, chunk name)`` of what lies in bytes ``[start, end)``, for errors."""
-        if self._starts is not None:
-            return list(self._given_at(self._starts, file, start, end))
         if not self.is_own(file):
             found = [c for c in self.header(file).values() if c.start < end and start < c.end]
             return [(parse_chunk_name(c.name)[0], c.name) for c in found]
@@ -224,16 +185,6 @@ class PieceLocations:
             for c in self.filemap.chunks(file)
             if c.start < end and start < c.end
         ]
-
-    def _given_at(
-        self, starts: Sequence[Sequence[int]], file: int, start: int, end: int
-    ) -> Iterator[tuple[str, str]]:
-        for tensor, entry in enumerate(self.filemap.tensors):
-            for piece, at in enumerate(starts[tensor]):
-                here = self.filemap.owner(tensor, piece) == file
-                if here and at < end and start < at + self._size(tensor, piece):
-                    cut = self.filemap.grid_of(tensor).piece(piece)
-                    yield entry.name, chunk_name(entry.name, cut, entry.shape)
 
 
 def blame(error: E, key: str) -> E:

@@ -244,7 +244,7 @@ class Fetcher:
         file
             The file of that block.
         view
-            Whole blocks, up to the end of the file; of a foreign file any number of bytes.
+            Whole blocks, up to the end of the file.
         runs
             Blocks that are to be checked; None: all of them.
 

@@ -240,7 +240,7 @@ def costs_of(prepared: Prepared, target: Target, files: Sequence[int], budget: B
         copies += sum(len(moves) for moves, _ in plan.turns)
         touched.update(f for _, runs in plan.turns for f in line.files_of(runs))
         read += sum(cache.bytes_missing(line, runs) for _, runs in plan.turns)
-    windows = budget.readers * (budget.window_blocks * BLOCK_BYTES + 15)
+    windows = budget.readers * budget.window_blocks * BLOCK_BYTES
     return Costs(
         files=len(files),
         bytes_written=sum(target.sizes[f] for f in files),

@@ -129,9 +129,6 @@ def _map(size: int) -> mmap.mmap:
 
 U8 = NDArray[np.uint8]
 
-_TAIL = 15
-"""Bytes read beyond a window of files that are not ours: an element may lie across its end."""
-
 
 _NO_BYTES = np.empty(0, dtype=np.uint8)
 
@@ -324,13 +321,11 @@ class Reading:
     def _bring(self, window: _Window, fetcher: Fetcher) -> U8:
         """Read and check a window; keep the blocks that another round may want as well."""
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
-        if not self._source.is_aligned:
-            end = min(self._source.files[window.file].data_bytes, end + _TAIL)
         data = self._room()[: end - start]
         fetcher.bring(window.file, window.lo, data.data)
         with self._lock:
             self.bytes_read += end - start
-        for position in window.kept if self._source.is_aligned else ():
+        for position in window.kept:
             at = (position - window.lo) * BLOCK_BYTES
             self._cache.keep(position, data[at : at + BLOCK_BYTES])
         return data
@@ -338,13 +333,13 @@ class Reading:
     def _room(self) -> U8:
         found: U8 | None = getattr(self._scratch, "room", None)
         if found is None:
-            found = self._scratch.room = self._rooms.slab(self._blocks * BLOCK_BYTES + _TAIL)
+            found = self._scratch.room = self._rooms.slab(self._blocks * BLOCK_BYTES)
         return found
 
     def _scatter(self, window: _Window, data: U8, move: PlannedCopy, target: U8) -> None:
         """Copy what a window has of a move."""
         start, end = self._line.byte_range(window.file, window.lo, window.hi)
-        # An element belongs to the window that has its first byte.
+        # No element lies in two digest blocks: chunks are aligned to their item size.
         lo = -((move.start - start) // move.itemsize)
         hi = -((move.start - end) // move.itemsize)
         for block in clip(move.block, "source", lo, hi):

@@ -9,8 +9,7 @@ import pytest
 from ckptd.errors import CkptdError, NotFoundError
 from ckptd.load.reader import CkptdReader
 from ckptd.readers.find import find_foreign
-from ckptd.reshard.own import open_own
-from ckptd.reshard.source import Stock
+from ckptd.reshard.source import Stock, open_own
 from ckptd.root.index import Index
 from ckptd.store import Store, open_store
 

@@ -170,7 +170,7 @@ def test_a_source_that_changes_is_noticed(source: Path, tmp_path: Path) -> None:
         path = min((tmp_path / "hf").glob("*.safetensors"))
         path.write_bytes(path.read_bytes() + b"more")
         with pytest.raises(CorruptError) as caught:
-            check_size(store, stock.source.files[0])
+            check_size(stock.source.store, stock.source.files[0])
     assert caught.value.kind == "bad-size"
 
 
