@@ -298,6 +298,10 @@ def _build(made: Any, state: Any) -> None:
 _SIMPLE = (str, int, float, bool, bytes, type(None), GlobalName, PickledObject)
 
 
+_SIMPLE_TYPES = frozenset(_SIMPLE)
+_SIZED = frozenset({tuple, list, dict, str, set})
+
+
 def _check_key(key: Any) -> None:
     """Check that hashing a key costs little: references nest tuples without end."""
     if type(key) in _SIMPLE:
@@ -417,7 +421,11 @@ class _Machine:
             raise TypeError("arguments that are no tuple")
         if isinstance(function, PickledObject):
             raise self.unsafe(f"a call of what {function.cls} returned")
-        self.spend(1 + sum(len(a) for a in args if isinstance(a, tuple | list | dict | str | set)))
+        copied = 1
+        for arg in args:
+            if type(arg) in _SIZED:
+                copied += len(arg)
+        self.spend(copied)
         self.push(_call(function, args))
 
     # -- numbers and text
@@ -438,6 +446,11 @@ class _Machine:
     def op_binint1(self) -> None:
         self.stack.append(self.raw[self.at])
         self.at += 1
+
+    def op_binint2(self) -> None:
+        at = self.at
+        self.stack.append(self.raw[at] | self.raw[at + 1] << 8)
+        self.at = at + 2
 
     def op_binint(self) -> None:
         self.push(int.from_bytes(self.take(4), "little", signed=True))
@@ -487,8 +500,8 @@ class _Machine:
         """Set items of the mapping on top, from keys and values in turn."""
         target = self.stack[-1]
         keys = items[::2]
-        for key in keys:
-            if type(key) not in _SIMPLE:
+        if not _SIMPLE_TYPES.issuperset(map(type, keys)):
+            for key in keys:
                 _check_key(key)
         pairs = zip(keys, items[1::2], strict=True)
         if isinstance(target, dict):
@@ -595,6 +608,11 @@ class _Machine:
         self.stack.append(self.memo[self.raw[self.at]])
         self.at += 1
 
+    def op_long_binget(self) -> None:
+        at = self.at
+        self.at = at + 4
+        self.stack.append(self.memo[int.from_bytes(self.raw[at : self.at], "little")])
+
     def op_pop(self) -> None:
         if self.stack:
             self.stack.pop()
@@ -627,7 +645,7 @@ _OPS: dict[bytes, Op] = {
     b"J": _Machine.op_binint,
     b"K": _Machine.op_binint1,
     b"L": _Machine.op_long,
-    b"M": lambda m: m.push(m.count(2)),
+    b"M": _Machine.op_binint2,
     b"N": lambda m: m.stack.append(None),
     b"P": _Machine.op_refuse,
     b"Q": _Machine.op_binpersid,
@@ -646,7 +664,7 @@ _OPS: dict[bytes, Op] = {
     b"g": lambda m: m.get(int(m.line())),
     b"h": _Machine.op_binget,
     b"i": _Machine.op_inst,
-    b"j": lambda m: m.get(m.count(4)),
+    b"j": _Machine.op_long_binget,
     b"l": lambda m: m.made(m.pop_mark()),
     b"]": lambda m: m.made([]),
     b"o": _Machine.op_obj,

@@ -13,7 +13,7 @@ import bisect
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -257,12 +257,16 @@ class ForeignRoot(ReadOnlyStore):
         attempt = f"f{digest_hex(f'{self.url} {seen}'.encode())[:24]}"
         name = CommitName(step, 1)
         folder = data_folder(name, attempt)
+        known: dict[Hashable, tuple[Grid, list[Cut]]] = {}
         grids: dict[Grid, int] = {}
         owners: dict[Owners, int] = {}
         entries, held = [], []
         for t in tensors.values():
-            grid = t.grid
-            order = [t.pieces[_cut(grid, i)] for i in range(grid.npieces)]
+            alike = t.shape, tuple((p.box, p.flat) for p in t.pieces.values())
+            if alike not in known:
+                known[alike] = t.grid, [_cut(t.grid, i) for i in range(t.grid.npieces)]
+            grid, cuts = known[alike]
+            order = [t.pieces[cut] for cut in cuts]
             held.append(order)
             owner = Owners.from_array([numbers[p.file] for p in order])
             number = grids.setdefault(grid, len(grids)), owners.setdefault(owner, len(owners))

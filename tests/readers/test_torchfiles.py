@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch import nn
 
+from tests.cli.running import Cli
 from tests.readers.opening import fails, open_reader
 
 VERL = "model_world_size_4_rank_{}.pt"
@@ -144,3 +146,32 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
 def test_an_expanded_tensor_of_a_terabyte(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "a.pt")
     assert fails(tmp_path).kind == "truncated"
+
+
+LAYOUT = """
+space s { w[n m] }
+mesh M = tp:2
+layout local of s on M {
+  files "mp_rank_{tp:02}/model.pt"
+  model.w = w[n m@tp]
+}
+layout whole of s on none {
+  w = w[n m]
+}
+"""
+
+
+def test_plain_tensors_of_ranks_with_a_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = torch.arange(24.0).reshape(3, 8)
+    for rank, part in enumerate(whole.chunk(2, 1)):  # views of the whole storage
+        folder = tmp_path / "a" / f"mp_rank_{rank:02}"
+        folder.mkdir(parents=True)
+        torch.save({"model": {"w": part}, "step": 3}, folder / "model.pt")
+    (tmp_path / "p.lay").write_text(LAYOUT)
+    layout, target = str(tmp_path / "p.lay"), str(tmp_path / "hf")
+    given = ["--from", f"{layout}:local", "--to", f"{layout}:whole", "--format", "hf"]
+    found = Cli(capsys)("reshard", str(tmp_path / "a"), target, *given)
+    assert found.code == 0, found.err
+    assert load_file(tmp_path / "hf" / "model.safetensors")["w"].tolist() == whole.tolist()
