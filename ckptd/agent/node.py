@@ -148,7 +148,7 @@ class NodeAgent:
 
         def relay(event: AnyEvent) -> None:
             if event.rank == worker.rank:
-                worker.tell(Happened(event))
+                worker.send(Happened(event))
 
         began = time.monotonic()
         subscription = events.subscribe(relay)
@@ -182,7 +182,7 @@ class NodeAgent:
             self._sessions.pop(threading.current_thread(), None)
             self._workers.pop(threading.current_thread(), None)
             last = not self._sessions
-            if worker.said_goodbye:
+            if worker.stopped:
                 self._goodbyes[rank] = max(began, self._goodbyes.get(rank, 0.0))
             elif worker.linger_s:
                 self._awaited[rank] = (began, worker.died_at)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from ckptd import events
-from ckptd.format.names import DATA, CommitName, parse_data_folder
+from ckptd.format.names import CommitName
 from ckptd.store.base import Store
 from ckptd.store.wrap import innermost
 
-__all__ = ["root_tier", "saving", "saving_file", "tier_of"]
-
-_FILE = re.compile(DATA + r"([^/]+)/r([0-9]{5,8})\.safetensors")
+__all__ = ["root_tier", "saving", "tier_of"]
 
 
 def tier_of(store: Store) -> str:
@@ -33,12 +30,3 @@ def saving(store: Store, name: CommitName, attempt: str, rank: int) -> AbstractC
     """Say whose share of which save is worked on; a tier that was named already stays."""
     save = events.SaveId(name.step, name.generation, attempt, rank)
     return events.about(save, tier=events.current().tier or tier_of(store))
-
-
-def saving_file(store: Store, key: str) -> AbstractContextManager[None]:
-    """Do the same for a data file of a save; any other key says nothing."""
-    match = _FILE.fullmatch(key)
-    folder = parse_data_folder(match[1]) if match else None
-    if match is None or folder is None:
-        return nullcontext()
-    return saving(store, *folder, int(match[2]))

@@ -23,7 +23,7 @@ from ckptd.errors import NotFoundError, RefusedError, SaveError, UsageError
 from ckptd.format import codec
 from ckptd.format.manifest import GridEntry, ObjectEntry, Runs3, TensorEntry
 from ckptd.format.metadata import checked_metadata
-from ckptd.format.names import CommitName, check_step, file_key
+from ckptd.format.names import CommitName, check_step
 from ckptd.format.records import Generation
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT, Owners
@@ -32,8 +32,8 @@ from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.leases import Hold, hold_or_read
 from ckptd.root.opening import root_spec
 from ckptd.save.commit import finish_attempt
-from ckptd.save.drain import FileResult, data_file, write_file
-from ckptd.save.messages import INLINE_OBJECT_BYTES, Extra, RankPart, SaveRequest
+from ckptd.save.drain import data_file, share_part, write_file
+from ckptd.save.messages import INLINE_OBJECT_BYTES, Extra, RankPart, SaveRequest, Sealed
 from ckptd.save.structure import RankPlan, SavePlan
 from ckptd.types import Box, dtype_of
 
@@ -258,12 +258,12 @@ class BoxRoot:
         """
         entries, bodies = _encoded(objects)
         extra = tuple(Extra(name, len(body)) for name, body in bodies)
-        request = msgspec.structs.replace(save.request, extra=extra)
+        request = msgspec.structs.replace(save.request, extra=extra, objects=entries)
         rank_plan = RankPlan(save.plan, rank)
         file = data_file(rank_plan, request)
-        part = RankPart(rank, save.plan.digest, objects=entries, metadata=request.metadata)
         if file is None:
-            return part.encode()
+            metadata = request.metadata
+            return RankPart(rank, save.plan.digest, objects=entries, metadata=metadata).encode()
         data = memoryview(mmap.mmap(-1, max(1, file.data_bytes)))[: file.data_bytes]
         chunks = iter(rank_plan.chunks)
         done = 0
@@ -282,10 +282,8 @@ class BoxRoot:
         for _, body in bodies:
             data[at : at + len(body)] = body
             at += len(body)
-        key = file_key(request.folder, rank)
-        wrote = write_file(self._store, key, file.header, data, file.ends, fill, _ignore)
-        self._store.sync(request.folder)
-        return _part(part, rank_plan, data, wrote, extra).encode()
+        wrote = write_file(self._store, request, rank, file, data, fill, _ignore)
+        return share_part(rank_plan, request, data, wrote, Sealed(0)).encode()
 
     def commit(self, save: BoxSave, parts: Sequence[bytes]) -> CommitName:
         """Make the checkpoint exist, when every rank has returned from `write`; on one process.
@@ -396,25 +394,6 @@ def _encoded(
         else:
             entries.append(ObjectEntry(name, raw))
     return tuple(entries), bodies
-
-
-def _part(
-    bare: RankPart,
-    rank_plan: RankPlan,
-    data: memoryview,
-    wrote: FileResult,
-    extra: tuple[Extra, ...],
-) -> RankPart:
-    slots, values = rank_plan.witness(data)
-    return msgspec.structs.replace(
-        bare,
-        data_start=wrote.data_start,
-        data_bytes=wrote.data_bytes,
-        index=wrote.index,
-        extra=extra,
-        slots=slots,
-        values=values,
-    )
 
 
 def _ignore(written: int) -> None:

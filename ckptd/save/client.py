@@ -1,4 +1,4 @@
-"""The trainer's side of the writing process: start it, feed it, hear from it, notice its death."""
+"""The trainer's side of the writing process: starts it, sends to it, receives, replaces it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,7 +25,7 @@ from ckptd.runtime.channel import Channel, SocketChannel, queue_pair
 from ckptd.runtime.host import pid_space
 from ckptd.runtime.ranks import Board
 from ckptd.save.arena import KEEPING, Slot, Slots
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import (
     AbortSave,
     Blob,
@@ -84,10 +84,10 @@ class AgentSpec:
 def join_agent(
     agent: AgentSpec, hello: WriterHello, wanted: Callable[[], bool]
 ) -> tuple[Channel, Response | None]:
-    """Return a connection to the node's agent, and its first word.
+    """Return a connection to the node's agent, and its first message.
 
-    One that was killed may still take a connection while its memory is given back: so what does
-    not answer is asked again, for `START_S` and while it is `wanted`.
+    An agent that was killed may still accept a connection while its memory is given back: so
+    connecting is tried again, for `START_S` and while it is `wanted`.
 
     Raises
     ------
@@ -125,18 +125,18 @@ _MOST_TRIES = 3
 _MOST_DEATHS = 5
 """So many writing processes may die one after another that have ended nothing."""
 _COUNTED = 256
-"""Counters of shares that stay on the board after their saves: other ranks may look late."""
+"""Counters of shares that stay on the board after their saves: other ranks may read them late."""
 _END_S = 5.0
 """For a worker to end that has closed its channel, in seconds."""
 _LEAVE_S = 0.2
 """For this client's thread, which may wait for a store that is gone."""
 GRACE_S = 30.0
-"""The worker keeps deadlines and explains them; this is for one that no longer answers."""
+"""The worker keeps deadlines and explains them; this is for one that sends nothing any more."""
 
 
 @dataclass
 class _Job:
-    handle: SaveHandle
+    handle: SaveTracker
     outcome_key: str
     save: SaveRequest
     plan: SavePlan
@@ -144,10 +144,10 @@ class _Job:
     deadline: float = field(default=float("inf"))
     aborted: bool = False
     reason: CkptdError | None = None
-    """Why it was given up; the worker, which is asked to, answers with less."""
+    """Why it was given up; the worker, which is asked to, reports less."""
     freed: bool = False
     answered: bool = False
-    """The worker has said its last word on it, whatever the handle says."""
+    """The worker has sent its last message on it, whatever phase the handle is in."""
     sealed: Sealed | None = None
     given_up: bool = False
     """The trainer could not finish it."""
@@ -168,13 +168,26 @@ class _Job:
         return not self.freed or pending
 
 
-def post_failure(board: Board, outcome_key: str, error: CkptdError) -> None:
-    """Tell rank 0 why this rank's part of a save will not come, with all that the error says."""
-    told = error.to_dict() | {
-        "class": SaveError.__name__,
-        "message": f"rank {board.rank} failed: {error.message}",
-    }
-    board.set(f"{outcome_key}/failed", msgspec.json.encode(told))
+def post_failure(
+    board: Board, outcome_key: str, error: CkptdError, near: Sequence[str] = ()
+) -> None:
+    """Post why this rank's part of a save will not come; rank 0's failure is the save's outcome.
+
+    Parameters
+    ----------
+    near
+        Near tiers on which the share will not be either.
+    """
+    if board.world == 1:
+        return
+    text = f"rank {board.rank} failed: {error.message}"
+    for tier in near:
+        board.set(f"{near_key(outcome_key, tier)}/failed", text.encode())
+    if board.rank == 0:
+        board.set(outcome_key, msgspec.json.encode(error.to_dict()))
+    else:
+        posted = error.to_dict() | {"class": SaveError.__name__, "message": text}
+        board.set(f"{outcome_key}/failed", msgspec.json.encode(posted))
 
 
 def _posted(raw: bytes) -> CkptdError:
@@ -216,19 +229,19 @@ class WriterClient:
         self._board = board
         self._jobs: dict[int, _Job] = {}
         self._segments: dict[int, Slot] = {}
-        """What the worker has been told of, for the one that comes in its place."""
-        self._told: dict[type, Partner | Neighbours] = {}
+        """What the worker has received, for the one that comes in its place."""
+        self._peers_sent: dict[type, Partner | Neighbours] = {}
         self._deaths = 0
         self._life = 1
         self._slots = Slots(slots, self._announce, self._withdraw)
         self._counted: deque[str] = deque()
         self._dead: WorkerError | None = None
-        self._ails: dict[str, str] = {}
+        self._near_errors: dict[str, str] = {}
         self._closing = False
         self._left = False
         self._plan = ""
         self._counter = 0
-        self._heard = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._sending = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._agent = agent
@@ -252,7 +265,7 @@ class WriterClient:
         return self._process.pid if self._process else os.getpid()
 
     def answer(self, timeout_s: float = START_S) -> WriterReady:
-        """Return what the worker said when it was ready.
+        """Return what the worker sent when it was ready.
 
         Raises
         ------
@@ -276,13 +289,13 @@ class WriterClient:
         """Rises by one with each worker that comes in the place of one that died."""
         return self._life
 
-    def meet(self, partner: Partner) -> None:
-        """Say whose memory the peer tier is."""
-        self._send(partner, note=lambda: self._told.update({Partner: partner}))
+    def set_partner(self, partner: Partner) -> None:
+        """Send whose memory the peer tier is."""
+        self._send(partner, note=lambda: self._peers_sent.update({Partner: partner}))
 
-    def remember(self, neighbours: Neighbours) -> None:
-        """Say of which nodes the agent is to tell the next life."""
-        self._send(neighbours, note=lambda: self._told.update({Neighbours: neighbours}))
+    def set_neighbours(self, neighbours: Neighbours) -> None:
+        """Send the nodes that the agent is to name to the next life."""
+        self._send(neighbours, note=lambda: self._peers_sent.update({Neighbours: neighbours}))
 
     @property
     def dead(self) -> WorkerError | None:
@@ -323,7 +336,7 @@ class WriterClient:
         Parameters
         ----------
         note
-            Takes down what this says, for a worker that comes in the place of a dead one.
+            Records what is sent, for a worker that comes in the place of a dead one.
 
         Raises
         ------
@@ -342,7 +355,7 @@ class WriterClient:
                 # One that only takes nothing is not dead: the monitor ends it (see `_hangs`).
                 if isinstance(error.__cause__, TimeoutError):
                     raise
-                # The monitor hears of it now, and tells the next one what is noted.
+                # The monitor notices it now, and sends the next one what is recorded.
                 self._channel.shut()
 
     # -- the trainer's thread --------------------------------------------------------------------
@@ -373,7 +386,7 @@ class WriterClient:
             self._segments.pop(slot.number, None)
 
     def begin(
-        self, save: SaveRequest, plan: SavePlan, handle: SaveHandle, outcome_key: str, slot: Slot
+        self, save: SaveRequest, plan: SavePlan, handle: SaveTracker, outcome_key: str, slot: Slot
     ) -> None:
         """Hand a save over; the worker starts writing while the caller still copies."""
         if self._plan != plan.digest:
@@ -392,19 +405,19 @@ class WriterClient:
         replicas: tuple[tuple[str, str], ...] = (),
         blobs: tuple[Blob, ...] = (),
     ) -> None:
-        """Say that all of a job is copied; see `Sealed`."""
+        """Seal the slot and send that all of a job is copied; see `Sealed`."""
         slot.seal()
         sealed, mine = Sealed(job, replicas, blobs), self._jobs[job]
-        # The worker first: who was told that the snapshot is staged may be killed at that moment,
-        # and a worker that heard of no seal would throw it away.
+        # The worker first: a program that finds the snapshot staged may be killed at that moment,
+        # and a worker without a seal would throw it away.
         self._send(sealed, note=lambda: setattr(mine, "sealed", sealed))
-        mine.handle._sealed()
+        mine.handle.copied()
 
     def snapshot(self, step: int, generation: int, attempt: str) -> memoryview | None:
         """Return this rank's whole snapshot of an attempt, if a slot still holds it.
 
-        It is what lies there, and nobody has looked at it: compare it with the digests that were
-        committed. The next save overwrites it.
+        It is what lies there, unchecked: compare it with the digests that were committed. The next
+        save overwrites it.
         """
         wanted = (step, generation, attempt)
         for number, job in list(self._jobs.items()):
@@ -442,8 +455,8 @@ class WriterClient:
         end = time.monotonic() + timeout_s
         with contextlib.suppress(CkptdError):  # it may be gone already
             self._send(Stop())
-        # Also where the worker is dead: this process may end now, and the other ranks have to be
-        # told first what they would wait for.
+        # Also where the worker is dead: this process may end now, and what the other ranks would
+        # wait for has to be posted first.
         self._monitor.join(timeout_s)
         if self._process is not None:
             try:
@@ -456,10 +469,10 @@ class WriterClient:
         self._slots.close()
 
     def leave(self) -> None:
-        """Let go of the worker as a process that dies does. Idempotent; never raises.
+        """Leave the worker as a process that dies does. Idempotent; never raises.
 
         It finishes what is staged, as far as that can be without this rank. Handles of saves that
-        are under way are told nothing any more.
+        are under way change no more.
         """
         if self._closing:
             return
@@ -494,11 +507,11 @@ class WriterClient:
             return False
         self._connected.set()
         if first is not None:
-            self._hear(first)
+            self._handle(first)
         return self._dead is None
 
     def _listen(self) -> str | None:
-        """Hear the worker until it is no more wanted; return how it died, if it did."""
+        """Receive until the worker is not wanted any more; return how it died, if it did."""
         pause = _IDLE_POLL_S
         start = time.monotonic()
         # An agent goes on by itself after `Stop`; a process of ours is waited for until it ends.
@@ -510,11 +523,11 @@ class WriterClient:
                     return str(error)
                 break
             if item is not None:
-                self._hear(item[0])
+                self._handle(item[0])
             elif not self._ready.is_set() and time.monotonic() - start > START_S:
                 self._end_worker(f"it did not start within {START_S:.0f} s")
                 return None
-            pause = self._look_around(pause if item is None else _BUSY_POLL_S)
+            pause = self._check_jobs(pause if item is None else _BUSY_POLL_S)
         if self._left:
             self._channel.close()
         return None
@@ -554,31 +567,31 @@ class WriterClient:
             self._channel = channel
             try:
                 self._hand_over(kept)
-            except WorkerError as error:  # the monitor is about to hear of that, too
+            except WorkerError as error:  # the monitor is about to notice that, too
                 _log.warning("the next writing process died as well: %s", error)
         if first is not None:
-            self._hear(first)
+            self._handle(first)
         self._life += 1
         for number, job in list(self._jobs.items()):
             if job.freed and not job.handle.done and job.tries > _MOST_TRIES:
                 why = "the writing process died with this save again and again"
-                self._fail_all(number, WorkerError(why, hint=self._last_words()))
+                self._fail_all(number, WorkerError(why, hint=self._hint()))
             self._release(number, job)
         return self._dead is None
 
     def _hand_over(self, kept: Mapping[str, int]) -> None:
-        """Tell a worker everything that the one before it knew, or still had to do."""
+        """Send a worker everything that the one before it knew, or still had to do."""
         send = self._channel.send
-        if self._agent is None:  # an agent has been greeted already
+        if self._agent is None:  # an agent has received it already
             send(self._hello)
-        for message in self._told.values():
+        for message in self._peers_sent.values():
             send(message)
         for slot in self._segments.values():
             send(NewSlot(slot.number, slot.nbytes), slot.fd)
         self._plan = ""
         for number, job in list(self._jobs.items()):
             near = self._wanted_near(number, job, kept)
-            root = job.handle.root and not job.handle._root_ended
+            root = job.handle.root and not job.handle.root_ended
             job.tries += not job.handle.done
             wanted = (near or root) and not job.given_up and job.tries <= _MOST_TRIES
             job.freed = job.answered = not wanted
@@ -607,8 +620,8 @@ class WriterClient:
             near.add(next(tier for tier in KEEPING if tier in job.save.near))
         return tuple(tier for tier in job.save.near if tier in near)
 
-    def _hear(self, message: Response) -> None:
-        self._heard = time.monotonic()
+    def _handle(self, message: Response) -> None:
+        self._last_message_at = time.monotonic()
         if isinstance(message, WriterReady):
             if message.error is not None:
                 error = CkptdError.from_dict(message.error)
@@ -631,14 +644,14 @@ class WriterClient:
         elif isinstance(message, ShardStored):
             self._stored(message, job)
         elif isinstance(message, WriteProgress):
-            job.handle._progress(message.done)
+            job.handle.wrote(message.done)
         elif isinstance(message, SaveCommitted):
             self._finish(message.job)
         elif isinstance(message, Warned):
             _log.warning("after step %d: %s", job.handle.step, message.error.get("message"))
 
     def _is_last(self, message: Response, job: _Job) -> bool:
-        """Tell whether the worker owes no more answers: only rank 0's has a commit to report."""
+        """Tell whether a message is the last on its job: only rank 0's worker reports a commit."""
         if not job.handle.root:
             return isinstance(message, Freed)
         if isinstance(message, ShardStored) and message.tier == ROOT:
@@ -649,16 +662,16 @@ class WriterClient:
         error = None if message.error is None else CkptdError.from_dict(message.error)
         if message.tier != ROOT:
             if error is None:
-                self._reached(message.job, job, message.tier)
+                self._count_share(message.job, job, message.tier)
             else:
-                self._near_failed(message.job, job, message.tier, error)
+                self._fail_near(message.job, job, message.tier, error)
         elif error is None:
-            job.handle._advance("committing")
+            job.handle.advance("committing")
         else:
             self._fail(message.job, (error.kind == "aborted" and job.reason) or error)
 
-    def _look_around(self, pause: float) -> float:
-        """Ask the board about jobs that wait for other ranks; return the next pause."""
+    def _check_jobs(self, pause: float) -> float:
+        """Look on the board for jobs that wait for other ranks; return the next pause."""
         busy = False
         now = time.monotonic()
         for number, job in list(self._jobs.items()):
@@ -667,14 +680,14 @@ class WriterClient:
             busy = True
             if self._board.world > 1:
                 if job.handle.root:
-                    self._ask_board(number, job)
-                self._ask_near(number, job)
+                    self._check_outcome(number, job)
+                self._check_near(number, job)
             if now > job.deadline:
                 error = SaveError("the save did not finish in time", kind="overdue")
                 self._fail_all(number, error)
         if self._hangs(now):
             # It would keep its slot for ever, and every later save would fail for it.
-            self._end_worker(f"it has said nothing for {now - self._heard:.0f} s")
+            self._end_worker(f"it has sent nothing for {now - self._last_message_at:.0f} s")
         # All ranks ask one board: the more there are, the less often each of them does.
         longest = _IDLE_POLL_S * max(1.0, self._board.world / 512)
         return min(longest, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
@@ -682,9 +695,9 @@ class WriterClient:
     def _hangs(self, now: float) -> bool:
         """Tell whether the worker owes an answer past every deadline, and shows no life."""
         late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
-        return late and self._dead is None and now - self._heard > GRACE_S
+        return late and self._dead is None and now - self._last_message_at > GRACE_S
 
-    def _ask_board(self, number: int, job: _Job) -> None:
+    def _check_outcome(self, number: int, job: _Job) -> None:
         try:
             if self._board.rank == 0:
                 raw = self._board.peek(job.outcome_key + "/failed")
@@ -705,7 +718,7 @@ class WriterClient:
 
     # -- near tiers ------------------------------------------------------------------------------
 
-    def _reached(self, number: int, job: _Job, tier: str) -> None:
+    def _count_share(self, number: int, job: _Job, tier: str) -> None:
         """Count this rank's share, which is there, for all."""
         if self._board.world == 1:
             self._complete(number, job, tier)
@@ -716,25 +729,24 @@ class WriterClient:
         try:
             self._board.add(near_key(job.outcome_key, tier))
         except CkptdError as error:
-            self._near_failed(number, job, tier, error)
+            self._fail_near(number, job, tier, error)
 
-    def _near_failed(self, number: int, job: _Job, tier: str, error: CkptdError) -> None:
-        """Tell every rank that this one's share will not be there."""
-        if job.handle._settle(tier, error):
+    def _fail_near(self, number: int, job: _Job, tier: str, error: CkptdError) -> None:
+        """Settle a near tier of this rank, and post that its share will not be there."""
+        if job.handle.settle(tier, error):
             why = f"{error.message} ({error.where})" if error.where else error.message
-            level = logging.DEBUG if self._ails.get(tier) == error.kind else logging.WARNING
-            self._ails[tier] = (
-                error.kind
-            )  # told once, until the tier works again or fails otherwise
+            level = logging.DEBUG if self._near_errors.get(tier) == error.kind else logging.WARNING
+            # Logged once, until the tier works again or fails otherwise.
+            self._near_errors[tier] = error.kind
             _log.log(level, "step %d is not kept on the tier %s: %s", job.handle.step, tier, why)
             if self._board.world > 1:
                 text = f"rank {self._board.rank}: {error.message}"
                 with contextlib.suppress(CkptdError):  # then they wait for their deadline
                     self._board.set(near_key(job.outcome_key, tier) + "/failed", text.encode())
-            self._tell_agent(job, tier, complete=False)
+            self._notify_agent(job, tier, complete=False)
         self._release(number, job)
 
-    def _ask_near(self, number: int, job: _Job) -> None:
+    def _check_near(self, number: int, job: _Job) -> None:
         for tier in [t for t, state in job.handle.tiers.items() if state == "pending"]:
             key = near_key(job.outcome_key, tier)
             try:
@@ -742,26 +754,26 @@ class WriterClient:
                     self._complete(number, job, tier)
                 elif (raw := self._board.peek(key + "/failed")) is not None:
                     error = SaveError(raw.decode(), kind="aborted", where=tier)
-                    job.handle._settle(tier, error)
-                    self._tell_agent(job, tier, complete=False)
+                    job.handle.settle(tier, error)
+                    self._notify_agent(job, tier, complete=False)
                     self._release(number, job)
             except CkptdError as error:  # the job's store is gone with its ranks
-                job.handle._settle(tier, error)
+                job.handle.settle(tier, error)
                 self._release(number, job)
 
     def _complete(self, number: int, job: _Job, tier: str) -> None:
         """Every rank's share is on a tier: what was there before may go, and this must stay."""
         handle = job.handle
-        if handle.tiers.get(tier) != "pending":  # a worker that came later says so again
+        if handle.tiers.get(tier) != "pending":  # a worker that came later reports it again
             return
         self._slots.keep(tier, number)
-        self._ails.pop(tier, None)
-        handle._settle(tier)
+        self._near_errors.pop(tier, None)
+        handle.settle(tier)
         self._release(number, job)
-        self._tell_agent(job, tier, complete=True)
+        self._notify_agent(job, tier, complete=True)
         self._forget_old()
 
-    def _tell_agent(self, job: _Job, tier: str, *, complete: bool) -> None:
+    def _notify_agent(self, job: _Job, tier: str, *, complete: bool) -> None:
         if self._agent is not None and self._connected.is_set():
             with contextlib.suppress(CkptdError):  # a dead agent has nothing to clear
                 self._send(Settled(tier, job.handle.step, job.handle.generation, complete))
@@ -770,35 +782,36 @@ class WriterClient:
 
     def _finish(self, number: int) -> None:
         job = self._jobs[number]
-        self._tell(job, {})
-        job.handle._advance("durable", job.handle.progress.total_bytes)
-        self._tell_agent(job, ROOT, complete=True)
+        self._publish(job)
+        job.handle.advance("durable", job.handle.progress.total_bytes)
+        self._notify_agent(job, ROOT, complete=True)
         self._forget_old()
 
     def _fail(self, number: int, error: CkptdError) -> None:
         job = self._jobs.get(number)
-        if job is not None and job.handle.root and not job.handle._root_ended:
-            self._tell(job, error.to_dict())
-            job.handle._fail(error)
+        if job is not None and job.handle.root and not job.handle.root_ended:
+            self._publish(job, error)
+            job.handle.fail(error)
 
     def _fail_all(self, number: int, error: CkptdError) -> None:
         """Fail a save on every tier that it has not reached."""
         job = self._jobs.get(number)
         if job is not None:
             for tier in job.handle.near:
-                self._near_failed(number, job, tier, error)
+                self._fail_near(number, job, tier, error)
         self._fail(number, error)
 
-    def _tell(self, job: _Job, outcome: dict[str, str | None]) -> None:
-        if self._board.world == 1 or (self._board.rank != 0 and not outcome):
+    def _publish(self, job: _Job, error: CkptdError | None = None) -> None:
+        """Post the end of a save to the root: a commit by rank 0, a failure by every rank."""
+        if self._board.world == 1 or (self._board.rank != 0 and error is None):
             return
         try:
-            if self._board.rank == 0:
-                self._board.set(job.outcome_key, msgspec.json.encode(outcome))
+            if error is None:
+                self._board.set(job.outcome_key, msgspec.json.encode({}))
             else:
-                post_failure(self._board, job.outcome_key, CkptdError.from_dict(outcome))
-        except CkptdError as error:
-            _log.warning("the other ranks were not told: %s", error.message)
+                post_failure(self._board, job.outcome_key, error)
+        except CkptdError as lost:
+            _log.warning("the other ranks were not notified: %s", lost.message)
 
     def _release(self, number: int, job: _Job) -> None:
         if not job.holds:
@@ -820,14 +833,14 @@ class WriterClient:
         if self._process is not None:
             self._process.kill()
         elif self._agent and self._answer and self._answer.pid_space == pid_space():
-            # Never by a number that another container's agent gave: here it is somebody else.
+            # Never by a number that another container's agent gave: here it is another process.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._answer.pid, signal.SIGKILL)
         self._worker_gone(
             found, WorkerError("the writing process does not answer", where=f"process {self.pid}")
         )
 
-    def _last_words(self) -> str:
+    def _hint(self) -> str:
         where = f"in {self._agent.place.log}" if self._agent else "on stderr"
         return f"see its messages {where}; the next save starts another"
 
@@ -838,7 +851,7 @@ class WriterClient:
             kind=cause.kind if cause else None,
             where=cause.where if cause else f"process {self.pid}",
             found=f"exit status {code}; {found}" if code is not None else found,
-            hint=cause.hint if cause else self._last_words(),
+            hint=cause.hint if cause else self._hint(),
         )
         self._dead = self._dead or error
         self._slots.fail(error)

@@ -1,7 +1,8 @@
-"""One attempt of one rank, from slot to part; and, for the committer, to the commit.
+"""One rank's share of a save, from its slot to a store: data file, digests, and the part, last.
 
-This is the code that runs outside the trainer. It holds no torch and no loop: `ckptd.save.writer`
-brings the loop, the process and the channel.
+`drain` writes to the root while the slot is still filled; `stage_shard` and `put_shard` digest a
+share once and copy it to near tiers. This code runs outside the trainer: it has no torch and no
+loop. `ckptd.save.writer` has the loop, the process and the channel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ckptd.format.container import build_header
 from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
 from ckptd.format.manifest import FileEntry
 from ckptd.format.names import digests_key, file_key, part_key, ranked_chunk_name, whole_name
-from ckptd.root.spans import saving, saving_file
+from ckptd.root.spans import saving
 from ckptd.save.arena import Slot, half_staged
 from ckptd.save.commit import blob_key, plan_key
 from ckptd.save.dedup import (
@@ -45,18 +46,12 @@ from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
 __all__ = [
-    "DataFile",
     "Digester",
-    "FileResult",
-    "PackedRanges",
     "RankPlan",
     "StagedShard",
-    "data_file",
     "drain",
-    "put_blobs",
     "put_shard",
     "stage_shard",
-    "write_file",
 ]
 
 
@@ -114,16 +109,27 @@ SLICE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FileResult:
-    """What the manifest needs to know of a written file, and the joined digests of its chunks."""
+class WrittenShare:
+    """Where a rank's share lies: in its own file, and `referred` bytes of it in older ones.
 
-    data_start: int
-    data_bytes: int
-    index: str
+    Attributes
+    ----------
+    file
+        As it will stand in the manifest.
+    digests
+        Of the chunks in it, joined.
+    base, refers
+        See `RankPart`.
+    """
+
+    file: FileEntry
     digests: bytes = b""
+    base: Base | None = None
+    refers: tuple[Refer, ...] = ()
+    referred: int = 0
 
 
-class PackedRanges:
+class _PackedRanges:
     """Ranges of a buffer as one data section; each slice is a copy of its own, page-aligned.
 
     Parameters
@@ -155,52 +161,11 @@ class PackedRanges:
         return out
 
 
-def write_file(
-    store: Store,
-    key: str,
-    header: bytes,
-    data: memoryview | PackedRanges,
-    ends: Sequence[int],
-    wait: Callable[[int], None],
-    progress: Callable[[int], None],
-) -> FileResult:
-    """Write header and data front to back, then the digest index; durable on return.
-
-    Digesting runs one slice ahead of writing in another thread, both release the interpreter
-    lock, so the digest costs nothing while the disk is the limit.
-
-    Parameters
-    ----------
-    header
-        Padded header; its length is a multiple of 4096.
-    data
-        The data section, which may still be filling up.
-    ends
-        End of each chunk in `data`, rising.
-    wait
-        Called with an offset; returns when the data before it is in place, or raises.
-    progress
-        Called with the bytes written so far.
-
-    Raises
-    ------
-    StoreError, ConflictError
-        As the store says. The file is removed as far as that is possible.
-    """
-    with saving_file(store, key):
-        digester = Digester(ends)
-        _write_data(store, key, header, data, digester, wait, progress)
-        index = digester.index()
-        raw = index.encode()
-        store.put(digests_key(key), raw)
-    return FileResult(len(header), len(data), digest_hex(raw), index.chunks)
-
-
 def _write_data(
     store: Store,
     key: str,
     header: bytes,
-    data: memoryview | PackedRanges,
+    data: memoryview | _PackedRanges,
     digester: Digester | None,
     wait: Callable[[int], None],
     progress: Callable[[int], None],
@@ -332,6 +297,7 @@ def drain(
         What went wrong.
     """
     limit = time.monotonic() + save.timeout_s
+    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
 
     def left() -> float:
         return max(1.0, limit - time.monotonic())
@@ -340,30 +306,43 @@ def drain(
     def whole() -> Sealed:
         # The leader's tables go out while the last bytes are written: others then find them.
         seal = sealed(left())
-        put_blobs(store, save, seal.blobs, leaders=True)
+        _put_blobs(store, save, seal.blobs, leaders=True)
         return seal
 
-    try:
-        wrote = _write(
-            store, rank_plan, save, data, lambda n: wait(n, left()), whole, progress, unchanged
-        )
-        seal = whole()
-        put_blobs(store, save, seal.blobs, leaders=False)
-        seeks = unchanged is not None and unchanged.seeks(rank_plan)
-        part = _part(rank_plan, save, data, wrote, seal, seeks=seeks)
-    except CkptdError as error:
-        _give_up(store, rank_plan.rank, save, error)
-        raise
-    with saving(store, save.name, save.attempt, rank_plan.rank), events.span("part") as span:
-        span.referred = wrote.referred
-        store.put(part_key(save.folder, rank_plan.rank), part.encode())
+    def wait_for(upto: int) -> None:
+        wait(upto, left())
+        if upto == total:
+            whole()
+
+    with saving(store, save.name, save.attempt, rank_plan.rank):
+        try:
+            if len(data) < total:
+                raise SaveError("the slot is too small", kind="internal", wanted=total)
+            search = None
+            if unchanged is not None:
+                search = unchanged.begin(save, rank_plan, lambda: wait(0, left()))
+            writing = _Writing(store, rank_plan, save, data[:total], wait_for, progress)
+            if unchanged is None or search is None:
+                wrote = writing.all(unchanged)
+            else:
+                wrote = writing.changed(unchanged, search)
+            seal = whole()
+            _put_blobs(store, save, seal.blobs, leaders=False)
+            seeks = unchanged is not None and unchanged.seeks(rank_plan)
+            part = share_part(rank_plan, save, data, wrote, seal, seeks=seeks)
+        except CkptdError as error:
+            _give_up(store, rank_plan.rank, save, error)
+            raise
+        with events.span("part") as span:
+            span.referred = wrote.referred
+            store.put(part_key(save.folder, rank_plan.rank), part.encode())
 
 
-def _part(
+def share_part(
     rank_plan: RankPlan,
     save: SaveRequest,
     data: memoryview,
-    wrote: _Wrote,
+    wrote: WrittenShare,
     seal: Sealed,
     *,
     seeks: bool = False,
@@ -403,7 +382,7 @@ def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> N
         store.put(part_key(save.folder, rank), failed.encode())
 
 
-def put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leaders: bool) -> None:
+def _put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leaders: bool) -> None:
     """Store the bodies that parts refer to: the group leader's, or those that are not there yet."""
     for blob in blobs:
         key = blob_key(save.folder, blob.digest)
@@ -412,102 +391,107 @@ def put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leaders
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrote:
-    """A rank's own file, and what lies elsewhere: `referred` bytes of it."""
+class _Writing:
+    """The writing of a rank's data file to the root.
 
-    file: FileResult
-    base: Base | None = None
-    refers: tuple[Refer, ...] = ()
-    referred: int = 0
+    Attributes
+    ----------
+    data
+        The data section with every chunk of the plan, which may still be filling up.
+    wait
+        ``wait(nbytes)`` returns when that many bytes are staged, or raises.
+    progress
+        See `drain`.
+    """
+
+    store: Store
+    plan: RankPlan
+    save: SaveRequest
+    data: memoryview
+    wait: Callable[[int], None]
+    progress: Callable[[int, int], None]
+
+    def all(self, unchanged: ChunkDedup | None) -> WrittenShare:
+        """Write every chunk, and remember their digests for the saves that come."""
+        wrote = self._file()
+        if unchanged is not None and wrote.file.data_start:
+            table = digest_table(wrote.digests)[: len(self.plan.chunks)]
+            unchanged.wrote(self.save, after(self.save.plan, wrote.file, table))
+        return wrote
+
+    def changed(self, unchanged: ChunkDedup, search: Search) -> WrittenShare:
+        """Digest everything as it is staged, and write what the search does not find."""
+        digesting = events.Activity("digest")
+        table = digest_chunks(self.data, self.plan.chunks, self.wait, digesting)
+        self.wait(len(self.data))
+        digesting.emit()
+        held, plan = search.held, self.save.plan
+        same = same_as(held, table, self.plan.sizes, search.folders)
+        referred = int(self.plan.sizes[same].sum())
+        unchanged.found(referred, len(self.data))
+        wrote = self._file(same if referred else None)
+        if not referred:
+            unchanged.wrote(self.save, after(plan, wrote.file, table))
+            return wrote
+        unchanged.wrote(self.save, after(plan, wrote.file, table, held, same))
+        return WrittenShare(wrote.file, wrote.digests, search.base, refers(held, same), referred)
+
+    def _file(self, same: NDArray[np.bool_] | None = None) -> WrittenShare:
+        data, wait = self.data, self.wait
+        file = data_file(self.plan, self.save, same)
+        if file is None:
+            return WrittenShare(
+                FileEntry(file_key(self.save.folder, self.plan.rank), self.plan.rank)
+            )
+        source: memoryview | _PackedRanges = data
+        if same is not None:
+            source = _PackedRanges(data, _ranges(self.plan, same, len(data)))
+            wait = _no_wait  # the search has seen all of it
+        elsewhere = len(data) - file.data_bytes
+
+        def progress(done: int) -> None:
+            self.progress(done + elsewhere, len(data))
+
+        return write_file(self.store, self.save, self.plan.rank, file, source, wait, progress)
 
 
-def _write(
+def write_file(
     store: Store,
-    rank_plan: RankPlan,
     save: SaveRequest,
-    data: memoryview,
+    rank: int,
+    file: DataFile,
+    data: memoryview | _PackedRanges,
     wait: Callable[[int], None],
-    whole: Callable[[], Sealed],
-    progress: Callable[[int, int], None],
-    unchanged: ChunkDedup | None,
-) -> _Wrote:
-    total = rank_plan.data_bytes + sum(e.nbytes for e in save.extra)
-    if len(data) < total:
-        raise SaveError("the slot is too small", kind="internal", wanted=total)
-    data = data[:total]
+    progress: Callable[[int], None],
+) -> WrittenShare:
+    """Write header and data front to back, then the digest index; durable on return.
 
-    def wait_for(upto: int) -> None:
-        wait(upto)
-        if upto == total:
-            whole()
+    Digesting runs one slice ahead of writing in another thread, both release the interpreter
+    lock, so the digest costs nothing while the disk is the limit.
 
-    with saving(store, save.name, save.attempt, rank_plan.rank):
-        search = None if unchanged is None else unchanged.begin(save, rank_plan, lambda: wait(0))
-        if unchanged is None or search is None:
-            result = _write_own(store, rank_plan, save, data, wait_for, progress)
-            if unchanged is not None and result.data_start:
-                table = digest_table(result.digests)[: len(rank_plan.chunks)]
-                unchanged.wrote(save, after(save.plan, _entry(rank_plan, save, result), table))
-            return _Wrote(result)
-        return _write_changed(store, rank_plan, save, data, wait_for, progress, unchanged, search)
+    Parameters
+    ----------
+    data
+        The data section, which may still be filling up.
+    wait
+        ``wait(nbytes)`` returns when the data before that is in place, or raises.
+    progress
+        Called with the bytes written so far.
 
-
-def _write_changed(
-    store: Store,
-    rank_plan: RankPlan,
-    save: SaveRequest,
-    data: memoryview,
-    wait: Callable[[int], None],
-    progress: Callable[[int, int], None],
-    unchanged: ChunkDedup,
-    search: Search,
-) -> _Wrote:
-    """Digest everything as it is staged, and write what the search does not find."""
-    digesting = events.Activity("digest")
-    table = digest_chunks(data, rank_plan.chunks, wait, digesting)
-    wait(len(data))
-    digesting.emit()
-    held = search.held
-    same = same_as(held, table, rank_plan.sizes, search.folders)
-    referred = int(rank_plan.sizes[same].sum())
-    unchanged.found(referred, len(data))
-    result = _write_own(store, rank_plan, save, data, wait, progress, same if referred else None)
-    entry = _entry(rank_plan, save, result)
-    if not referred:
-        unchanged.wrote(save, after(save.plan, entry, table))
-        return _Wrote(result)
-    unchanged.wrote(save, after(save.plan, entry, table, held, same))
-    return _Wrote(result, search.base, refers(held, same), referred)
-
-
-def _write_own(
-    store: Store,
-    rank_plan: RankPlan,
-    save: SaveRequest,
-    data: memoryview,
-    wait: Callable[[int], None],
-    progress: Callable[[int, int], None],
-    same: NDArray[np.bool_] | None = None,
-) -> FileResult:
-    file = data_file(rank_plan, save, same)
-    if file is None:
-        return FileResult(0, 0, "")
-    source: memoryview | PackedRanges = data
-    if same is not None:
-        source = PackedRanges(data, _ranges(rank_plan, same, len(data)))
-        wait = _no_wait  # the search has seen all of it
-    elsewhere = len(data) - file.data_bytes
-    result = write_file(
-        store,
-        file_key(save.folder, rank_plan.rank),
-        file.header,
-        source,
-        file.ends,
-        wait,
-        lambda done: progress(done + elsewhere, len(data)),
-    )
+    Raises
+    ------
+    StoreError, ConflictError
+        As the store says. The file is removed as far as that is possible.
+    """
+    key = file_key(save.folder, rank)
+    digester = Digester(file.ends)
+    _write_data(store, key, file.header, data, digester, wait, progress)
+    index = digester.index()
+    raw = index.encode()
+    store.put(digests_key(key), raw)
     store.sync(save.folder)
-    return result
+    entry = FileEntry(key, rank, len(file.header), file.data_bytes, digest_hex(raw))
+    return WrittenShare(entry, index.chunks)
 
 
 def _no_wait(upto: int) -> None:
@@ -524,11 +508,6 @@ def _ranges(rank_plan: RankPlan, same: NDArray[np.bool_], total: int) -> list[tu
         elif end > start:
             out.append((start, end))
     return out
-
-
-def _entry(rank_plan: RankPlan, save: SaveRequest, result: FileResult) -> FileEntry:
-    key = file_key(save.folder, rank_plan.rank)
-    return FileEntry(key, rank_plan.rank, result.data_start, result.data_bytes, result.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -611,10 +590,10 @@ def stage_shard(
             digester.update(slot.data[start:end])
     raw = digester.index().encode() if file.header else b""
     seal = sealed()
-    index = digest_hex(raw) if raw else ""
-    wrote = _Wrote(FileResult(len(file.header), file.data_bytes, index))
-    part = _part(plan, save, slot.data, wrote, seal, root=root)
-    small = {digests_key(file_key(save.folder, plan.rank)): raw} if raw else {}
+    key, index = file_key(save.folder, plan.rank), digest_hex(raw) if raw else ""
+    entry = FileEntry(key, plan.rank, len(file.header), file.data_bytes, index)
+    part = share_part(plan, save, slot.data, WrittenShare(entry), seal, root=root)
+    small = {digests_key(key): raw} if raw else {}
     small[plan_key(save.folder)] = msgspec.msgpack.encode(plan.plan)
     small |= {blob_key(save.folder, b.digest): b.body for b in seal.blobs}
     small[part_key(save.folder, plan.rank)] = part.encode()

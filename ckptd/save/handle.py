@@ -1,4 +1,4 @@
-"""The caller's view of one save."""
+"""One save on its way: `SaveHandle` is what the caller sees, `SaveTracker` what moves it on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ckptd import events
 from ckptd.errors import CkptdError, DeadlineError, UsageError, WorkerError
 
-__all__ = ["SaveHandle", "SaveProgress"]
+__all__ = ["SaveHandle", "SaveProgress", "SaveTracker"]
 
 
 _UNSAVED = ("not-due", "skipped")
@@ -39,12 +39,12 @@ class SaveProgress:
 class SaveHandle:
     """One save on its way from memory to a commit. Thread-safe.
 
-    `staged` and `durable` wait and raise what failed. Nobody has to wait: a failure is also
+    `staged` and `durable` wait and raise what failed. Waiting is not required: a failure is also
     raised by the next call on the checkpointer.
 
     Where nothing was due, or the save was skipped, there is nothing to wait for: the handle is
-    false (``if handle:``), its phase says which it was, `staged` and `durable` return at once and
-    say nothing of any checkpoint, and `done` is true.
+    false (``if handle:``), its phase is the reason, `staged` and `durable` return at once whatever
+    checkpoints there are, and `done` is true.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class SaveHandle:
     near
         The near tiers that it goes to, nearest first.
     root
-        Whether it goes to the root. What is said here without a tier is said of the farthest one.
+        Whether it goes to the root. Where no tier is named, the farthest one is meant.
     """
 
     def __init__(
@@ -214,27 +214,34 @@ class SaveHandle:
                 self._error_seen = True
                 raise self._error
 
-    # What follows is for the checkpointer.
+
+class SaveTracker(SaveHandle):
+    """The handle of a save as the checkpointer and its writer client move it on. Thread-safe."""
 
     @property
-    def _root_ended(self) -> bool:
-        with self._changed:
-            return self._phase in ("durable", "failed")
+    def total_bytes(self) -> int:
+        """Bytes that this rank writes; known once the save is planned."""
+        return self._total
 
-    def _settled(self, timeout: float) -> bool:
-        """Wait until the save has ended, and tell; looks at no error."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.done, timeout)
+    @total_bytes.setter
+    def total_bytes(self, nbytes: int) -> None:
+        self._total = nbytes
 
-    def _progress(self, done: int) -> None:
-        """So many bytes are written; some may be before all are copied."""
+    def wrote(self, done: int) -> None:
+        """Note that so many bytes are written; some may be before all are copied."""
         with self._changed:
             self._done = max(self._done, done)
 
-    def _advance(self, phase: str, done: int | None = None) -> None:
+    def copied(self) -> None:
+        """Note that every byte is copied."""
+        self.advance("writing")
+        self._emit(events.SaveStaged, bytes=self._total)
+
+    def advance(self, phase: str, done: int | None = None) -> None:
+        """Enter a phase, unless the save is in a later one: threads report out of order."""
         with self._changed:
             if _ORDER.index(phase) <= _ORDER.index(self._phase):
-                return  # threads that tell of earlier phases may come late
+                return
             self._phase = phase
             self._done = self._done if done is None else done
             if phase == "durable":
@@ -243,18 +250,18 @@ class SaveHandle:
         if phase == "durable":
             self._emit(events.SaveDurable, tier=self._scope.tier, bytes=self._total)
 
-    def _fail(self, error: CkptdError) -> None:
-        """The root will not have it; near tiers are settled by themselves."""
+    def fail(self, error: CkptdError) -> None:
+        """End the save to the root with an error; near tiers are settled by themselves."""
         with self._changed:
             if self._phase in ("durable", "failed"):
                 return
             self._phase, self._error = "failed", error
             self._ended = time.monotonic()
             self._changed.notify_all()
-        self._tell_failed(self._scope.tier, error)
+        self._emit_failed(self._scope.tier, error)
 
-    def _settle(self, tier: str, error: CkptdError | None = None) -> bool:
-        """A near tier is complete, or will never be; tell whether that is news."""
+    def settle(self, tier: str, error: CkptdError | None = None) -> bool:
+        """Note that a near tier is complete, or never will be; return whether that is news."""
         with self._changed:
             if self._tiers.get(tier) != "pending":
                 return False
@@ -263,17 +270,17 @@ class SaveHandle:
         if error is None:
             self._emit(events.SaveDurable, tier=tier, bytes=self._total)
         else:
-            self._tell_failed(tier, error)
+            self._emit_failed(tier, error)
         if not self.root and not self._pending():
             farthest = self._tiers[self.near[-1]]
             self._end_nearby(farthest if isinstance(farthest, CkptdError) else None)
         return True
 
     def _end_nearby(self, error: CkptdError | None) -> None:
-        """A save that does not go to the root ends with its farthest tier.
+        """End a save that does not go to the root, with its farthest tier.
 
-        That it failed has been told and is not raised by a later call: near tiers are kept for
-        speed, and training goes on.
+        Its failure was emitted and logged and is not raised by a later call: near tiers are kept
+        for speed, and training goes on.
         """
         with self._changed:
             if self._phase in ("durable", "failed"):
@@ -284,22 +291,59 @@ class SaveHandle:
             self._ended = time.monotonic()
             self._changed.notify_all()
 
-    def _tell_failed(self, tier: str, error: CkptdError) -> None:
-        message = error.message[: events.MOST_TEXT]
-        self._emit(events.SaveFailed, tier=tier, kind=error.kind, message=message)
+    @property
+    def root_ended(self) -> bool:
+        """Whether the save to the root has ended, well or badly."""
+        with self._changed:
+            return self._phase in ("durable", "failed")
 
-    def _when_safe(self, call: Callable[[], None]) -> None:
+    def wait_done(self, timeout: float) -> bool:
+        """Wait until the save has ended on every tier; return whether it has. Raises no failure."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.done, timeout)
+
+    # -- what failed -----------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> CkptdError | None:
+        """What failed, or None; the caller has not seen it by this."""
+        with self._changed:
+            return self._error
+
+    @property
+    def error_seen(self) -> bool:
+        """Whether the caller has seen what failed."""
+        with self._changed:
+            return self._error_seen
+
+    @property
+    def error_unseen(self) -> bool:
+        """Whether the save failed and the caller has not seen it."""
+        with self._changed:
+            return self._error is not None and not self._error_seen
+
+    def take_unseen_error(self) -> CkptdError | None:
+        """Return what failed, once: None where nothing did or the caller has seen it."""
+        with self._changed:
+            if self._error is None or self._error_seen:
+                return None
+            self._error_seen = True
+            return self._error
+
+    # -- is the step kept ------------------------------------------------------------------------
+
+    def when_safe(self, call: Callable[[], None]) -> None:
         """Call `call` once the checkpoint exists; it may be called more than once.
 
         It exists with the first tier that has all of it. Memory and the node's own folder are not
         enough while the copy on the peer is under way: that node may be lost next, and with it a
         step that was reported as kept. They are not enough either when the copy has failed, since a
-        node may be lost already (see `_unsure`), unless there is no other node.
+        node may be lost already (see `peer_failed`), unless there is no other node.
         """
         self._safe = call
-        self._tell_safe()
+        self._check_safe()
 
-    def _tell_safe(self) -> None:
+    def _check_safe(self) -> None:
         with self._changed:
             peer = self._tiers.get("peer")
             alone = isinstance(peer, CkptdError) and peer.kind == "no-peer"
@@ -309,44 +353,27 @@ class SaveHandle:
             self._safe()
 
     @property
-    def _unsure(self) -> bool:
+    def peer_failed(self) -> bool:
         """Whether all of it was near, and the peer's copy failed.
 
-        Where the node's own writing process is gone, so is what that kept in memory.
+        False where the node's own writing process is gone: so is what that kept in memory.
         """
         with self._changed:
             peer = self._tiers.get("peer")
             failed = isinstance(peer, CkptdError) and not isinstance(peer, WorkerError)
             return failed and None in self._tiers.values()
 
-    def _sealed(self) -> None:
-        """Every byte is copied."""
-        self._advance("writing")
-        self._emit(events.SaveStaged, bytes=self._total)
+    def _emit_failed(self, tier: str, error: CkptdError) -> None:
+        message = error.message[: events.MOST_TEXT]
+        self._emit(events.SaveFailed, tier=tier, kind=error.kind, message=message)
 
     def _emit(
         self,
         what: type[events.SaveStaged | events.SaveDurable | events.SaveFailed],
         **fields: Any,
     ) -> None:
-        """Tell what happened, if the save was begun where somebody said whose it is."""
+        """Emit an event, if the save was begun where `events.about` named it."""
         if what is not events.SaveStaged:
-            self._tell_safe()
+            self._check_safe()
         if self._scope.save is not None:
             events.emit(what(**self._scope.save.fields(), at_ns=events.now_ns(), **fields))
-
-    @property
-    def _looked_at(self) -> bool:
-        return self._error is None or self._error_seen
-
-    @property
-    def _error_unseen(self) -> bool:
-        with self._changed:
-            return self._error is not None and not self._error_seen
-
-    def _take_unseen_error(self) -> CkptdError | None:
-        with self._changed:
-            if self._error is None or self._error_seen:
-                return None
-            self._error_seen = True
-            return self._error

@@ -1,4 +1,4 @@
-"""From one rank's snapshot in a slot to the tiers: a thread each, none waits for a slower one.
+"""From one rank's snapshot in a slot to its tiers: a thread a tier, none waits for a slower one.
 
 The share is digested once, where it was staged. Memory keeps it there; the peer and the folder get
 its bytes, digests and part as they are; the root is written as without tiers. Where a snapshot goes
@@ -28,7 +28,7 @@ from ckptd.save.neartiers import NodeTiers
 from ckptd.save.tiers import NEAR, ROOT
 from ckptd.store.base import Store
 
-__all__ = ["TierUploader", "as_worker_error"]
+__all__ = ["TierUploader", "as_document"]
 
 _RECENT = 8
 _SPANS = {"peer": "upload", "local": "write"}
@@ -46,15 +46,15 @@ class TierUploader:
     ----------
     near
         The node's tiers.
-    tell
+    send
         Sends to the trainer.
     to_root
         Writes a share to the root from the bytes given, and has it committed; raises nothing.
     """
 
-    def __init__(self, near: NodeTiers, tell: Callable[[Response], None], to_root: ToRoot) -> None:
+    def __init__(self, near: NodeTiers, send: Callable[[Response], None], to_root: ToRoot) -> None:
         self._near = near
-        self._tell = tell
+        self._send = send
         self._to_root = to_root
         self._pools = {
             name: ThreadPoolExecutor(1, thread_name_prefix=f"ckptd-{name}")
@@ -72,11 +72,11 @@ class TierUploader:
         else:
             memory.forget_slot(shard.slot)
         if "memory" in save.near:
-            self._tell(ShardStored(save.job, "memory"))
+            self._send(ShardStored(save.job, "memory"))
         self._recent[save.name] = shard
         for old in sorted(self._recent, key=_age)[:-_RECENT]:
             del self._recent[old]
-        readers = _Readers(lambda: self._tell(Freed(save.job)))
+        readers = _Readers(lambda: self._send(Freed(save.job)))
         waiting = readers.join()
         if "peer" in save.near:
             self._pools["peer"].submit(self._to_near, shard, "peer", readers.join())
@@ -99,7 +99,7 @@ class TierUploader:
     def worth_saving(self) -> list[StagedShard]:
         """Return what is in memory of the newest complete snapshot and of later ones, newest first.
 
-        Of a later one nobody may have had the time to say that it is complete; the ranks that know
+        A later one may be complete though this node has not received that yet; the ranks that know
         count on those that do not. What is known to lack a share is left out.
         """
         found: list[StagedShard] = []
@@ -127,7 +127,7 @@ class TierUploader:
     # -- threads ---------------------------------------------------------------------------------
 
     def _to_near(self, shard: StagedShard, tier: str, done: Callable[[], None]) -> bool:
-        """Copy a share to a near tier, and say how it went."""
+        """Copy a share to a near tier and report what became of it; return whether it is there."""
         save = shard.save
         error: dict[str, str | None] | None = None
         try:
@@ -137,12 +137,10 @@ class TierUploader:
             ):
                 store = self._near.store(tier)
                 put_shard(store, shard, _SPANS[tier], may_delete=tier != "peer")
-        except CkptdError as caught:
-            error = caught.to_dict()
         except Exception as caught:  # noqa: BLE001 - a bug must reach the handle, not vanish
-            error = as_worker_error(caught)
+            error = as_document(caught)
         done()
-        self._tell(ShardStored(save.job, tier, error))
+        self._send(ShardStored(save.job, tier, error))
         return error is None
 
     def _write_root(
@@ -167,7 +165,7 @@ def _mapped(store: Store, shard: StagedShard, stack: ExitStack) -> memoryview | 
     """Map the data section of a share's file in a folder, until `stack` ends.
 
     None where the store gives no descriptor, or the file is gone: the slot still holds the same.
-    Nobody else writes there; should somebody truncate the file, the process ends by SIGBUS, and
+    No other process writes there; should one truncate the file, this process ends by SIGBUS, and
     the trainer starts another.
     """
     if not shard.header:
@@ -192,7 +190,7 @@ def _age(name: CommitName) -> tuple[int, int]:
 
 
 class _Readers:
-    """Counts who still reads a slot."""
+    """Counts the readers of a slot."""
 
     def __init__(self, free: Callable[[], None]) -> None:
         self._free = free
@@ -213,8 +211,10 @@ class _Readers:
             self._free()
 
 
-def as_worker_error(error: Exception) -> dict[str, str | None]:
-    """Return a bug in the writing process as an error that can be sent."""
+def as_document(error: Exception) -> dict[str, str | None]:
+    """Return what failed as it is sent; an error that is none of ckptd's is a bug, and named so."""
+    if isinstance(error, CkptdError):
+        return error.to_dict()
     where = "".join(traceback.format_exception(error)[-3:])
     return WorkerError(
         "the writing process failed unexpectedly", kind="internal", where=where, found=repr(error)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -58,7 +59,7 @@ from ckptd.save.messages import (
 from ckptd.save.neartiers import NodeTiers
 from ckptd.save.structure import RankPlan
 from ckptd.save.tiers import ROOT
-from ckptd.save.uploader import TierUploader, as_worker_error
+from ckptd.save.uploader import TierUploader, as_document
 from ckptd.store.base import Store
 
 __all__ = ["SaveWriter", "main"]
@@ -97,8 +98,8 @@ class SaveWriter:
         self._uploader: TierUploader | None = None
         self._arena: dict[int, Slot] = {}
         self._sealed: dict[int, Sealed] = {}
-        self._heard = threading.Condition()
-        """Notified when a seal, an abort or the trainer's end comes in."""
+        self._arrived = threading.Condition()
+        """Notified when a seal, an abort or the end of the trainer has arrived."""
         self._plan: RankPlan | None = None
         self._aborted: dict[int, str] = {}
         self._orphan = threading.Event()
@@ -108,8 +109,8 @@ class SaveWriter:
         self._left_at = 0.0
         self.died_at = 0.0
         """When the trainer was found dead, on the monotonic clock: what it left may take longer."""
-        self.said_goodbye = False
-        """Whether the trainer ended as it should."""
+        self.stopped = False
+        """Whether the trainer ended by `Stop`."""
         self._unsettled: deque[tuple[SaveRequest, RankPlan]] = deque(maxlen=4)
         self._send_lock = threading.Lock()
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="ckptd-drain")
@@ -123,7 +124,7 @@ class SaveWriter:
         Parameters
         ----------
         hello
-            The first message, where somebody has received it already.
+            The first message, where it has been received already.
         """
         try:
             if hello is None:
@@ -135,11 +136,11 @@ class SaveWriter:
             self._catalogue = Catalogue(self._store)
             self._tier = root_tier(self._store, [t.name for t in hello.tiers])
             self._unchanged = ChunkDedup(self._catalogue, hello.rank, hello.world)
-            self.tell(self._ready(hello))
+            self.send(self._ready(hello))
             while self._serve_one():
                 pass
         except CkptdError as error:
-            self.tell(WriterReady(os.getpid(), error=error.to_dict()))
+            self.send(WriterReady(os.getpid(), error=error.to_dict()))
         except EOFError:
             self._trainer_died, self.died_at = True, time.monotonic()
         finally:
@@ -149,7 +150,7 @@ class SaveWriter:
         if self._near is None:
             return WriterReady(os.getpid())
         self._near.prepare(hello.tiers)
-        self._uploader = TierUploader(self._near, self.tell, self._shard_to_root)
+        self._uploader = TierUploader(self._near, self.send, self._shard_to_root)
         served = self._near.serve(hello.bind, hello.key) if hello.bind else ()
         ready = WriterReady(os.getpid(), self._near.here, *served)
         known = self._near.neighbours
@@ -162,7 +163,7 @@ class SaveWriter:
 
     @property
     def rank(self) -> int:
-        """Whose worker this is; -1 before it said so."""
+        """Rank of the trainer; -1 before `WriterHello`."""
         return self._hello.rank if hasattr(self, "_hello") else -1
 
     def _serve_one(self) -> bool:
@@ -175,15 +176,15 @@ class SaveWriter:
         elif isinstance(message, SetPlan):
             self._plan = RankPlan(message.plan, self._hello.rank)
         elif isinstance(message, Sealed):
-            with self._heard:
+            with self._arrived:
                 self._sealed[message.job] = message
-                self._heard.notify_all()
+                self._arrived.notify_all()
         elif isinstance(message, AbortSave):
-            with self._heard:
+            with self._arrived:
                 self._aborted[message.job] = message.reason
-                self._heard.notify_all()
+                self._arrived.notify_all()
         elif isinstance(message, SaveRequest) and self._plan is not None:
-            self._drains.submit(self._drain, message, self._plan)
+            self._drains.submit(self._write, message, self._plan)
         elif isinstance(message, Partner) and self._near is not None:
             self._near.set_peer(message.url, message.secret)
         elif isinstance(message, Neighbours) and self._near is not None:
@@ -193,8 +194,8 @@ class SaveWriter:
         elif isinstance(message, Leave):
             self._goes_on, self._left_at = self._near is not None, message.at
             raise EOFError
-        self.said_goodbye = isinstance(message, Stop)
-        return not self.said_goodbye
+        self.stopped = isinstance(message, Stop)
+        return not self.stopped
 
     def _finish(self) -> None:
         self._end_waits()
@@ -209,9 +210,9 @@ class SaveWriter:
                 self._orphans.submit(self._commit_as_survivor, save, plan)
         self._orphans.shutdown(wait=True)
         self._commits.shutdown(wait=True)
-        if self.said_goodbye and self._uploader is not None and self._is_ahead(self._uploader):
+        if self.stopped and self._uploader is not None and self._is_ahead(self._uploader):
             # The root could not take the newest snapshot: what is in memory is all there is of it.
-            self.said_goodbye, self.died_at = False, time.monotonic()
+            self.stopped, self.died_at = False, time.monotonic()
             _log.error("the root has not got the newest snapshot: it is kept in memory")
         if self._near is not None:
             self._near.memory.adopt(self._arena.values())
@@ -223,7 +224,7 @@ class SaveWriter:
         self._channel.close()
 
     def _wait_next_life(self) -> None:
-        """See whether the trainer that said so goes on: its snapshots are needed where they are.
+        """Wait for the next life of a trainer that left: its snapshots are needed where they are.
 
         What is brought to the root meanwhile would be in the way, and is soon too old.
         """
@@ -231,10 +232,10 @@ class SaveWriter:
             self._goes_on = self._near.wait_next(self._left_at, _NEXT_LIFE_S)
 
     def _end_waits(self) -> None:
-        """Nothing comes from the trainer any more."""
-        with self._heard:
+        """End waits for the trainer: nothing comes from it any more."""
+        with self._arrived:
             self._orphan.set()
-            self._heard.notify_all()
+            self._arrived.notify_all()
 
     def _swap_slot(self, slot: Slot) -> None:
         # The trainer replaces a slot that nobody reads any more.
@@ -263,8 +264,8 @@ class SaveWriter:
 
     def _wait_sealed(self, save: SaveRequest, slot: Slot, timeout_s: float) -> Sealed:
         """Return the seal of this very save: without one what is staged may be half a snapshot."""
-        with self._heard:
-            self._heard.wait_for(
+        with self._arrived:
+            self._arrived.wait_for(
                 lambda: (
                     save.job in self._sealed or save.job in self._aborted or self._orphan.is_set()
                 ),
@@ -282,48 +283,75 @@ class SaveWriter:
         if save.job in self._aborted:
             raise SaveError(self._aborted[save.job], kind="aborted", where=save.folder)
 
-    def _drain(self, save: SaveRequest, plan: RankPlan) -> None:
-        last = 0.0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            if now - last > 0.1 or done == total:
-                last = now
-                self.tell(WriteProgress(save.job, done, total))
-
+    def _write(self, save: SaveRequest, plan: RankPlan) -> None:
+        """Bring a share to its tiers: to the root as it is copied, to several once it is whole."""
         try:
             slot = self._slot(save)
             if self._uploader is not None:
-                self._belong(save)
+                self._check_owner(save)
                 self._uploader.take(self._stage(save, plan, slot))
                 return
-            self._check_root(save)
-            if not self._is_reported(save):
-                drain(
-                    self._store,
-                    plan,
-                    save,
-                    slot.data,
-                    lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
-                    lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
-                    progress,
-                    self._unchanged,
-                )
-        except CkptdError as error:
-            self._give_up(save, error.to_dict())
-            return
         except Exception as error:  # noqa: BLE001 - a bug must reach the handle, not vanish
-            self._give_up(save, as_worker_error(error))
+            self._unchanged.end(save)
+            for tier in (*save.near, ROOT) if save.root else save.near:
+                self.send(ShardStored(save.job, tier, as_document(error)))
+            self.send(Freed(save.job))
             return
-        self.tell(Freed(save.job))
-        self._written(save, plan)
+        self._write_root(
+            save,
+            plan,
+            slot.data,
+            lambda upto, timeout_s: self._wait_staged(save, slot, upto, timeout_s),
+            lambda timeout_s: self._wait_sealed(save, slot, timeout_s),
+            lambda: self.send(Freed(save.job)),
+        )
+
+    def _write_root(
+        self,
+        save: SaveRequest,
+        plan: RankPlan,
+        data: memoryview,
+        wait: Callable[[int, float], None],
+        sealed: Callable[[float], Sealed],
+        free: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a share to the root and have it committed; `free` when `data` is read no more.
+
+        Raises nothing: the trainer receives what failed. See `drain` for `wait` and `sealed`.
+        """
+        reported = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal reported
+            now = time.monotonic()
+            if now - reported > 0.1 or done == total:
+                reported = now
+                self.send(WriteProgress(save.job, done, total))
+
+        try:
+            self._check_root(save)
+            with events.about(tier=self._tier):
+                if not self._is_reported(save):
+                    drain(self._store, plan, save, data, wait, sealed, progress, self._unchanged)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._unchanged.end(save)
+            free()
+            self.send(ShardStored(save.job, ROOT, as_document(error)))
+            return
+        free()
+        self.send(ShardStored(save.job, ROOT))
+        if not save.root and self._hello.rank == 0:
+            self._orphans.submit(self._commit_as_survivor, save, plan)
+        elif self._hello.rank == 0:
+            self._commits.submit(self._commit, save, plan)
+        else:
+            self._unsettled.append((save, plan))
 
     def _is_reported(self, save: SaveRequest) -> bool:
         """Tell whether a worker that died has written this rank's share and reported its part.
 
-        Then whoever commits may have seen the part, and what it tells of must not be written anew.
-        The part is looked for first: it goes when the commit is there.
+        Then the committer may have read the part, and what it names must not be written anew. The
+        part is looked for first: it is removed when the commit is there.
         """
         if not save.again:
             return False
@@ -335,23 +363,6 @@ class SaveWriter:
         if part.error is not None:
             raise CkptdError.from_dict(part.error)
         return True
-
-    def _give_up(self, save: SaveRequest, error: dict[str, str | None]) -> None:
-        """Tell that nothing of this rank's share goes anywhere."""
-        self._unchanged.end(save)
-        for tier in (*save.near, ROOT) if save.root else save.near:
-            self.tell(ShardStored(save.job, tier, error))
-        self.tell(Freed(save.job))
-
-    def _written(self, save: SaveRequest, plan: RankPlan) -> None:
-        """Say so; what is left is the commit."""
-        self.tell(ShardStored(save.job, ROOT))
-        if not save.root and self._hello.rank == 0:
-            self._orphans.submit(self._commit_as_survivor, save, plan)
-        elif self._hello.rank == 0:
-            self._commits.submit(self._commit, save, plan)
-        else:
-            self._unsettled.append((save, plan))
 
     def _check_root(self, save: SaveRequest) -> None:
         """Raise unless the root of a save is there: what lies at its place may be another one.
@@ -365,12 +376,12 @@ class SaveWriter:
             self._catalogue.expect(save.root_id)
         self._catalogue.check_root()
 
-    def _belong(self, save: SaveRequest) -> None:
-        """Say whose snapshots these are: what is here of a root that was deleted must go."""
+    def _check_owner(self, save: SaveRequest) -> None:
+        """Drop what near tiers have of another root: one that was deleted may be made anew."""
         if self._near is None or (self._root_id and self._root_id == save.root_id):
             return
         try:
-            # Trainers of older versions do not say it. Memory must be of use also while the root
+            # Trainers of older versions do not send it. Memory must be of use also while the root
             # is not.
             self._root_id = save.root_id or self._root_id or self._catalogue.open().root_id
             self._near.belongs(self._root_id)
@@ -401,36 +412,17 @@ class SaveWriter:
 
     def _shard_to_root(self, shard: StagedShard, data: memoryview) -> None:
         save = shard.save
-        try:
+
+        def wait(upto: int, timeout_s: float) -> None:
             self._raise_aborted(save)
-            self._check_root(save)
-            with events.about(tier=self._tier):
-                if not self._is_reported(save):
-                    drain(
-                        self._store,
-                        shard.plan,
-                        save,
-                        data,
-                        lambda upto, timeout_s: None,
-                        lambda timeout_s: shard.seal,
-                        lambda done, total: None,
-                        self._unchanged,
-                    )
-        except CkptdError as error:
-            self._unchanged.end(save)
-            self.tell(ShardStored(save.job, ROOT, error.to_dict()))
-            return
-        except Exception as error:  # noqa: BLE001 - as above
-            self._unchanged.end(save)
-            self.tell(ShardStored(save.job, ROOT, as_worker_error(error)))
-            return
-        self._written(save, shard.plan)
+
+        self._write_root(save, shard.plan, data, wait, lambda timeout_s: shard.seal)
 
     def _promote(self, uploader: TierUploader) -> None:
         """Bring the newest complete snapshot to the root, if it was kept in memory only.
 
         Every rank's worker does so by itself when its trainer ends, however it ends: what was
-        promised nearby is not lost with the memory. A newer life of the job may go on meanwhile:
+        complete nearby is not lost with the memory. A newer life of the job may go on meanwhile:
         then the root refuses it, and nothing is missed.
         """
         for shard in uploader.worth_saving():
@@ -476,7 +468,7 @@ class SaveWriter:
     def _commit_as_survivor(self, save: SaveRequest, plan: RankPlan) -> None:
         """Commit what rank 0 did not: its worker may have died with the trainers.
 
-        Only rank 0 commits while its job lives, so what nobody aborted is still wanted.
+        Only rank 0 commits while its job lives, so what was not aborted is still wanted.
         """
         end = time.monotonic() + _turn_s(self._hello.rank)
         while not self._is_settled(save):
@@ -495,7 +487,7 @@ class SaveWriter:
             return False  # the commit itself will say what is wrong with the store
 
     def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
-        """Commit, and say so; what goes wrong later is a warning."""
+        """Commit and report it; what fails later is a warning."""
         orphaned_at: float | None = None
 
         def stop() -> str | None:
@@ -508,22 +500,22 @@ class SaveWriter:
                     return "the trainers are gone and not every rank's part arrived"
             return None
 
-        rank, heard = self._hello.rank, self._unchanged.gathered
+        rank, gathered = self._hello.rank, self._unchanged.gathered
         commit = None
         try:
             with events.about(tier=self._tier):
                 commit = commit_attempt(
-                    self._catalogue, plan.plan, save, stop, save.timeout_s, rank, heard
+                    self._catalogue, plan.plan, save, stop, save.timeout_s, rank, gathered
                 )
-        except CkptdError as error:
-            self._commit_failed(save, error.to_dict())
-            return
         except Exception as error:  # noqa: BLE001 - as above
-            self._commit_failed(save, as_worker_error(error))
+            failed = as_document(error)
+            if self._orphan.is_set():  # no other process is there to report it
+                _log.error("step %d was not committed: %s", save.step, failed.get("message"))
+            self.send(ShardStored(save.job, ROOT, failed))
             return
         finally:
             self._unchanged.end(save, commit)
-        self.tell(SaveCommitted(save.job))
+        self.send(SaveCommitted(save.job))
         # From here on the checkpoint exists: nothing that fails may call it a failed save.
         try:
             with (
@@ -534,15 +526,10 @@ class SaveWriter:
                 if save.keep is not None:
                     apply_retention(self._catalogue, save.keep)
         except CkptdError as error:
-            self.tell(Warned(save.job, error.to_dict()))
+            self.send(Warned(save.job, error.to_dict()))
 
-    def _commit_failed(self, save: SaveRequest, error: dict[str, str | None]) -> None:
-        if self._orphan.is_set():  # nobody else is there to say it
-            _log.error("step %d was not committed: %s", save.step, error.get("message"))
-        self.tell(ShardStored(save.job, ROOT, error))
-
-    def tell(self, message: Response) -> None:
-        """Tell the trainer, if it still lives."""
+    def send(self, message: Response) -> None:
+        """Send a message to the trainer, if it still lives."""
         with self._send_lock:
             try:
                 self._channel.send(message)
@@ -559,8 +546,8 @@ def main() -> None:
     """Entry point of the process: the channel is the socket whose number is the only argument."""
     report_crashes()
     worker = SaveWriter(SocketChannel(socket.socket(fileno=int(sys.argv[1])), Request))
-    # A worker in a thread of the trainer tells the same bus, and must not tell it twice.
-    events.subscribe(lambda event: worker.tell(Happened(event)))
+    # A worker in a thread of the trainer emits on the same bus, and must not emit twice.
+    events.subscribe(lambda event: worker.send(Happened(event)))
     worker.run()
 
 

@@ -28,7 +28,7 @@ from ckptd.root.policy import Every, Keep, check_positive
 from ckptd.root.spans import root_tier, saving
 from ckptd.runtime.ranks import Board
 from ckptd.save.client import WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveHandle, SaveTracker
 from ckptd.save.tiers import LINGER_S, Tier, tier_specs
 from ckptd.train.lineage import Lineage
 from ckptd.train.loader import Loader, LoadReport
@@ -298,9 +298,9 @@ class Checkpointer:
         near = None if self._nearby is None else self._nearby.sources
         self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near, self._snapshot)
         self._client: WriterClient | None = None
-        self._handles: list[SaveHandle] = []
-        self._told: list[SaveHandle] = []
-        self._newest: SaveHandle | None = None
+        self._handles: list[SaveTracker] = []
+        self._told: list[SaveTracker] = []
+        self._newest: SaveTracker | None = None
         self._poisoned: CkptdError | None = None
         self._closed = False
         self._when_failed = check_when_failed(when_failed)
@@ -394,7 +394,7 @@ class Checkpointer:
         if root:
             self._last_on_root, self._newest = step, handle
             self._cadence.saved(handle, time.monotonic() - began)
-        self._handles = [h for h in self._handles if not (h.done and h._looked_at)]
+        self._handles = [h for h in self._handles if not (h.done and not h.error_unseen)]
         self._handles.append(handle)
         return handle
 
@@ -606,10 +606,10 @@ class Checkpointer:
             ``when_failed="warn"`` the newest one to the root, if that failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        failed: list[SaveHandle] = []
+        failed: list[SaveTracker] = []
         for handle in self._handles:
             left = None if end is None else max(0.0, end - time.monotonic())
-            seen = handle._error_seen
+            seen = handle.error_seen
             try:
                 handle.durable(left)
             except CkptdError:
@@ -620,15 +620,15 @@ class Checkpointer:
         self.before_mutation()  # a save that failed may still be copied
         self._raise_first(failed)
 
-    def _raise_first(self, failed: list[SaveHandle]) -> None:
+    def _raise_first(self, failed: list[SaveTracker]) -> None:
         if self._when_failed == "warn":
             for handle in failed:
                 self._tell_failed(handle)
             # A root that recovered has what the failed ones would have given it.
             failed = [h for h in failed if h is self._newest]
-        if failed and failed[0]._error is not None:
-            failed[0]._error.add_note(f"the save of step {failed[0].step}")
-            raise failed[0]._error
+        if failed and failed[0].failure is not None:
+            failed[0].failure.add_note(f"the save of step {failed[0].step}")
+            raise failed[0].failure
 
     @uncompiled
     @phase(Phase.CKPT)
@@ -696,7 +696,7 @@ class Checkpointer:
     def _settle(self, end: float) -> bool:
         """Wait until every save has ended; a signal to stop may shorten the time meanwhile."""
         for handle in self._handles:
-            while (left := self._time_left(end)) > 0.0 and not handle._settled(min(left, 1.0)):
+            while (left := self._time_left(end)) > 0.0 and not handle.wait_done(min(left, 1.0)):
                 pass
         return all(h.done for h in self._handles)
 
@@ -751,16 +751,16 @@ class Checkpointer:
         if self._poisoned is not None:
             raise self._poisoned
         for handle in self._handles:
-            if handle._error_unseen and self._when_failed == "warn":
+            if handle.error_unseen and self._when_failed == "warn":
                 self._tell_failed(handle)
-            elif (failed := handle._take_unseen_error()) is not None:
+            elif (failed := handle.take_unseen_error()) is not None:
                 self._saver.heed(failed)
                 raise failed
 
-    def _tell_failed(self, handle: SaveHandle) -> None:
+    def _tell_failed(self, handle: SaveTracker) -> None:
         """Tell once of a save that failed while training goes on."""
         if handle not in self._told:
             self._told.append(handle)
-            if handle._error is not None:
-                self._saver.heed(handle._error)
-            _log.error("step %d was not saved: %s", handle.step, handle._error)
+            if handle.failure is not None:
+                self._saver.heed(handle.failure)
+            _log.error("step %d was not saved: %s", handle.step, handle.failure)

@@ -256,7 +256,7 @@ class Nearby:
         self._met, self._partner = (client, life), None
         if self._chosen() is None:
             # The agent may still know that of an earlier generation, and would try it at each save.
-            client.meet(Partner("", ""))
+            client.set_partner(Partner("", ""))
         self._refresh(client)
         self._remember(client)
 
@@ -280,7 +280,7 @@ class Nearby:
     def _remember(self, client: WriterClient) -> None:
         """Tell the agent of other nodes, for the next life, if it is one that understands."""
         if client.answer().neighbours is not None:
-            client.remember(self._neighbours())
+            client.set_neighbours(self._neighbours())
 
     def _introduce(self, client: WriterClient) -> _Report:
         answer = client.answer()
@@ -330,7 +330,7 @@ class Nearby:
         if node == self._partner or not node.memory:
             return False
         self._nodes[chosen] = self._partner = node
-        client.meet(Partner(node.memory, self._key_of(node.name, node.secret)))
+        client.set_partner(Partner(node.memory, self._key_of(node.name, node.secret)))
         return True
 
     def _key_of(self, node: str, drawn: str = "") -> str:

@@ -22,8 +22,8 @@ from ckptd.format.metadata import checked_metadata
 from ckptd.monitor.job import Phase
 from ckptd.root.policy import Keep
 from ckptd.save.arena import Slot
-from ckptd.save.client import WriterClient, near_key, post_failure
-from ckptd.save.handle import SaveHandle
+from ckptd.save.client import WriterClient, post_failure
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
 from ckptd.save.structure import RankGroup, ReplicaHolders, SavePlan, Structure, build_plan
 from ckptd.train.copy import CopySources, Snapshot, copy_steps
@@ -198,7 +198,7 @@ class Saver:
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
-        self._unheeded: list[SaveHandle] = []
+        self._unheeded: list[SaveTracker] = []
         self._told_statistics = False
         self._cuda = CudaCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
@@ -225,10 +225,10 @@ class Saver:
 
     def _heed_all(self) -> None:
         """Heed each save that failed, whoever has looked at its handle, and also where it began."""
-        for handle in [h for h in self._unheeded if h.done or h._error is not None]:
+        for handle in [h for h in self._unheeded if h.done or h.failure is not None]:
             self._unheeded.remove(handle)
-            if handle._error is not None:
-                self.heed(handle._error)
+            if handle.failure is not None:
+                self.heed(handle.failure)
 
     @phase(Phase.CKPT)
     def save(
@@ -246,7 +246,7 @@ class Saver:
         goes_on: bool = False,
         root_id: str = "",
         claim_id: str = "",
-    ) -> SaveHandle:
+    ) -> SaveTracker:
         """Begin to copy the state into the arena, and have it written.
 
         On return everything is copied but what the gate holds.
@@ -266,7 +266,7 @@ class Saver:
         """
         at_step(step)
         job = client.next_job()
-        handle = SaveHandle(step, generation, attempt, 0, near=near, root=root)
+        handle = SaveTracker(step, generation, attempt, 0, near=near, root=root)
         key = f"save/{generation}/{step}/{attempt}"
         self._heed_all()
         self._unheeded.append(handle)
@@ -311,20 +311,20 @@ class Saver:
                 if value.follower is not None:
                     value.follower.saved(step)
         except CkptdError as error:
-            self._tell_others(key, near, error)
+            post_failure(self._board, key, error, near)
             if not (goes_on and isinstance(error, WorkerError)):
-                handle._fail(error)
+                handle.fail(error)
                 raise
             _log.warning("step %d is not saved: %s", step, error.message)
             for tier in near:
-                handle._settle(tier, error)
+                handle.settle(tier, error)
             if root:
-                handle._fail(error)
+                handle.fail(error)
         except BaseException as error:  # of the program's own methods, or of its user
             ended = SaveError(f"save was left: {error!r}"[:500], kind="aborted")
-            handle._fail(ended)
+            handle.fail(ended)
             with suppress(CkptdError):  # what was raised counts
-                self._tell_others(key, near, ended)
+                post_failure(self._board, key, ended, near)
             raise
         return handle
 
@@ -384,15 +384,6 @@ class Saver:
             known = replica_tables(laid, holders, samples)
         return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 
-    def _tell_others(self, key: str, near: Sequence[str], error: CkptdError) -> None:
-        if self._board.world > 1:
-            text = f"rank {self._board.rank} failed: {error.message}"
-            for place in (near_key(key, tier) for tier in near):
-                self._board.set(f"{place}/failed", text.encode())
-            post_failure(self._board, key, error)
-            if self._board.rank == 0:
-                self._board.set(key, msgspec.json.encode(error.to_dict()))
-
     def _stage(
         self,
         client: WriterClient,
@@ -401,7 +392,7 @@ class Saver:
         leaves: Leaves,
         laid: LaidLeaves | None,
         bodies: list[bytes],
-        handle: SaveHandle,
+        handle: SaveTracker,
         key: str,
     ) -> None:
         rank = self._board.rank
@@ -411,7 +402,7 @@ class Saver:
             self._steps_of = plan.digest
         tensor_bytes = plan.filemap.data_bytes(rank)
         total = tensor_bytes + sum(map(len, bodies))
-        handle._total = total
+        handle.total_bytes = total
         sources = self._sources_of(leaves, laid)
         with events.span("acquire"):
             slot = client.acquire(total, self._timeout_s)

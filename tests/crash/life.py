@@ -14,7 +14,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.policy import Keep
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import SaveRequest
 from ckptd.save.structure import SavePlan
 from ckptd.store import StoreSpec
@@ -120,7 +120,7 @@ def _begin(store: Store) -> int:
     return catalogue.claim(catalogue.latest(), 1, "start").generation
 
 
-def save_on(client: WriterClient, life: Life) -> SaveHandle:
+def save_on(client: WriterClient, life: Life) -> SaveTracker:
     """Begin the save of `life` and stage all of it."""
     plan = plan_for(life.world, life.large)
     total = plan.filemap.data_bytes(life.rank)
@@ -136,7 +136,7 @@ def save_on(client: WriterClient, life: Life) -> SaveHandle:
         keep=None if life.keep is None else Keep(life.keep),
         timeout_s=life.timeout_s,
     )
-    handle = SaveHandle(life.step, life.generation, life.attempt, total)
+    handle = SaveTracker(life.step, life.generation, life.attempt, total)
     slot = client.acquire(total, DEADLINE_S)
     client.begin(save, plan, handle, outcome_key(life.step, life.attempt), slot)
     fill(plan, life.rank, arrays_of(life.step, life.attempt, life.large), slot.data)

@@ -44,7 +44,7 @@ from ckptd.root.policy import Keep
 from ckptd.runtime.agentlink import AgentPlace
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import SaveRequest
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec
@@ -104,7 +104,7 @@ class Life:
             client = WriterClient(store.describe(), LocalBoard(), store)
         step = latest.step if latest else 0
         draw = random.Random(self.seed)
-        handles: list[tuple[int, int, SaveHandle]] = []
+        handles: list[tuple[int, int, SaveTracker]] = []
         for number in range(1, 10_000):
             step += 1
             seed = draw.randrange(1 << 30)
@@ -124,7 +124,7 @@ class Life:
                 claim_id=claimed.claim_id,
             )
             total = PLAN.filemap.data_bytes(0)
-            handle = SaveHandle(step, claimed.generation, save.attempt, total, near=near)
+            handle = SaveTracker(step, claimed.generation, save.attempt, total, near=near)
             self.note("begun", root_id, step, seed)
             slot = client.acquire(total, _SAVE_S)
             client.begin(save, PLAN, handle, f"save/{number}", slot)
@@ -136,7 +136,7 @@ class Life:
             while handles and (len(handles) > 1 or draw.random() < 0.5):
                 self._settle(root_id, *handles.pop(0))
 
-    def _settle(self, root_id: str, step: int, seed: int, handle: SaveHandle) -> None:
+    def _settle(self, root_id: str, step: int, seed: int, handle: SaveTracker) -> None:
         try:
             handle.durable(_SAVE_S)
         except CkptdError as error:

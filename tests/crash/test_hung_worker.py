@@ -17,7 +17,7 @@ from ckptd.errors import CkptdError, SaveError, WorkerError
 from ckptd.format.names import CommitName
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec
 from tests.processes import wait_for_end
@@ -95,7 +95,7 @@ def test_a_worker_that_never_starts(root: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(client_module, "START_S", 1.0)
     client = WriterClient(StoreSpec(root), LocalBoard())
     os.kill(client.pid, signal.SIGSTOP)
-    handle = SaveHandle(1, 1, "0001", 10)
+    handle = SaveTracker(1, 1, "0001", 10)
     job = client_module._Job(handle, "k", *cast("Any", (None, None, None)))
     client._jobs[1] = job
     assert "does not answer" in finish(handle.durable).message

@@ -14,7 +14,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.agentlink import AgentPlace
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import AgentSpec, WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import Partner, SaveRequest
 from ckptd.save.recover import complete_snapshots
 from ckptd.save.structure import SavePlan
@@ -81,7 +81,7 @@ class NearJob:
     def meet(self, other: NearJob) -> None:
         """Let another node's agent keep this one's shares."""
         answer = other.client.answer()
-        self.client.meet(Partner(answer.memory, answer.secret))
+        self.client.set_partner(Partner(answer.memory, answer.secret))
 
     def save(
         self,
@@ -91,7 +91,7 @@ class NearJob:
         near: Sequence[str] | None = None,
         root: bool = False,
         staged: bool = True,
-    ) -> SaveHandle:
+    ) -> SaveTracker:
         """Begin a save; without `staged` only half of it is copied."""
         self.attempts += 1
         save = SaveRequest(
@@ -109,7 +109,7 @@ class NearJob:
             root=root,
         )
         total = self.plan.filemap.data_bytes(self.board.rank)
-        handle = SaveHandle(step, self.generation, save.attempt, total, near=save.near, root=root)
+        handle = SaveTracker(step, self.generation, save.attempt, total, near=save.near, root=root)
         slot = self.client.acquire(total, PATIENCE_S)
         self.client.begin(save, self.plan, handle, f"save/{step}/{save.attempt}", slot)
         end = fill(self.plan, self.board.rank, arrays or values(step), slot.data)

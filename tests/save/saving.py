@@ -12,7 +12,7 @@ from ckptd.root.catalogue import Catalogue
 from ckptd.root.policy import Keep
 from ckptd.runtime.ranks import Board, LocalBoard
 from ckptd.save.client import WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import Blob, Extra, SaveRequest
 from ckptd.save.structure import RankGroup, SavePlan, Structure, TensorCut, build_plan
 from ckptd.store import StoreSpec
@@ -103,11 +103,11 @@ class Job:
         replicas: tuple[tuple[str, str], ...] = (),
         blobs: tuple[Blob, ...] = (),
         **changes: Any,
-    ) -> SaveHandle:
+    ) -> SaveTracker:
         """Save and return the handle; staging is complete."""
         save = self.request(step, **changes)
         total = self.plan.filemap.data_bytes(self.board.rank) + sum(map(len, bodies))
-        handle = SaveHandle(step, self.generation, save.attempt, total)
+        handle = SaveTracker(step, self.generation, save.attempt, total)
         slot = self.client.acquire(total, 20.0)
         self.client.begin(save, self.plan, handle, f"save/{step}/{save.attempt}", slot)
         end = fill(self.plan, self.board.rank, arrays, slot.data)

@@ -22,7 +22,7 @@ from ckptd.format.names import CommitName
 from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.client import WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import AbortSave
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultRule, FaultSpec, ThrottleSpec
@@ -107,7 +107,7 @@ def test_a_worker_that_cannot_open_the_store_says_why(tmp_path: Path) -> None:
     job = Job(StoreSpec(str(tmp_path / "root")))
     job.close()
     client = WriterClient(StoreSpec("nosuchscheme://x"), LocalBoard())
-    handle = SaveHandle(1, 1, "0001", 0)
+    handle = SaveTracker(1, 1, "0001", 0)
     with contextlib.suppress(WorkerError):  # it may be known already
         client.begin(job.request(1), job.plan, handle, "k", client.acquire(8, 5.0))
     with pytest.raises(WorkerError) as caught:
@@ -121,11 +121,11 @@ def test_a_trainer_that_dies_in_mid_copy_leaves_nothing_visible(root: str) -> No
         import os, signal, sys
         sys.path.insert(0, {top!r})
         from ckptd.store import StoreSpec
-        from ckptd.save.handle import SaveHandle
+        from ckptd.save.handle import SaveTracker
         from tests.save.saving import Job
         job = Job(StoreSpec({root!r}))
         slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
-        job.client.begin(job.request(1), job.plan, SaveHandle(1, 1, "0001", 1), "k", slot)
+        job.client.begin(job.request(1), job.plan, SaveTracker(1, 1, "0001", 1), "k", slot)
         slot.staged = 100
         print(job.client.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -208,11 +208,11 @@ def two_ranks(root: str) -> list[Job]:
     return [first, Job(StoreSpec(root), board=boards[1], generation=first.generation)]
 
 
-def begun(job: Job, step: int) -> tuple[int, SaveHandle]:
+def begun(job: Job, step: int) -> tuple[int, SaveTracker]:
     """Begin a save that is never sealed; return its job's number and its handle."""
     save = job.request(step)
     total = job.plan.filemap.data_bytes(job.board.rank)
-    handle = SaveHandle(step, job.generation, save.attempt, total)
+    handle = SaveTracker(step, job.generation, save.attempt, total)
     slot = job.client.acquire(total, 20.0)
     job.client.begin(save, job.plan, handle, f"save/{step}/{save.attempt}", slot)
     return save.job, handle
@@ -228,7 +228,7 @@ def test_a_refused_save_keeps_its_reason_however_fast_the_writer_answers(
     def slow(message: object, fd: int | None = None) -> None:
         send(message, fd)  # type: ignore[arg-type]
         if isinstance(message, AbortSave):
-            assert handle._settled(20.0)  # by the writer's answer
+            assert handle.wait_done(20.0)  # by the writer's answer
 
     monkeypatch.setattr(job.client, "_send", slow)
     cause = SaveError("2 tensors changed before they were copied", kind="mutated", where="w")
@@ -331,7 +331,7 @@ def test_progress_and_waiting_with_a_deadline(root: str) -> None:
 
 def test_abandoning_a_half_staged_save_frees_the_worker(root: str) -> None:
     job = Job(StoreSpec(root))
-    handle = SaveHandle(1, job.generation, "0001", 0)
+    handle = SaveTracker(1, job.generation, "0001", 0)
     slot = job.client.acquire(job.plan.filemap.data_bytes(0), 5.0)
     save = job.request(1)
     job.client.begin(save, job.plan, handle, "k", slot)
@@ -350,13 +350,13 @@ def test_a_taken_slot_is_never_handed_out(root: str, monkeypatch: pytest.MonkeyP
     job = Job(StoreSpec(root))
     job.client.close(20.0)
     client = WriterClient(StoreSpec(root), LocalBoard(), slots=3)
-    handle = SaveHandle(1, job.generation, "0001", 0)
+    handle = SaveTracker(1, job.generation, "0001", 0)
     size = job.plan.filemap.data_bytes(0)
     first = client.acquire(size, 5.0)
     client.begin(job.request(1), job.plan, handle, "k", first)
     second = client.acquire(size, 5.0)
     save = msgspec.structs.replace(job.request(2), job=99)
-    other = SaveHandle(2, job.generation, "0002", 0)
+    other = SaveTracker(2, job.generation, "0002", 0)
     client.begin(save, job.plan, other, "k2", second)
     client.abandon(1, "gives its slot back")
     deadline = time.monotonic() + 20.0

@@ -18,7 +18,7 @@ from ckptd.root.gc import plan_gc, run_gc
 from ckptd.runtime.ranks import LocalBoard
 from ckptd.save import dedup as referring
 from ckptd.save.dedup import FIRST_OFF, MOST_FOLDERS, PATIENCE
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import Extra
 from ckptd.store import StoreSpec
 from ckptd.store.base import FaultSpec, Store
@@ -214,13 +214,13 @@ class Half:
         save = job.request(step)
         total = job.plan.filemap.data_bytes(0)
         self.number = save.job
-        self.handle = SaveHandle(step, job.generation, save.attempt, total)
+        self.handle = SaveTracker(step, job.generation, save.attempt, total)
         self.slot = job.client.acquire(total, 60.0)
         job.client.begin(save, job.plan, self.handle, f"save/{step}", self.slot)
         self.slot.staged = fill(job.plan, 0, arrays, self.slot.data)
         until(lambda: is_held(job.store))
 
-    def finish(self) -> SaveHandle:
+    def finish(self) -> SaveTracker:
         self.job.client.seal(self.number, self.slot)
         return self.handle
 

@@ -14,23 +14,23 @@ from ckptd.errors import (
     UsageError,
     WorkerError,
 )
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 
 ERROR = SaveError("the peer is gone", kind="aborted")
 
 
-def handle(*near: str, root: bool = False) -> SaveHandle:
-    return SaveHandle(7, 1, "0001", 10, near=near, root=root)
+def handle(*near: str, root: bool = False) -> SaveTracker:
+    return SaveTracker(7, 1, "0001", 10, near=near, root=root)
 
 
 def test_a_save_to_near_tiers_ends_when_the_last_of_them_has_settled() -> None:
     save = handle("memory", "peer")
-    assert save._settle("peer", ERROR)
+    assert save.settle("peer", ERROR)
     assert not save.done
     assert save.progress.phase == "staging"
     with pytest.raises(DeadlineError):
         save.durable(0.0)
-    assert save._settle("memory")
+    assert save.settle("memory")
     assert save.done
     assert save.tiers == {"memory": "complete", "peer": "failed"}
     save.durable(tier="memory")
@@ -41,8 +41,8 @@ def test_a_save_to_near_tiers_ends_when_the_last_of_them_has_settled() -> None:
 
 def test_the_farthest_tier_decides() -> None:
     save = handle("memory", "local")
-    save._settle("memory", ERROR)
-    save._settle("local")
+    save.settle("memory", ERROR)
+    save.settle("local")
     save.durable()
     assert save.progress.phase == "durable"
     assert save.error is None
@@ -50,33 +50,33 @@ def test_the_farthest_tier_decides() -> None:
 
 def test_near_tiers_that_fail_are_raised_by_nobody_else() -> None:
     save = handle("memory")
-    save._settle("memory", ERROR)
-    assert not save._error_unseen
-    assert save._take_unseen_error() is None
+    save.settle("memory", ERROR)
+    assert not save.error_unseen
+    assert save.take_unseen_error() is None
 
 
 def test_the_root_is_not_touched_by_what_near_tiers_do() -> None:
     save = handle("memory", root=True)
-    save._settle("memory", ERROR)
+    save.settle("memory", ERROR)
     assert save.progress.phase == "staging"
-    save._advance("durable")
+    save.advance("durable")
     assert save.done
     save.durable()
 
 
 def test_the_root_may_end_first() -> None:
     save = handle("memory", root=True)
-    save._advance("durable")
+    save.advance("durable")
     assert not save.done
-    save._settle("memory")
+    save.settle("memory")
     assert save.done
 
 
 def test_what_is_settled_stays() -> None:
     save = handle("memory", "peer")
-    assert save._settle("memory")
-    assert not save._settle("memory", ERROR)
-    assert not save._settle("local")
+    assert save.settle("memory")
+    assert not save.settle("memory", ERROR)
+    assert not save.settle("local")
     assert save.tiers["memory"] == "complete"
 
 
@@ -106,10 +106,10 @@ def test_a_step_counts_when_no_single_node_can_take_it_along(
     # A step was promised while only its own nodes had it, and one of them was lost: that the peer's
     # copy fails may be how it is learned.
     save, heard = handle(*near, root=True), list[str]()
-    save._when_safe(lambda: heard.append("safe"))
+    save.when_safe(lambda: heard.append("safe"))
     errors = {"!": ERROR, "?": StoreError("there is one node", kind="no-peer")}
     for tier in settled:
-        save._settle(tier.lstrip("!?"), errors.get(tier[0]))
+        save.settle(tier.lstrip("!?"), errors.get(tier[0]))
     assert min(len(heard), 1) == told
 
 
@@ -126,31 +126,31 @@ def test_what_is_near_though_the_peer_has_it_not(
     memory: CkptdError | None, peer: CkptdError | None, unsure: bool
 ) -> None:
     save = handle("memory", "peer", root=True)
-    assert not save._unsure
-    save._settle("memory", memory)
-    save._settle("peer", peer)
-    assert save._unsure is unsure
+    assert not save.peer_failed
+    save.settle("memory", memory)
+    save.settle("peer", peer)
+    assert save.peer_failed is unsure
 
 
 def test_the_folder_of_a_node_is_no_root() -> None:
     save, heard = handle("memory", "peer", "local"), list[str]()
     for tier, error in (("memory", None), ("peer", ERROR), ("local", None)):
-        save._settle(tier, error)
+        save.settle(tier, error)
     assert save.progress.phase == "durable"
-    save._when_safe(lambda: heard.append("safe"))
+    save.when_safe(lambda: heard.append("safe"))
     assert not heard
 
 
 def test_a_step_at_the_root_counts_whatever_becomes_of_the_peer() -> None:
     save, heard = handle("memory", "peer", root=True), list[str]()
-    save._advance("durable")
-    save._when_safe(lambda: heard.append("safe"))
+    save.advance("durable")
+    save.when_safe(lambda: heard.append("safe"))
     assert heard
 
 
 @pytest.mark.parametrize("why", ["not-due", "skipped"])
 def test_a_handle_of_no_save_waits_for_nothing(why: Literal["not-due", "skipped"]) -> None:
-    handle = SaveHandle.unsaved(7, 2, why)
+    handle = SaveTracker.unsaved(7, 2, why)
     assert not handle
     handle.durable()
     handle.durable(0.0, tier="memory")
@@ -164,7 +164,7 @@ def test_a_handle_of_no_save_waits_for_nothing(why: Literal["not-due", "skipped"
 
 
 def test_a_handle_of_a_save_is_true_however_it_ends() -> None:
-    handle = SaveHandle(1, 1, "0001", 10)
+    handle = SaveTracker(1, 1, "0001", 10)
     assert handle
-    handle._fail(ERROR)
+    handle.fail(ERROR)
     assert handle

@@ -27,13 +27,13 @@ class World:
     """The uploader of one rank, and what they told and wrote to the root."""
 
     def __init__(self, folder: str) -> None:
-        self.told: list[Response] = []
+        self.sent: list[Response] = []
         self.rooted: dict[int, bytes] = {}
         self.root_busy = threading.Event()
         self.root_busy.set()
         self.near = NodeTiers()
         self.near.prepare((TierSpec("local", 1, StoreSpec(folder)),))
-        self.uploader = TierUploader(self.near, self.told.append, self.to_root)
+        self.uploader = TierUploader(self.near, self.sent.append, self.to_root)
         self.slots = [slot_for(PLAN, number=n) for n in range(SLOTS)]
 
     def to_root(self, shard: StagedShard, data: memoryview) -> None:
@@ -45,7 +45,7 @@ class World:
         self.uploader.take(shard_in(self.slots[step % SLOTS], save, PLAN))
 
     def freed(self, step: int) -> bool:
-        return Freed(step) in self.told
+        return Freed(step) in self.sent
 
     def complete(self, tier: str, step: int) -> None:
         self.uploader.settled(Settled(tier, step, 1))
@@ -91,7 +91,7 @@ def test_a_folder_keeps_what_the_root_has_not_yet_got(world: World) -> None:
     world.root_busy.clear()
     for step in (1, 2, 3):
         world.take(step, ("local",), root=True)
-        until(lambda step=step: ShardStored(step, "local") in world.told)
+        until(lambda step=step: ShardStored(step, "local") in world.sent)
         world.complete("local", step)
     world.root_busy.set()
     world.uploader.finish()
@@ -102,7 +102,7 @@ def test_where_a_folder_gives_no_descriptor_the_slot_is_read(tmp_path: Path) -> 
     world = World(f"fsspec+file://{tmp_path}/folder")
     world.root_busy.clear()
     world.take(1, ("local",), root=True)
-    until(lambda: ShardStored(1, "local") in world.told)
+    until(lambda: ShardStored(1, "local") in world.sent)
     assert not world.freed(1)
     world.root_busy.set()
     until(lambda: world.freed(1))
@@ -116,15 +116,15 @@ def test_a_folder_that_fails_leaves_the_root_alone(tmp_path: Path) -> None:
     world.take(1, ("memory", "local"), root=True)
     until(lambda: world.freed(1))
     assert world.rooted == {1: expected(1)}
-    assert ShardStored(1, "memory") in world.told
-    assert [m.tier for m in world.told if isinstance(m, ShardStored) and m.error] == ["local"]
+    assert ShardStored(1, "memory") in world.sent
+    assert [m.tier for m in world.sent if isinstance(m, ShardStored) and m.error] == ["local"]
     world.close()
 
 
 def test_no_peer_is_told(world: World) -> None:
     world.take(1, ("peer",))
     until(lambda: world.freed(1))
-    failed = [m for m in world.told if isinstance(m, ShardStored) and m.error]
+    failed = [m for m in world.sent if isinstance(m, ShardStored) and m.error]
     assert [(m.tier, m.error["kind"]) for m in failed] == [("peer", "no-peer")]
 
 

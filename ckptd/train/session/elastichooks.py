@@ -14,7 +14,7 @@ from ckptd.elastic.worker import WorkerLink
 from ckptd.errors import RefusedError
 from ckptd.root.index import Index
 from ckptd.runtime.ranks import Board
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.train.schedule import SAVE, SignalWatch
 from ckptd.train.session.interrupt import Interrupter
 from ckptd.train.session.leaseguard import check_lease, guard_steps
@@ -85,7 +85,7 @@ class ElasticHooks:
         self._link = link = WorkerLink.current()
         self._anew = anew
         self._watch = watch
-        self._saves: list[SaveHandle] = []
+        self._saves: list[SaveTracker] = []
         self._unsure: list[int] = []
         if link is None:
             return
@@ -132,7 +132,7 @@ class ElasticHooks:
         if self._link is not None and self._tells:
             self._link.loaded(self._generation, step)
 
-    def saving(self, handle: SaveHandle) -> None:
+    def saving(self, handle: SaveTracker) -> None:
         """Tell of a save when it is where a restart would find it."""
         link, generation, step = self._link, self._generation if self._link else 0, handle.step
         if link is None:
@@ -143,7 +143,7 @@ class ElasticHooks:
             link.loaded(generation, 0)  # a job that began from nothing has loaded nothing
             self._vouch(link)
             self._saves.append(handle)
-            handle._when_safe(lambda: link.committed(generation, step))
+            handle.when_safe(lambda: link.committed(generation, step))
 
     def _vouch(self, link: WorkerLink) -> None:
         """Report steps as committed whose copy on a peer failed, though no node was lost.
@@ -153,7 +153,7 @@ class ElasticHooks:
         """
         for step in self._unsure:
             link.committed(self._generation, step)
-        self._unsure = [save.step for save in self._saves if save._unsure]
+        self._unsure = [save.step for save in self._saves if save.peer_failed]
         self._saves = [save for save in self._saves if not save.done]
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from ckptd.errors import CkptdError
 from ckptd.format.names import CommitName
 from ckptd.save.client import WriterClient
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import SaveRequest
 from ckptd.train.lineage import Lineage
 from tests.crash.tiers.ledger import Claiming, Held, Ledger, Promised, Refused
@@ -56,9 +56,9 @@ def listen(ledger: Ledger, life: int, rank: int, on_agent: Callable[[int], None]
 
 def _listen_to_handles(ledger: Ledger, life: int, rank: int) -> None:
     """Write after the handle has said it: a promise that was not written is not held against it."""
-    settle, advance, fail = SaveHandle._settle, SaveHandle._advance, SaveHandle._fail
+    settle, advance, fail = SaveTracker.settle, SaveTracker.advance, SaveTracker.fail
 
-    def promised(handle: SaveHandle, tier: str) -> None:
+    def promised(handle: SaveTracker, tier: str) -> None:
         ledger.write(
             Promised(
                 life=life,
@@ -70,7 +70,7 @@ def _listen_to_handles(ledger: Ledger, life: int, rank: int) -> None:
             )
         )
 
-    def refused(handle: SaveHandle, tier: str, error: CkptdError) -> None:
+    def refused(handle: SaveTracker, tier: str, error: CkptdError) -> None:
         text = error.message[:300]
         ledger.write(
             Refused(
@@ -78,7 +78,7 @@ def _listen_to_handles(ledger: Ledger, life: int, rank: int) -> None:
             )
         )
 
-    def told_settle(self: SaveHandle, tier: str, error: CkptdError | None = None) -> bool:
+    def told_settle(self: SaveTracker, tier: str, error: CkptdError | None = None) -> bool:
         news = settle(self, tier, error)
         if news and error is None:
             promised(self, tier)
@@ -86,18 +86,18 @@ def _listen_to_handles(ledger: Ledger, life: int, rank: int) -> None:
             refused(self, tier, error)
         return news
 
-    def told_advance(self: SaveHandle, phase: str, done: int | None = None) -> None:
+    def told_advance(self: SaveTracker, phase: str, done: int | None = None) -> None:
         before = self.progress.phase
         advance(self, phase, done)
         if phase == "durable" and before not in _ENDED and self.root:
             promised(self, "root")
 
-    def told_fail(self: SaveHandle, error: CkptdError) -> None:
+    def told_fail(self: SaveTracker, error: CkptdError) -> None:
         before = self.progress.phase
         fail(self, error)
         if before not in _ENDED and self.root:
             refused(self, "root", error)
 
-    SaveHandle._settle = told_settle  # type: ignore[method-assign]
-    SaveHandle._advance = told_advance  # type: ignore[method-assign]
-    SaveHandle._fail = told_fail  # type: ignore[method-assign]
+    SaveTracker.settle = told_settle  # type: ignore[method-assign]
+    SaveTracker.advance = told_advance  # type: ignore[method-assign]
+    SaveTracker.fail = told_fail  # type: ignore[method-assign]

@@ -241,7 +241,7 @@ def hook_trainer(scene: Scene, node: int) -> None:
     _wrap(Slot, "seal", "slot_seal")
     _wrap(WriterClient, "begin", "begin")
     _wrap(WriterClient, "seal", "seal")
-    _wrap(WriterClient, "_reached", "reached")
+    _wrap(WriterClient, "_count_share", "reached")
     _wrap(WriterClient, "_complete", "complete")
     _wrap(Lineage, "_claim", "claim")
     _wrap(Nearby, "meet", "meet")

@@ -16,7 +16,7 @@ from ckptd.elastic.workerend import LauncherEnd
 from ckptd.errors import CkptdError, RefusedError, StoreError, WorkerError
 from ckptd.root.catalogue import Catalogue
 from ckptd.runtime.ranks import LocalBoard
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.store import open_store
 from ckptd.train.session import elastichooks
 from ckptd.train.session.elastichooks import ElasticHooks, LauncherWatch
@@ -123,17 +123,17 @@ def test_a_step_that_the_peer_has_not_counts_once_all_are_known_to_be_there(
     owner = Nothing()
     hooks = ElasticHooks(owner, LocalBoard(), LauncherWatch(()))
 
-    def save(step: int) -> SaveHandle:
-        handle = SaveHandle(step, 1, "0001", 10, near=("memory", "peer"), root=False)
+    def save(step: int) -> SaveTracker:
+        handle = SaveTracker(step, 1, "0001", 10, near=("memory", "peer"), root=False)
         hooks.saving(handle)
-        handle._settle("memory")
+        handle.settle("memory")
         return handle
 
     first = save(8)
     save(9)  # on its way for long
-    first._settle("peer", error)
+    first.settle("peer", error)
     assert steps_told(link, heard) == []
     save(10)
     assert steps_told(link, heard) == []
-    save(11)._settle("peer")
+    save(11).settle("peer")
     assert steps_told(link, heard) == [*told, 11]
