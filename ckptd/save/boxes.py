@@ -31,6 +31,7 @@ from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.leases import Hold, hold_or_read
 from ckptd.root.opening import root_spec
+from ckptd.root.spans import saving
 from ckptd.save.commit import finish_attempt
 from ckptd.save.drain import data_file, share_part, write_file
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Extra, RankPart, SaveRequest, Sealed
@@ -282,7 +283,8 @@ class BoxRoot:
         for _, body in bodies:
             data[at : at + len(body)] = body
             at += len(body)
-        wrote = write_file(self._store, request, rank, file, data, fill, _ignore)
+        with saving(self._store, request.name, request.attempt, rank):
+            wrote = write_file(self._store, request, rank, file, data, fill, _ignore)
         return share_part(rank_plan, request, data, wrote, Sealed(0)).encode()
 
     def commit(self, save: BoxSave, parts: Sequence[bytes]) -> CommitName:

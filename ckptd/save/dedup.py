@@ -251,7 +251,7 @@ class Switch:
         """Whether the next save searches."""
         return not self._left
 
-    def told(self, found: int, total: int) -> None:
+    def found(self, found: int, total: int) -> None:
         """Learn how many of a save's bytes were found unchanged."""
         if found >= LEAST_RATE * total:
             self._misses, self._pause = 0, FIRST_OFF
@@ -293,7 +293,7 @@ def after(
 
 _announced = msgpack_decoder(Announced)
 
-HEAR_S = 10.0
+ANNOUNCE_S = 10.0
 """How long a rank waits for rank 0's word, in seconds: then it writes everything."""
 MOST_FILES = 64
 """Files of which a new life reads header and digests."""
@@ -369,18 +369,18 @@ class ChunkDedup:
         if not (save.refer and lists and _has_large(plan.plan)):
             return None
         seeks = bool((plan.sizes >= LEAST_BYTES).any()) and self._switch.take()
-        told = Announced()
+        announced = Announced()
         if self._rank == 0:
             if seeks or (self._others_seek and self._world > 1):
-                told = self._choose(save)
+                announced = self._choose(save)
             if self._world > 1:
-                self._catalogue.store.put(_key(save), told.encode())
+                self._catalogue.store.put(_key(save), announced.encode())
         elif seeks:
-            told = self._hear(save, alive)
-        if not seeks or told.base is None:
+            announced = self._read_announced(save, alive)
+        if not seeks or announced.base is None:
             return None
-        held = self._of(told.base, plan)
-        return None if held is None else Search(told.base, frozenset(told.folders), held)
+        held = self._of(announced.base, plan)
+        return None if held is None else Search(announced.base, frozenset(announced.folders), held)
 
     def wrote(self, save: SaveRequest, held: ChunkDigests) -> None:
         """Remember a save, which counts when it is committed."""
@@ -390,7 +390,7 @@ class ChunkDedup:
 
     def found(self, nbytes: int, total: int) -> None:
         """Learn how many of this rank's bytes a search found unchanged."""
-        self._switch.told(nbytes, total)
+        self._switch.found(nbytes, total)
 
     def gathered(self, parts: Sequence[RankPart]) -> None:
         """Learn from the parts of all ranks who will look for something at the next save."""
@@ -453,8 +453,8 @@ class ChunkDedup:
             self._sizes[folder] = sum(o.size for o in files if o.key.endswith(".safetensors"))
         return self._sizes[folder]
 
-    def _hear(self, save: SaveRequest, alive: Callable[[], None]) -> Announced:
-        end = time.monotonic() + min(HEAR_S, save.timeout_s)
+    def _read_announced(self, save: SaveRequest, alive: Callable[[], None]) -> Announced:
+        end = time.monotonic() + min(ANNOUNCE_S, save.timeout_s)
         pause = _POLL_S
         while time.monotonic() < end:
             alive()
@@ -474,7 +474,7 @@ class ChunkDedup:
                     found=str(error)[:200],
                 ) from None
         _log.info("step %d: rank 0 is late, so rank %d writes everything", save.step, self._rank)
-        self._switch.told(0, 1)
+        self._switch.found(0, 1)
         return Announced()
 
     # -- remembering ---------------------------------------------------------------------------

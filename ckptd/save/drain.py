@@ -46,12 +46,17 @@ from ckptd.store.base import Store
 from ckptd.types import DTYPES
 
 __all__ = [
+    "DataFile",
     "Digester",
     "RankPlan",
     "StagedShard",
+    "WrittenShare",
+    "data_file",
     "drain",
     "put_shard",
+    "share_part",
     "stage_shard",
+    "write_file",
 ]
 
 

@@ -52,7 +52,7 @@ from ckptd.train.session.interrupt import whole
 if TYPE_CHECKING:
     from ckptd.train.layout.program import LayoutSpec
 
-__all__ = ["Checkpointer", "Telling", "uncompiled"]
+__all__ = ["CallEvents", "Checkpointer", "uncompiled"]
 
 
 P = ParamSpec("P")
@@ -81,7 +81,7 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-class Telling:
+class CallEvents:
     """Emits the events of one checkpointer's calls.
 
     Parameters
@@ -112,7 +112,7 @@ class Telling:
 
     @contextmanager
     def saving(self, name: CommitName, attempt: str, since_ns: int) -> Iterator[None]:
-        """Say that the code within saves; the call began at `since_ns` of the monotonic clock."""
+        """Name the save that the code within makes; the call began at `since_ns` (monotonic)."""
         with (
             events.about(tier=self._tier),
             saving(self._store, name, attempt, self._rank),
@@ -130,7 +130,7 @@ class Telling:
             yield
 
     def skipped(self, name: CommitName, reason: str) -> None:
-        """Say that a save that was due does not begin."""
+        """Emit that a save that was due does not begin."""
         events.emit(
             events.SaveSkipped(
                 step=name.step,
@@ -183,7 +183,7 @@ class Checkpointer:
         How long agents keep snapshots for the next life of the job when trainers died, in seconds.
     when_failed
         ``"raise"``: a save that failed on the root is raised by the next call. ``"warn"``: it is
-        logged, counted and told by its handle, training goes on, and `close` raises it only where
+        logged, counted and shown by its handle, training goes on, and `close` raises it only where
         it was the last one to the root. Near tiers never raise.
     keep
         What to keep; an int means the newest so many. None keeps everything.
@@ -281,7 +281,7 @@ class Checkpointer:
         self._admission = Admission(when_full, self._board, timeout_s)
         catalogue = Catalogue(self._store)
         tier = root_tier(self._store, [t.name for t in tier_specs(tiers)])
-        self._telling = Telling(events, catalogue, self._board, tier)
+        self._events = CallEvents(events, catalogue, self._board, tier)
         self._lineage = Lineage(catalogue, agreement, fresh_line=fresh_line)
         self._last_on_root: int | None = None
         ranks = global_ranks(process_group)
@@ -299,7 +299,7 @@ class Checkpointer:
         self._loader = Loader(catalogue, agreement, ranks, timeout_s, laid, near, self._snapshot)
         self._client: WriterClient | None = None
         self._handles: list[SaveTracker] = []
-        self._told: list[SaveTracker] = []
+        self._logged: list[SaveTracker] = []
         self._newest: SaveTracker | None = None
         self._poisoned: CkptdError | None = None
         self._closed = False
@@ -346,13 +346,13 @@ class Checkpointer:
         Returns
         -------
         SaveHandle
-            False (``if handle:``) when nothing was due, or it was skipped: then it says so, and its
-            `durable` returns at once.
+            False (``if handle:``) when nothing was due, or it was skipped: its phase is then the
+            reason, and its `durable` returns at once.
 
         Raises
         ------
         CkptdError
-            This save cannot begin; or an earlier one failed and nobody has looked yet.
+            This save cannot begin; or an earlier one failed, and was not raised or looked at yet.
         """
         begun_ns = time.monotonic_ns()
         step = check_step(step)
@@ -367,14 +367,14 @@ class Checkpointer:
         if not root and not near:
             return SaveHandle.unsaved(step, self._lineage.generation, "not-due")
         if not forced and not self._admission.grants(step, self._start_client().busy):
-            self._telling.skipped(CommitName(step, self._lineage.generation), "no slot is free")
+            self._events.skipped(CommitName(step, self._lineage.generation), "no slot is free")
             return SaveHandle.unsaved(step, self._lineage.generation, "skipped")
         self._lineage.claim_for_save(step)
         attempt = self._lineage.next_attempt(step)
         name = CommitName(step, self._lineage.generation)
-        with self._telling.saving(name, attempt, begun_ns):
+        with self._events.saving(name, attempt, begun_ns):
             handle = self._saver.save(
-                self._meet(),
+                self._connect(),
                 state,
                 step=step,
                 generation=name.generation,
@@ -420,7 +420,7 @@ class Checkpointer:
         """
         self._check_open()
         if self._nearby is not None:
-            self._meet()
+            self._connect()
             step = self._loader.newest()
         else:
             step = getattr(self._lineage.newest(), "step", None)
@@ -449,8 +449,8 @@ class Checkpointer:
         have not stepped get their state, modules on the meta device get memory. Every digest is
         verified on every rank before anything is written. Afterwards this job continues from that
         checkpoint: a new generation is claimed, and later commits of others leave the line. After
-        `weights_only` or `only` that waits for the first save: who evaluates beside a job that
-        trains takes nothing from it.
+        `weights_only` or `only` that waits for the first save: a program that evaluates beside a
+        job that trains takes nothing from it.
 
         Parameters
         ----------
@@ -489,7 +489,7 @@ class Checkpointer:
         step = None if step is None else check_step(step)
         self._check_open()
         self.wait()
-        self._meet()
+        self._connect()
         try:
             report = self._loader.load(
                 state,
@@ -532,7 +532,7 @@ class Checkpointer:
 
     @property
     def last_load(self) -> LoadReport | None:
-        """What the last successful `load` did."""
+        """The report of the last load that succeeded."""
         return getattr(self, "_last_load", None)
 
     # -- the rest --------------------------------------------------------------------------------
@@ -552,7 +552,7 @@ class Checkpointer:
 
     @property
     def cadence(self) -> IntervalChoice | None:
-        """What `Auto` chose and why; ``str()`` says it in a sentence.
+        """What `Auto` chose and why; ``str()`` is a sentence.
 
         None before the first save is durable, with other rules, and on ranks that do not decide.
         """
@@ -578,7 +578,7 @@ class Checkpointer:
         UsageError
             kind ``missing-package``: the extra ``metrics`` is not installed.
         """
-        return self._telling.metrics_text()
+        return self._events.metrics_text()
 
     def pin(self, step: int, reason: str = "") -> None:
         """Keep a checkpoint for ever; rank 0 does it."""
@@ -602,7 +602,7 @@ class Checkpointer:
         DeadlineError
             `timeout` seconds passed.
         CkptdError
-            The first save that failed, unless somebody has seen it already; with
+            The first save that failed, unless it was raised or looked at already; with
             ``when_failed="warn"`` the newest one to the root, if that failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
@@ -618,17 +618,14 @@ class Checkpointer:
                 failed += [] if seen else [handle]
         self._handles = []
         self.before_mutation()  # a save that failed may still be copied
-        self._raise_first(failed)
-
-    def _raise_first(self, failed: list[SaveTracker]) -> None:
         if self._when_failed == "warn":
             for handle in failed:
-                self._tell_failed(handle)
+                self._log_failed(handle)
             # A root that recovered has what the failed ones would have given it.
             failed = [h for h in failed if h is self._newest]
-        if failed and failed[0].failure is not None:
-            failed[0].failure.add_note(f"the save of step {failed[0].step}")
-            raise failed[0].failure
+        if failed and (error := failed[0].failure) is not None:
+            error.add_note(f"the save of step {failed[0].step}")
+            raise error
 
     @uncompiled
     @phase(Phase.CKPT)
@@ -642,7 +639,7 @@ class Checkpointer:
         DeadlineError
             Kind ``grace``: that was not enough. The writing process goes on, if it may live.
         CkptdError
-            The first save that failed, unless somebody has seen it already.
+            The first save that failed, unless it was raised or looked at already.
         """
         if self._closed or self._elastic.is_interrupted():
             return self.abandon()
@@ -670,14 +667,14 @@ class Checkpointer:
         if self._client is not None and wait_s is not None:
             self._client.close(wait_s)
         self._store.close()
-        self._telling.close()
+        self._events.close()
 
     @whole
     def abandon(self) -> None:
-        """Let go of everything without a wait for other ranks, as a process that dies does.
+        """Release everything without a wait for other ranks, as a process that dies does.
 
-        What near tiers have complete stays there; saves under way end as they may. Whoever keeps
-        snapshots takes this life of the job to be over, and awaits the next one. Idempotent.
+        What near tiers have complete stays there; saves under way end as they may. Agents that keep
+        snapshots take this life of the job to be over, and await the next one. Idempotent.
         """
         if self._closed:
             return
@@ -689,7 +686,7 @@ class Checkpointer:
         if self._nearby is not None:
             self._nearby.close()
         self._store.close()
-        self._telling.close()
+        self._events.close()
         self._handles = []
         self._elastic.closed(self)
 
@@ -736,11 +733,11 @@ class Checkpointer:
             self._client = WriterClient(self._spec, board, in_process, self._slots, agent)
         return self._client
 
-    def _meet(self) -> WriterClient:
-        """Return the client; its agent knows its peer."""
+    def _connect(self) -> WriterClient:
+        """Return the client of a writing process; its agent has the address of its peer."""
         client = self._start_client()
         if self._nearby is not None:
-            self._nearby.meet(client)
+            self._nearby.exchange(client)
         return client
 
     def _check_open(self) -> None:
@@ -752,15 +749,12 @@ class Checkpointer:
             raise self._poisoned
         for handle in self._handles:
             if handle.error_unseen and self._when_failed == "warn":
-                self._tell_failed(handle)
+                self._log_failed(handle)
             elif (failed := handle.take_unseen_error()) is not None:
-                self._saver.heed(failed)
                 raise failed
 
-    def _tell_failed(self, handle: SaveTracker) -> None:
-        """Tell once of a save that failed while training goes on."""
-        if handle not in self._told:
-            self._told.append(handle)
-            if handle.failure is not None:
-                self._saver.heed(handle.failure)
+    def _log_failed(self, handle: SaveTracker) -> None:
+        """Log once that a save failed while training goes on."""
+        if handle not in self._logged:
+            self._logged.append(handle)
             _log.error("step %d was not saved: %s", handle.step, handle.failure)

@@ -952,10 +952,10 @@ class Snapshot:
                     self._on_cuda.give(self._samples)
                 self._check()
             finally:
-                self._let_go()
+                self._release_sources()
         self._slot.staged = self._steps[-1].end if self._steps else 0
 
-    def _let_go(self) -> None:
+    def _release_sources(self) -> None:
         """Drop what keeps memory, unless a device may still use it."""
         if self._feed is not None and not self._feed.stuck:
             if self._on_cuda is not None:

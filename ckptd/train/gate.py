@@ -1,9 +1,9 @@
 """The gate: whatever mutates the state waits until the snapshot of it is copied.
 
 Tensors of a model and its optimizer do not change between one optimizer step and the next, so they
-are copied while the next forward and backward run (lazy copies: DataStates-LLM, HPDC'24). Only when
-an optimizer is about to step and the copying is not done does anybody wait: this thread for what is
-on the host, the current stream for what is on a CUDA device.
+are copied while the next forward and backward run (lazy copies: DataStates-LLM, HPDC'24). An
+optimizer that is about to step waits only while the copying is not done: this thread for what is on
+the host, the current stream for what is on a CUDA device.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Gate:
         self._scope = events.current()
 
     def wait(self) -> None:
-        """Return when everything may change. Never raises: the save's handle tells what failed.
+        """Return when everything may change. Never raises: what failed is in the save's handle.
 
         What is copied from a CUDA device may be changed by what the current stream of that device
         does after this; the host goes on.
@@ -119,7 +119,7 @@ class Gate:
             # there: what the capture itself is behind is the host.
             self.settle()
             return
-        with self._telling():
+        with self._wait_span():
             ordered = self._on_device.order(self._timeout_s)
         if not ordered:
             self._abandon(self._copy)
@@ -130,7 +130,7 @@ class Gate:
         if copy is None:
             return
         try:
-            with self._telling(), phase(Phase.CKPT):
+            with self._wait_span(), phase(Phase.CKPT):
                 copy.exception(self._timeout_s)
         except TimeoutError:
             self._abandon(copy)
@@ -146,8 +146,8 @@ class Gate:
         _log.error("copying the state hangs; that save is given up and training goes on")
         self._copy = self._give_up = self._on_device = None
 
-    def _telling(self) -> AbstractContextManager[object]:
-        """Tell how long the training loop waits; within a save it is the call that waits."""
+    def _wait_span(self) -> AbstractContextManager[object]:
+        """Measure how long the training loop waits; within a save it is the call that waits."""
         if events.current().save is not None:
             return nullcontext()
         return events.span("gate_wait", save=self._scope.save, tier=self._scope.tier)
@@ -170,18 +170,18 @@ class Gate:
             )
 
     def leave(self, timeout_s: float) -> None:
-        """Let go of the optimizers; what is being copied is waited for so long, in seconds."""
+        """Remove the hooks of the optimizers; wait so long for a copy under way, in seconds."""
         copy, self._copy = self._copy, None
         if copy is not None:
             wait([copy], timeout_s)
-        self._let_go()
+        self._unhook()
 
     def release(self) -> None:
-        """Wait until everything is copied, and let go of the optimizers."""
+        """Wait until everything is copied, and remove the hooks of the optimizers."""
         self.settle()
-        self._let_go()
+        self._unhook()
 
-    def _let_go(self) -> None:
+    def _unhook(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

@@ -300,12 +300,12 @@ class LoadSources:
             return manifest, filemap, plan, self._witness(self.store, manifest, plan)
         snapshot = candidate.snapshot
         # Once for all: finishing takes the parts of every rank, wherever they are.
-        files = self._told(lambda: finished_files(self.store, snapshot))
+        files = self._from_rank_zero(lambda: finished_files(self.store, snapshot))
         with unpacked(files) as (scratch, manifest, filemap):
             plan = WitnessPlan.of(manifest)
             return manifest, filemap, plan, self._witness(scratch, manifest, plan)
 
-    def _told(self, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+    def _from_rank_zero(self, make: Callable[[], dict[str, str]]) -> dict[str, str]:
         """Return on every rank what rank 0 makes, told in pieces that the board takes."""
         pieces: list[str] = []
 

@@ -76,7 +76,7 @@ class TierRules:
         forced
             All are due.
         """
-        by_clock = self._hear()
+        by_clock = self._due_by_clock()
         return tuple(
             name
             for name, rule in self._rules.items()
@@ -94,20 +94,20 @@ class TierRules:
         """Note that the state is that of a checkpoint."""
         self.saved(step, tuple(self._rules))
 
-    def _hear(self) -> set[str]:
+    def _due_by_clock(self) -> set[str]:
         clocked = [n for n, rule in self._rules.items() if rule is not None and rule.by_clock]
         if not clocked:
             return set()
         now = time.monotonic()
         self._steps.call(now, False)
         decide = partial(self._decide, clocked)
-        word = self._announcements.hear(decide, self._steps.usual_s)
+        word = self._announcements.word(decide, self._steps.usual_s)
         self._steps.leave(time.monotonic())
         return set(word.split("+")) - {""}
 
-    def _decide(self, clocked: Sequence[str], said: Collection[str]) -> str:
+    def _decide(self, clocked: Sequence[str], announced: Collection[str]) -> str:
         """On rank 0: what to announce; a tier that is announced already not again."""
-        waiting = {name for word in said for name in word.split("+")}
+        waiting = {name for word in announced for name in word.split("+")}
         now = time.monotonic()
         late = [
             name
@@ -131,7 +131,7 @@ A restart waits for this where a node was lost: an agent that has ended refuses 
 
 
 class _Node(msgspec.Struct, frozen=True):
-    """What a node tells the others of its agent."""
+    """What the other nodes need to know of a node's agent."""
 
     name: str
     domain: str
@@ -150,7 +150,7 @@ _AGAIN = "agents-again"
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What a rank tells: of its node, and of those that this node's agent knew."""
+    """A rank's report: its node, and the nodes that this node's agent knew."""
 
     node: _Node
     former: tuple[KnownNode, ...] = ()
@@ -200,35 +200,35 @@ class Nearby:
         self._folder = next((s.store for s in specs if s.store is not None), None)
         members = host_members(agreement)
         alone = len(members) == agreement.board.world
-        self._speaks = members[0] == agreement.board.rank
+        self._reports_former = members[0] == agreement.board.rank
         self._place = AgentPlace(os.environ.get("CKPTD_JOB") or root, self._node)
         secret = given_secret()
         self._secret = secret
         bind, key = ("", "") if alone else (bind_address(), self._key_of(self._node))
         self.agent = AgentSpec(self._place, specs, linger_s, bind, key)
-        if not alone and secret is None and self._speaks and agreement.board.rank == 0:
+        if not alone and secret is None and self._reports_former and agreement.board.rank == 0:
             _log.warning(
-                "%s is not set: whoever reaches the port of torch's store reads there what opens "
+                "%s is not set: what reaches the port of torch's store can read there the key to "
                 "the memory of these nodes; set it, the same on all nodes",
                 SECRET_VARIABLE,
             )
         self._nodes: _Nodes = {}
         self._former: list[KnownNode] = []
         self._gone: set[str] = set()
-        self._heard_again = 0
+        self._replaced_read = 0
         self._here = ""
-        self._met: tuple[WriterClient, int] | None = None
+        self._exchanged: tuple[WriterClient, int] | None = None
         self._partner: _Node | None = None
         self._sources: list[UnionSource] = []
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def meet(self, client: WriterClient) -> None:
-        """Learn of the other agents, and tell this node's who they are; once a client.
+    def exchange(self, client: WriterClient) -> None:
+        """Exchange the addresses of agents with the other nodes, and send this one's its peer.
 
-        The first time is a round of all ranks; a client that came later, because its agent had
-        died, tells the others through the board. One rank a node says besides which nodes its
-        agent knew in the life before: those may be left out of this one and live.
+        Once a client. The first time is a round of all ranks; a client that came later, because its
+        agent had died, posts its address on the board. One rank a node reports besides which nodes
+        its agent knew in the life before: those may be left out of this one and live.
 
         Raises
         ------
@@ -236,53 +236,53 @@ class Nearby:
             The node's agent does not answer.
         """
         life = client.life
-        if self._met == (client, life):
+        if self._exchanged == (client, life):
             if self._refresh(client):
-                self._remember(client)
+                self._send_neighbours(client)
             return
         again = bool(self._nodes)
         if again:
-            own = self._introduce(client).node
+            own = self._report(client).node
         else:
-            # Nobody waits for the report of a rank that has no agent.
-            report = self._agreement.on_every_rank(lambda: self._introduce(client))
+            # The report of a rank that has no agent is not waited for.
+            report = self._agreement.on_every_rank(lambda: self._report(client))
             raw = self._agreement.all_reports("agents", msgspec.json.encode(report), _tabulate)
             table = _tables.decode(raw)
             own, self._nodes, self._former = report.node, table.nodes, table.former
         self._agreement.board.set(self._key(own.name), msgspec.json.encode(own))
         if again:
-            self._say_again(own.name)
+            self._announce_replaced(own.name)
         self._nodes[own.name] = own
-        self._met, self._partner = (client, life), None
+        self._exchanged, self._partner = (client, life), None
         if self._chosen() is None:
-            # The agent may still know that of an earlier generation, and would try it at each save.
+            # The agent may still have that of an earlier generation, and would try it at each save.
             client.set_partner(Partner("", ""))
         self._refresh(client)
-        self._remember(client)
+        self._send_neighbours(client)
 
-    def _say_again(self, node: str) -> None:
-        """Say that the agent of `node` is another one: nobody looks for each node's anew."""
+    def _announce_replaced(self, node: str) -> None:
+        """Announce that `node` has another agent, so that not every node's is read anew."""
         board = self._agreement.board
         board.set(f"{_AGAIN}/{board.add(_AGAIN)}", node.encode())
 
-    def _hear_again(self) -> None:
-        """Learn of the agents that others have now in place of those that died."""
+    def _read_replaced(self) -> None:
+        """Read the addresses of agents that came in the place of dead ones."""
         board = self._agreement.board
-        for number in range(self._heard_again + 1, board.count(_AGAIN) + 1):
+        for number in range(self._replaced_read + 1, board.count(_AGAIN) + 1):
             name = board.peek(f"{_AGAIN}/{number}")
-            if name is None:  # it is just being said
+            if name is None:  # it is just being announced
                 return
             raw = board.peek(self._key(name.decode()))
             if raw is not None:
                 self._nodes[name.decode()] = _nodes.decode(raw)
-            self._heard_again = number
+            self._replaced_read = number
 
-    def _remember(self, client: WriterClient) -> None:
-        """Tell the agent of other nodes, for the next life, if it is one that understands."""
+    def _send_neighbours(self, client: WriterClient) -> None:
+        """Send the agent the other nodes, for the next life, if its version takes the message."""
         if client.answer().neighbours is not None:
             client.set_neighbours(self._neighbours())
 
-    def _introduce(self, client: WriterClient) -> _Report:
+    def _report(self, client: WriterClient) -> _Report:
         answer = client.answer()
         self._here = answer.here
         domain = os.environ.get("CKPTD_DOMAIN") or self._node
@@ -290,11 +290,11 @@ class Nearby:
         if self._secret is not None and answer.secret:
             # What it asks for may be the job's secret itself, which must not be on the board.
             _log.warning(
-                "this node's agent is of an older version: other nodes do not use it; "
+                "this node's agent is of an older version, and other nodes do not use it: "
                 "ckptd agent stop --now ends it"
             )
             node = msgspec.structs.replace(node, memory="", local="", secret="")
-        return _Report(node, (answer.neighbours or ()) if self._speaks else ())
+        return _Report(node, (answer.neighbours or ()) if self._reports_former else ())
 
     def _neighbours(self) -> Neighbours:
         """Return what this node's agent is to remember for the next life.
@@ -321,7 +321,7 @@ class Nearby:
         return f"agents/{node}"
 
     def _refresh(self, client: WriterClient) -> bool:
-        """Tell the agent of its peer, if that is another one than it was; return whether it is."""
+        """Send the agent its peer, if that is another one than it was; return whether it is."""
         chosen = self._chosen()
         if chosen is None:
             return False
@@ -349,7 +349,7 @@ class Nearby:
         """
         self.close()
         if self._nodes:
-            self._hear_again()
+            self._read_replaced()
         for tier, spec in (("memory", served_spec(self._here)), ("local", self._folder)):
             if spec is not None:
                 try:
@@ -379,17 +379,17 @@ class Nearby:
         hasty, spec = served_spec(url, key, **_PATIENCE), served_spec(url, key)
         if hasty is None or spec is None:
             return
-        # One name may have several addresses, and ranks tell one another by the source's.
+        # One name may have several addresses, and ranks name a source to one another.
         name = f"{node.name} {what} at {url}"
         keys: frozenset[str] | None = frozenset() if url in self._gone else None
         store = Distant(url, partial(self._reached, hasty, spec))
         self._sources.append(UnionSource(store, tier, name, keys, former=True))
 
     def _reached(self, hasty: StoreSpec, spec: StoreSpec) -> Store:
-        """Open what a former node serves; who does not answer is asked once in this life.
+        """Open what a former node serves; one that does not answer is tried once in this life.
 
-        It lives, once it has answered: what is read of it waits as for any other node, since many
-        may read at a time. Rank 0 has seen so for the others.
+        It lives, once it has answered: reads of it wait as for any other node, since many may read
+        at a time. Rank 0 has tried it for the others.
         """
         if self._agreement.board.rank == 0:
             try:
@@ -401,7 +401,7 @@ class Nearby:
         return spec.open()
 
     def close(self) -> None:
-        """Let go of the connections that `sources` made. Idempotent."""
+        """Close the connections that `sources` made. Idempotent."""
         for source in self._sources:
             source.store.close()
         self._sources.clear()

@@ -1,8 +1,7 @@
-"""From a live state to a save under way: flatten, agree, stage, hand over."""
+"""From a live state to a save under way: state, leaves, plan, slot; the writing process goes on."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,6 @@ from ckptd.format.manifest import ObjectEntry
 from ckptd.format.metadata import checked_metadata
 from ckptd.monitor.job import Phase
 from ckptd.root.policy import Keep
-from ckptd.save.arena import Slot
 from ckptd.save.client import WriterClient, post_failure
 from ckptd.save.handle import SaveTracker
 from ckptd.save.messages import INLINE_OBJECT_BYTES, Blob, Extra, SaveRequest
@@ -53,10 +51,10 @@ _FAILED = "structure-failed"
 class SavePlanner:
     """Keeps the plan of the last structure.
 
-    A rank whose structure did not change goes on with the plan it has and asks nobody. When the
-    structure changes on every rank at one save (an optimizer's first step, say), all of them take
-    part in one exchange: a digest a rank to rank 0, and the distinct structures to everybody.
-    When it changes on some ranks only, those wait for the others in vain and say so.
+    A rank whose structure did not change goes on with the plan it has and exchanges nothing. When
+    the structure changes on every rank at one save (an optimizer's first step, say), all of them
+    take part in one exchange: a digest a rank to rank 0, and the distinct structures to every rank.
+    When it changes on some ranks only, those wait for the others in vain and raise that.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -70,20 +68,16 @@ class SavePlanner:
         self._planned: Structure | None = None
         self._failures = 0
 
-    def heed(self, error: CkptdError) -> None:
+    def after_failure(self, error: CkptdError) -> None:
         """Plan afresh at the next save if that is what a failed save was about, on any rank.
 
         Where something else failed, on a rank alone perhaps, every rank goes on with the plan it
-        has: one that asked for another would wait for ranks that ask nobody.
+        has: one that made another would wait for ranks that exchange nothing.
         """
-        failures = self._count()
+        board = self._agreement.board
+        failures = 0 if board.world == 1 else board.count(_FAILED)
         if error.kind == "structure" or failures != self._failures:
             self._known, self._failures = "", failures
-
-    def _count(self) -> int:
-        """Return how often a rank could not agree on a plan."""
-        board = self._agreement.board
-        return 0 if board.world == 1 else board.count(_FAILED)
 
     def plan(self, structure: Structure, save: str = "") -> SavePlan:
         """Return the plan for this structure, the same on every rank.
@@ -91,7 +85,7 @@ class SavePlanner:
         Parameters
         ----------
         save
-            Names the save, the same on every rank; empty where every rank asks each time.
+            Names the save, the same on every rank; empty where every rank plans each time.
 
         Raises
         ------
@@ -115,8 +109,8 @@ class SavePlanner:
                 groups = self._exchange(own, raw, save)
             except CkptdError:
                 self._known = ""
-                with contextlib.suppress(CkptdError):  # what failed is told, not this
-                    board.add(_FAILED)  # the others have a plan: they hear that it is of no use
+                with suppress(CkptdError):  # what failed is raised, not this
+                    board.add(_FAILED)  # the others have a plan, and see that it is of no use
                 raise
         plan = build_plan(groups, board.world)
         self.holders = ReplicaHolders(groups, board.rank) if board.world > 1 else None
@@ -198,8 +192,8 @@ class Saver:
         self._lazy = lazy
         self._look = look
         self._gate = Gate(timeout_s)
-        self._unheeded: list[SaveTracker] = []
-        self._told_statistics = False
+        self._unchecked: list[SaveTracker] = []
+        self._warned = False
         self._cuda = CudaCopies()
         # Not a daemon: a process that ends without close() still completes what it began to copy.
         self._copier = ThreadPoolExecutor(1, "ckptd-copy")
@@ -210,25 +204,14 @@ class Saver:
         return self._gate
 
     def close(self) -> None:
-        """Complete the copying and let go of the optimizers."""
+        """Complete the copying and remove the hooks of the optimizers."""
         self._gate.release()
         self._copier.shutdown(wait=False)
 
     def leave(self, timeout_s: float) -> None:
-        """Let go of the optimizers; what is being copied is waited for so long, in seconds."""
+        """Remove the hooks of the optimizers; wait so long for a copy under way, in seconds."""
         self._gate.leave(timeout_s)
         self._copier.shutdown(wait=False, cancel_futures=True)
-
-    def heed(self, error: CkptdError) -> None:
-        """Plan afresh at the next save if ranks turned out to disagree; see `SavePlanner.heed`."""
-        self._planner.heed(error)
-
-    def _heed_all(self) -> None:
-        """Heed each save that failed, whoever has looked at its handle, and also where it began."""
-        for handle in [h for h in self._unheeded if h.done or h.failure is not None]:
-            self._unheeded.remove(handle)
-            if handle.failure is not None:
-                self.heed(handle.failure)
 
     @phase(Phase.CKPT)
     def save(
@@ -247,14 +230,14 @@ class Saver:
         root_id: str = "",
         claim_id: str = "",
     ) -> SaveTracker:
-        """Begin to copy the state into the arena, and have it written.
+        """Begin to copy the state into a slot, and have it written.
 
         On return everything is copied but what the gate holds.
 
         Parameters
         ----------
         goes_on
-            That the writing process died is not raised, but told by the handle.
+            That the writing process died is not raised; the handle has it.
         root_id, claim_id
             See `SaveRequest`.
 
@@ -262,33 +245,28 @@ class Saver:
         ------
         CkptdError
             The state cannot be saved, ranks disagree, or the previous save does not end. The
-            other ranks' saves of this attempt then fail too, and say why.
+            other ranks' saves of this attempt then fail too, with the same reason.
         """
         at_step(step)
         job = client.next_job()
         handle = SaveTracker(step, generation, attempt, 0, near=near, root=root)
         key = f"save/{generation}/{step}/{attempt}"
-        self._heed_all()
-        self._unheeded.append(handle)
+        # Failures of earlier saves, also of those whose handles the program has looked at.
+        for failed in [h for h in self._unchecked if h.done or h.failure is not None]:
+            self._unchecked.remove(failed)
+            if failed.failure is not None:
+                self._planner.after_failure(failed.failure)
+        self._unchecked.append(handle)
         try:
             refuse_capture()
             self._gate.check()
-            # Only those of rank 0 count; what is wrong with them is told before a byte is copied.
+            # Only rank 0's count; what is wrong with them is raised before a byte is copied.
             metadata = checked_metadata(metadata) if self._board.rank == 0 else {}
             with events.span("flatten"), no_collection():
-                leaves = taken = self._flattener.flatten(state)
-                laid = None
-                if self._layout is not None:
-                    from ckptd.train.layout.saving import laid_leaves  # with Lay: see Checkpointer
-
-                    laid = laid_leaves(self._layout.bind(lambda: taken), taken)
-                    leaves = laid.leaves
-                structure = self._structure_of(leaves)
-                structure = structure if laid is None else laid.structure(structure)
+                leaves, laid, structure = self._described(state)
             with events.span("plan"):
                 plan = self._planner.plan(structure, key)
-            extras, bodies = self._extras(leaves, plan)
-            leader = self._board.rank in plan.leaders
+            objects, extras, bodies = self._values(leaves, plan)
             save = SaveRequest(
                 job=job,
                 step=step,
@@ -296,7 +274,7 @@ class Saver:
                 attempt=attempt,
                 plan=plan.digest,
                 extra=extras,
-                objects=self._objects(leaves, plan) if leader else (),
+                objects=objects,
                 metadata=metadata,
                 keep=keep,
                 timeout_s=self._timeout_s,
@@ -306,7 +284,7 @@ class Saver:
                 root_id=root_id,
                 claim_id=claim_id,
             )
-            self._stage(client, save, plan, leaves, laid, bodies, handle, key)
+            self._copy(client, save, plan, leaves, laid, bodies, handle, key)
             for value in leaves.per_rank.values():
                 if value.follower is not None:
                     value.follower.saved(step)
@@ -321,29 +299,41 @@ class Saver:
             if root:
                 handle.fail(error)
         except BaseException as error:  # of the program's own methods, or of its user
-            ended = SaveError(f"save was left: {error!r}"[:500], kind="aborted")
-            handle.fail(ended)
+            left = SaveError(f"save was left: {error!r}"[:500], kind="aborted")
+            handle.fail(left)
             with suppress(CkptdError):  # what was raised counts
-                post_failure(self._board, key, ended, near)
+                post_failure(self._board, key, left, near)
             raise
         return handle
 
-    def _structure_of(self, leaves: Leaves) -> Structure:
-        key = (leaves.known, *leaves.objects)
-        if self._structure is not None and leaves.known is not None and self._structure[0] == key:
-            return self._structure[1]
-        structure = self._describer.structure(leaves.tensors, list(leaves.objects))
-        self._structure = (key, structure)
-        self._tell_statistics([n for n, x in leaves.tensors.items() if x.own == "statistics"])
-        return structure
+    def _described(self, state: Mapping[str, Any]) -> tuple[Leaves, LaidLeaves | None, Structure]:
+        """Return the leaves of a state, those that a layout describes, and their structure."""
+        leaves = self._flattener.flatten(state)
+        laid = None
+        if self._layout is not None:
+            from ckptd.train.layout.saving import laid_leaves  # with Lay: see Checkpointer
 
-    def _tell_statistics(self, names: Sequence[str]) -> None:
-        """Say once whose statistics are saved, where nothing shows that the others' are of no use.
+            taken = leaves
+            laid = laid_leaves(self._layout.bind(lambda: taken), taken)
+            leaves = laid.leaves
+        key = (leaves.known, *leaves.objects)
+        known = self._structure
+        if known is not None and leaves.known is not None and known[0] == key:
+            structure = known[1]
+        else:
+            structure = self._describer.structure(leaves.tensors, list(leaves.objects))
+            self._structure = (key, structure)
+            self._warn_of_statistics(leaves)
+        return leaves, laid, structure if laid is None else laid.structure(structure)
+
+    def _warn_of_statistics(self, leaves: Leaves) -> None:
+        """Log once whose statistics are saved, where nothing shows that the others' are of no use.
 
         A wrapper that overwrites them from rank 0 may be there and not in the state.
         """
-        if names and self._board.world > 1 and self._board.rank == 0 and not self._told_statistics:
-            self._told_statistics = True
+        names = [n for n, leaf in leaves.tensors.items() if leaf.own == "statistics"]
+        if names and self._board.world > 1 and self._board.rank == 0 and not self._warned:
+            self._warned = True
             _log.warning(
                 "%d buffers of norm layers (%s, ...) are statistics of what each rank has seen: "
                 "those of the lowest rank that has them are saved, as DistributedDataParallel "
@@ -384,7 +374,7 @@ class Saver:
             known = replica_tables(laid, holders, samples)
         return replica_digests(leaves.tensors, leaves.objects, holders, known, samples)
 
-    def _stage(
+    def _copy(
         self,
         client: WriterClient,
         save: SaveRequest,
@@ -395,6 +385,7 @@ class Saver:
         handle: SaveTracker,
         key: str,
     ) -> None:
+        """Hand the save over, copy what may change at once, and let a thread copy the rest."""
         rank = self._board.rank
         if self._steps_of != plan.digest:
             build_header(plan.filemap.header_entries(rank), {})  # too many chunks: now, not later
@@ -427,12 +418,13 @@ class Saver:
                     timeout_s=self._timeout_s,
                 )
                 snapshot.copy_now()
-                _append(slot, tensor_bytes, bodies)
+                at = tensor_bytes
+                for body in bodies:
+                    slot.put(at, np.frombuffer(body, dtype=np.uint8))
+                    at += len(body)
         except BaseException as error:
             give_up(repr(error))
             raise
-        alike = (leaves, laid, holders, samples)
-
         scope = events.current()  # the copier's thread does not inherit it
 
         def finish() -> None:
@@ -440,11 +432,11 @@ class Saver:
                 with events.about(*scope), events.span("copy", nbytes=total):
                     snapshot.copy_rest()
                 slot.staged = total
-                client.seal(save.job, slot, *self._replicas(*alike))
+                client.seal(save.job, slot, *self._replicas(leaves, laid, holders, samples))
                 slot.warm_up()
             except CkptdError as error:
                 client.abandon(save.job, error.message, error)
-            except BaseException as error:  # noqa: BLE001 - the handle tells it
+            except BaseException as error:  # noqa: BLE001 - the handle has it
                 give_up(repr(error))
 
         copy = self._copier.submit(finish)
@@ -452,35 +444,38 @@ class Saver:
         if self._lazy == "off":
             self._gate.settle()
 
-    def _extras(self, leaves: Leaves, plan: SavePlan) -> tuple[tuple[Extra, ...], list[bytes]]:
-        """Encode what gets a chunk of private size: per-rank values, then large objects."""
+    def _values(
+        self, leaves: Leaves, plan: SavePlan
+    ) -> tuple[tuple[ObjectEntry, ...], tuple[Extra, ...], list[bytes]]:
+        """Encode what is no tensor.
+
+        Returns
+        -------
+        objects
+            What stands in the manifest; from the lowest rank of each group of alike ranks alone.
+        extras, bodies
+            Chunks of private size, and their bytes: per-rank values, then large objects.
+        """
         extras, bodies = [], []
         for name in sorted(leaves.per_rank):
             leaf = leaves.per_rank[name]
             bodies.append(msgspec.json.encode(leaf.raw))
             extras.append(Extra(name, len(bodies[-1]), leaf.on_change))
-        for name in sorted(leaves.objects):
-            if plan.homes.get(name) == self._board.rank and self._is_large(leaves, name):
-                bodies.append(msgspec.json.encode(leaves.objects[name].raw))
+        if self._board.rank not in plan.leaders:
+            return (), tuple(extras), bodies
+        large: dict[str, bytes] = {}
+        for name, value in leaves.objects.items():
+            if value.kind != "groups" and not isinstance(value.raw, int | float | bool | None):
+                body = msgspec.json.encode(value.raw)
+                if len(body) > INLINE_OBJECT_BYTES:
+                    large[name] = body
+        for name in sorted(large):
+            if plan.homes.get(name) == self._board.rank:
+                bodies.append(large[name])
                 extras.append(Extra(name, len(bodies[-1])))
-        return tuple(extras), bodies
-
-    @staticmethod
-    def _is_large(leaves: Leaves, name: str) -> bool:
-        leaf = leaves.objects[name]
-        if leaf.kind == "groups" or isinstance(leaf.raw, int | float | bool | type(None)):
-            return False
-        return len(msgspec.json.encode(leaf.raw)) > INLINE_OBJECT_BYTES
-
-    def _objects(self, leaves: Leaves, plan: SavePlan) -> tuple[ObjectEntry, ...]:
-        return tuple(
-            ObjectEntry(name, leaf.raw, kind=leaf.kind)
-            for name, leaf in leaves.objects.items()
-            if not self._is_large(leaves, name)
+        inline = tuple(
+            ObjectEntry(name, value.raw, kind=value.kind)
+            for name, value in leaves.objects.items()
+            if name not in large
         )
-
-
-def _append(slot: Slot, start: int, bodies: list[bytes]) -> None:
-    for body in bodies:
-        slot.put(start, np.frombuffer(body, dtype=np.uint8))
-        start += len(body)
+        return inline, tuple(extras), bodies

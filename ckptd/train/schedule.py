@@ -241,11 +241,12 @@ Decide = Callable[[Collection[str]], str]
 
 
 class Announcements:
-    """A word for some calls; each says at which call the next one is to be heard.
+    """A word for some calls; each names the call of the next one.
 
-    Thousands of ranks that step a hundred times a second must not ask the board each time, so rank
-    0 chooses the calls about a second apart. It speaks `AHEAD` calls before, and in training whose
-    steps take that second, where the wait is nothing and a grace time is short, at that very call.
+    Thousands of ranks that step a hundred times a second must not read the board each time, so rank
+    0 chooses the calls about a second apart. It announces `AHEAD` calls before, and in training
+    whose steps take that second, where the wait is nothing and a grace time is short, at that very
+    call.
 
     Parameters
     ----------
@@ -258,11 +259,11 @@ class Announcements:
         self._name = name
         self._call = 0
         self._look = 1
-        self._unsaid = 1
-        self._said: dict[int, tuple[str, int]] = {}
+        self._unannounced = 1
+        self._announced: dict[int, tuple[str, int]] = {}
         self._old: deque[int] = deque()
 
-    def hear(self, decide: Decide, step_s: float | None) -> str:
+    def word(self, decide: Decide, step_s: float | None) -> str:
         """Return the word for this call, ``""`` for most; every rank asks at each call.
 
         Parameters
@@ -284,18 +285,18 @@ class Announcements:
 
     def _announce(self, decide: Decide, step_s: float | None) -> None:
         stride, ahead = _pace(step_s)
-        while self._unsaid <= self._call + ahead:
-            word = decide([w for w, _ in self._said.values() if w])
-            look, self._unsaid = self._unsaid, self._unsaid + stride
-            self._said[look] = (word, self._unsaid)
-            self._board.set(f"{self._name}/{look}", f"{word} {self._unsaid}".encode())
+        while self._unannounced <= self._call + ahead:
+            word = decide([w for w, _ in self._announced.values() if w])
+            look, self._unannounced = self._unannounced, self._unannounced + stride
+            self._announced[look] = (word, self._unannounced)
+            self._board.set(f"{self._name}/{look}", f"{word} {self._unannounced}".encode())
             self._old.append(look)
         while len(self._old) > _KEPT:
             self._board.delete(f"{self._name}/{self._old.popleft()}")
 
     def _take(self, look: int) -> tuple[str, int]:
         if self._board.rank == 0:
-            return self._said.pop(look)
+            return self._announced.pop(look)
         raw = self._board.get(f"{self._name}/{look}", _PATIENCE_S)
         word, _, following = raw.decode().partition(" ")
         return word, int(following)
@@ -492,7 +493,7 @@ class Cadence:
         self._mtbf: Mtbf | None = None
         self._served = 0
         self._posted: set[str] = set()
-        self._told_s: float | None = None
+        self._logged_s: float | None = None
         self.urgent = False
         self.choice: IntervalChoice | None = None
         self.stop_requested = False
@@ -504,7 +505,7 @@ class Cadence:
         self._steps.call(time.monotonic(), bool(self._under_way))
         self._collect()
         self._count_hosts()
-        asked = self._hear() and (last_step is None or step > last_step)
+        asked = self._is_asked() and (last_step is None or step > last_step)
         self._steps.leave(time.monotonic())
         if self._rule is None:
             return True
@@ -539,20 +540,20 @@ class Cadence:
         self._costs.append(Cost(blocked_s, self._steps.inflation_s(), durable_s))
         if isinstance(self._rule, Auto) and self._board.rank == 0:
             self.choice = self._chosen(self._rule)
-            self._tell(self.choice)
+            self._log_choice(self.choice)
 
     def _chosen(self, auto: Auto) -> IntervalChoice:
-        """Choose by what the controller says of this life of the job; it may learn meanwhile."""
+        """Choose by what the controller has measured of this life of the job, if it has."""
         link = WorkerLink.current()
-        said = None if link is None else link.welcome
+        welcome = None if link is None else link.welcome
         mtbf = None
-        if auto.mtbf_hours is None and said is not None and said.mtbf_s > 0.0:
-            mtbf = Mtbf(said.mtbf_s, "measured by the controller")
+        if auto.mtbf_hours is None and welcome is not None and welcome.mtbf_s > 0.0:
+            mtbf = Mtbf(welcome.mtbf_s, "measured by the controller")
         if mtbf is None:
             mtbf = self._mtbf = self._mtbf or self._find_mtbf(auto)
         if self._near:
             mtbf = beyond_near(auto, mtbf)
-        restart_s = 0.0 if said is None else said.mttr_s
+        restart_s = 0.0 if welcome is None else welcome.mttr_s
         return choose(auto, typical(self._costs), mtbf, restart_s)
 
     def _collect(self) -> None:
@@ -567,12 +568,12 @@ class Cadence:
 
     # -- clocks and signals ----------------------------------------------------------------------
 
-    def _hear(self) -> bool:
-        """Hear what rank 0 decided for this call and follow it; tell whether a save is due."""
+    def _is_asked(self) -> bool:
+        """Follow what rank 0 decided for this call; return whether it asks for a save."""
         if not self._watch.active and (self._rule is None or not self._rule.by_clock):
             return False
         self._post()
-        word = self._announcements.hear(self._decide, self._steps.usual_s)
+        word = self._announcements.word(self._decide, self._steps.usual_s)
         self.urgent = word in (SAVE, STOP)
         if self.urgent:
             self._watch.serve(word)
@@ -646,10 +647,10 @@ class Cadence:
             _log.warning("the failures of earlier lives cannot be read: %s", error.message)
             return []
 
-    def _tell(self, choice: IntervalChoice) -> None:
-        before = self._told_s
+    def _log_choice(self, choice: IntervalChoice) -> None:
+        before = self._logged_s
         if before is None or abs(choice.interval_s - before) > _WORTH_TELLING * before:
-            self._told_s = choice.interval_s
+            self._logged_s = choice.interval_s
             _log.info("%s", choice)
 
 

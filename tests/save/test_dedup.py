@@ -354,7 +354,7 @@ def test_a_rank_that_hears_nothing_in_time_writes_everything(
     jobs = ranks_of(store, 2)
     arrays = values(1, SHAPES)
     saved_by(jobs, 1, arrays)
-    monkeypatch.setattr(referring, "HEAR_S", 0.05)
+    monkeypatch.setattr(referring, "ANNOUNCE_S", 0.05)
     late = jobs[1].save(2, arrays)  # rank 0 has not begun
     until(lambda: store.exists(part_key(jobs[1].request(2).folder, 1)))
     for handle in (jobs[0].save(2, arrays), late):

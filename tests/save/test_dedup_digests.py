@@ -111,7 +111,7 @@ def test_the_search_is_off_for_longer_and_longer_where_it_finds_nothing() -> Non
     switch = Switch()
     for _ in range(PATIENCE):
         assert switch.take()
-        switch.told(1, 100)
+        switch.found(1, 100)
     pauses = []
     for _ in range(6):
         assert not switch.on
@@ -119,7 +119,7 @@ def test_the_search_is_off_for_longer_and_longer_where_it_finds_nothing() -> Non
         while not switch.take():
             pause += 1
         pauses.append(pause)
-        switch.told(0, 100)
+        switch.found(0, 100)
     assert pauses == [8, 16, 32, 64, 64, 64]
     assert (pauses[0], pauses[-1]) == (FIRST_OFF, LONGEST_OFF)
 
@@ -127,9 +127,9 @@ def test_the_search_is_off_for_longer_and_longer_where_it_finds_nothing() -> Non
 def test_one_find_puts_the_search_on_again() -> None:
     switch = Switch()
     for _ in range(PATIENCE):
-        switch.told(0, 100)
+        switch.found(0, 100)
     while not switch.take():
         pass
-    switch.told(2, 100)
-    switch.told(0, 100)
+    switch.found(2, 100)
+    switch.found(0, 100)
     assert switch.on

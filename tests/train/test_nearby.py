@@ -175,7 +175,7 @@ def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
     board = LocalBoard()
     nodes = [node_on(LocalBoard(peers=board), f"n{i}", monkeypatch) for i in range(3)]
     for port, node in enumerate(nodes, 1):
-        node.meet(agent_at(port))
+        node.exchange(agent_at(port))
     met = {node._node: node._nodes[node._node] for node in nodes}
     for node in nodes:
         node._nodes = dict(met)
@@ -185,7 +185,7 @@ def test_a_load_asks_the_agent_that_came_in_place_of_a_dead_one(
 
     assert asked(nodes[0]) == ["ckptd://127.0.0.1:2", "ckptd://127.0.0.1:3"]
     for port in (8, 9):
-        nodes[2].meet(agent_at(port))
+        nodes[2].exchange(agent_at(port))
     assert asked(nodes[0]) == ["ckptd://127.0.0.1:2", "ckptd://127.0.0.1:9"]
     assert asked(nodes[1]) == ["ckptd://127.0.0.1:1", "ckptd://127.0.0.1:9"]
     for node in nodes:
@@ -198,7 +198,7 @@ def test_an_agent_that_knows_no_neighbours_is_told_of_none(
     raw = msgspec.msgpack.encode({"type": "WriterReady", "pid": 1, "memory": "ckptd://127.0.0.1:1"})
     before, now = Client(msgspec.msgpack.decode(raw, type=WriterReady)), agent_at(1)
     for agent in (before, now):
-        node_on(LocalBoard(), "n0", monkeypatch).meet(agent)
+        node_on(LocalBoard(), "n0", monkeypatch).exchange(agent)
     assert not any(isinstance(message, Neighbours) for message in before.told)
     assert any(isinstance(message, Neighbours) for message in now.told)
 

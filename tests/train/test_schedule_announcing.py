@@ -34,7 +34,7 @@ def play(
             waiting.append(words[call])
         for rank, lag in enumerate(lags):
             if 0 <= call - lag < len(paces):
-                heard[rank].append(ranks[rank].hear(decide, paces[call - lag]))
+                heard[rank].append(ranks[rank].word(decide, paces[call - lag]))
     return heard
 
 
@@ -72,11 +72,11 @@ def test_quick_steps_rarely_ask_the_board() -> None:
     first = LocalBoard(0, 2)
     zero, one = Announcements(first), Announcements(Counting(1, 2, first))
     for _ in range(1000):
-        zero.hear(lambda _: "", 0.01)
-        one.hear(lambda _: "", 0.01)
+        zero.word(lambda _: "", 0.01)
+        one.word(lambda _: "", 0.01)
     assert Counting.asked <= 20
     assert len(first._values) <= 70
 
 
 def test_alone_a_word_takes_effect_at_once() -> None:
-    assert Announcements(LocalBoard()).hear(lambda _: "stop", 0.01) == "stop"
+    assert Announcements(LocalBoard()).word(lambda _: "stop", 0.01) == "stop"

@@ -244,7 +244,7 @@ def hook_trainer(scene: Scene, node: int) -> None:
     _wrap(WriterClient, "_count_share", "reached")
     _wrap(WriterClient, "_complete", "complete")
     _wrap(Lineage, "_claim", "claim")
-    _wrap(Nearby, "meet", "meet")
+    _wrap(Nearby, "exchange", "meet")
     _wrap(Nearby, "sources", "sources")
     _wrap(loader.Loader, "_load_one", "load_one")
     _wrap(loader, "execute", "fetch")
