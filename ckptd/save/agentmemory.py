@@ -88,7 +88,7 @@ class GuestMemory:
             raise _no_space(error.wanted, error.found) from error
 
     def give_back(self, segment: Slot, *, again: bool = True) -> None:
-        """Take a segment back; one that somebody may still read is not filled `again`."""
+        """Take a segment back; one that may still be read is not filled `again`."""
         with self._lock:
             self._given -= segment.nbytes
             if again and len(self._spare) < _SPARE:
@@ -157,7 +157,7 @@ _Object = _Small | _Own | _Guest
 
 
 class AgentMemoryStore(Store):
-    """Own shares and guests. Thread-safe; `close` lets go of all memory."""
+    """Own shares and guests. Thread-safe; `close` releases all memory."""
 
     capabilities = Capabilities(
         create_only=True,

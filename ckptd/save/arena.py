@@ -72,7 +72,7 @@ class Slot:
         self.number = number
         self.nbytes = nbytes
         self.before_close: Callable[[], None] | None = None
-        """Called once before the memory goes; whoever page-locks it sets this."""
+        """Called once before the memory goes; set by code that page-locks it."""
         size = CONTROL_BYTES + max(nbytes, 1)
         self.fd = _reserve(size) if fd is None else fd
         self._fresh = fd is None
@@ -157,7 +157,7 @@ class Slot:
     def warm_up(self) -> None:
         """Map what was filled, so that the next snapshot is copied without page faults.
 
-        Called once a snapshot is whole, by a thread that nobody waits for.
+        Called once a snapshot is whole, by a thread that is not waited for.
         """
         if self._fresh and self.sealed and self.staged >= self.nbytes:
             self._warm()
@@ -211,7 +211,7 @@ class Slot:
 
 
 def half_staged(wanted: str, staged: int) -> SaveError:
-    """Return the error for a snapshot that nobody will complete."""
+    """Return the error for a snapshot that will never be complete."""
     return SaveError(
         "the trainer died before its state was copied",
         kind="half-staged",
@@ -286,7 +286,7 @@ _log = logging.getLogger("ckptd")
 class Slots:
     """The arena of one rank, as the trainer sees it. Thread-safe.
 
-    A slot is *taken* by a save until nobody reads it any more and what became of the snapshot is
+    A slot is *taken* by a save until it is read no more and what became of the snapshot is
     known; it is *kept* while it holds the newest complete snapshot of a near tier: that one is not
     overwritten by a half-made one, as long as there is memory for another slot.
 

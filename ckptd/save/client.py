@@ -201,7 +201,7 @@ class WriterClient:
     """Starts a `SaveWriter` and talks to it.
 
     Rank 0's worker commits. Its client publishes the outcome on the board; the other ranks'
-    clients read it there, and post a failure of their own, so that nobody waits for a rank that
+    clients read it there, and post a failure of their own, so that no rank waits for one that
     gave up.
 
     Parameters
@@ -434,7 +434,7 @@ class WriterClient:
     def abandon(self, job: int, reason: str, cause: CkptdError | None = None) -> None:
         """The caller cannot finish staging: end the job everywhere.
 
-        The slot stays taken until the worker has let go of it: bytes of the next save must
+        The slot stays taken until the worker has freed it: bytes of the next save must
         never be written under this one's name.
         """
         # First: the worker's answer, "aborted", must not overtake the reason.

@@ -1,8 +1,8 @@
 """Committing an attempt without collectives (spec section 9).
 
-Every rank reports its part below ``parts/``. Whoever commits (rank 0, or any survivor) waits for
-all parts, checks them against each other, writes the witness and the manifest, and creates the
-commit record, which is the one moment at which the checkpoint begins to exist. Two committers do
+Every rank reports its part below ``parts/``. The committer (rank 0, or any survivor) waits for all
+parts, checks them against each other, writes the witness and the manifest, and creates the commit
+record, which is the one moment at which the checkpoint begins to exist. Two committers do
 no harm: both make the same bytes, and the record is create-only.
 """
 
@@ -470,7 +470,7 @@ def blob_key(folder: str, digest: str) -> str:
 def plan_key(folder: str) -> str:
     """Key of the plan that an attempt was written by, a `SavePlan` as msgpack.
 
-    Near tiers hold it beside the parts, so that whoever finds them can finish the snapshot.
+    Near tiers hold it beside the parts, so that a load that finds them can finish the snapshot.
     """
     return f"{folder}{PARTS}plan"
 
@@ -508,7 +508,7 @@ def commit_attempt(
     stop: Callable[[], str | None],
     timeout_s: float,
     rank: int = 0,
-    heard: Callable[[Sequence[RankPart]], None] | None = None,
+    gathered: Callable[[Sequence[RankPart]], None] | None = None,
 ) -> Commit:
     """Wait for every rank's part, check them, and make the checkpoint exist.
 
@@ -523,7 +523,7 @@ def commit_attempt(
         For the missing parts, in seconds.
     rank
         Whose writing process this is, for the events.
-    heard
+    gathered
         Called with the parts of all ranks.
 
     Raises
@@ -547,8 +547,8 @@ def commit_attempt(
                 parts = gather_parts(catalogue.store, save.folder, plan.world, stop, timeout_s)
             except _SettledError as other:
                 return other.commit
-        if heard is not None:
-            heard(parts)
+        if gathered is not None:
+            gathered(parts)
         with events.span("commit"), leased(catalogue, parts):
             store = catalogue.store
             manifest = finish_attempt(store, store, plan, save, parts)
@@ -560,7 +560,7 @@ def finish_attempt(
 ) -> Manifest:
     """Check the parts of all ranks against each other and return the manifest that they make.
 
-    Deterministic, so that everybody who has the parts may do it.
+    Deterministic, so that every process that has the parts may do it.
 
     Parameters
     ----------

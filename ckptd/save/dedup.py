@@ -1,10 +1,10 @@
 """Referring to what an older checkpoint holds: which one, under whose lease, and where it lies.
 
 Rank 0's writing process chooses the newest committed checkpoint at the start of each save, leases
-it until the save ends, and tells the other ranks by an object beside their parts. So all ranks
-refer to one checkpoint, and nobody deletes it between their decision and the commit. Whoever
-commits leases it once more and looks that it is still the same: that alone makes it safe, also
-where rank 0's process died and another commits.
+it until the save ends, and names it by an object beside the parts of the other ranks. So all ranks
+refer to one checkpoint, and it is not deleted between their decision and the commit. The committer
+leases it once more and checks that it is still the same: that alone makes it safe, also where rank
+0's process died and another commits.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Digests = NDArray[np.uint64]
 
 
 class Announced(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others at the start of a save.
+    """What rank 0 announces at the start of a save.
 
     Attributes
     ----------
@@ -170,8 +170,8 @@ def same_as(
 ) -> NDArray[np.bool_]:
     """Tell for each chunk whether it is referred to.
 
-    A file of which less than half is needed is let go. How much is needed of one that is shared is
-    looked at by folder (`worth_keeping`).
+    A file of which less than half is needed is not referred to. Of one that is shared the need is
+    weighed by folder (`worth_keeping`).
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ def same_as(
 
 
 def refers(held: ChunkDigests, same: NDArray[np.bool_]) -> tuple[Refer, ...]:
-    """Return what a part says of the chunks that are referred to, by path."""
+    """Return the chunks that are referred to as a part names them, by path."""
     found = []
     for number, file in enumerate(held.files):
         numbers = np.flatnonzero(same & (held.where == number))
@@ -393,7 +393,7 @@ class ChunkDedup:
         self._switch.found(nbytes, total)
 
     def gathered(self, parts: Sequence[RankPart]) -> None:
-        """Learn from the parts of all ranks who will look for something at the next save."""
+        """Note from the parts of all ranks whether another rank searches at the next save."""
         self._others_seek = any(p.seeks for p in parts if p.rank != self._rank)
 
     def end(self, save: SaveRequest, commit: Commit | None = None) -> None:
@@ -502,7 +502,7 @@ def recall(catalogue: Catalogue, base: Base, plan: RankPlan) -> ChunkDigests | N
     """Return what a checkpoint holds of a rank's chunks, from its manifest, headers and digests.
 
     For a process that did not write it itself, or by another plan: chunks of tensors that are cut
-    alike are found by name, whoever wrote them. None when there are none.
+    alike are found by name, whichever rank wrote them. None when there are none.
 
     Raises
     ------

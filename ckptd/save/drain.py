@@ -287,14 +287,14 @@ def drain(
     wait
         ``wait(nbytes, timeout_s)`` returns when that many bytes are staged, or raises.
     sealed
-        ``sealed(timeout_s)`` returns what was said when the snapshot was whole, or raises.
+        ``sealed(timeout_s)`` returns the seal of the whole snapshot, or raises.
     progress
         Called with bytes written and bytes in all.
     unchanged
         Finds what need not be written again; None: everything is.
 
     A failure is reported as a part as well, when the store still takes it, so that the committer
-    learns of it at once and not by a deadline.
+    finds it at once and not by a deadline.
 
     Raises
     ------
@@ -381,7 +381,7 @@ def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> N
     """
     failed = RankPart(rank=rank, plan=save.plan, error=error.to_dict())
     file = file_key(save.folder, rank)
-    with contextlib.suppress(CkptdError):  # the caller hears the first error, the cause
+    with contextlib.suppress(CkptdError):  # the caller gets the first error, the cause
         store.delete([file, digests_key(file)])
     with contextlib.suppress(CkptdError):
         store.put(part_key(save.folder, rank), failed.encode())
@@ -522,7 +522,7 @@ class StagedShard:
     Attributes
     ----------
     save, plan, seal
-        What it is of, by which plan, and what was said when it was whole.
+        What it is of, by which plan, and its seal.
     slot
         Where the data section lies, from the front; valid while `Slot.sealed` names the job.
     header
@@ -530,7 +530,7 @@ class StagedShard:
     data_bytes
         Length of the data section.
     small
-        The other objects by key, the part last: whoever finds the part finds everything.
+        The other objects by key, the part last: where the part is, everything is.
     """
 
     save: SaveRequest
@@ -577,7 +577,7 @@ def stage_shard(
     wait
         ``wait(nbytes)`` returns when so many bytes are staged, or raises.
     sealed
-        Returns what was said when the snapshot was whole, or raises.
+        Returns the seal of the whole snapshot, or raises.
     root
         See `RankPart`.
 

@@ -62,11 +62,11 @@ ANSWER_S = 10.0
 
 
 class AskStatus(msgspec.Struct, frozen=True, tag=True):
-    """First message of a visitor: tell me what you hold."""
+    """First message of a visitor: asks what the agent holds."""
 
 
 class AskEnd(msgspec.Struct, frozen=True, tag=True):
-    """First message of a visitor: end when your trainers have ended.
+    """First message of a visitor: asks the agent to end when its trainers have ended.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class AgentContents(msgspec.Struct, frozen=True):
     folder
         URL of the local tier; None without one.
     ends_in_s
-        When it ends if nobody comes, in seconds; None while trainers are connected, and for one
+        When it ends if no trainer comes, in seconds; None while trainers are connected, and for one
         that stays until a signal.
     ending
         It was asked to end when its trainers have ended.
@@ -181,7 +181,7 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 class WriterHello(msgspec.Struct, frozen=True, tag=True):
-    """First message: where to write, and who is asking.
+    """First message: where to write, and for which rank.
 
     Attributes
     ----------
@@ -193,7 +193,7 @@ class WriterHello(msgspec.Struct, frozen=True, tag=True):
         Address on which the agents of other nodes reach this one's; empty: none does.
     key
         What the agent is to ask of other nodes, hexadecimal, derived from the job's secret; empty
-        where the job has none: the agent then draws one, and says it in `WriterReady`.
+        where the job has none: the agent then draws one, which is in `WriterReady`.
     """
 
     store: StoreSpec
@@ -208,7 +208,7 @@ class WriterHello(msgspec.Struct, frozen=True, tag=True):
 class Partner(msgspec.Struct, frozen=True, tag=True):
     """Whose memory the peer tier is, and the key that opens it, hexadecimal.
 
-    Empty where no other node is there: what an earlier generation said holds no more.
+    Empty where no other node is there: the one of an earlier generation holds no more.
     """
 
     url: str
@@ -219,7 +219,7 @@ _Known = Annotated[tuple[KnownNode, ...], msgspec.Meta(max_length=MOST_TOLD)]
 
 
 class Neighbours(msgspec.Struct, frozen=True, tag=True):
-    """Nodes of which the agent tells the trainers that come next, instead of those it knew."""
+    """Nodes that the agent names to the trainers that come next, instead of those it knew."""
 
     nodes: _Known
 
@@ -262,7 +262,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 
 class SaveRequest(msgspec.Struct, frozen=True, tag=True):
-    """Write one attempt; a counter in its slot of the arena tells how far the copying is.
+    """Write one attempt; a counter in its slot of the arena shows how far the copying is.
 
     Attributes
     ----------
@@ -342,7 +342,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     Attributes
     ----------
     at
-        When it said so, by `time.monotonic`: it may have come back before this is heard.
+        When it was sent, by `time.monotonic`: the trainer may have come back before it is received.
     """
 
     at: float
@@ -383,7 +383,7 @@ class WriterReady(msgspec.Struct, frozen=True, tag=True):
     pid_space
         Whose numbers `pid` is of: an agent in another container counts otherwise.
     neighbours
-        Nodes of the life before, as its trainers told them; None: an agent of a version that
+        Nodes of the life before, as its trainers named them; None: an agent of a version that
         takes no `Neighbours` and would end at one.
     error
         `CkptdError.to_dict`: nothing can be written.
@@ -495,7 +495,7 @@ class RankPart(msgspec.Struct, frozen=True):
     slots, values
         Witness slots this rank could see (uint32) and their values (8 bytes each).
     metadata
-        The user's; rank 0's counts, whoever commits.
+        The user's; rank 0's counts, whichever rank commits.
     base, refers
         The checkpoint whose chunks are referred to, and which of them.
     root
@@ -524,7 +524,7 @@ class RankPart(msgspec.Struct, frozen=True):
     error: dict[str, str | None] | None = None
 
     def encode(self) -> bytes:
-        """Return msgpack and its digest: nobody else vouches for what a part says."""
+        """Return msgpack and its digest: nothing else vouches for a part."""
         raw = msgspec.msgpack.encode(self)
         return raw + digest(raw)
 

@@ -1,4 +1,4 @@
-"""The near tiers of a node: its memory, its folder, its peer's memory; and who may read them."""
+"""The near tiers of a node: its memory, its folder, its peer's memory; and their servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NodeTiers:
     here
         Where trainers of this node read it; empty before `serve_here`.
     neighbours
-        Nodes of which the next trainers are told, as the last ones said.
+        Nodes that are named to the next trainers, as the last ones named them.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class NodeTiers:
                     self._local, self._local_spec = tier.store.open(), tier.store
 
     def wait_next(self, since: float, timeout_s: float) -> bool:
-        """Tell whether a trainer comes after `since` (`time.monotonic`), within `timeout_s`."""
+        """Return whether a trainer comes after `since` (`time.monotonic`), within `timeout_s`."""
         with self._arrived:
             return self._arrived.wait_for(lambda: self._last_came > since, timeout_s)
 
@@ -108,7 +108,7 @@ class NodeTiers:
             server.close()
 
     def belongs(self, root_id: str) -> None:
-        """Say of which root what comes now is; what is there of another goes.
+        """Name the root of what comes now; what is there of another one is cleared.
 
         A root that was deleted and made anew has the same URL, and counts generations from 1.
         """
@@ -118,7 +118,9 @@ class NodeTiers:
                 return
             self._complete.clear()
             self._lost.clear()
-        _log.warning("the root is another one than it was: what is in memory of that one goes")
+        _log.warning(
+            "the root is another one than before: what memory holds of that one is cleared"
+        )
         self.memory.clear_all()
 
     def store(self, tier: str) -> Store:
@@ -142,7 +144,7 @@ class NodeTiers:
         )
 
     def set_peer(self, url: str, secret: str) -> None:
-        """Say whose memory the peer tier is; an empty URL: nobody's."""
+        """Set whose memory the peer tier is; an empty URL: there is no peer."""
         with self._lock:
             if (url, secret) == self._peer_of:
                 return
@@ -169,7 +171,7 @@ class NodeTiers:
                     del self._used[folder]
 
     def completed(self, tier: str, name: CommitName) -> None:
-        """Take in that every rank's share of a snapshot is on a tier; older ones go.
+        """Note that every rank's share of a snapshot is on a tier; older ones are cleared.
 
         A tier is cleared for what survives as much as it does, so that whatever may die next
         leaves one whole snapshot.
@@ -194,7 +196,7 @@ class NodeTiers:
             return name in self._complete.get(tier, ())
 
     def lost(self, tier: str, name: CommitName) -> None:
-        """Take in that a snapshot will never be complete on a tier; what guests left of it goes."""
+        """Note that a snapshot will never be complete on a tier; what guests left of it goes."""
         with self._lock:
             self._lost.append((tier, name))
         if tier == "peer" and not self.is_complete("peer", name):
@@ -269,7 +271,7 @@ class NodeTiers:
         """Let other nodes read, and put their snapshots into this one's memory.
 
         A new life of the job may have another secret than the last one: its key counts from then
-        on, for whoever connects.
+        on, for every connection.
 
         Parameters
         ----------
@@ -311,14 +313,14 @@ class NodeTiers:
             return self._servers[name].url
 
     def hide(self) -> None:
-        """Leave the place where trainers of this node read to the next agent. Idempotent."""
+        """Free the place where trainers of this node read, for the next agent. Idempotent."""
         with self._lock:
             server = self._servers.pop("here", None)
         if server is not None:
             server.close()
 
     def close(self) -> None:
-        """Serve nobody any more and let go of everything. Idempotent."""
+        """End all servers and close all stores. Idempotent."""
         for server in self._servers.values():
             server.close()
         self._servers.clear()

@@ -57,7 +57,7 @@ class KnownNode(msgspec.Struct, frozen=True):
     secret
         For both; empty where it is derived from the job's.
     ago
-        In how many lives before the one that told of it the node was there last; 0: in that one.
+        In how many lives before the one that named it the node was there last; 0: in that one.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -71,7 +71,7 @@ _checked = converter(KnownNode)
 
 
 def known_node(name: str, memory: str, local: str, secret: str) -> KnownNode | None:
-    """Return what is remembered of a node of this life; None where nobody could reach it later."""
+    """Return what is remembered of a node of this life; None where it cannot be reached later."""
     node = KnownNode(name, memory, local, secret)
     try:
         return _checked(msgspec.to_builtins(node)) if memory or local else None
@@ -80,7 +80,7 @@ def known_node(name: str, memory: str, local: str, secret: str) -> KnownNode | N
 
 
 def older(node: KnownNode) -> KnownNode | None:
-    """Return what is told of a node that was not there in this life either; None: no more."""
+    """Return how the next life names a node that was not there in this one; None: not any more."""
     return msgspec.structs.replace(node, ago=node.ago + 1) if node.ago < MOST_AGO else None
 
 
@@ -88,7 +88,7 @@ def followers(names: Collection[str], node: str) -> list[str]:
     """Return the nodes that the agent of `node` remembers, of a sorted ring of all names.
 
     The next 8, then the 16th, 32nd, 64th and so on. A report is short (11 names of 100, 18 of
-    10,000), and together the survivors still name everybody who was there unless more than 8 in a
+    10,000), and together the survivors still name every node that was there unless more than 8 in a
     row are gone; and those too where it is one row of at most half of all: spares often follow one
     another by name, and so do the nodes of a rack. A pure function.
     """
@@ -98,14 +98,14 @@ def followers(names: Collection[str], node: str) -> list[str]:
     return [line[(place + step) % count] for step in steps if step < count]
 
 
-def former_nodes(present: Collection[str], told: Iterable[KnownNode]) -> list[KnownNode]:
-    """Return the nodes told of that are not `present`, those that were there last first.
+def former_nodes(present: Collection[str], known: Iterable[KnownNode]) -> list[KnownNode]:
+    """Return the known nodes that are not `present`, those that were there last first.
 
     As many as are present (64 at least): the table that all ranks get must not grow with what
     is gone. One name may come with two addresses, where its agent was another one in the end.
     """
     found: dict[tuple[str, str, str], KnownNode] = {}
-    for node in told:
+    for node in known:
         key = node.name, node.memory, node.local
         if node.name not in present and (key not in found or node.ago < found[key].ago):
             found[key] = node
@@ -142,7 +142,7 @@ def partners(domains: Mapping[str, str]) -> dict[str, str]:
     largest, others = groups[0], line[len(groups[0]) :]
     if len(largest) <= len(others):
         # Domains lie together in the line, none longer than the shift, and the shift is no longer
-        # than what lies outside of any: so nobody meets one of its own.
+        # than what lies outside of any: so no node is paired with one of its own.
         shift = len(largest)
         return {node: line[(i + shift) % len(line)] for i, node in enumerate(line)}
     found = {node: others[i % len(others)] for i, node in enumerate(largest)}
@@ -158,7 +158,7 @@ _SERVED = Capabilities(
     parallel=4,
     block_bytes=8 << 20,
 )
-"""Of what agents serve: known before anybody is asked."""
+"""Of what agents serve: known without asking them."""
 
 
 class Distant(ReadOnlyStore):

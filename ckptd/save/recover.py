@@ -310,7 +310,7 @@ class LoadCandidate(msgspec.Struct, frozen=True):
 
 
 class Candidates(msgspec.Struct, frozen=True):
-    """What to try, in this order; plain data, so that one rank can tell the others.
+    """What to try, in this order; plain data, so that one rank can send it to the others.
 
     Attributes
     ----------
@@ -363,7 +363,7 @@ def find_candidates(
             raise
         if len({s.root for s in snapshots if s.root}) > 1:
             # A folder of another run, an agent on the address of one that is gone: the wrong state
-            # would be trained on, and nobody would notice.
+            # would be trained on, unnoticed.
             error.add_note("near tiers hold snapshots of several roots; only the root tells whose")
             raise
         _log.warning("the root cannot be read, only near tiers are looked at: %s", error)
@@ -432,5 +432,5 @@ def _same_attempt(
     except NotFoundError:
         return []  # deleted since the listing, so it was not wanted any more
     except CorruptError:
-        return list(found)  # nobody knows which one it was
+        return list(found)  # which one it was is not known
     return [s for s in found if s.attempt == attempt]

@@ -1,4 +1,4 @@
-"""What the ranks of a job hold, as data, and who writes which piece of it.
+"""What the ranks of a job hold, as data, and which rank writes which piece of it.
 
 Every rank describes its own state; ranks with the same description form a *group* (data-parallel
 and tensor-parallel ranks describe meshes, so they are alike; pipeline stages differ). From all
@@ -203,7 +203,7 @@ class _Balance:
 
 
 def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
-    """Decide who writes what, from every distinct structure of the job.
+    """Decide which rank writes what, from every distinct structure of the job.
 
     A pure function: all ranks call it with the same arguments and get the same plan. Replicated
     tensors are spread over their holders by bytes, large ones cut along their first dimension,

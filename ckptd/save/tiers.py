@@ -1,8 +1,8 @@
 """The tiers of a checkpointer: where snapshots are kept nearer than the root, as plain data.
 
 A near tier holds, below the same keys as a root, the files and parts of the ranks, and no commit
-record: a snapshot of which every rank's part is found is complete, and whoever loads it finishes
-it (`ckptd.save.recover`). The root alone keeps checkpoints for good.
+record: a snapshot of which every rank's part is found is complete, and a load finishes it
+(`ckptd.save.recover`). The root alone keeps checkpoints for good.
 """
 
 from __future__ import annotations

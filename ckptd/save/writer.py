@@ -238,7 +238,7 @@ class SaveWriter:
             self._arrived.notify_all()
 
     def _swap_slot(self, slot: Slot) -> None:
-        # The trainer replaces a slot that nobody reads any more.
+        # The trainer replaces a slot that is read no more.
         old = self._arena.pop(slot.number, None)
         if old is not None:
             if self._near is not None:
@@ -452,7 +452,7 @@ class SaveWriter:
             except ConflictError:
                 return False
             except CkptdError as error:
-                _log.warning("the root does not say what it has: %s", error.message)
+                _log.warning("the root cannot be read: %s", error.message)
                 return True
             if time.monotonic() > end:
                 return True
@@ -484,7 +484,7 @@ class SaveWriter:
             # Ranks that did not know how far the others were may have brought two snapshots.
             return not save.root and self._is_past(save)
         except CkptdError:
-            return False  # the commit itself will say what is wrong with the store
+            return False  # the commit itself will raise what is wrong with the store
 
     def _commit(self, save: SaveRequest, plan: RankPlan) -> None:
         """Commit and report it; what fails later is a warning."""

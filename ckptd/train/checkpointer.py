@@ -202,7 +202,7 @@ class Checkpointer:
     compress
         Level of zstd, 1 to 22, at which data files are stored as byte planes; 1 is nearly always
         right. None stores plain safetensors. It pays where the store is slower than the cores: see
-        ``docs/reference/stores.md``. What is packed is read without being told.
+        ``docs/reference/stores.md``. What is packed is read without an option.
     store_options
         For the store: endpoint, keys, region.
     layout

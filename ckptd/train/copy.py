@@ -179,7 +179,7 @@ class Pages:
             self._release(count)
 
     def _release(self, count: Count) -> None:
-        """Let the next write to each page cost nothing, where nobody else counts."""
+        """Let the next write to each page cost nothing, where no other count needs it."""
         left = count.ranges
         for other in self._counts:
             left = _without(left, other.ranges)
@@ -212,7 +212,7 @@ class Pages:
 
 
 class Count:
-    """Counts writes to some pages, from `Pages.count` on; it lets go of them when it is dropped.
+    """Counts writes to some pages, from `Pages.count` on; dropping it ends the count.
 
     Attributes
     ----------
@@ -273,7 +273,7 @@ def _without(some: Iterable[Range], ranges: Sequence[Range]) -> list[Range]:
 class MappedRange:
     """A part of this process's memory that can be written.
 
-    `shared` tells that other processes may map it as well.
+    `shared`: other processes may map it as well.
     """
 
     start: int

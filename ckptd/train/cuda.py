@@ -58,7 +58,7 @@ class _Pin:
         self._lock = threading.Lock()
 
     def use(self, more: int) -> None:
-        """Count who copies; the last one unlocks a slot that was closed meanwhile."""
+        """Count the copies under way; the last one unlocks a slot that was closed meanwhile."""
         with self._lock:
             self._users += more
             if not self._users and self in self._left:
@@ -113,7 +113,7 @@ class Pins:
         return self._known[slot] is not None
 
     def use(self, slot: Slot, more: int) -> None:
-        """Count who copies to a locked slot: `more` is 1 or -1."""
+        """Count the snapshots that are copied to a locked slot: `more` is 1 or -1."""
         pin = self._known.get(slot)
         if pin is not None:
             pin.use(more)
@@ -384,7 +384,7 @@ def refuse_capture() -> None:
     """
     if is_capturing():
         raise UsageError(
-            "a save cannot be part of a CUDA graph: a replay would copy, and tell nobody",
+            "a save cannot be part of a CUDA graph: a replay would copy, and save nothing",
             kind="capturing",
             wanted="save() outside torch.cuda.graph()",
             hint="save between replays, and call before_mutation() before the next one",
@@ -608,7 +608,7 @@ class CudaSnapshot:
 
     def order(self) -> None:
         """Let what the current streams do from now on come after everything that is pushed."""
-        for lane in list(self._lanes.values()):  # the copying thread lets go of them when it ends
+        for lane in list(self._lanes.values()):  # the copying thread clears them when it ends
             lane.order()
 
     @contextmanager

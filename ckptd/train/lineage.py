@@ -76,10 +76,10 @@ class Lineage:
         ------
         RefusedError
             kind ``behind``: the line has a commit at or after `step`. kind ``not-loaded``: it has
-            an earlier one, nothing was loaded, and nobody asked for that.
+            an earlier one, nothing was loaded, and `fresh_line` is not given.
         ConflictError
-            kind ``superseded``: what was loaded could not be claimed then, and somebody else has
-            begun a generation since.
+            kind ``superseded``: what was loaded could not be claimed then, and another
+            life of the job has begun a generation since.
         """
         if self.generation:
             return
@@ -92,8 +92,8 @@ class Lineage:
             self._catalogue.create_or_open()
             parent = None
             if not self._fresh_line:
-                told = self._fresh_line is False
-                parent = self._catalogue.continue_line(step, unloaded=told)
+                unloaded = self._fresh_line is False
+                parent = self._catalogue.continue_line(step, unloaded=unloaded)
             return self._claim(parent, "start" if parent is None else "continue")
 
         self._take(self._agreement.on_rank_zero("claim", claim))
@@ -105,8 +105,8 @@ class Lineage:
         """Claim a generation whose parent is what was loaded: a commit, or a snapshot without.
 
         Where nothing can be written (a full disk, a read-only root), or not `at_once`, the first
-        save claims it: who only reads needs none, and would take the line from the job that
-        trains. Returns what to say of what could not be written; else nothing.
+        save claims it: a program that only reads needs none, and would take the line from the job
+        that trains. Returns a warning about what could not be written; else nothing.
         """
 
         def claim() -> Any:
@@ -155,7 +155,7 @@ class Lineage:
         ------
         RefusedError
             kind ``behind``: `step` is earlier than the last one of this generation. The same step
-            may be tried again: if it was committed after all, the handle says so.
+            may be tried again: if it was committed after all, the handle fails.
         """
         if self.last_step is not None and step < self.last_step:
             raise RefusedError(

@@ -93,9 +93,9 @@ _ASKING_FORMER = 64
 _FORMER_S = 10.0
 """Former nodes that are not asked by then are passed over, in seconds: most may be gone."""
 _PIECE_CHARS = 4 << 20
-"""Of what rank 0 tells the others at a time; a board takes no value above 8 MB."""
+"""Characters that rank 0 posts at a time; a board takes no value above 8 MB."""
 _NO_AGREEMENT = frozenset({"board", "board-lost", "crashed", "rank-died"})
-"""Failures of agreement itself: nobody may be there to agree with."""
+"""Failures of agreement itself: no other rank may be there to agree with."""
 
 
 class LoadSources:
@@ -163,7 +163,7 @@ class LoadSources:
     def held(self, candidate: LoadCandidate) -> Iterator[None]:
         """Keep a commit from being deleted: rank 0 holds it for all. Snapshots may vanish.
 
-        Where no lease can be written, the commit is read without: `unheld` says so.
+        Where no lease can be written, the commit is read without: `unheld` is the reason.
         """
         with ExitStack() as held:
 
@@ -183,10 +183,10 @@ class LoadSources:
             yield
 
     def _aim(self, candidate: LoadCandidate) -> None:
-        """Learn from rank 0 which node holds what of a checkpoint.
+        """Receive from rank 0 which node holds what of a checkpoint.
 
-        A rank then asks nobody who has nothing for it: thousands of ranks that each asked thousands
-        of nodes would be at it for hours.
+        A rank then asks no node that has nothing for it: thousands of ranks that each asked
+        thousands of nodes would take hours.
         """
         # Whether there are near tiers is the same on all ranks; what one reaches of them is not.
         if candidate == self._aimed or not self._has_near or self._agreement.board.world == 1:
@@ -306,7 +306,7 @@ class LoadSources:
             return manifest, filemap, plan, self._witness(scratch, manifest, plan)
 
     def _from_rank_zero(self, make: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Return on every rank what rank 0 makes, told in pieces that the board takes."""
+        """Return on every rank what rank 0 makes, posted in pieces that the board takes."""
         pieces: list[str] = []
 
         def cut() -> int:
@@ -315,9 +315,9 @@ class LoadSources:
             return len(pieces)
 
         count = self._agreement.on_rank_zero("finish", cut)
-        tell = self._agreement.on_rank_zero
-        told = [tell("finish", partial(pieces.__getitem__, i)) for i in range(count)]
-        return _texts.decode("".join(told))
+        post = self._agreement.on_rank_zero
+        texts = [post("finish", partial(pieces.__getitem__, i)) for i in range(count)]
+        return _texts.decode("".join(texts))
 
     @staticmethod
     def _witness(
@@ -604,7 +604,7 @@ class Loader:
                 raise UsageError(
                     "a checkpoint's layout is of no use without one of the live state",
                     kind="lay-use",
-                    hint="Checkpointer(..., layout=...) says the layout of the live state",
+                    hint="give Checkpointer(..., layout=...) the layout of the live state",
                 )
             return None, None
         from ckptd.train.layout.loading import look  # with Lay: see Checkpointer

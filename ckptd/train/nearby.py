@@ -221,7 +221,7 @@ class Nearby:
         self._partner: _Node | None = None
         self._sources: list[UnionSource] = []
 
-    # -- who is there ------------------------------------------------------------------------------
+    # -- the other nodes ---------------------------------------------------------------------------
 
     def exchange(self, client: WriterClient) -> None:
         """Exchange the addresses of agents with the other nodes, and send this one's its peer.
@@ -305,13 +305,13 @@ class Nearby:
         former: dict[str, list[KnownNode]] = {}
         for aged in filter(None, map(older, self._former)):
             former.setdefault(aged.name, []).append(aged)
-        told: list[KnownNode] = []
+        known: list[KnownNode] = []
         for name in followers({*self._nodes, *former}, self._node):
             if (node := self._nodes.get(name)) is None:
-                told += former[name]
-            elif known := known_node(name, node.memory, node.local, node.secret):
-                told.append(known)
-        return Neighbours(tuple(told[:MOST_TOLD]))
+                known += former[name]
+            elif found := known_node(name, node.memory, node.local, node.secret):
+                known.append(found)
+        return Neighbours(tuple(known[:MOST_TOLD]))
 
     def _chosen(self) -> str | None:
         """Return which node is to keep this one's snapshots; None if there is no other."""

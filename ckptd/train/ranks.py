@@ -207,9 +207,9 @@ class JobBoard:
 
     The connection is a clone of the job's: a wait in one thread does not hold up another.
 
-    torch's store lets everybody in who reaches its port. So where the job has a secret, every value
+    torch's store accepts whatever reaches its port. So where the job has a secret, every value
     carries a MAC over its key and itself, and one without is refused: a stranger can end the job
-    there, as he can end its rendezvous, and cannot make ranks believe what no rank has said.
+    there, as it can end its rendezvous, and cannot make ranks believe what no rank has posted.
     Counters have none: the store itself adds.
 
     Parameters
@@ -251,7 +251,7 @@ class JobBoard:
         while (value := self.peek(key)) is None:
             if time.monotonic() > end:
                 raise DeadlineError(
-                    "nobody published a value in time",
+                    "no rank published a value in time",
                     kind="board",
                     where=key,
                     wanted=f"within {timeout_s:.0f} s",
@@ -277,7 +277,7 @@ class JobBoard:
                 where=name,
                 wanted=f"a MAC with the job's secret ({SECRET_VARIABLE})",
                 hint=f"{SECRET_VARIABLE} must be set on all nodes or on none, and be the same; "
-                "if it is, somebody else writes to the job's store: keep its port from others",
+                "if it is, another program writes to the job's store: keep its port from others",
             )
         return value
 
@@ -298,8 +298,8 @@ class JobBoard:
         if self._secret is None:
             return b""
         key = name.encode()
-        told = b"".join((len(key).to_bytes(8, "little"), key, value))
-        return hmac.digest(self._secret, told, "sha256")[:_MAC_BYTES]
+        signed = b"".join((len(key).to_bytes(8, "little"), key, value))
+        return hmac.digest(self._secret, signed, "sha256")[:_MAC_BYTES]
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:

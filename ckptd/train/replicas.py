@@ -111,7 +111,7 @@ def replica_digests(
     known: Mapping[tuple[str, Shared], Mapping[str, str]] | None = None,
     sample: Samples | None = None,
 ) -> tuple[tuple[tuple[str, str], ...], tuple[Blob, ...]]:
-    """Digest what this rank holds in common with others, apart by who holds it.
+    """Digest what this rank holds in common with others, one table for each set of holders.
 
     Parameters
     ----------

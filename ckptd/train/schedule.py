@@ -129,13 +129,13 @@ class SignalWatch:
 
     @property
     def stop_at(self) -> float | None:
-        """When the first signal to stop arrived here, or was heard of (`time.monotonic`)."""
+        """When the first signal to stop arrived here, or was announced (`time.monotonic`)."""
         return self._stop_at
 
     def close(self) -> None:
         """Put the handlers back that were there before. Idempotent.
 
-        Where somebody has put another one over ours, or this is not the main thread, ours stays
+        Where another one was put over ours, or this is not the main thread, ours stays
         and only passes on.
         """
         self._open = False
@@ -219,7 +219,7 @@ def lost(handles: Sequence[SaveHandle], durable: int | None, grace_s: float) -> 
         wanted=f"durable within {grace_s:g} s of the signal",
         found="; ".join(was),
         hint="the writing process finishes it if it may live; ask the scheduler for more time"
-        " (Slurm: --signal=TERM@120) and say so with grace_s",
+        " (Slurm: --signal=TERM@120) and give it as grace_s",
     )
 
 
@@ -559,7 +559,7 @@ class Cadence:
     def _collect(self) -> None:
         """Take in the saves that have ended meanwhile."""
         ended = [pair for pair in self._under_way if pair[0].done]
-        # A save may end meanwhile: who asked `done` again would lose it.
+        # A save may end meanwhile: asking `done` again would lose it.
         self._under_way = [pair for pair in self._under_way if pair not in ended]
         for handle, blocked_s in ended:
             if handle.progress.phase == "durable" and handle.seconds is not None:
