@@ -151,10 +151,10 @@ class Client:
     def answer(self) -> WriterReady:
         return self.ready
 
-    def meet(self, partner: Partner) -> None:
+    def set_partner(self, partner: Partner) -> None:
         self.told.append(partner)
 
-    def remember(self, neighbours: Neighbours) -> None:
+    def set_neighbours(self, neighbours: Neighbours) -> None:
         self.told.append(neighbours)
 
 
@@ -304,7 +304,7 @@ def test_a_save_that_failed_may_be_told_without_being_raised(
     assert failed is not None
     with monkeypatch.context() as patch:
         never_starts(patch, ck)
-        assert failed._settled(PATIENCE_S)
+        until(lambda: failed.done, "the end of a save")
         assert isinstance(failed.error, WorkerError)
     handle = ck.save(3, state_at(3))
     assert handle is not None

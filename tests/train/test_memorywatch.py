@@ -21,7 +21,7 @@ import ckptd
 from ckptd.errors import SaveError
 from ckptd.testing.ranks import run_ranks
 from ckptd.train import copy as copying
-from ckptd.train.copy import (
+from ckptd.train.memorywatch import (
     PAGE,
     SAMPLED_BYTES,
     WHOLE_BYTES,
@@ -270,7 +270,7 @@ def test_what_torch_does_not_count_is_found(
     blind: bool, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if blind:
-        monkeypatch.setattr(copying.Pages, "of_this_process", staticmethod(lambda: None))
+        monkeypatch.setattr(Pages, "of_this_process", staticmethod(lambda: None))
     elif Pages.of_this_process() is None:
         pytest.skip("this kernel does not count writes")
     with ckptd.Checkpointer(str(tmp_path / "root")) as ck:
