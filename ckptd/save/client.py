@@ -352,7 +352,7 @@ class WriterClient:
             except WorkerError as error:
                 if self._dead is not None:
                     raise self._dead from error
-                # One that only takes nothing is not dead: the monitor ends it (see `_hangs`).
+                # One that only takes nothing is not dead: the monitor ends it (see `_check_jobs`).
                 if isinstance(error.__cause__, TimeoutError):
                     raise
                 # The monitor notices it now, and sends the next one what is recorded.
@@ -636,39 +636,31 @@ class WriterClient:
         job = self._jobs.get(message.job)
         if job is None:
             return
-        job.answered = job.answered or self._is_last(message, job)
+        # The last message on a job to the root is its commit, of which rank 0's worker alone knows.
+        last = isinstance(message, SaveCommitted if job.handle.root else Freed)
+        if job.handle.root and isinstance(message, ShardStored) and message.tier == ROOT:
+            last = message.error is not None or self._board.rank > 0
+        job.answered = job.answered or last
         self._deaths = 0 if job.answered else self._deaths
         if isinstance(message, Freed):
             job.freed = True
             self._release(message.job, job)
         elif isinstance(message, ShardStored):
-            self._stored(message, job)
+            failed = None if message.error is None else CkptdError.from_dict(message.error)
+            if message.tier != ROOT and failed is None:
+                self._count_share(message.job, job, message.tier)
+            elif message.tier != ROOT and failed is not None:
+                self._fail_near(message.job, job, message.tier, failed)
+            elif failed is None:
+                job.handle.advance("committing")
+            else:
+                self._fail(message.job, (failed.kind == "aborted" and job.reason) or failed)
         elif isinstance(message, WriteProgress):
             job.handle.wrote(message.done)
         elif isinstance(message, SaveCommitted):
             self._finish(message.job)
         elif isinstance(message, Warned):
             _log.warning("after step %d: %s", job.handle.step, message.error.get("message"))
-
-    def _is_last(self, message: Response, job: _Job) -> bool:
-        """Tell whether a message is the last on its job: only rank 0's worker reports a commit."""
-        if not job.handle.root:
-            return isinstance(message, Freed)
-        if isinstance(message, ShardStored) and message.tier == ROOT:
-            return message.error is not None or self._board.rank > 0
-        return isinstance(message, SaveCommitted)
-
-    def _stored(self, message: ShardStored, job: _Job) -> None:
-        error = None if message.error is None else CkptdError.from_dict(message.error)
-        if message.tier != ROOT:
-            if error is None:
-                self._count_share(message.job, job, message.tier)
-            else:
-                self._fail_near(message.job, job, message.tier, error)
-        elif error is None:
-            job.handle.advance("committing")
-        else:
-            self._fail(message.job, (error.kind == "aborted" and job.reason) or error)
 
     def _check_jobs(self, pause: float) -> float:
         """Look on the board for jobs that wait for other ranks; return the next pause."""
@@ -685,17 +677,14 @@ class WriterClient:
             if now > job.deadline:
                 error = SaveError("the save did not finish in time", kind="overdue")
                 self._fail_all(number, error)
-        if self._hangs(now):
+        late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
+        silent_s = now - self._last_message_at
+        if late and self._dead is None and silent_s > GRACE_S:
             # It would keep its slot for ever, and every later save would fail for it.
-            self._end_worker(f"it has sent nothing for {now - self._last_message_at:.0f} s")
+            self._end_worker(f"it has sent nothing for {silent_s:.0f} s")
         # All ranks ask one board: the more there are, the less often each of them does.
         longest = _IDLE_POLL_S * max(1.0, self._board.world / 512)
         return min(longest, max(_BUSY_POLL_S, pause * 1.3)) if busy else _IDLE_POLL_S
-
-    def _hangs(self, now: float) -> bool:
-        """Tell whether the worker owes an answer past every deadline, and shows no life."""
-        late = any(now > j.deadline and not j.answered for j in list(self._jobs.values()))
-        return late and self._dead is None and now - self._last_message_at > GRACE_S
 
     def _check_outcome(self, number: int, job: _Job) -> None:
         try:

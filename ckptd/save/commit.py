@@ -277,7 +277,10 @@ def assemble(
     grids = {g: i for i, g in enumerate(plan.grids)}
     owners: dict[Runs3, int] = {o: i for i, o in enumerate(plan.owners)}
     tensors = list(plan.tensors)
-    files = [_file(p, save.folder) for p in parts]
+    files = [
+        FileEntry(file_key(save.folder, p.rank), p.rank, p.data_start, p.data_bytes, p.index)
+        for p in parts
+    ]
     if any(p.refers for p in parts):
         files += refer(plan, parts, save.folder, tensors, owners)
     objects = merge_objects(parts)
@@ -312,12 +315,6 @@ def assemble(
         witness=witness,
         metadata=parts[0].metadata,
         lay=plan.lay,
-    )
-
-
-def _file(part: RankPart, folder: str) -> FileEntry:
-    return FileEntry(
-        file_key(folder, part.rank), part.rank, part.data_start, part.data_bytes, part.index
     )
 
 

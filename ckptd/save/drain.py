@@ -191,7 +191,10 @@ def _write_data(
             store.writer(key, len(header) + len(data)) as writer,
         ):
             with writing.piece(len(header)):
-                writer.write(_aligned(header))
+                # Page-aligned like the data, so that it does not break direct I/O.
+                aligned = mmap.mmap(-1, len(header))
+                aligned[:] = header
+                writer.write(memoryview(aligned))
             for start in range(0, len(data), SLICE_BYTES):
                 end = min(start + SLICE_BYTES, len(data))
                 wait(end)
@@ -211,13 +214,6 @@ def _write_data(
         if digester is not None:
             digesting.emit(error)
         writing.emit(error)
-
-
-def _aligned(header: bytes) -> memoryview:
-    """Copy the header into page-aligned memory, so that it does not break direct I/O."""
-    buffer = mmap.mmap(-1, len(header))
-    buffer[:] = header
-    return memoryview(buffer)
 
 
 @dataclass(frozen=True, slots=True)

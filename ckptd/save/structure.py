@@ -230,11 +230,11 @@ def build_plan(groups: Sequence[RankGroup], world: int) -> SavePlan:
             plain.append((tensor, ranks[:1] if name in own else ranks))
     # Big pieces first: that is what makes the greedy assignment a good one.
     share = max(SPLIT_BYTES, sum(_nbytes(t) for t, _ in plain) // max(1, world))
-    pieces: dict[str, list[tuple[int, int, int]]] = {}
+    pieces: dict[str, list[int]] = {}
     for tensor, ranks in plain:
-        rows = _cut_rows(tensor, len(ranks), share)
-        pieces[tensor.name] = [(n, len(ranks), i) for i, n in enumerate(rows.sizes())]
-        entries[tensor.name] = _entry(tensor, tables.grid(_row_grid(tensor, rows)))
+        grid = _row_grid(tensor, len(ranks), share)
+        pieces[tensor.name] = list(grid.axes[0].sizes()) if tensor.shape else [1]
+        entries[tensor.name] = _entry(tensor, tables.grid(grid))
     owners = _assign(plain, pieces, balance)
     for name, files in owners.items():
         number, base = tables.owner(files)
@@ -450,30 +450,28 @@ def mesh_array(mesh: MeshEntry) -> np.ndarray[Any, np.dtype[np.int64]]:
     return Owners(mesh.ranks).array().reshape(mesh.shape)
 
 
-def _cut_rows(tensor: TensorEntry, holders: int, share: int) -> Axis:
-    rows = tensor.shape[0] if tensor.shape else 1
-    parts = min(holders, rows, -(-_nbytes(tensor) // share)) if tensor.shape else 1
-    if parts <= 1 or 0 in tensor.shape:
-        return Axis(((rows, 1),))
-    small, extra = divmod(rows, parts)
-    return Axis.from_sizes([small + 1] * extra + [small] * (parts - extra))
-
-
-def _row_grid(tensor: TensorEntry, rows: Axis) -> Grid:
+def _row_grid(tensor: TensorEntry, holders: int, share: int) -> Grid:
+    """Cut a tensor that several ranks hold along its rows, into pieces of about `share` bytes."""
     if not tensor.shape:
         return whole(())
-    return Grid((rows, *(Axis(((n, 1),)) for n in tensor.shape[1:])))
+    rows = tensor.shape[0]
+    parts = min(holders, rows, -(-_nbytes(tensor) // share))
+    cut = Axis(((rows, 1),))
+    if parts > 1 and 0 not in tensor.shape:
+        small, extra = divmod(rows, parts)
+        cut = Axis.from_sizes([small + 1] * extra + [small] * (parts - extra))
+    return Grid((cut, *(Axis(((n, 1),)) for n in tensor.shape[1:])))
 
 
 def _assign(
     plain: Sequence[tuple[TensorEntry, tuple[int, ...]]],
-    pieces: dict[str, list[tuple[int, int, int]]],
+    pieces: Mapping[str, list[int]],
     balance: _Balance,
 ) -> dict[str, np.ndarray[Any, Any]]:
     todo = []
     for order, (tensor, ranks) in enumerate(plain):
         row_bytes = _nbytes(tensor) // max(1, tensor.shape[0] if tensor.shape else 1)
-        todo += [(-n * row_bytes, order, i, ranks) for n, _, i in pieces[tensor.name]]
+        todo += [(-n * row_bytes, order, i, ranks) for i, n in enumerate(pieces[tensor.name])]
     owners = {t.name: np.zeros(len(pieces[t.name]), dtype=np.int64) for t, _ in plain}
     key: Callable[[tuple[int, int, int, tuple[int, ...]]], Any] = lambda x: x[:3]  # noqa: E731
     for negative, order, index, ranks in sorted(todo, key=key):

@@ -120,7 +120,8 @@ class CopySources:
         self._held = held
         self.locals = {s.name: local_tensor(leaves[s.name].tensor) for s in steps}
         self.mixed = any(x.is_cuda for x in self.locals.values())
-        self._mappings = mappings() if any(map(_on_host, self.locals.values())) else []
+        on_host = any(x.device.type == "cpu" for x in self.locals.values())
+        self._mappings = mappings() if on_host else []
         shared = [(m.start, m.end) for m in self._mappings if m.shared]
         self.shared = {n for n, x in self.locals.items() if _lies_in(x, shared)}
         self._shared_locals = {id(self.locals[n]) for n in self.shared}
@@ -530,12 +531,8 @@ def _counted(leaf: TensorLeaf, local: torch.Tensor) -> list[torch.Tensor]:
     return [local, leaf.origin, local_tensor(leaf.origin)]
 
 
-def _on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def _lies_in(tensor: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> bool:
-    if not ranges or not _on_host(tensor) or not tensor.numel():
+    if not ranges or tensor.device.type != "cpu" or not tensor.numel():
         return False
     at = tensor.data_ptr()
     found = bisect.bisect_right(ranges, (at, 1 << 64)) - 1

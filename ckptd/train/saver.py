@@ -343,20 +343,16 @@ class Saver:
             )
 
     def _sources_of(self, leaves: Leaves, laid: LaidLeaves | None) -> CopySources:
-        held = self._held(leaves)  # each time: optimizers may have lost their hooks
+        held: Callable[[TensorLeaf], bool] = lambda leaf: self._lazy == "all"  # noqa: E731
+        if self._lazy != "off":
+            guarded = self._gate.guard(leaves.optimizers)  # each time: hooks may have been lost
+            held = guarded if self._lazy == "auto" else held
         key = (leaves.known, self._steps_of)
         if self._sources is not None and leaves.known is not None and self._sources[0] == key:
             return self._sources[1]
         sources = CopySources(self._steps, leaves.tensors if laid is None else laid.sources, held)
         self._sources = (key, sources) if leaves.known is not None and laid is None else None
         return sources
-
-    def _held(self, leaves: Leaves) -> Callable[[TensorLeaf], bool]:
-        """Return what tells whether a leaf stays as it is until the gate opens."""
-        if self._lazy == "off":
-            return lambda leaf: False
-        guarded = self._gate.guard(leaves.optimizers)
-        return guarded if self._lazy == "auto" else lambda leaf: True
 
     def _replicas(
         self,
