@@ -18,7 +18,7 @@ from ckptd.elastic.worker import WorkerLink
 from ckptd.format.records import Generation
 from ckptd.root.auto import ENOUGH
 from ckptd.runtime.ranks import LocalBoard
-from ckptd.save.handle import SaveHandle
+from ckptd.save.handle import SaveTracker
 from ckptd.train.ranks import Agreement
 from ckptd.train.schedule import Cadence, SignalWatch, StepTimes
 from tests.root.test_auto_lives import history
@@ -145,12 +145,12 @@ def test_auto_makes_no_save_while_one_drains(tmp_path: Path) -> None:
 
 
 def test_a_save_that_ends_while_it_is_looked_at_is_counted() -> None:
-    class Ending(SaveHandle):
+    class Ending(SaveTracker):
         @property
         def done(self) -> bool:
             """Tell what was so when it was asked, and end."""
             before = super().done
-            self._advance("durable")
+            self.advance("durable")
             return before
 
     rule = cadence(None)
