@@ -20,6 +20,7 @@ from ckptd.save.recover import complete_snapshots
 from ckptd.save.structure import SavePlan
 from ckptd.save.tiers import TierSpec
 from ckptd.store import StoreSpec, open_store
+from ckptd.store.base import ThrottleSpec
 from tests.processes import PATIENCE_S
 from tests.save.saving import fill, plan_of, values
 
@@ -41,6 +42,8 @@ class NearJob:
         Names; ``local`` needs `folder`.
     bind
         Where agents of other nodes reach this one's.
+    throttle
+        Bytes a second that are written to the root.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class NearJob:
         bind: str = "",
         slots: int | None = 2,
         name: str | None = None,
+        throttle: float | None = None,
     ) -> None:
         self.board = board or LocalBoard()
         self.plan: SavePlan = plan_of(world=self.board.world)
@@ -70,7 +74,10 @@ class NearJob:
         )
         self.place = AgentPlace(name or root, node)
         agent = AgentSpec(self.place, specs, linger_s, bind)
-        self.client = WriterClient(StoreSpec(root), self.board, None, slots, agent)
+        spec = StoreSpec(root)
+        if throttle is not None:
+            spec = spec.wrapped(ThrottleSpec(write_bytes_per_s=throttle))
+        self.client = WriterClient(spec, self.board, None, slots, agent)
         self.attempts = 0
 
     @property

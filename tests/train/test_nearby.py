@@ -32,7 +32,7 @@ from ckptd.testing.ranks import run_ranks
 from ckptd.train.nearby import Nearby
 from ckptd.train.ranks import Agreement
 from tests.cli.agents import make_place
-from tests.processes import PATIENCE_S, wait_for_end
+from tests.processes import PATIENCE_S, until, wait_for_end
 
 
 def tiers(folder: str) -> list[Any]:
@@ -304,7 +304,7 @@ def test_a_save_that_failed_may_be_told_without_being_raised(
     assert failed is not None
     with monkeypatch.context() as patch:
         never_starts(patch, ck)
-        until(lambda: failed.done, "the end of a save")
+        until(lambda: failed.done)
         assert isinstance(failed.error, WorkerError)
     handle = ck.save(3, state_at(3))
     assert handle is not None
