@@ -25,6 +25,7 @@ from tests.selection import is_fast, starts_processes
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the campaigns (marker long) as well")
     parser.addoption("--fast", action="store_true", help="run what starts no process, few cases")
+    parser.addoption("--costs", type=int, default=0, help="show the N files that cost most CPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
