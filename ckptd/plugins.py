@@ -10,7 +10,17 @@ from ckptd.errors import UsageError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["DUMPS", "READERS", "SIMULATIONS", "VERBS", "Verb", "entries", "load_entry", "origin"]
+__all__ = [
+    "DUMPS",
+    "READERS",
+    "SIMULATIONS",
+    "VERBS",
+    "Verb",
+    "entries",
+    "load_entry",
+    "load_plugin",
+    "origin",
+]
 
 DUMPS = "ckptd.dumps"
 """Group of the entry point that diagnoses a folder of dumps of PyTorch's flight recorder."""
@@ -72,15 +82,26 @@ def load_entry(group: str, package: str, where: str) -> Any:
             where=where,
             hint="install ckptd from its wheel or its source tree: both hold it",
         )
+    return load_plugin(found[0], f"{where} takes the first of the group {group}")
+
+
+def load_plugin(entry: EntryPoint, why: str) -> Any:
+    """Return what an entry point stands for; `UsageError`, kind ``broken-plugin``, for none.
+
+    Parameters
+    ----------
+    why
+        What needs it, for the error.
+    """
     try:
-        return found[0].load()
+        return entry.load()
     except Exception as error:
         raise UsageError(
             "an installed package does not load",
             kind="broken-plugin",
-            where=origin(found[0]),
+            where=origin(entry),
             found=repr(error),
-            hint=f"repair or remove it: {where} takes the first of the group {group}",
+            hint=f"repair or remove it: {why}",
         ) from error
 
 

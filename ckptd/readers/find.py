@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from ckptd.errors import MismatchError
-from ckptd.plugins import READERS, entries
+from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, FormatReader, Listing
 from ckptd.readers.hf import END, local_pieces
 from ckptd.readers.torchfiles import local_tensors
@@ -41,12 +41,13 @@ def split_file(url: str) -> tuple[str, str]:
 
 
 def readers() -> list[FormatReader]:
-    """Return all readers, ckptd's own first."""
+    """Return all readers, ckptd's own first; raises as `ckptd.plugins.load_plugin`."""
     found: list[FormatReader] = []
     for target in _OWN.values():
         module, _, name = target.partition(":")
         found.append(getattr(import_module(module), name)())
-    return found + [entry.load()() for entry in entries(READERS)]
+    why = f"every reader of the group {READERS} is asked about a foreign checkpoint"
+    return found + [load_plugin(entry, why)() for entry in entries(READERS)]
 
 
 def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | None:

@@ -25,7 +25,7 @@ Program = Annotated[
 ]
 Against = Annotated[
     str | None,
-    option("ROOT, ROOT@STEP or a folder of safetensors files: compare with what is there."),
+    option("ROOT, ROOT@STEP or a checkpoint of others: compare with what is there."),
 ]
 Rules = Annotated[
     list[str] | None,

@@ -110,7 +110,7 @@ class ReshardDocument(Document, frozen=True, kw_only=True, tag="reshard"):
 
 
 def reshard(
-    source: Annotated[str, Parameter(help="ROOT, ROOT@STEP, or a folder of safetensors files.")],
+    source: Annotated[str, Parameter(help="ROOT, ROOT@STEP, or a checkpoint of others.")],
     target: Annotated[str, Parameter(help="Root to write to, or a folder with --format hf.")],
     /,
     *,

@@ -1,0 +1,108 @@
+"""Which reader opens a folder: ckptd's own, and those of other packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.errors import CkptdError, MismatchError, UsageError
+from ckptd.readers import find
+from ckptd.readers.base import Foreign, ForeignPiece, Listing
+from ckptd.readers.find import find_foreign, split_file
+from ckptd.readers.zips import Extent
+from ckptd.store import open_store
+from ckptd.types import Box
+from tests.readers.opening import open_reader
+
+
+class RawReader:
+    """Reads files of bytes."""
+
+    name = "raw"
+
+    def recognise(self, names: Listing) -> int:
+        return 10 if names.ending(".raw") else 0
+
+    def open(self, names: Listing) -> Foreign:
+        sizes = {f: names.size(f) for f in names.ending(".raw")}
+        return Foreign(
+            [
+                ForeignPiece(f, "uint8", (n,), Box.whole((n,)), names.key(f), Extent(0))
+                for f, n in sizes.items()
+            ]
+        )
+
+
+class Entry:
+    """An entry point."""
+
+    name, value, dist = "raw", "elsewhere:RawReader", None
+
+    def __init__(self, loaded: Any) -> None:
+        self.loaded = loaded
+
+    def load(self) -> Any:
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, loaded: Any) -> None:
+    monkeypatch.setattr(find, "entries", lambda group: [Entry(loaded)])
+
+
+def test_a_reader_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.raw").write_bytes(b"abc")
+    assert find_foreign(open_store(tmp_path)) is None
+    announce(monkeypatch, RawReader)
+    reader = open_reader(tmp_path)
+    assert reader.tensor("x.raw").tobytes() == b"abc"
+    assert reader.manifest.metadata["ckptd.foreign"]["format"] == "raw"
+
+
+def test_a_package_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, ImportError("no such thing"))
+    with pytest.raises(UsageError) as caught:
+        find_foreign(open_store(tmp_path))
+    assert caught.value.kind == "broken-plugin"
+
+
+def test_a_tie_lists_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(RawReader):
+        name = "other"
+
+    (tmp_path / "x.raw").write_bytes(b"abc")
+    monkeypatch.setattr(find, "entries", lambda group: [Entry(RawReader), Entry(Other)])
+    with pytest.raises(MismatchError) as caught:
+        find_foreign(open_store(tmp_path))
+    assert (caught.value.kind, caught.value.found) == ("ambiguous-format", "raw, other")
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("/a/b.pt", ("/a", "b.pt")),
+        ("/b.pt", ("/", "b.pt")),
+        ("b.safetensors", (".", "b.safetensors")),
+        ("s3://bucket/a/b.ckpt", ("s3://bucket/a", "b.ckpt")),
+        ("/a/step-1/.metadata", ("/a/step-1", ".metadata")),
+        ("/a/b", ("/a/b", "")),
+        ("s3://bucket", ("s3://bucket", "")),
+    ],
+)
+def test_files_and_folders(url: str, found: tuple[str, str]) -> None:
+    assert split_file(url) == found
+
+
+def test_a_folder_that_is_called_like_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "run.ckpt"
+    folder.mkdir()
+    assert split_file(str(folder)) == (str(folder), "")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CkptdError) as caught:
+        open_reader(tmp_path, "gone.pt")
+    assert (caught.value.kind, caught.value.where) == ("missing-file", "gone.pt")
