@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from ckptd.errors import ConflictError, UsageError
 from ckptd.types import Box
-from ckptd_dcp.roots import RootId
+from ckptd_dcp.atroot import AtRoot
 
 __all__ = ["CkptdReader"]
 
@@ -25,7 +25,7 @@ _READ_BYTES = 256 << 20
 """So much is read at a time, if a tensor is not larger."""
 
 
-class CkptdReader(dcp.StorageReader):
+class CkptdReader(AtRoot, dcp.StorageReader):
     """Loads a checkpoint of ckptd, whoever saved it, by ``dcp.load``.
 
     Every block is compared with its digest before its bytes reach a tensor. A lease keeps the
@@ -47,18 +47,18 @@ class CkptdReader(dcp.StorageReader):
         *,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._at = RootId(url, step, store_options)
+        super().__init__(url, step, store_options)
         self._held = ExitStack()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from DCP's ``checkpoint_id``, if there is one."""
+        """Let go of a checkpoint that was opened, and see `AtRoot.reset`."""
         self._held.close()
-        self._at.take(checkpoint_id)
+        super().reset(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Open the checkpoint; return names, shapes and types of what it offers."""
         self._held.close()
-        self._reader = self._held.enter_context(self._at.root.open(self._at.step))
+        self._reader = self._held.enter_context(self.root.open(self._step))
         found: dict[str, Any] = {}
         for name, info in self._reader.infos.items():
             shape = torch.Size(info.shape)
@@ -88,7 +88,7 @@ class CkptdReader(dcp.StorageReader):
             raise ConflictError(
                 "a checkpoint was committed while ranks looked for the newest one",
                 kind="busy",
-                where=self._at.url,
+                where=self._url,
                 found=", ".join(found[:4]),
                 hint="load again, or say which: CkptdReader(url, step=...)",
             )
@@ -101,7 +101,10 @@ class CkptdReader(dcp.StorageReader):
             held = 0
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
-                    self._load_object(item, planner)
+                    body = io.BytesIO()
+                    torch.save(self._reader.object(self._objects[item.storage_index.fqn]), body)
+                    body.seek(0)
+                    planner.load_bytes(item, body)
                     continue
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 size = box.numel * self._reader.info(item.storage_index.fqn).dtype.itemsize
@@ -111,7 +114,7 @@ class CkptdReader(dcp.StorageReader):
                 batch.append((item, box))
                 held += size
             self._load_tensors(batch, planner)
-            self._at.root.loaded(self._reader)
+            self.root.loaded(self._reader)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -124,17 +127,6 @@ class CkptdReader(dcp.StorageReader):
             tensor = planner.resolve_tensor(item)
             tensor.detach().copy_(raw.view(dtype).reshape(box.shape))
             planner.commit_tensor(item, tensor)
-
-    def _load_object(self, item: ReadItem, planner: dcp.LoadPlanner) -> None:
-        body = io.BytesIO()
-        torch.save(self._reader.object(self._objects[item.storage_index.fqn]), body)
-        body.seek(0)
-        planner.load_bytes(item, body)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a ``checkpoint_id`` is a step."""
-        return str(checkpoint_id).isdecimal()
 
 
 def _dtype(info: Any) -> torch.dtype:

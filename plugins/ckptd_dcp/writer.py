@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,12 +19,12 @@ from torch.futures import Future
 from ckptd.errors import UsageError
 from ckptd.save import BoxSave, BoxTensor
 from ckptd.types import Box
-from ckptd_dcp.roots import RootId
+from ckptd_dcp.atroot import AtRoot
 
 __all__ = ["CkptdWriter"]
 
 
-class CkptdWriter(dcp.StorageWriter):
+class CkptdWriter(AtRoot, dcp.StorageWriter):
     """Saves to a root of ckptd, by ``dcp.save`` and ``dcp.async_save``.
 
     The checkpoint exists once the coordinator has committed it, after every rank's file is durable;
@@ -53,13 +52,9 @@ class CkptdWriter(dcp.StorageWriter):
         metadata: Mapping[str, Any] | None = None,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._at = RootId(url, step, store_options)
+        super().__init__(url, step, store_options)
         self._metadata = metadata
         self._save: BoxSave | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from DCP's ``checkpoint_id``, if there is one."""
-        self._at.take(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse a save without collectives."""
@@ -72,28 +67,28 @@ class CkptdWriter(dcp.StorageWriter):
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Begin the save and send it to every rank in its plan; on the coordinator."""
-        if self._at.step is None:
+        if self._step is None:
             raise _unusable("a save without a step", "CkptdWriter(url, step=...)")
         if not all(plan.usable for plan in plans):
             raise _unusable("a cached plan", "a planner with enable_plan_caching=False")
         boxes: dict[str, list[tuple[int, Box]]] = {}
-        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        tensors: dict[str, BoxTensor] = {}
         for rank, plan in enumerate(plans):
             for item in plan.items:
-                if item.tensor_data is not None:
-                    boxes.setdefault(item.index.fqn, []).append((rank, _box(item)))
-                    dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
-                    kind = dtype, tuple(item.tensor_data.size)
-                    if kinds.setdefault(item.index.fqn, kind) != kind:
-                        raise UsageError(
-                            "ranks disagree on a tensor",
-                            kind="structure",
-                            where=item.index.fqn,
-                            wanted=kinds[item.index.fqn],
-                            found=f"{kind} on rank {rank}",
-                        )
-        tensors = {name: BoxTensor(*kinds[name], found) for name, found in boxes.items()}
-        self._save = self._at.root.begin(self._at.step, len(plans), tensors, self._metadata)
+                if item.tensor_data is None:
+                    continue
+                name, data = item.index.fqn, item.tensor_data
+                boxes.setdefault(name, []).append((rank, _box(item)))
+                dtype = str(data.properties.dtype).removeprefix("torch.")
+                new = BoxTensor(dtype, tuple(data.size), boxes[name])
+                if tensors.setdefault(name, new) != new:
+                    raise UsageError(
+                        "ranks disagree on dtype or shape of a tensor",
+                        kind="structure",
+                        where=name,
+                        found=f"{dtype}{list(data.size)} on rank {rank}",
+                    )
+        self._save = self.root.begin(self._step, len(plans), tensors, self._metadata)
         return [replace(plan, storage_data=(self._save, i)) for i, plan in enumerate(plans)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
@@ -110,7 +105,7 @@ class CkptdWriter(dcp.StorageWriter):
         def values(name: str, box: Box) -> NDArray[np.uint8]:
             return _bytes(planner, items.get(name, ()), box)
 
-        part = self._at.root.write(save, rank, values, objects)
+        part = self.root.write(save, rank, values, objects)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(MetadataIndex(""), len(part), part)])
         return future
@@ -119,12 +114,7 @@ class CkptdWriter(dcp.StorageWriter):
         """Commit; on the coordinator."""
         if self._save is None:
             raise _unusable("finish() alone", "prepare_global_plan() before, on the same process")
-        self._at.root.commit(self._save, [r.storage_data for some in results for r in some])
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether a ``checkpoint_id`` is a step."""
-        return str(checkpoint_id).isdecimal()
+        self.root.commit(self._save, [r.storage_data for some in results for r in some])
 
 
 def _unusable(found: str, wanted: str) -> UsageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from collections import OrderedDict
@@ -184,6 +185,63 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         dcp.load(found, storage_reader=CkptdReader(root, 5))
 
 
+def plan_of(state: dict[str, Any]) -> Any:
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    return planner.create_local_plan()
+
+
+def test_ranks_that_disagree(tmp_path: Path) -> None:
+    writer = CkptdWriter(str(tmp_path / "root"), 1)
+    for other in (torch.ones(4), torch.ones(3, dtype=torch.float64)):
+        plans = [plan_of({"x": x}) for x in (torch.ones(3), other)]
+        with pytest.raises(CkptdError, match="disagree") as caught:
+            writer.prepare_global_plan(plans)
+        assert (caught.value.kind, caught.value.where) == ("structure", "x")
+    with pytest.raises(CkptdError, match="cannot be saved with"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+    with pytest.raises(CkptdError, match="cannot be saved with"):
+        writer.finish(dcp.Metadata({}), [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_planner_of_ones_own_gives_plain_values(tmp_path: Path) -> None:
+    """What it pickles is read as data, or refused; a default planner's objects are not pickled."""
+
+    class Planner(dcp.SavePlanner):
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        def set_up_planner(
+            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+        ) -> None:
+            pass
+
+        def create_local_plan(self) -> Any:
+            return plan_of({"x": 0})
+
+        def create_global_plan(self, all_plans: Any) -> Any:
+            return all_plans, dcp.Metadata({})
+
+        def finish_plan(self, new_plan: Any) -> Any:
+            return new_plan
+
+        def resolve_data(self, write_item: Any) -> Any:
+            body = io.BytesIO()
+            torch.save(self.value, body)
+            body.seek(0)
+            return body
+
+    writer = CkptdWriter(str(tmp_path / "root"))
+    dcp.save({}, storage_writer=writer, checkpoint_id="1", planner=Planner({"a": [1, 2.5]}))
+    found: dict[str, Any] = {"x": 0}
+    dcp.load(found, storage_reader=CkptdReader(str(tmp_path / "root")))
+    assert found == {"x": {"a": [1, 2.5]}}
+    with pytest.raises(dcp.CheckpointException, match="no plain value") as caught:
+        dcp.save({}, storage_writer=writer, checkpoint_id="2", planner=Planner(tmp_path))
+    assert cause(caught.value).kind == "unsavable"
+
+
 def test_writers_go_to_other_processes() -> None:
     """DCP's background process gets its writer by pickle."""
-    assert pickle.loads(pickle.dumps(CkptdWriter("x", 3)))._at.step == 3
+    assert pickle.loads(pickle.dumps(CkptdWriter("x", 3)))._step == 3
