@@ -21,6 +21,7 @@ from ckptd.runtime.ranks import LocalBoard
 from ckptd.save.handle import SaveTracker
 from ckptd.train.ranks import Agreement
 from ckptd.train.schedule import Cadence, SignalWatch, StepTimes
+from tests.processes import PATIENCE_S
 from tests.root.test_auto_lives import history
 
 
@@ -135,13 +136,16 @@ def test_auto_makes_no_save_while_one_drains(tmp_path: Path) -> None:
     state = {"x": torch.zeros(1 << 18)}
     with ckptd.Checkpointer(str(tmp_path), every=auto, throttle=2e6) as ck:
         handles = []
-        for step in range(1, 300):
+        step, end = 0, time.monotonic() + PATIENCE_S
+        # A busy machine may take seconds to write the first one.
+        while step < 300 or len(handles) < 2:
+            assert time.monotonic() < end
+            step += 1
             time.sleep(0.005)
             before = [h.done for h in handles]
             if handle := ck.save(step, state):
                 assert all(before)
                 handles.append(handle)
-        assert len(handles) >= 2
 
 
 def test_a_save_that_ends_while_it_is_looked_at_is_counted() -> None:
