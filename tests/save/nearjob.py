@@ -149,7 +149,7 @@ class Trainer:
     """
 
     def __init__(self, root: str, body: str, **options: Any) -> None:
-        code = "from tests.save.nearjob import *\n"
+        code = "from tests.processes import until\nfrom tests.save.nearjob import *\n"
         code += "def say(x): print(x, flush=True)\n"
         code += f"job = NearJob({root!r}, **{options!r})\n" + textwrap.dedent(body)
         code += "\nimport sys; sys.stdin.read()\n"
