@@ -18,6 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ckptd.testing.ranks import PRELOADED
 from tests.processes import agents_in, until
 from tests.selection import is_fast, starts_processes
 
@@ -32,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.reporting")
     # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
     faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
+    # What most ranks of tests import: half a second of CPU in each of a thousand.
+    PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.layout.lay.bind"])
+    PRELOADED.extend(["ckptd.train.checkpointer", "ckptd.train.session"])
     # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
     # the tests start and interrupt.
     if threading.current_thread() is threading.main_thread():

@@ -28,9 +28,18 @@ from typing import Any, Generic, TypeVar, cast
 from ckptd.errors import CkptdError, DeadlineError, UsageError
 from ckptd.testing.rank_main import STACKS_SIGNAL, RankFiles, RankSpec, main
 
-__all__ = ["RankOutcome", "rank_outcomes", "run_ranks"]
+__all__ = ["PRELOADED", "RankOutcome", "rank_outcomes", "run_ranks"]
 
 T = TypeVar("T")
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    # Optimizers and wrappers import these on first use: a second of each rank.
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "ckptd.testing.rank_main",
+]
+"""Modules that every rank finds imported; what is appended before the first call counts."""
 
 _STACKS_WAIT_S = 3.0
 _KILL_WAIT_S = 20.0
@@ -286,9 +295,7 @@ def _start_server() -> ForkServerContext:
     threads cost milliseconds. The thread limits must be set before numpy and torch are imported.
     """
     context = get_context("forkserver")
-    # Optimizers and wrappers import the last two of torch's on first use: a second of each rank.
-    torch = ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.tensor"]
-    context.set_forkserver_preload([*torch, "ckptd.testing.rank_main"])
+    context.set_forkserver_preload(PRELOADED)
     limits = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in limits}
     os.environ.update(limits)

@@ -14,7 +14,7 @@ def collections() -> int:
 
 
 def litter() -> None:
-    for _ in range(20_000):
+    for _ in range(2 * gc.get_threshold()[0]):
         cycle: list[object] = []
         cycle.append(cycle)
 
