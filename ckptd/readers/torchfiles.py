@@ -262,19 +262,21 @@ def _cut(
         d, factor = splits[axis]
         if d is None:
             continue
-        right = math.prod(
+        others = [
             n
             for (other, _), n in zip(splits[axis + 1 :], extents[axis + 1 :], strict=True)
-            if other == d
-        )
-        if factor not in (1, right) or (
-            factor == 1 and size[d] != shape[d] and _late(splits, axis)
-        ):
+            if other == d and n > 1
+        ]
+        right = math.prod(others)
+        # Over several axes that do not divide it, torch's own two ways of splitting differ.
+        unclear = factor > 1 and len(others) > 1 and shape[d] % right
+        late = factor == 1 and size[d] != shape[d] and _late(splits, axis)
+        if factor not in (1, right) or unclear or late:
             raise RefusedError(
                 "a DTensor that is split in an order which this does not read",
                 kind="unreadable-format",
                 where=where,
-                found=f"splits {splits} over {extents}",
+                found=f"splits {splits} of {shape[d]} over {extents}",
             )
         part = -(-size[d] // extents[axis])
         low = min(part * here[axis], size[d])

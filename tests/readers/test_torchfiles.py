@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from torch import nn
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from ckptd.errors import CkptdError
+from ckptd.readers import torchfiles
 from tests.cli.running import Cli
 from tests.readers.opening import fails, open_reader
 
@@ -175,3 +183,41 @@ def test_plain_tensors_of_ranks_with_a_layout(
     found = Cli(capsys)("reshard", str(tmp_path / "a"), target, *given)
     assert found.code == 0, found.err
     assert load_file(tmp_path / "hf" / "model.safetensors")["w"].tolist() == whole.tolist()
+
+
+Splits = list[tuple[int | None, int]]
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> tuple[int, list[int], Splits]:
+    """A length, a mesh, and how its axes split one dimension: plain, or FSDP over the rest."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    plain = [draw(st.sampled_from([0, None])) for _ in mesh]
+    strided = draw(st.integers(0, len(mesh) - 1))
+    rest = zip(plain[strided + 1 :], mesh[strided + 1 :], strict=True)
+    right = math.prod(n for d, n in rest if d == 0)
+    splits: Splits = [(d, 1) for d in plain]
+    if right > 1 and draw(st.booleans()):
+        splits[strided] = (0, right)
+        splits[:strided] = [(None, 1)] * strided
+    return draw(st.integers(1, 40)), mesh, splits
+
+
+@settings(max_examples=300, deadline=None)
+@given(placements())
+def test_boxes_are_those_of_torch(case: tuple[int, list[int], Splits]) -> None:
+    """Numbers of elements are split as torch splits tensors, or refused: never another box."""
+    n, mesh, splits = case
+    for here in itertools.product(*map(range, mesh)):
+        held: Any = torch.arange(n)
+        for (d, factor), size, at in zip(splits, mesh, here, strict=True):
+            if d is not None:
+                how: Any = Shard(0) if factor == 1 else _StridedShard(0, split_factor=factor)
+                held = how._split_tensor(held, size, with_padding=False)[0][at]
+        try:
+            box = torchfiles._cut((n,), tuple(mesh), here, splits, "x")
+        except CkptdError:
+            continue
+        mine = list(range(box.offset[0], box.offset[0] + box.shape[0]))
+        # What has another number of elements than the local tensor is refused where it is read.
+        assert box.shape[0] != len(held) or mine == held.tolist(), (here, held)
