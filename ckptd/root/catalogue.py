@@ -273,8 +273,8 @@ class Catalogue(Index):
                 wanted="a load() before the first save, or a root of its own",
                 found="a run that began from nothing, or loaded something else",
                 hint="start = ck.load(state) if ck.latest() is not None else 0. On purpose:"
-                " Checkpointer(..., fresh_line=True) begins a line of its own, beside which this"
-                " one stays; fresh_line=False goes on from it all the same",
+                " fresh_line=True (of the Checkpointer, or of a framework's writer) begins a line of"
+                " its own, beside which this one stays; fresh_line=False goes on from it",
             )
         raise RefusedError(
             f"step {step} is not later than the newest checkpoint here",

@@ -132,8 +132,8 @@ class BoxSave:
 class BoxRoot:
     """A root of checkpoints; each process has one for as long as it trains. Thread-safe.
 
-    The first `begin` claims a generation: it continues from what was `loaded` before, else from the
-    newest checkpoint. From then on saves of an older life of the job fail.
+    The first `begin` claims a generation, which continues from what was `loaded` before. From then
+    on saves of an older life of the job fail.
 
     Parameters
     ----------
@@ -173,6 +173,7 @@ class BoxRoot:
         world: int,
         tensors: Mapping[str, BoxTensor],
         metadata: Mapping[str, Any] | None = None,
+        fresh_line: bool | None = None,
     ) -> BoxSave:
         """Plan a save; on one process.
 
@@ -184,13 +185,17 @@ class BoxRoot:
             All tensors, by name.
         metadata
             JSON values for the commit record.
+        fresh_line
+            Of the first save of a process that has loaded nothing, in a root that has checkpoints:
+            True begins a line of its own, False continues the newest one, None is refused.
 
         Raises
         ------
         UsageError
             kinds ``placement``, ``dtype``: a tensor cannot be saved so.
         RefusedError
-            kind ``behind``: the step is not later than the newest one.
+            kind ``behind``: the step is not later than the newest one. kind ``not-loaded``: nothing
+            was loaded, the root has checkpoints, and `fresh_line` is not given.
         ConflictError
             kind ``superseded``: a newer life of the job saves here.
         """
@@ -198,7 +203,7 @@ class BoxRoot:
         plan = _plan(world, tensors)
         checked = checked_metadata(dict(metadata or {}))
         with self._lock:
-            claimed = self._claim(step, world)
+            claimed = self._claim(step, world, fresh_line)
             self._attempts += 1
             self._last = step
             # With the claim in its name, no other life writes into the folder of this attempt.
@@ -219,7 +224,7 @@ class BoxRoot:
         )
         return BoxSave(plan, request)
 
-    def _claim(self, step: int, world: int) -> Generation:
+    def _claim(self, step: int, world: int, fresh_line: bool | None) -> Generation:
         catalogue = self._catalogue
         if self._claimed is not None:
             catalogue.check_not_superseded(self._claimed.generation)
@@ -227,7 +232,9 @@ class BoxRoot:
                 raise _behind(step, self._last)
             return self._claimed
         catalogue.create_or_open()
-        parent = self._loaded or catalogue.continue_line(step)
+        parent = self._loaded
+        if parent is None and not fresh_line:
+            parent = catalogue.continue_line(step, unloaded=fresh_line is False)
         if parent is not None and step <= parent.step:
             raise _behind(step, parent.step + 1)
         reason = "load" if self._loaded else "start" if parent is None else "continue"

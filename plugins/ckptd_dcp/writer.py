@@ -29,8 +29,8 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
 
     The checkpoint exists once the coordinator has committed it, after every rank's file is durable;
     a death at any moment before leaves the root as it was. The first save of a process continues
-    the line from what a `CkptdReader` loaded before, else from the newest checkpoint; from then on
-    an older life of the job, should it still run, cannot commit.
+    the line from what a `CkptdReader` loaded before; from then on an older life of the job, should
+    it still run, cannot commit.
 
     Parameters
     ----------
@@ -40,6 +40,9 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
         Completed steps; later than the last one saved. DCP's ``checkpoint_id`` may give it instead.
     metadata
         JSON values for the commit record; the coordinator's count.
+    fresh_line
+        Of the first save of a process that has loaded nothing, in a root that has checkpoints: True
+        begins a line of its own, False continues the newest one, None is refused (``not-loaded``).
     store_options
         For the store: endpoint, keys, region.
     """
@@ -50,10 +53,12 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
         step: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
+        fresh_line: bool | None = None,
         store_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(url, step, store_options)
         self._metadata = metadata
+        self._fresh_line = fresh_line
         self._save: BoxSave | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +93,9 @@ class CkptdWriter(AtRoot, dcp.StorageWriter):
                         where=name,
                         found=f"{dtype}{list(data.size)} on rank {rank}",
                     )
-        self._save = self.root.begin(self._step, len(plans), tensors, self._metadata)
+        self._save = self.root.begin(
+            self._step, len(plans), tensors, self._metadata, self._fresh_line
+        )
         return [replace(plan, storage_data=(self._save, i)) for i, plan in enumerate(plans)]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:

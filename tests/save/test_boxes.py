@@ -10,6 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from ckptd.errors import CkptdError
+from ckptd.root.catalogue import Catalogue
+from ckptd.root.opening import root_spec
 from ckptd.save import BoxRoot, BoxSave, BoxTensor
 from ckptd.types import Box
 
@@ -120,6 +122,22 @@ def test_a_new_life_continues_what_it_loaded(tmp_path: Path) -> None:
         assert new.latest() == 3
         with new.open() as reader:
             assert reader.manifest.generation == 2
+
+
+def test_a_process_that_loaded_nothing_does_not_go_on(tmp_path: Path) -> None:
+    whole = {"w": tensor((0, Box.whole((4, 5))))}
+    with BoxRoot(str(tmp_path)) as old:
+        write(old, old.begin(1, 1, whole), 1)
+    with BoxRoot(str(tmp_path)) as new:
+        with pytest.raises(CkptdError) as caught:
+            new.begin(2, 1, whole)
+        assert caught.value.kind == "not-loaded"
+        write(new, new.begin(2, 1, whole, fresh_line=False), 1)
+    with root_spec(str(tmp_path)).open() as store:
+        assert [n.step for n in Catalogue(store).line()] == [1, 2]
+    with BoxRoot(str(tmp_path)) as fresh:
+        write(fresh, fresh.begin(1, 1, whole, fresh_line=True), 1)
+        assert fresh.latest() == 1
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
