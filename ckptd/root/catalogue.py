@@ -273,7 +273,7 @@ class Catalogue(Index):
                 wanted="a load() before the first save, or a root of its own",
                 found="a run that began from nothing, or loaded something else",
                 hint="start = ck.load(state) if ck.latest() is not None else 0. On purpose:"
-                " fresh_line=True (of the Checkpointer, or of a framework's writer) begins a line of"
+                " fresh_line=True (of the Checkpointer or a framework's writer) begins a line of"
                 " its own, beside which this one stays; fresh_line=False goes on from it",
             )
         raise RefusedError(
