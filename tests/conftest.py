@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.reporting")
     # `kill -QUIT PID` prints the stacks of a test process that seems stuck.
     faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
-    # What most ranks of tests import: half a second of CPU in each of a thousand.
+    # What most ranks of tests import: up to half a second of CPU in each.
     PRELOADED.extend(["pytest", "hypothesis", "ckptd.monitor", "ckptd.layout.lay.bind"])
     PRELOADED.extend(["ckptd.train.checkpointer", "ckptd.train.session"])
     # A shell that starts a suite in the background lets it ignore Ctrl-C, and so everything that
