@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptd.errors import UsageError
 from ckptd.save import BoxRoot
+from ckptd.store import open_store
 
 __all__ = ["AtRoot"]
 
@@ -26,7 +27,7 @@ class AtRoot:
     """
 
     def __init__(self, url: str, step: int | None, store_options: Mapping[str, Any] | None) -> None:
-        self._url = url
+        self._url = _place(url)
         self._step = step
         self._options = dict(store_options or {})
 
@@ -65,3 +66,10 @@ class AtRoot:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether a ``checkpoint_id`` is a step."""
         return str(checkpoint_id).isdecimal()
+
+
+def _place(url: str | os.PathLike[str]) -> str:
+    """Return where a root is, the same for every spelling of its URL."""
+    if isinstance(url, str) and "://" in url and not url.lower().startswith("file://"):
+        return url.rstrip("/")
+    return os.path.realpath(open_store(url).url)

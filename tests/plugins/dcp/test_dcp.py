@@ -18,7 +18,7 @@ from torch import nn
 import ckptd
 from ckptd.errors import CkptdError
 from ckptd.save import BoxRoot
-from ckptd_dcp import CkptdReader, CkptdWriter
+from ckptd_dcp import CkptdReader, CkptdWriter, atroot
 from tests.cli.running import Cli
 
 DTYPES = [
@@ -120,6 +120,29 @@ def test_a_line_goes_on(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="superseded") as caught:
         dcp.save(x, storage_writer=CkptdWriter(root, 4))
     assert cause(caught.value).kind == "superseded"
+
+
+def test_one_root_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a job that loads by one spelling, and saves by another, goes on from nothing."""
+    root = tmp_path / "root"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(root)
+    x = {"x": torch.ones(3)}
+    relative = CkptdWriter("root", 1)
+    monkeypatch.chdir("/")
+    dcp.save(x, storage_writer=relative)
+    monkeypatch.chdir(tmp_path)
+    for url in ("root/", "./root", f"{root}/", f"file://{root}/", str(tmp_path / "link")):
+        assert CkptdReader(url).root is CkptdWriter(str(root)).root
+    assert atroot._place(root) == CkptdWriter(str(root))._url
+    assert CkptdReader("s3://b/x/")._url == CkptdWriter("s3://b/x")._url
+    monkeypatch.setattr(atroot, "_roots", {})
+    dcp.load(x, storage_reader=CkptdReader(f"{root}/"))
+    dcp.save(x, storage_writer=CkptdWriter("root", 2))
+    for url in ("s3://", "memory://", "file:/x", "file://x", "file://", ""):
+        with pytest.raises(CkptdError) as caught:
+            CkptdReader(url).root  # noqa: B018 - it opens the root
+        assert caught.value.kind == "bad-url"
 
 
 @pytest.mark.parametrize("where", ["write", "commit"])
