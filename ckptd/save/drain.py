@@ -54,6 +54,7 @@ __all__ = [
     "data_file",
     "drain",
     "put_shard",
+    "remove_file",
     "share_part",
     "stage_shard",
     "write_file",
@@ -376,11 +377,16 @@ def _give_up(store: Store, rank: int, save: SaveRequest, error: CkptdError) -> N
     Nobody can commit what is removed here, since this rank has not reported its part.
     """
     failed = RankPart(rank=rank, plan=save.plan, error=error.to_dict())
-    file = file_key(save.folder, rank)
+    remove_file(store, rank, save)
     with contextlib.suppress(CkptdError):  # the caller gets the first error, the cause
-        store.delete([file, digests_key(file)])
-    with contextlib.suppress(CkptdError):
         store.put(part_key(save.folder, rank), failed.encode())
+
+
+def remove_file(store: Store, rank: int, save: SaveRequest) -> None:
+    """Remove what `write_file` wrote, as far as that is possible."""
+    file = file_key(save.folder, rank)
+    with contextlib.suppress(CkptdError):  # as above
+        store.delete([file, digests_key(file)])
 
 
 def _put_blobs(store: Store, save: SaveRequest, blobs: Sequence[Blob], *, leaders: bool) -> None:
@@ -482,7 +488,7 @@ def write_file(
     Raises
     ------
     StoreError, ConflictError
-        As the store says. The file is removed as far as that is possible.
+        As the store says. What is written by then may stay: see `remove_file`.
     """
     key = file_key(save.folder, rank)
     digester = Digester(file.ends)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptd.errors import CkptdError
+from ckptd.errors import CkptdError, StoreError, UsageError
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
 from ckptd.save import BoxRoot, BoxSave, BoxTensor
+from ckptd.store.wrap import innermost
 from ckptd.types import Box
 
 U8 = NDArray[np.uint8]
@@ -34,6 +38,10 @@ def values(name: str, box: Box) -> U8:
 
 def tensor(*boxes: tuple[int, Box]) -> BoxTensor:
     return BoxTensor("float32", (4, 5), boxes)
+
+
+ALL = Box.whole((4, 5))
+WHOLE_W = {"w": tensor((0, ALL))}
 
 
 def write(root: BoxRoot, save: BoxSave, world: int, objects: object = None) -> None:
@@ -68,8 +76,23 @@ def test_of_equal_boxes_the_first_is_written(tmp_path: Path) -> None:
         ([(0, Box((0, 0), (4, 3)))], "hole"),
         ([], "hole"),
         ([(0, Box((0, 0), (4, 6)))], "outside"),
+        ([(0, ALL), (1, Box((0, 4), (4, -1)))], "Box"),
+        ([(0, Box((0,), (4,)))], "Box"),
+        ([(0, ALL), (0, Box((0, 0, 0), (4, 5, 1)))], "Box"),
+        ([(0, ALL), (2, ALL)], "rank 2"),
+        ([(-1, ALL)], "rank -1"),
     ],
-    ids=["overlap", "hole", "none", "outside"],
+    ids=[
+        "overlap",
+        "hole",
+        "none",
+        "outside",
+        "negative",
+        "flat",
+        "deep",
+        "beyond",
+        "below",
+    ],
 )
 def test_boxes_that_make_no_whole(boxes: list[tuple[int, Box]], found: str, tmp_path: Path) -> None:
     with BoxRoot(str(tmp_path)) as root:
@@ -156,3 +179,137 @@ def test_parts_that_do_not_fit(tmp_path: Path) -> None:
             root.write(save, 0, values, {"f": len})
         assert caught.value.kind == "unsavable"
         assert root.latest() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"w": BoxTensor("float33", (4, 5), [(0, ALL)])}, "dtype"),
+        ({"": tensor((0, ALL))}, "bad-name"),
+        ({"a\nb": tensor((0, ALL))}, "bad-name"),
+        ({"x" * 5000: tensor((0, ALL))}, "bad-name"),
+    ],
+    ids=["dtype", "empty", "line", "long"],
+)
+def test_tensors_that_cannot_be_saved(
+    given: dict[str, BoxTensor], kind: str, tmp_path: Path
+) -> None:
+    with BoxRoot(str(tmp_path)) as root:
+        with pytest.raises(UsageError) as caught:
+            root.begin(1, 1, given)
+        assert caught.value.kind == kind
+        assert not list(tmp_path.iterdir())
+
+
+def test_objects_that_cannot_be_saved(tmp_path: Path) -> None:
+    with BoxRoot(str(tmp_path)) as root:
+        save = root.begin(1, 2, WHOLE_W)
+        with pytest.raises(UsageError) as caught:
+            root.write(save, 0, values, {"a\nb": 1})
+        assert caught.value.kind == "bad-name"
+        for value in (1, "y" * 40_000):
+            parts = [root.write(save, r, values, {"w": value} if r else {}) for r in range(2)]
+            with pytest.raises(CkptdError, match="name of a tensor") as failed:
+                root.commit(save, parts)
+            assert (failed.value.kind, failed.value.where) == ("structure", "w")
+        assert root.latest() is None
+
+
+def test_a_step_is_committed_once(tmp_path: Path) -> None:
+    with BoxRoot(str(tmp_path)) as root:
+        root.begin(1, 1, WHOLE_W)
+        write(root, root.begin(1, 1, WHOLE_W), 1)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CkptdError) as caught:
+            root.begin(1, 1, WHOLE_W)
+        assert caught.value.kind == "behind"
+        assert sorted(tmp_path.rglob("*")) == before
+        # As of the checkpointer, what was loaded is behind as well.
+        with root.open() as reader:
+            root.loaded(reader)
+        with pytest.raises(CkptdError) as caught:
+            root.begin(1, 1, WHOLE_W)
+        assert caught.value.kind == "behind"
+        write(root, root.begin(2, 1, WHOLE_W), 1)
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["gone", "other"])
+@pytest.mark.parametrize("when", ["load", "begin", "write", "commit"])
+def test_a_root_that_is_gone(when: str, other: bool, tmp_path: Path) -> None:
+    """Nothing is written where the root was, and not into the one that is there instead."""
+    place = tmp_path / "root"
+    halves = {"w": tensor((0, Box((0, 0), (2, 5))), (1, Box((2, 0), (2, 5))))}
+    with BoxRoot(str(place)) as one, BoxRoot(str(place)) as two, BoxRoot(str(place)) as new:
+        write(one, one.begin(1, 2, halves), 2)
+        with new.open() as reader:
+            new.loaded(reader)
+        save = one.begin(2, 2, halves)
+        parts = [root.write(save, rank, values, {}) for rank, root in enumerate((one, two))]
+        shutil.rmtree(place)
+        if other:
+            with BoxRoot(str(place)) as third:
+                write(third, third.begin(1, 2, halves), 2)
+        before = files(place)
+        late = BoxRoot(str(place))
+        calls: dict[str, list[Callable[[], Any]]] = {
+            "load": [lambda: new.begin(2, 2, halves)],
+            "begin": [lambda: one.begin(3, 2, halves)],
+            "write": [
+                lambda: one.write(save, 0, values, {}),
+                lambda: two.write(save, 1, values, {}),
+                lambda: late.write(save, 1, values, {}),
+            ],
+            "commit": [lambda: one.commit(save, parts), lambda: late.commit(save, parts)],
+        }
+        for call in calls[when]:
+            with pytest.raises(CkptdError) as caught:
+                call()
+            assert caught.value.kind == ("other-root" if other else "root-gone")
+            assert files(place) == before
+
+
+@pytest.mark.parametrize("call", ["put", "sync"])
+def test_a_file_that_is_not_whole_is_removed(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BoxRoot(str(tmp_path)) as root:
+        save = root.begin(1, 1, WHOLE_W)
+        before = files(tmp_path)
+
+        def fail(*given: object, **options: object) -> None:
+            raise StoreError("the disk is full", kind="no-space")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(innermost(root._store), call, fail)
+            with pytest.raises(StoreError, match="full"):
+                root.write(save, 0, values, {})
+        assert files(tmp_path) == before
+        root.commit(save, [root.write(save, 0, values, {})])
+
+
+def test_what_tensors_and_saves_have_in_common_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    owners = BoxTensor.owners
+
+    def counted(given: BoxTensor, name: str) -> Any:
+        made.append(name)
+        return owners(given, name)
+
+    monkeypatch.setattr(BoxTensor, "owners", counted)
+    cuts = {"a": tensor(*PINWHEEL), "b": tensor(*PINWHEEL), "c": tensor((2, ALL))}
+    with BoxRoot(str(tmp_path)) as root:
+        first = root.begin(1, 3, cuts)
+        again = root.begin(2, 3, {name: tensor(*cut.boxes) for name, cut in cuts.items()})
+        assert again.plan is first.plan
+        assert made == ["a", "c"]
+        fewer = root.begin(3, 3, {"a": tensor(*PINWHEEL)})
+        assert [t.name for t in fewer.plan.tensors] == ["a"]
+        with pytest.raises(UsageError):
+            root.begin(4, 2, cuts)
+        assert root.begin(5, 4, cuts).plan.world == 4
