@@ -441,9 +441,10 @@ class _Plans:
                 dtype_of(tensor.dtype, name)
             shape = tuple(tensor.shape)
             cut = (world, shape, tuple(tensor.boxes))
-            if cut not in cuts:
-                cuts[cut] = self._cuts.get(cut) or _entries(name, tensor, world)
-            grid, runs, base = cuts[cut]
+            found = cuts.get(cut)
+            if found is None:
+                found = cuts[cut] = self._cuts.get(cut) or _entries(name, tensor, world)
+            grid, runs, base = found
             grid_number = grids.setdefault(grid, len(grids))
             number = owners.setdefault(runs, len(owners))
             entries.append(TensorEntry(name, tensor.dtype, shape, grid_number, number, base))
