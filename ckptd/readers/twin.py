@@ -77,7 +77,10 @@ Cut = tuple[tuple[int, ...], int]
 
 
 def about_foreign(manifest: Manifest) -> dict[str, Any]:
-    """Return what a manifest says of the foreign checkpoint that it was made from; or {}."""
+    """Return what a manifest says of the foreign checkpoint whose tensors it has; or {}.
+
+    A copy has them as they were. What is made from it under other names has none of this.
+    """
     found = manifest.metadata.get(FOREIGN)
     return found if isinstance(found, dict) else {}
 

@@ -123,7 +123,9 @@ def prepare(
     if target.is_recipe:
         if resolved.mesh is not None:
             # Its rules are cut over other axes than the recipe's.
-            source = infer(stock.shapes, has_sections=stock.has_sections)
+            # Names that a program calls the weights' own begin with no section.
+            sections = stock.has_sections and resolved.params != "{name}"
+            source = infer(stock.shapes, has_sections=sections)
             resolved = source.resolve()
         target = wrapped(target, source)
     composed = compose_layouts(resolved, target.resolve(), stock)

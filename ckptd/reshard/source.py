@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.format.manifest import ObjectEntry
+from ckptd.format.manifest import UNDIGESTED, ObjectEntry
 from ckptd.format.witness import Witness, WitnessPlan
 from ckptd.layout.block import Block
 from ckptd.layout.grid import Grid
@@ -19,7 +19,7 @@ from ckptd.load.files import PieceLocations
 from ckptd.load.reader import CkptdReader
 from ckptd.load.witnesses import read_witness
 from ckptd.readers.reader import PerRankValues
-from ckptd.readers.twin import about_foreign
+from ckptd.readers.twin import FOREIGN, about_foreign
 from ckptd.reshard.plan import Take
 from ckptd.types import DType
 
@@ -60,8 +60,11 @@ class Stock:
         Its files, and where its bytes are in them.
     identity
         Text that changes when its content does.
-    step, world, metadata
+    step, world
         As in its manifest; a foreign source is of step 0 and one rank.
+    metadata
+        As in its manifest, without what that says of a foreign checkpoint's files and names: the
+        target has others.
     tensors
         All of them, by number.
     objects
@@ -152,14 +155,15 @@ def open_own(reader: CkptdReader) -> Stock:
         values=lambda names: _values(reader, names),
         step=manifest.step,
         world=manifest.world_size,
-        metadata=manifest.metadata,
+        metadata={k: v for k, v in manifest.metadata.items() if k != FOREIGN},
         objects=manifest.objects,
         per_rank=lambda name: _per_rank(reader, name),
         witness=witness,
         witness_note=note,
         lay=manifest.lay,
         sizes=_sizes(about.get("sizes")),
-        unread=_names(about.get("unread")),
+        # Those files are beside the foreign checkpoint, not beside a copy of it.
+        unread=_names(about.get("unread")) if UNDIGESTED in manifest.requires else (),
         has_sections=reader.has_sections,
     )
 

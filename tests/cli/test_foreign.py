@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from ckptd.cli.address import opened
+from ckptd.load.reader import CkptdReader
+from ckptd.reshard.source import open_own
 from tests.cli.running import Cli
 from tests.readers.conftest import foreign
 
@@ -90,3 +94,60 @@ def test_an_export_keeps_the_names_of_hugging_face(cli: Cli, tmp_path: Path) -> 
     assert found.code == 0, found.err
     with safe_open(target / "model.safetensors", "np") as file:
         assert sorted(file.keys()) == sorted(names)
+
+
+def hugging_face(folder: Path) -> str:
+    """Write a model's folder with a configuration, and weights beside it that are not read."""
+    folder.mkdir()
+    weights = {f"model.{n}.weight": np.ones((6, 4), np.float32) for n in "ab"}
+    save_file(weights, folder / "model.safetensors")
+    save_file({"z": np.ones(3, np.float32)}, folder / "other.safetensors")
+    weight_map = dict.fromkeys(weights, "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 2, "hidden_size": 8}))
+    return str(folder)
+
+
+def test_what_a_reshard_makes_has_nothing_of_its_source(cli: Cli, tmp_path: Path) -> None:
+    source = hugging_face(tmp_path / "hf")
+    first, second, weights = (str(tmp_path / name) for name in ("first", "second", "weights"))
+    made = cli("reshard", source, first, "--to", "fsdp", "-e", "mesh fsdp = dp:2")
+    assert (made.code, "other.safetensors" in made.err) == (0, True)
+    assert cli.json("inspect", first)["metadata"] == {}
+    # Its names are those of the source all the same: the kept program says so.
+    made = cli("reshard", first, second, "--to", "ddp")
+    assert (made.code, "other.safetensors" in made.err) == (0, False)
+    assert cli("export", second, weights).code == 0
+    with safe_open(f"{weights}/model.safetensors", "np") as file:
+        assert sorted(file.keys()) == ["model.a.weight", "model.b.weight"]
+
+
+def test_an_axis_of_a_program_is_not_one_of_a_configuration_that_was_read_before(
+    cli: Cli, tmp_path: Path
+) -> None:
+    source, root = hugging_face(tmp_path / "hf"), str(tmp_path / "root")
+    program = tmp_path / "p.lay"
+    program.write_text(
+        """space s { a[hd x]  b[hd x] }
+        layout mine of s on none {
+          model.a.weight = a[hd x]
+          model.b.weight = b[hd x]
+        }"""
+    )
+    assert cli("reshard", source, root, "--to", "ddp").code == 0
+    target = str(tmp_path / "target")
+    found = cli("reshard", root, target, "--from", str(program), "--to", "ddp", "--allow", "layout")
+    assert found.code == 0, found.err
+
+
+def test_a_copy_is_read_as_what_it_copies(cli: Cli, tmp_path: Path) -> None:
+    root, weights = str(tmp_path / "root"), str(tmp_path / "weights")
+    assert cli("cp", hugging_face(tmp_path / "hf"), root).code == 0
+    assert cli("export", root, weights).code == 0
+    with safe_open(f"{weights}/model.safetensors", "np") as file:
+        assert sorted(file.keys()) == ["model.a.weight", "model.b.weight"]
+    with opened(root) as catalogue:
+        stock = open_own(CkptdReader(catalogue, catalogue.find(0)))
+    assert (stock.sizes, stock.unread) == ({"kv": 2, "hd": 4}, ())
+    assert "other.safetensors" not in cli("reshard", root, f"{root}2", "--to", "ddp").err
