@@ -79,6 +79,8 @@ class PieceLocations:
         self.indexes: dict[int, DigestIndex | None] = {}
         """Checked digest indexes by file: several reads of one checkpoint share them. None is
         for a file without digests."""
+        self.sized: set[int] = set()
+        """Files whose size is checked. Shared like `indexes`: each check is a request."""
         self._headers: dict[int, dict[str, Chunk]] = {}
         self._lock = threading.Lock()
 

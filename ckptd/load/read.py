@@ -109,10 +109,12 @@ class Fetcher:
     def check_files(self, files: list[int], on_file: Callable[[], None], *, anywhere: bool) -> None:
         """Compare the sizes of `files` with the manifest, and read and check their indexes.
 
+        What another fetcher of this checkpoint has checked is not checked again.
+
         Parameters
         ----------
         on_file
-            Called from threads after each.
+            Called from threads after each that was checked.
         anywhere
             Where the store is a union, go on with the next source when one is wrong. Not where
             files are open already: those stay what they are.
@@ -127,17 +129,25 @@ class Fetcher:
             self._check_file(file, anywhere)
             on_file()
 
-        run_all(
-            files,
-            work,
-            threads=min(len(files), max(self._threads, 4)),
-            stall_s=self._stall_s,
-            what="checking sizes and digest indexes",
-        )
+        new = [file for file in files if not self._is_checked(file)]
+        if new:
+            run_all(
+                new,
+                work,
+                threads=min(len(new), max(self._threads, 4)),
+                stall_s=self._stall_s,
+                what="checking sizes and digest indexes",
+            )
+
+    def _is_checked(self, file: int) -> bool:
+        known = self._places.indexes
+        return file in self._places.sized and (file in known or not self._verify)
 
     def _check_file(self, file: int, anywhere: bool) -> None:
         entry = self._places.files[file]
-        self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
+        if file not in self._places.sized:
+            self._good(entry.path, lambda: check_size(self._store, entry), anywhere)
+            self._places.sized.add(file)
         if self._verify and file not in self._places.indexes:
             self._places.indexes[file] = self._good(
                 digests_key(entry.path),

@@ -267,6 +267,7 @@ class Executor:
         self._target = target
         self._budget = budget
         self._expected = expected
+        self._names = [t.name for t in source.manifest.tensors]
         self._progress: Callable[[int], None] = lambda n: None
         self._line = BlockLine([f.data_bytes for f in source.files])
         self.planner = RoundPlanner(source, target, self._line)
@@ -348,8 +349,7 @@ class Executor:
     def samples(self, file: int) -> FileSamples:
         """Return what looks at one target file."""
         chunks = self._target.filemap.chunks(file)
-        names = [t.name for t in self._source.manifest.tensors]
-        return FileSamples(self._target, chunks, self._expected, names)
+        return FileSamples(self._target, chunks, self._expected, self._names)
 
     def written(self, nbytes: int) -> None:
         """Count bytes that were handed to the store."""

@@ -248,7 +248,6 @@ class Reading:
         self._scratch = threading.local()
         self._rooms = Ledger(threads * window_blocks * BLOCK_BYTES)
         self._lock = threading.Lock()
-        self._checked: set[int] = set()
         self.bytes_read = 0
 
     def run(self, plan: RoundPlan, memory: Sequence[U8]) -> None:
@@ -276,10 +275,8 @@ class Reading:
                 threads=self._threads,
                 stall_s=self._stall_s,
             )
-            new = {f for _, runs in plan.turns for f in self._line.files_of(runs)} - self._checked
-            if new:
-                fetcher.check_files(sorted(new), lambda: None, anywhere=True)
-                self._checked |= new
+            used = {f for _, runs in plan.turns for f in self._line.files_of(runs)}
+            fetcher.check_files(sorted(used), lambda: None, anywhere=True)
             for moves, runs in plan.turns:
 
                 def work(window: _Window) -> None:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from ckptd.errors import CorruptError
-from ckptd.format.manifest import GridEntry, ManifestTables, TensorEntry
+from ckptd.format.manifest import FileEntry, GridEntry, ManifestTables, TensorEntry
 from ckptd.layout.owners import Owners
-from ckptd.load.files import PieceLocations
+from ckptd.load import read
+from ckptd.load.files import PieceLocations, check_size
 from ckptd.load.reader import CkptdReader
-from ckptd.reshard.execute import Budget
+from ckptd.reshard.execute import Budget, Executor
 from ckptd.reshard.job import ReshardJob, ReshardShare
 from ckptd.reshard.plan import Feed, Target, recut, share
+from ckptd.reshard.reading import ValueReader
 from ckptd.root.catalogue import Catalogue
 from ckptd.store import open_store
 from ckptd.store.base import Store
@@ -154,3 +156,36 @@ def test_damage_in_the_source_is_named_and_nothing_is_committed(tmp_path: Path) 
         assert caught.value.kind == "digest"
         assert "rank 0" in (caught.value.where or "")
         assert Catalogue(out).latest() is None
+
+
+def test_a_file_is_checked_once_for_all_small_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def counted(store: Store, entry: FileEntry) -> None:
+        looks.append(entry.path)
+        check_size(store, entry)
+
+    monkeypatch.setattr(read, "check_size", counted)
+    rng = random.Random(3)
+    with open_store(tmp_path / "a") as store:
+        built = build(store, {n: random_saved(rng, v, 2) for n, v in values(rng).items()}, step=3)
+        places = PieceLocations(built.manifest, built.filemap, store)
+        for number, entry in enumerate(built.manifest.tensors):
+            grid = built.filemap.grid_of(number)
+            reader = ValueReader(places, [(entry.dtype, grid, recut(number, grid, grid))])
+            for part in reader.parts():
+                reader.read(part, np.zeros(part.hi - part.lo, np.uint8))
+    assert sorted(looks) == sorted(set(looks))
+
+
+def test_names_for_errors_are_listed_once(tmp_path: Path) -> None:
+    """Not once for each of the target's files, of which a large job has thousands."""
+    rng = random.Random(3)
+    with open_store(tmp_path / "a") as store:
+        built = build(store, {n: random_saved(rng, v, 2) for n, v in values(rng).items()}, step=3)
+        places = PieceLocations(built.manifest, built.filemap, store)
+        target = recut_at_random(built, rng, 2)
+        executor = Executor(places, target, Budget.of(64 * MIB, store), {})
+        assert executor.samples(0).names is executor.samples(1).names
