@@ -335,8 +335,9 @@ class SaveWriter:
                     drain(self._store, plan, save, data, wait, sealed, progress, self._unchanged)
         except Exception as error:  # noqa: BLE001 - as above
             self._unchanged.end(save)
-            free()
+            # First: a save that finds the slot free must know already that this one failed.
             self.send(ShardStored(save.job, ROOT, as_document(error)))
+            free()
             return
         free()
         self.send(ShardStored(save.job, ROOT))

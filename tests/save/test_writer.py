@@ -1,4 +1,4 @@
-"""The writing process in an agent: what reaches the root of a save that has near tiers."""
+"""The writing process: what reaches the root of a save that fails or is given up."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptd.store import open_store
+from ckptd.errors import StoreError
+from ckptd.save import writer
+from ckptd.save.messages import Response
+from ckptd.save.writer import SaveWriter
+from ckptd.store import StoreSpec, open_store
+from ckptd.store.memory import forget_memory
 from tests.processes import until
 from tests.save.nearjob import NearJob
-from tests.save.saving import plan_of
+from tests.save.saving import Job, plan_of, values
 
 ROWS = 6 << 20  # 24 MiB of float32: three slices
 
@@ -37,3 +42,28 @@ def test_an_upload_of_a_save_that_is_given_up_ends_before_it_is_whole(root: str)
     agent = job.agent
     job.close()
     os.kill(agent, signal.SIGKILL)  # it would keep the snapshot in memory for another life
+
+
+def test_a_failure_is_reported_before_its_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next save may find a free slot, and begin as if the last one had gone well."""
+    sent: list[str] = []
+    plain = SaveWriter.send
+
+    def send(self: SaveWriter, message: Response) -> None:
+        sent.append(type(message).__name__)
+        plain(self, message)
+
+    def full(*args: object) -> None:
+        raise StoreError("the disk is full", kind="no-space")
+
+    monkeypatch.setattr(SaveWriter, "send", send)
+    monkeypatch.setattr(writer, "drain", full)
+    spec = StoreSpec("memory://failed-slot")
+    job = Job(spec, store=spec.open())  # the writer is a thread of this process
+    handle = job.save(1, values(1))
+    until(lambda: not job.client.busy)
+    with pytest.raises(StoreError, match="the disk is full"):
+        handle.durable(20.0)
+    job.close()
+    forget_memory("failed-slot")
+    assert [name for name in sent if name in {"ShardStored", "Freed"}] == ["ShardStored", "Freed"]
