@@ -193,8 +193,20 @@ class CopySources:
 
     def source(self, number: int) -> torch.Tensor:
         """Return what a step copies."""
-        step = self.steps[number]
-        return _part(self.locals[step.name], step.part)
+        return self.parts((number,))[0]
+
+    def parts(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Return what some steps copy; windows of one tensor share its contiguous copy."""
+        found = []
+        flat: dict[str, torch.Tensor] = {}
+        for step in (self.steps[number] for number in numbers):
+            local = self.locals[step.name]
+            if isinstance(step.part, StridedWindow):
+                if step.name not in flat:
+                    flat[step.name] = local.contiguous()
+                local = flat[step.name]
+            found.append(_part(local, step.part))
+        return found
 
     def copy(self, number: int, slot: Slot) -> None:
         """Copy a step's tensor, which is on the host, into its place in the slot.
@@ -392,7 +404,7 @@ class Snapshot:
             self._slot,
             devices,
             self._steps,
-            self._live.source,
+            self._live.parts,
             clone=self._clone,
             timeout_s=self._timeout_s,
         )

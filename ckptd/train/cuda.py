@@ -350,19 +350,27 @@ class CudaCopies:
         return self._buffers[device]
 
 
-def cloned(parts: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+def cloned(
+    device: torch.device, nbytes: int, parts: Callable[[], Sequence[torch.Tensor]]
+) -> list[torch.Tensor] | None:
     """Clone tensors of one device on its current stream; None where memory does not allow it.
+
+    Parameters
+    ----------
+    nbytes
+        Of all clones.
+    parts
+        Returns the tensors; may need device memory itself.
 
     Notes
     -----
     The clones may be freed once the host has seen their copies done: a stream that gets the
     memory next cannot be ahead of that.
     """
-    nbytes = sum(p.numel() * p.element_size() for p in parts)
-    if nbytes > CLONE_ALWAYS and nbytes > _free_bytes(parts[0].device) // 2:
+    if nbytes > CLONE_ALWAYS and nbytes > _free_bytes(device) // 2:
         return None
     try:
-        return [p.clone(memory_format=torch.contiguous_format) for p in parts]
+        return [p.clone(memory_format=torch.contiguous_format) for p in parts()]
     except torch.OutOfMemoryError:
         _log.info("no device memory to clone %.2f GB: save waits for their copies", nbytes / 1e9)
         return None
@@ -528,8 +536,8 @@ class CudaSnapshot:
         What is on each device.
     steps
         Of the snapshot.
-    source
-        Returns what the step of a number copies.
+    live
+        Returns what the steps of some numbers copy.
     clone
         False: nothing changes before everything is copied, so nothing needs a clone.
 
@@ -547,7 +555,7 @@ class CudaSnapshot:
         slot: Slot,
         parts: Mapping[torch.device, OnDevice],
         steps: Sequence[CopyStep],
-        source: Callable[[int], torch.Tensor],
+        live: Callable[[Sequence[int]], Sequence[torch.Tensor]],
         *,
         clone: bool,
         timeout_s: float,
@@ -556,7 +564,7 @@ class CudaSnapshot:
         self._slot = slot
         self._clones: dict[int, torch.Tensor] = {}
         self._steps = steps
-        self._live = source
+        self._live = live
         self.groups: list[CopyGroup] = []
         self.placed: list[int] = []
         self._lanes = shared.lanes(parts, slot, steps, self._source)
@@ -565,14 +573,15 @@ class CudaSnapshot:
         self._watches: list[FirstBytesWatch] = []
         try:
             for device, part in parts.items():
-                at_once = clone and not self._clone(part.early)
+                at_once = clone and not self._clone(device, part.early)
                 self._begin(self._lanes[device], part, at_once, timeout_s)
         except BaseException:
             self.release()
             raise
 
-    def _clone(self, early: Sequence[int]) -> bool:
-        clones = cloned([self._live(number) for number in early]) if early else []
+    def _clone(self, device: torch.device, early: Sequence[int]) -> bool:
+        nbytes = sum(self._steps[number].end - self._steps[number].start for number in early)
+        clones = cloned(device, nbytes, lambda: self._live(early))
         if clones is None:
             return False
         self._clones.update(zip(early, clones, strict=True))
@@ -580,7 +589,7 @@ class CudaSnapshot:
 
     def _source(self, number: int) -> torch.Tensor:
         clone = self._clones.get(number)
-        return self._live(number) if clone is None else clone
+        return self._live((number,))[0] if clone is None else clone
 
     def _begin(self, lane: CudaLane, part: OnDevice, at_once: bool, timeout_s: float) -> None:
         samples = self._samples[lane.device]

@@ -1,0 +1,94 @@
+"""Clones of what may change at once; torch makes them alike on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptd.save.arena import Slot
+from ckptd.train.copy import CopySources
+from ckptd.train.cuda import CudaCopies, CudaLane, CudaSnapshot, OnDevice, cloned
+from ckptd.train.feed import CopyStep, StridedWindow
+from ckptd.train.state.leaves import TensorLeaf
+
+CPU = torch.device("cpu")
+
+
+class HostLane(CudaLane):
+    """Copies nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def begin(self) -> None:
+        pass
+
+
+class HostCopies(CudaCopies):
+    """Has lanes on the host."""
+
+    def lanes(
+        self,
+        devices: Iterable[torch.device],
+        slot: Slot,
+        steps: Sequence[CopyStep],
+        source: Callable[[int], torch.Tensor],
+    ) -> dict[torch.device, CudaLane]:
+        return {device: HostLane(device) for device in devices}
+
+
+class Copied(TorchDispatchMode):
+    """Notes the elements of every tensor that is cloned, as `contiguous` does too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.numels.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_windows_of_a_turned_tensor_share_one_copy_of_it() -> None:
+    """Each of its cuts kept a copy of the whole until all were cloned: n times the memory."""
+    rows, columns, size = 24, 10, 4
+    tensors = {name: torch.randn(columns, rows).t() for name in ("w", "v")}
+    leaves = {n: TensorLeaf(n, t, "model", "param", n, t) for n, t in tensors.items()}
+    steps = [
+        CopyStep(
+            name, StridedWindow((2, columns), (columns, 1), at * columns), 0, 2 * columns * size
+        )
+        for name in tensors
+        for at in range(0, rows, 2)
+    ]
+    sources = CopySources(steps, leaves, lambda leaf: False)
+    slot, early = Slot(0, 64), list(range(len(steps)))
+    parts = {CPU: OnDevice(early=early)}
+    with Copied() as copied:
+        snapshot = CudaSnapshot(
+            HostCopies(), slot, parts, sources.steps, sources.parts, clone=True, timeout_s=1.0
+        )
+    assert copied.numels.count(rows * columns) == len(tensors)
+    wanted = torch.cat([t.clone() for t in tensors.values()])
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert torch.equal(torch.cat([snapshot._source(number) for number in early]), wanted)
+    snapshot.release()
+    slot.close()
+
+
+def test_no_memory_for_what_is_cloned_is_no_memory_for_the_clones() -> None:
+    def full() -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("no memory for a contiguous copy")
+
+    assert cloned(CPU, 8, full) is None
