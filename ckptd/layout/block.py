@@ -11,9 +11,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
-from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
 from ckptd.layout.grid import Piece, strides_of
@@ -200,38 +199,6 @@ class Block:
     def target_span(self) -> tuple[int, int]:
         """First target element touched, and one past the last."""
         return _span(self.shape, self.target_start, self.target_strides)
-
-    def source_runs(self, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Yield ``(offset, length)`` in bytes of each contiguous run of the source.
-
-        In rising order, and as long as they get for a row-major source. There may be as many as
-        elements, so ask `source_run_count` first where that matters.
-        """
-        dims, run = self._source_dims()
-        length = run * itemsize
-        base = self.source_start
-        ranges = [range(0, n * stride, stride) for n, stride in dims]
-        for steps in product(*ranges):
-            yield (base + sum(steps)) * itemsize, length
-
-    @property
-    def source_run_count(self) -> int:
-        """Number of runs that `source_runs` yields."""
-        count = 1
-        for n, _ in self._source_dims()[0]:
-            count *= n
-        return count
-
-    def _source_dims(self) -> tuple[list[tuple[int, int]], int]:
-        """``(size, stride)`` outermost first, as the source alone sees them, and the run length."""
-        dims: list[tuple[int, int]] = []
-        run = 1
-        for stride, n in sorted(zip(self.source_strides, self.shape, strict=True)):
-            if not dims and stride == run:
-                run *= n
-            else:
-                dims.append((n, stride))
-        return dims[::-1], run
 
 
 def _span(shape: tuple[int, ...], start: int, strides: tuple[int, ...]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ for tests and for people who want to see it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckptd.errors import MismatchError, UsageError
-from ckptd.layout.block import Block, Region, Templates, flat_regions, intersect, piece_regions
+from ckptd.layout.block import Block, Region, Templates, flat_regions, intersect
 from ckptd.layout.grid import Axis, Grid, strides_of
 from ckptd.types import Box
 
@@ -37,7 +37,6 @@ __all__ = [
     "check",
     "intersect",
     "plan",
-    "plan_grids",
     "prove",
 ]
 
@@ -112,33 +111,6 @@ def plan_once(grid: Grid, targets: Sequence[Region]) -> list[PieceCopy]:
             for piece, block in pairs:
                 found.setdefault(piece, []).append(block)
     return [PieceCopy(piece, tuple(found[piece])) for piece in sorted(found)]
-
-
-def plan_grids(
-    source: Grid, target: Grid, pieces: Iterable[int] | None = None
-) -> Iterator[tuple[int, list[PieceCopy]]]:
-    """Yield ``(target piece, its copies)``: from disk to disk.
-
-    Parameters
-    ----------
-    source, target
-        Two cuts of the same tensor.
-    pieces
-        The target pieces wanted; all of them, in order, when left out.
-
-    Raises
-    ------
-    MismatchError
-        The grids cut tensors of different shapes.
-    IndexError
-        There is no such piece.
-    """
-    if source.shape != target.shape:
-        raise MismatchError(
-            "two grids of different tensors", wanted=target.shape, found=source.shape
-        )
-    for index in range(target.npieces) if pieces is None else pieces:
-        yield index, plan_once(source, piece_regions(target.piece(index)))
 
 
 def check_target(grid: Grid, target: Region) -> None:

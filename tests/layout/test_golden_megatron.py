@@ -23,10 +23,11 @@ import pytest
 from ckptd.layout.block import Block, Region, box_region, flat_regions
 from ckptd.layout.grid import Axis, Grid, even_axis, whole
 from ckptd.layout.owners import Owners
-from ckptd.layout.plan import check, plan, plan_grids, prove
+from ckptd.layout.plan import check, plan, prove
 from ckptd.layout.sharding import local_regions
 from ckptd.types import Box
 from tests.layout import brute
+from tests.layout.planning import plan_pieces
 
 SHAPE = (4, 12)
 FLATS = [[7, 12, 5], [10, 10, 4]]
@@ -115,8 +116,8 @@ def test_every_layout_loads_into_it(grid: Grid) -> None:
             brute.pieces([[4], [12]], [[10, 10, 10, 10, 8]]),
         ),
     ):
-        for number, copies in plan_grids(source, grid):
-            assert brute.execute(copies, pieces) == dict(enumerate(PIECES[number]))
+        for copies, wanted in zip(plan_pieces(source, grid), PIECES, strict=True):
+            assert brute.execute(copies, pieces) == dict(enumerate(wanted))
 
 
 def test_blocks_grow_with_pieces_and_not_with_their_square() -> None:
@@ -126,5 +127,5 @@ def test_blocks_grow_with_pieces_and_not_with_their_square() -> None:
         cut = Axis.from_sizes(bucket_ranges(5, rows * columns, rows * columns + 91, ranks))
         source = Grid((even_axis(rows, 1), even_axis(columns * 2, 2)), (cut,))
         target = Grid((even_axis(rows, 2), even_axis(columns * 2, 1)))
-        blocks = sum(len(c.blocks) for _, copies in plan_grids(source, target) for c in copies)
+        blocks = sum(len(c.blocks) for copies in plan_pieces(source, target) for c in copies)
         assert source.npieces <= blocks <= 3 * (source.npieces + 2 * 2)
