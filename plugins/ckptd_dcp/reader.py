@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from ckptd_dcp.atroot import AtRoot
 
 __all__ = ["CkptdReader"]
 
+_log = logging.getLogger(__name__)
+
 _READ_BYTES = 256 << 20
 """So much is read at a time, if a tensor is not larger."""
 
@@ -31,6 +35,9 @@ class CkptdReader(AtRoot, dcp.StorageReader):
     Every block is compared with its digest before its bytes reach a tensor. A lease keeps the
     checkpoint until it is loaded. Values that each rank has of its own (`ckptd.PerRank`, random
     streams) are not offered: DCP has no such thing.
+
+    The first save of this process continues from the checkpoint of the last load that took
+    everything on offer. A load of a part, such as some weights to compare, changes nothing there.
 
     Parameters
     ----------
@@ -60,6 +67,7 @@ class CkptdReader(AtRoot, dcp.StorageReader):
         self._held.close()
         self._reader = self._held.enter_context(self.root.open(self._step))
         found: dict[str, Any] = {}
+        self._canonical: dict[str, str] = {}
         for name, info in self._reader.infos.items():
             shape = torch.Size(info.shape)
             # One chunk a tensor: a box is read below, however the checkpoint is cut.
@@ -67,8 +75,10 @@ class CkptdReader(AtRoot, dcp.StorageReader):
             properties = words.TensorProperties(dtype=_dtype(info))
             entry = words.TensorStorageMetadata(properties, shape, [chunk])
             found |= dict.fromkeys((name, *info.aliases), entry)
+            self._canonical |= dict.fromkeys((name, *info.aliases), name)
         self._objects = {o.name: o for o in self._reader.entries if not o.per_rank}
         found |= {name: words.BytesStorageMetadata() for name in self._objects}
+        self._canonical |= {name: name for name in self._objects}
         return dcp.Metadata(found, planner_data={name: (name,) for name in found})
 
     def set_up_storage_reader(
@@ -82,7 +92,7 @@ class CkptdReader(AtRoot, dcp.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """Check that all ranks read one checkpoint."""
+        """Check that all ranks read one checkpoint; see whether they take all of it."""
         found = sorted({str(plan.storage_data) for plan in plans})
         if len(found) > 1:
             raise ConflictError(
@@ -92,7 +102,9 @@ class CkptdReader(AtRoot, dcp.StorageReader):
                 found=", ".join(found[:4]),
                 hint="load again, or say which: CkptdReader(url, step=...)",
             )
-        return plans
+        taken = {self._canonical[i.storage_index.fqn] for plan in plans for i in plan.items}
+        whole = taken >= set(self._canonical.values())
+        return [replace(plan, storage_data=whole) for plan in plans]
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Fill what the planner gives, tensor by tensor and value by value."""
@@ -114,10 +126,25 @@ class CkptdReader(AtRoot, dcp.StorageReader):
                 batch.append((item, box))
                 held += size
             self._load_tensors(batch, planner)
-            self.root.loaded(self._reader)
+            if plan.storage_data:
+                self._continue_from()
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _continue_from(self) -> None:
+        """Let saves continue from the checkpoint, which was loaded whole."""
+        self.root.loaded(self._reader)
+        step, newest = self._reader.commit.name.step, self.root.latest()
+        if newest is not None and newest > step:
+            _log.warning(
+                "step %d is loaded and %d is the newest one in %s: if the first save of this "
+                "process comes now, it continues from %d and leaves the later steps behind",
+                step,
+                newest,
+                self._url,
+                step,
+            )
 
     def _load_tensors(self, batch: list[tuple[ReadItem, Box]], planner: dcp.LoadPlanner) -> None:
         read = self._reader.read([(item.storage_index.fqn, box) for item, box in batch])

@@ -145,6 +145,42 @@ def test_one_root_however_it_is_spelled(tmp_path: Path, monkeypatch: pytest.Monk
         assert caught.value.kind == "bad-url"
 
 
+def test_a_look_at_an_older_checkpoint_changes_no_line(
+    tmp_path: Path, cli: Cli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a process continues from is what it loaded whole."""
+    root = str(tmp_path / "root")
+    x = {"w": torch.ones(2), "ema": torch.ones(2), "note": "a"}
+    with ckptd.Checkpointer(root) as ck:
+        for step in (1, 2, 3):
+            ck.save(step, x)
+    into = {"w": torch.zeros(2)}
+    dcp.load(into, storage_reader=CkptdReader(root))
+    with pytest.raises(dcp.CheckpointException, match="loaded") as caught:
+        dcp.save(x, storage_writer=CkptdWriter(root, 4))
+    assert cause(caught.value).kind == "not-loaded"  # a part is no claim
+    dcp.load(dict(x), storage_reader=CkptdReader(root))
+    dcp.load(into, storage_reader=CkptdReader(root, 1))
+    assert "behind" not in caplog.text
+    dcp.save(x, storage_writer=CkptdWriter(root, 4))
+    assert [c["step"] for c in cli.json("ls", root)["checkpoints"]] == [1, 2, 3, 4]
+
+
+def test_an_older_checkpoint_loaded_whole_is_gone_back_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = str(tmp_path / "root")
+    x = {"w": torch.ones(2)}
+    with ckptd.Checkpointer(root) as ck:
+        for step in (1, 2, 3):
+            ck.save(step, x)
+    dcp.load(x, storage_reader=CkptdReader(root, 1))
+    assert "step 1 is loaded and 3 is the newest" in caplog.text
+    dcp.save(x, storage_writer=CkptdWriter(root, 2))
+    with ckptd.Checkpointer(root) as ck:
+        assert ck.latest() == 2
+
+
 @pytest.mark.parametrize("where", ["write", "commit"])
 def test_nothing_is_there_before_the_commit(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
