@@ -176,11 +176,13 @@ class HttpClient:
     ) -> Iterator[HttpStream]:
         """Give an answer to be read while the block runs; errors as of `ask`."""
         connection: http.client.HTTPConnection | None = None
+        response: http.client.HTTPResponse | None = None
         fit = False
         try:
             wait_s = self._timeout_s if timeout_s is None else timeout_s
             connection, response = self._asked(method, path, body, dict(headers or {}), wait_s)
-            yield HttpStream(response, self.url, self._most_bytes, self._large_kind)
+            where = self.url + path.partition("?")[0]  # a query may hold what nobody else may read
+            yield HttpStream(response, where, self._most_bytes, self._large_kind)
             fit = response.isclosed() and not response.will_close
         except _FAILURES as error:
             raise TransientStoreError(
@@ -192,7 +194,9 @@ class HttpClient:
         finally:
             if fit and self._keep:
                 self._kept = connection
-            elif connection is not None:
+            elif connection is not None and response is not None:
+                # The socket stays open for as long as one of both does.
+                response.close()
                 connection.close()
 
     def close(self) -> None:
@@ -207,6 +211,9 @@ class HttpClient:
         while True:
             kept, self._kept = self._kept, None
             connection = kept or self._connection(wait_s)
+            connection.timeout = wait_s
+            if connection.sock is not None:
+                connection.sock.settimeout(wait_s)
             try:
                 connection.request(method, path, body, headers)
                 return connection, connection.getresponse()
@@ -223,6 +230,7 @@ class HttpClient:
             return http.client.HTTPConnection(self._host, self._port, timeout=wait_s)
         if self._context is None:
             self._context = ssl.create_default_context(cafile=self._ca_file)
+            self._context.set_alpn_protocols(["http/1.1"])
         return http.client.HTTPSConnection(
             self._host, self._port, timeout=wait_s, context=self._context
         )

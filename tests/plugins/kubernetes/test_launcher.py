@@ -370,6 +370,16 @@ def test_a_busy_server_is_asked_again_and_not_for_ever(kube: FakeKube, api: Api)
     assert "429" in str(caught.value.found)
 
 
+def test_an_answer_that_is_too_large_is_named(
+    kube: FakeKube, token: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptd_kubernetes.api._MOST_BYTES", 10)
+    api = Api(url=kube.url, namespace="jobs", token_file=token)
+    with pytest.raises(StoreError, match="too large") as caught:
+        api.call("GET", api.pods(), PATIENCE_S, query={"limit": "5"})
+    assert (caught.value.kind, caught.value.where) == ("scheduler", kube.url + api.pods())
+
+
 def test_a_server_that_is_not_there_is_told() -> None:
     api = Api(url="http://127.0.0.1:1", namespace="jobs")
     with pytest.raises(DeadlineError) as caught:
