@@ -166,7 +166,7 @@ class NodeLink:
 
         A node that is refused must not start a second controller beside that of the others.
         """
-        return 0.0 if self.there and not self.connected else self.silent_s
+        return 0.0 if self._refuses else self.silent_s
 
     @property
     def connected(self) -> bool:
@@ -207,7 +207,12 @@ class NodeLink:
     @property
     def there(self) -> bool:
         """Whether the job has a controller: one that this node is connected to, or refused by."""
-        return self.connected or (self._refused and self._refusal != "not-the-controller")
+        return self.connected or self._refuses
+
+    @property
+    def _refuses(self) -> bool:
+        # Until an echo: a node is connected for a moment each time before it is refused.
+        return self._refused and self._refusal != "not-the-controller"
 
     @property
     def alive(self) -> bool:

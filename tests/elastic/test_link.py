@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from ckptd.elastic.link import NodeLink
 from ckptd.elastic.messages import Left, NodeUp
 from ckptd.elastic.places import open_places
+from ckptd.errors import RefusedError
 from ckptd.net.address import parse_address
+from ckptd.net.connection import Connection
 from tests.elastic.controlled import SECRET, controlled, pretended
 from tests.processes import until
 
@@ -78,6 +81,22 @@ def test_why_a_controller_takes_no_word_of_a_node_is_known(tmp_path: Path) -> No
             assert link.new_refusal() == ""
             assert not link.answered
             link.close(0.0)
+
+
+def test_a_controller_that_refuses_is_not_absent() -> None:
+    """A refused node is connected for a moment each time, and then it counted the silence."""
+    link = NodeLink(str, "j", b"", lambda: NodeUp(node="n0", life="l", slots=1), lambda _: None)
+    link._echoed_at -= 60.0
+    assert link.absent_s > 59.0
+    link._note(RefusedError("the name of this node is taken", kind="name-taken"))
+    here, there = socket.socketpair()
+    with there:
+        link._connection = Connection(here, "controller", 1.0)
+        assert (link.connected, link.absent_s) == (True, 0.0)
+        link._disconnect()
+    link._note(RefusedError("another job's", kind="not-the-controller"))
+    assert link.absent_s > 59.0
+    link.start().close(0.0)
 
 
 @pytest.mark.long
