@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 __all__ = [
+    "LEASE_S",
     "PATIENCE_S",
     "agents_in",
     "free_port",
@@ -25,6 +26,8 @@ __all__ = [
 T = TypeVar("T")
 PATIENCE_S = 240.0
 """Less than a test's own time-out, which shows the stacks, while this says what was waited for."""
+LEASE_S = 2.5 * PATIENCE_S
+"""Of a job that must not wait for its lease: a recovery that does is given up first."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 

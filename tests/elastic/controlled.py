@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ckptd.elastic.messages import (
 )
 from ckptd.elastic.places import open_places
 from tests.cli.running import COMMAND
-from tests.processes import PATIENCE_S
+from tests.processes import LEASE_S, PATIENCE_S
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -41,10 +41,17 @@ SECRET = "0123456789abcdef0123456789abcdef"
 class ControllerProcess:
     """``ckptd controller`` of one job, which can be killed and started again."""
 
-    def __init__(self, folder: Path, *options: str, job: str = "j", log: str | None = None) -> None:
-        self.folder, self.job = folder, job
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        job: str = "j",
+        log: str | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self.folder, self.job, self.command = folder, job, command
         self.log = log or str(folder / "log")
-        self.options = options
+        self.options = ("--set", f"lease_s={LEASE_S:g}", *options)
         self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
         self.environ = {**os.environ, "CKPTD_SECRET": SECRET, "CKPTD_RUN_DIR": str(folder / "run")}
@@ -57,7 +64,7 @@ class ControllerProcess:
 
     def launch(self, *more: str) -> None:
         """Start it."""
-        command = [*COMMAND, "controller", "--job", self.job]
+        command = [*self.command, "controller", "--job", self.job]
         command += ["--log", self.log, "--json", *self.options, *more]
         with open(self.folder / "controller.err", "ab") as errors:
             self.process = subprocess.Popen(
@@ -111,11 +118,9 @@ class ControllerProcess:
 
 
 @contextlib.contextmanager
-def controlled(
-    folder: Path, *options: str, job: str = "j", log: str | None = None
-) -> Iterator[ControllerProcess]:
-    """Give a controller process that listens."""
-    controller = ControllerProcess(folder, *options, job=job, log=log)
+def controlled(folder: Path, *options: str, **more: Any) -> Iterator[ControllerProcess]:
+    """Give a controller process that listens; see `ControllerProcess`."""
+    controller = ControllerProcess(folder, *options, **more)
     try:
         yield controller.start()
     finally:

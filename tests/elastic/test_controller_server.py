@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,11 +23,20 @@ from tests.elastic.controlled import SECRET, ControllerProcess, controlled, pret
 from tests.processes import PATIENCE_S, until
 
 KEY = SECRET.encode()
+_PATIENT = """\
+import ckptd.elastic.controller_server as server
+from ckptd.cli.main import main
+
+server._HANDSHAKE_S = server._HALF_FRAME_S = server._SILENCE_S = 1e6
+main()
+"""
+"""A controller that cuts nobody off for silence: where it hangs up, it has refused something."""
 
 
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
-    with controlled(tmp_path_factory.mktemp("c"), "--nodes", "2") as process:
+    command = [sys.executable, "-c", _PATIENT]
+    with controlled(tmp_path_factory.mktemp("c"), "--nodes", "2", command=command) as process:
         yield process
 
 
@@ -172,13 +182,13 @@ def test_an_impossible_message_with_the_right_key_is_hung_up_on(
 
 
 @pytest.mark.long
-def test_half_of_something_and_silence_end_by_a_deadline(controller: ControllerProcess) -> None:
-    with contextlib.ExitStack() as stack:
+def test_half_of_something_and_silence_end_by_a_deadline(tmp_path: Path) -> None:
+    with controlled(tmp_path, "--nodes", "2") as controller, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(plain(controller)) for _ in range(3)]
         socks[1].sendall(HEAD.pack(10, 0, bytes(16)))
         socks[2].sendall(b"\0")
         assert all(is_closed(sock) for sock in socks)
-    with shaken(controller, "half") as (connection, sock):
+        connection, sock = stack.enter_context(shaken(controller, "half"))
         connection.send(beat("half"))
         sock.sendall(connection.codec.pack(beat("half", 2))[:10])
         assert is_closed(sock)

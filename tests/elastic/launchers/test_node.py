@@ -13,9 +13,8 @@ import psutil
 import pytest
 
 from tests.cli.running import COMMAND
-from tests.processes import PATIENCE_S, free_port, lives, stop, until
+from tests.processes import LEASE_S, PATIENCE_S, free_port, lives, stop, until
 
-# Several starts of PyTorch in one test, each with that deadline.
 TRAIN = """\
 import os, sys, time
 import torch
@@ -43,6 +42,8 @@ print(f"{world}: done", flush=True)
 dist.destroy_process_group()
 """
 
+LEASE = ("--set", f"lease_s={LEASE_S:g}")
+
 
 class Launched:
     """A ``ckptd run`` and all that it has started."""
@@ -55,7 +56,7 @@ class Launched:
         command = argv or (str(script), str(self.end_file))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, "run", "--no-watch", "--node", name, *flags, *command],
+                [*COMMAND, "run", "--no-watch", "--node", name, *LEASE, *flags, *command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

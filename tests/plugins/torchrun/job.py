@@ -18,7 +18,7 @@ import psutil
 from ckptd.elastic.messages import Order, OrderKind, Status
 from ckptd.elastic.operator import OperatorLink
 from ckptd.net.signing import job_secret
-from tests.processes import PATIENCE_S, free_port, until
+from tests.processes import LEASE_S, PATIENCE_S, free_port, until
 
 __all__ = ["TorchrunJob"]
 
@@ -89,7 +89,8 @@ class TorchrunJob:
         self.job = f"job-{folder.name}"
         self._restarts = restarts
         # Nodes may be at fault as often as tests want them to.
-        self._conf = "controller.flaps=100,controller.gather_s=60,controller.grow_s=0.2" + conf
+        self._conf = "controller.flaps=100,controller.gather_s=60,controller.grow_s=0.2"
+        self._conf += f",controller.lease_s={LEASE_S:g}{conf}"
         self.script = folder / "script.py"
         self.script.write_text(_SCRIPT)
         self.runs = folder / "run"
