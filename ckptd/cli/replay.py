@@ -68,8 +68,8 @@ class ReplayDocument(Document, frozen=True, kw_only=True, tag="replay"):
     ----------
     file, job
         As given; whose recording it is.
-    frames, reports, refused
-        Frames that were read; reports that were taken; messages that were not.
+    frames, sheets, refused
+        Frames that were read; sheets that were taken; messages that were not.
     rounds, cpu_s
         Rounds of the watch, and the CPU seconds of all of them.
     seconds

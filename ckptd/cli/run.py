@@ -565,8 +565,8 @@ class _Run:
 
         _need_torch()
         if self._o.endpoint:
-            host = parse_address(self._o.endpoint)[0]
-            need_secret(host, "the controller and the daemon", self._env)
+            host, what = parse_address(self._o.endpoint)[0], "the controller and the daemon"
+            need_secret(host, what, self._env, where=self._o.endpoint)
         before = {number: signal.signal(number, self._signalled) for number in _signals()}
         base = run_folder()
         for old in old_folders(base, _PREFIX):

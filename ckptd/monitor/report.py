@@ -316,7 +316,7 @@ class LinkProbe(msgspec.Struct, frozen=True, kw_only=True):
         Bytes that are sent and come back.
     """
 
-    nonce: int
+    nonce: _Count
     from_node: _Name
     to_node: _Name
     address: _Name

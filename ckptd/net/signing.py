@@ -73,8 +73,15 @@ def given_secret() -> bytes | None:
     return checked_secret(os.fsencode(given), SECRET_VARIABLE) if given else None
 
 
-def need_secret(host: str, what: str, environ: Mapping[str, str] = os.environ) -> None:
+def need_secret(
+    host: str, what: str, environ: Mapping[str, str] = os.environ, *, where: str | None = None
+) -> None:
     """Refuse to let `what` listen at `host` where others reach it and ``CKPTD_SECRET`` is not set.
+
+    Parameters
+    ----------
+    where
+        For the error, in place of `host`.
 
     Raises
     ------
@@ -85,7 +92,7 @@ def need_secret(host: str, what: str, environ: Mapping[str, str] = os.environ) -
         raise RefusedError(
             f"others could reach {what}, and no secret is set",
             kind="no-secret",
-            where=host,
+            where=where or host,
             hint=f"set {SECRET_VARIABLE} to the same long random text on all nodes",
         )
 

@@ -1,4 +1,4 @@
-"""RingSamples of ranks reach the sheet, each once; files that are bad or not ours do not."""
+"""Samples of ranks reach the sheet, each once; files that are bad or not ours do not."""
 
 from __future__ import annotations
 

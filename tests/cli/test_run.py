@@ -147,6 +147,7 @@ def test_a_job_of_several_machines_needs_a_secret(
         assert (result.code, result.out) == (5, "")
         assert "no secret is set" in result.err
         assert "CKPTD_SECRET" in result.err
+        assert f"where:  {endpoint}" in result.err
 
 
 def environments(command: list[str], script: Path) -> list[dict[str, str]]:

@@ -320,6 +320,7 @@ def test_findings_that_cannot_be_are_refused(found: EvidenceReport) -> None:
         AgentOrders(
             probes=(LinkProbe(nonce=1, from_node="a", to_node="b", address="h:1", size=1 << 40),)
         ),
+        AgentOrders(probes=(LinkProbe(nonce=-1, from_node="a", to_node="b", address="h:1"),)),
     ],
 )
 def test_orders_that_cannot_be_are_refused(orders: AgentOrders) -> None:
