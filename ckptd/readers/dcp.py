@@ -122,7 +122,7 @@ class _Items:
         for box in chunks:
             if not box.numel and 0 not in shape:
                 continue
-            file, start, end = self._span(name, box.offset)
+            file, start, end = self._span(name, box.offset, len(chunks) == 1)
             if end - start < box.numel * DTYPES[dtype].itemsize:
                 raise CorruptError(
                     "an item is shorter than its part of the tensor",
@@ -134,9 +134,13 @@ class _Items:
             at = _Item(self._names, file, start, end, name, box.shape, dtype, self._headers)
             yield ForeignPiece(name, dtype, shape, box, self._names.key(file), at)
 
-    def _span(self, name: str, offset: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """Return ``(file, first byte, end)`` of an item."""
-        info = self._infos.get((name, offset)) or self._infos.get((name, None))
+    def _span(
+        self, name: str, offset: tuple[int, ...] | None, whole: bool = True
+    ) -> tuple[str, int, int]:
+        """Return ``(file, first byte, end)`` of an item; one without offset is a whole tensor."""
+        info = self._infos.get((name, offset))
+        if info is None and whole:
+            info = self._infos.get((name, None))
         if info is None:
             raise CorruptError(
                 "the metadata does not say where a part of a tensor lies",

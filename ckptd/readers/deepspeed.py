@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
-from ckptd.readers.pickles import PickledTensor, walk_values
+from ckptd.readers.pickles import PickledTensor, named_values
 from ckptd.readers.torchfiles import TensorAt, load_torch
 from ckptd.readers.zips import TorchZip
 from ckptd.types import Box
@@ -65,7 +65,7 @@ class DeepSpeedReader:
             )
         first = min(models)
         model = load_torch(names, first)
-        objects, left_out = _objects(model.value)
+        objects, left_out = _objects(model.value, names.key(first))
         if _UNIVERSAL in names.names:
             pieces = list(_universal(names))
         else:
@@ -82,11 +82,11 @@ def _tagged(names: Listing) -> Listing:
     return names.inside(tag)
 
 
-def _objects(value: Any) -> tuple[dict[str, Any], list[str]]:
+def _objects(value: Any, where: str) -> tuple[dict[str, Any], list[str]]:
     objects: dict[str, Any] = {}
     left_out = []
     kept = {k: v for k, v in value.items() if k not in _SKIPPED} if isinstance(value, dict) else {}
-    for name, leaf in walk_values(kept):
+    for name, leaf in named_values(kept, where):
         try:
             objects[name] = json_value(leaf)
         except MismatchError:
@@ -278,7 +278,7 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
 def _weights(names: Listing, model: TorchZip, trained: Collection[str]) -> Iterator[ForeignPiece]:
     """Yield what only the model's file holds: buffers, weights that are not trained."""
     key = names.key(min(n for n in names.names if _MODEL.fullmatch(n)))
-    for name, value in walk_values(model.value.get("module") or {}):
+    for name, value in named_values(model.value.get("module") or {}, key):
         if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
             at = TensorAt(model, value, f"{key}: {name}")
             yield ForeignPiece(name, value.dtype, value.shape, Box.whole(value.shape), key, at)

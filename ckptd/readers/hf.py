@@ -1,18 +1,20 @@
 """Folders and files of safetensors, as Hugging Face libraries write them: whole tensors.
 
-Shards that DCP wrote for Hugging Face say in their header where in the whole each tensor lies.
+Shards that DCP wrote for Hugging Face say in their header where in the whole each tensor lies, and
+not how large the whole is: shapes follow from the files that are there. A file that is missing
+between others is noticed, the last one is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptd.errors import CorruptError
 from ckptd.format.container import Chunk, header_bytes, parse_header
 from ckptd.format.strictjson import parse_json
-from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, step_of
-from ckptd.readers.torchfiles import candidates, file_index
+from ckptd.readers.base import CODES, Foreign, ForeignPiece, Listing, missing, step_of
+from ckptd.readers.torchfiles import PART, candidates, check_shards, file_index
 from ckptd.readers.zips import Extent
 from ckptd.types import Box
 
@@ -20,6 +22,7 @@ __all__ = ["HfReader", "local_pieces"]
 
 END = ".safetensors"
 _SHARDING = "DCP_SHARDING_INFO"
+_SHAPES = "shapes follow from the files that are there: bring those of all ranks"
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1 << 22
 
@@ -41,6 +44,9 @@ class HfReader:
         """Read the headers of all files, and ``config.json``."""
         where, weights = file_index(names, END)
         files = sorted(set(weights.values())) or sorted(names.ending(END))
+        if not weights:
+            check_shards(names, files)
+            _check_parts(names, files)
         headers = {file: read_header_of(names, file) for file in files}
         _check_index(names, where, weights, headers)
         unread = [f for f in names.ending(END) if f not in headers] if weights else []
@@ -70,7 +76,8 @@ def read_header_of(names: Listing, file: str) -> _Header:
     chunks, metadata = parse_header(read(0, length), key, size - length)
     for name, tied in metadata.items():
         # As safetensors.torch.save_model notes the names of tied tensors that it does not write.
-        if tied in chunks and name not in chunks and name != "format":
+        # Any other note may happen to be the name of a tensor: theirs are of modules.
+        if tied in chunks and name not in chunks and "." in name:
             chunks[name] = chunks[tied]
     try:
         info = parse_json(metadata[_SHARDING].encode()) if _SHARDING in metadata else {}
@@ -95,6 +102,14 @@ def local_pieces(names: Listing, file: str) -> Iterator[ForeignPiece]:
         yield ForeignPiece(name, CODES[chunk.code], chunk.shape, box, names.key(file), at)
 
 
+def _check_parts(names: Listing, files: Sequence[str]) -> None:
+    """Check that no rank's file is missing between others; after the last one nothing tells."""
+    found = {int(match[1]) for file in files if (match := PART.match(file))}
+    gone = set(range(min(1, *found), max(found))) - found if found else found
+    if gone:
+        raise missing(names.key(f"shard-{min(gone):05d}-*"), _SHAPES)
+
+
 def _check_index(
     names: Listing, where: str, weights: Mapping[str, str], headers: Mapping[str, _Header]
 ) -> None:
@@ -112,18 +127,20 @@ def _check_index(
 
 def _pieces(names: Listing, headers: Mapping[str, _Header]) -> Iterator[ForeignPiece]:
     shapes: dict[str, tuple[int, ...]] = {}
-    seen: dict[str, str] = {}
+    seen: dict[str, dict[tuple[int, ...] | None, str]] = {}
     for file, (chunks, _, offsets) in headers.items():
         for name, chunk in chunks.items():
             offset = offsets.get(name)
-            if offset is None and name in seen:
+            boxes = seen.setdefault(name, {})
+            if boxes and (offset is None or None in boxes or offset in boxes) and chunk.numel:
                 raise CorruptError(
-                    "two files have one tensor",
+                    "two files have one tensor, or the same part of one",
                     kind="bad-header",
                     where=f"{names.key(file)}: {name}",
-                    found=seen[name],
+                    found=next(iter(boxes.values())),
                 )
-            seen[name] = file
+            if chunk.numel or not boxes:
+                boxes[offset] = file
             offset = offset or (0,) * len(chunk.shape)
             if len(offset) != len(chunk.shape) or len(shapes.get(name, offset)) != len(offset):
                 raise CorruptError(

@@ -12,7 +12,7 @@ from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Foreign, Listing, json_value, step_of
 from ckptd.readers.dcp import METADATA, read_items
-from ckptd.readers.pickles import walk_values
+from ckptd.readers.pickles import named_values
 from ckptd.readers.torchfiles import load_torch
 
 __all__ = ["MegatronReader"]
@@ -57,7 +57,8 @@ class MegatronReader:
         objects, left_out = dict(found.objects), list(found.left_out)
         step = step_of(names)
         if _COMMON in names.names:
-            for name, value in walk_values(load_torch(names, _COMMON).value):
+            common = load_torch(names, _COMMON).value
+            for name, value in named_values(common, names.key(_COMMON)):
                 _keep(objects, left_out, name, value)
             iteration = objects.get("iteration")
             step = iteration if type(iteration) is int and 0 <= iteration < 10**12 else step

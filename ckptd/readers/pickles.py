@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckptd.errors import CkptdError, CorruptError, RefusedError
+from ckptd.errors import CkptdError, CorruptError, MismatchError, RefusedError
 from ckptd.types import DTYPES
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "PickledObject",
     "PickledStorage",
     "PickledTensor",
+    "named_values",
     "read_pickle",
     "walk_values",
 ]
@@ -63,6 +64,10 @@ STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+
+
+class _UnreadError(ValueError):
+    """A tensor that a pickle holds is of a kind that is not read: what, and how to save it."""
 
 
 class GlobalName(str):
@@ -143,7 +148,8 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
     Raises
     ------
     RefusedError
-        kind ``unsafe-pickle``: names the global.
+        kind ``unsafe-pickle``: names the global; kind ``unreadable-format``: a tensor is of a type
+        that is not read, or a view that conjugates or negates.
     CorruptError
         kind ``bad-pickle``, or ``limits``.
     """
@@ -156,6 +162,14 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
         return machine.run()
     except CkptdError:
         raise
+    except _UnreadError as error:
+        raise RefusedError(
+            "a tensor of this kind is not read",
+            kind="unreadable-format",
+            where=f"{where}, byte {machine.at}",
+            found=error.args[0],
+            hint=error.args[1],
+        ) from None
     except (
         IndexError,
         KeyError,
@@ -171,6 +185,29 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
             where=f"{where}, byte {machine.at}",
             found=f"{type(error).__name__}: {error}"[:200],
         ) from None
+
+
+def named_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield what `walk_values` yields, of a file; a tensor that is the whole value is ``tensor``.
+
+    Raises
+    ------
+    MismatchError
+        kind ``bad-pieces``: two values have one name, as ``{0: ...}`` and ``{"0": ...}`` have.
+    CorruptError
+        As of `walk_values`.
+    """
+    seen = set()
+    for name, leaf in walk_values(value):
+        if name in seen:
+            raise MismatchError(
+                "two values of one file have one name",
+                kind="bad-pieces",
+                where=f"{where}: {name}"[:400],
+                hint="rename the keys, or drop one of both, before the file is saved",
+            )
+        seen.add(name)
+        yield name or ("tensor" if leaf is value else name), leaf
 
 
 def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tuple[str, Any]]:
@@ -215,7 +252,14 @@ def _dtype(name: object) -> str:
     return text
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any = None) -> Any:
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any = None, bits: Any = None
+) -> Any:
+    """Do `torch._utils._rebuild_tensor_v3`; `bits` say that values are not those of the storage."""
+    if bits is not None and not (isinstance(bits, dict) and not any(bits.values())):
+        raise _UnreadError(
+            "a view that conjugates or negates", "save tensor.resolve_conj().resolve_neg()"
+        )
     shape, strides = tuple(shape), tuple(strides)
     numbers = (offset, *shape, *strides)
     if len(shape) != len(strides) or len(shape) > _MAX_DEPTH:
@@ -253,8 +297,12 @@ def _hashed(items: Any = ()) -> set[Any]:
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": lambda s, o, n, t: _tensor(s, o, n, t),
-    "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, *_: _tensor(s, o, n, t),
-    "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, g, h, d, *_: _tensor(s, o, n, t, d),
+    "torch._utils._rebuild_tensor_v2": lambda s, o, n, t, g=0, h=0, b=None: _tensor(
+        s, o, n, t, None, b
+    ),
+    "torch._utils._rebuild_tensor_v3": lambda s, o, n, t, g, h, d, b=None: _tensor(
+        s, o, n, t, d, b
+    ),
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _rebuild_type,

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
-from ckptd.readers.pickles import PickledObject, PickledTensor, walk_values
+from ckptd.readers.pickles import PickledObject, PickledTensor, named_values
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
-from ckptd.types import Box
+from ckptd.types import DTYPES, Box
 
-__all__ = ["TensorAt", "TorchReader", "candidates", "file_index", "load_torch", "local_tensors"]
+__all__ = [
+    "PART",
+    "TensorAt",
+    "TorchReader",
+    "candidates",
+    "check_shards",
+    "file_index",
+    "load_torch",
+    "local_tensors",
+]
 
 _ENDS = (".pt", ".pth", ".bin", ".ckpt")
 _INDEX = ".index.json"
@@ -29,6 +38,8 @@ _BESIDE = re.compile(
 _RANK = re.compile(r"(?:^|[_.-])rank[_-]?([0-9]{1,6})(?=[_.-])")
 _WORLD = re.compile(r"world_?size[_-]?([0-9]{1,6})")
 _SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
+PART = re.compile(r"^shard-([0-9]{5})-")
+"""How names begin where DCP tells the ranks' parts of one shard apart."""
 _MAX_INDEX_BYTES = 1 << 28
 _REFUSED = ("ShardedTensor", "_rebuild_sharded_tensor", "_rebuild_qtensor")
 
@@ -52,17 +63,19 @@ class TorchReader:
         left_out: dict[str, None] = {}
         for file in files:
             found = load_torch(names, file)
-            for name, value in walk_values(found.value):
+            for name, value in named_values(found.value, names.key(file)):
                 piece = _piece(names, file, found, name, value, ranks.get(file))
                 if piece is not None:
                     pieces.append(piece)
-                elif name not in objects:
-                    try:
-                        objects[name] = json_value(value)
-                    except MismatchError:
-                        left_out[name] = None
-        if ranks:
-            _check_replicas(pieces)
+                    continue
+                try:
+                    kept = json_value(value)
+                    if repr(objects.setdefault(name, kept)) != repr(kept):
+                        left_out[name] = None  # files differ, and nothing says which one counts
+                except MismatchError:
+                    left_out[name] = None
+        _check_replicas(names, pieces, bool(ranks))
+        objects = {name: value for name, value in objects.items() if name not in left_out}
         step = step_of(names, *files[:1])
         return Foreign(pieces, objects, list(left_out), unread, step)
 
@@ -80,7 +93,7 @@ def load_torch(names: Listing, file: str) -> TorchZip:
 def local_tensors(names: Listing, file: str) -> Iterator[ForeignPiece]:
     """Yield the tensors of one file of a rank, as they are there."""
     found, key = load_torch(names, file), names.key(file)
-    for name, value in walk_values(found.value):
+    for name, value in named_values(found.value, key):
         local = value.get("_local_tensor") if isinstance(value, PickledObject) else value
         if isinstance(local, PickledTensor):
             at = TensorAt(found, local, f"{key}: {name}")
@@ -94,8 +107,8 @@ class TensorAt:
     found: TorchZip
     tensor: PickledTensor
     where: str
-    is_part: bool = False
-    """Whether it is the local tensor of a DTensor."""
+    part: tuple[Any, ...] | None = None
+    """Which part of a DTensor it is: coordinates in the mesh and rank; None for a plain tensor."""
 
     def __call__(self) -> Extent:
         return extent_of(self.found, self.tensor, self.where)
@@ -134,12 +147,22 @@ def _chosen(names: Listing) -> tuple[list[str], list[str]]:
     found = candidates(names)
     _, weights = file_index(names, ".bin")
     files = sorted(set(weights.values())) or found
-    shards = {f: (int(m[1]), int(m[2])) for f in files if (m := _SHARD.search(f))}
-    for of in {of for _, of in shards.values()}:
-        gone = set(range(1, of + 1)) - {n for n, o in shards.values() if o == of}
+    check_shards(names, files)
+    return files, [n for n in names.ending(*_ENDS) if n not in files]
+
+
+def check_shards(names: Listing, files: Sequence[str]) -> None:
+    """Check that all of ``...-00001-of-00003...`` are there; kind ``missing-file``."""
+    shards: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        found = _SHARD.search(file)
+        if found:
+            beside = PART.sub("", file[: found.start()]), int(found[2])
+            shards.setdefault(beside, set()).add(int(found[1]))
+    for (_, of), numbers in shards.items():
+        gone = set(range(1, of + 1)) - numbers
         if gone:
             raise missing(names.key(f"shard {min(gone)} of {of}"))
-    return files, [n for n in names.ending(*_ENDS) if n not in files]
 
 
 def _check_ranks(ranks: Mapping[str, int], names: Listing) -> None:
@@ -178,7 +201,7 @@ def _piece(
         local = value.get("_local_tensor")
         if not isinstance(local, PickledTensor):
             return None
-        shape, box = _box(value, rank, where)
+        shape, box, part = _box(value, rank, where)
         if box.shape != local.shape:
             raise MismatchError(
                 "a rank's part has another shape than its placements say",
@@ -188,36 +211,73 @@ def _piece(
                 found=local.shape,
             )
     elif isinstance(value, PickledTensor):
-        local, shape, box = value, value.shape, Box.whole(value.shape)
+        local, shape, box, part = value, value.shape, Box.whole(value.shape), None
     else:
         return None
-    at = TensorAt(found, local, where, is_part=isinstance(value, PickledObject))
+    at = TensorAt(found, local, where, part)
     key = names.key(file)
     return ForeignPiece(name, local.dtype, shape, box, key, at)
 
 
-def _check_replicas(pieces: list[ForeignPiece]) -> None:
-    """Refuse plain tensors that several ranks have: nothing says that they are the same."""
-    seen: dict[str, ForeignPiece] = {}
+def _check_replicas(names: Listing, pieces: Sequence[ForeignPiece], ranks: bool) -> None:
+    """Refuse what two files hold and nothing says that it is the same.
+
+    A DTensor says so. Of plain tensors only single elements are compared: counters of steps.
+    """
+    plain: dict[str, ForeignPiece] = {}
+    parts: dict[tuple[Any, ...], ForeignPiece] = {}
     for piece in pieces:
-        first = seen.setdefault(piece.name, piece)
-        plain = isinstance(piece.at, TensorAt) and not piece.at.is_part
-        if plain and first.file != piece.file and piece.numel > 1:
-            raise MismatchError(
-                "files of ranks hold tensors that do not say which part of the whole they are",
-                kind="bad-pieces",
-                where=f"{first.file} and {piece.file}: {piece.name}",
-                wanted="DTensors, or a layout that says which file is whose",
-                found=f"{piece.shape} in both",
-                hint="ckptd reshard --from LAYOUT, with a line 'files' in the layout",
-            )
+        at = piece.at
+        if not isinstance(at, TensorAt):
+            continue
+        if at.part is not None:
+            first = parts.setdefault((piece.name, *at.part), piece)
+            if first is not piece:
+                raise _twice(first, piece, "the same part of a tensor", ranks=False)
+            continue
+        first = plain.setdefault(piece.name, piece)
+        if first is piece:
+            continue
+        if piece.numel > 1 or not ranks or not _same(names, first, piece):
+            raise _twice(first, piece, "tensors of one name", ranks)
+
+
+def _same(names: Listing, *both: ForeignPiece) -> bool:
+    """Whether two tensors of one element are equal; reads them only if their checksums differ."""
+    if len({(p.dtype, p.shape) for p in both}) > 1:
+        return False
+    ats = [p.at for p in both if isinstance(p.at, TensorAt)]
+    sums = [(a.found.checksum(a.tensor.storage.key), a.tensor.offset) for a in ats]
+    if sums[0] == sums[1] and sums[0][0][0]:
+        return True
+    values = []
+    for piece, at in zip(both, ats, strict=True):
+        start, size = at().start, piece.numel * DTYPES[piece.dtype].itemsize
+        read = names.reads(piece.file.removeprefix(names.prefix))
+        values.append(read(start, start + size) if size else b"")
+    return values[0] == values[1]
+
+
+def _twice(first: ForeignPiece, piece: ForeignPiece, what: str, ranks: bool) -> MismatchError:
+    return MismatchError(
+        f"two files hold {what}, and nothing says which one counts",
+        kind="bad-pieces",
+        where=f"{first.file} and {piece.file}: {piece.name}"[:400],
+        wanted="DTensors, or a layout that says which file is whose" if ranks else "one file",
+        found=f"{piece.shape} in both",
+        hint="ckptd reshard --from LAYOUT, with a line 'files' in the layout"
+        if ranks
+        else "name the file that is meant",
+    )
 
 
 # -- DTensors --------------------------------------------------------------------------------------
 
 
-def _box(value: PickledObject, rank: int | None, where: str) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of a DTensor, and which box of it its rank has."""
+def _box(
+    value: PickledObject, rank: int | None, where: str
+) -> tuple[tuple[int, ...], Box, tuple[Any, ...]]:
+    """Return the shape of a DTensor, which box of it its rank has, and which part that is."""
     try:
         spec = value.fields["_spec"]
         meta, mesh = spec.fields["tensor_meta"], spec.fields["mesh"]
@@ -234,6 +294,8 @@ def _box(value: PickledObject, rank: int | None, where: str) -> tuple[tuple[int,
         raise CorruptError(
             "not a DTensor that this reads", kind="bad-pickle", where=where, found=str(error)[:200]
         ) from None
+    if said is not None and type(said) is not int:
+        said = None
     if rank is not None and said is not None and said != rank:
         raise MismatchError(
             "a file was renamed, or is of another job: its tensors are another rank's",
@@ -242,7 +304,8 @@ def _box(value: PickledObject, rank: int | None, where: str) -> tuple[tuple[int,
             wanted=f"rank {rank}, as its name says",
             found=f"rank {said}",
         )
-    return shape, _cut(shape, extents, here, splits, where)
+    rank = said if rank is None else rank
+    return shape, _cut(shape, extents, here, splits, where), (*here, rank)
 
 
 def _cut(

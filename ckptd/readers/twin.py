@@ -152,7 +152,9 @@ class _Tensor:
             box = grid.cell_box(cell)
             found = boxes.get(box.offset, [])
             if not found or any(p.box != box for p in found):
-                raise self._bad("the parts of a tensor are no grid", found[:1], box)
+                raise self._bad(
+                    "the parts of a tensor are no grid", [p.box for p in found[:1]] or "none", box
+                )
             flats.append(self._flat(box, sorted(p.flat or (0, box.numel) for p in found)))
         if all(axis.ncells == 1 for axis in flats):
             return grid

@@ -54,6 +54,7 @@ class _Entry:
     name: bytes
     local: int
     size: int
+    crc: int
     end: int
     """Where the next entry, or the directory, begins."""
 
@@ -85,6 +86,11 @@ class TorchZip:
         if size > MAX_PICKLE_BYTES:
             raise CorruptError("a pickle is too large", kind="limits", where=self._where)
         return self._read(first, first + size)
+
+    def checksum(self, key: str) -> tuple[int, int]:
+        """Return what the directory says of a storage: its CRC (0: none), and its length."""
+        entry = self._entries.get(f"data/{key}")
+        return (entry.crc, entry.size) if entry else (0, 0)
 
     def locate(self, name: str) -> tuple[int, int]:
         """Return ``(first byte, length)`` of an entry; compares its local header.
@@ -203,15 +209,15 @@ def _bad(what: str, where: str, found: str = "") -> CorruptError:
     return CorruptError(what, kind="bad-zip", where=where, found=found[:200] or None)
 
 
-def _directory(raw: bytes, count: int, where: str) -> list[tuple[bytes, int, int]]:
-    """Return ``(name, place of the local header, size)`` of each entry."""
+def _directory(raw: bytes, count: int, where: str) -> list[tuple[bytes, int, int, int]]:
+    """Return ``(name, place of the local header, size, checksum)`` of each entry."""
     out, at = [], 0
     for _ in range(count):
         head = raw[at : at + _CENTRAL_BYTES]
         if len(head) < _CENTRAL_BYTES or head[:4] != _CENTRAL:
             raise _bad("a zip's directory is damaged", where)
         flags, method = struct.unpack("<HH", head[8:12])
-        stored, size = struct.unpack("<II", head[20:28])
+        crc, stored, size = struct.unpack("<III", head[16:28])
         names, extras, comments = struct.unpack("<HHH", head[28:34])
         (local,) = struct.unpack("<I", head[42:46])
         at += _CENTRAL_BYTES
@@ -222,7 +228,7 @@ def _directory(raw: bytes, count: int, where: str) -> list[tuple[bytes, int, int
         size, stored, local = _wide(extra, [size, stored, local], where)
         if method or flags & 1 or stored != size:
             raise _bad("an entry of a zip is compressed or encrypted", where, repr(name))
-        out.append((name, local, size))
+        out.append((name, local, size, crc))
     if at != len(raw):
         raise _bad("a zip's directory is longer than its entries", where)
     return out
@@ -243,11 +249,13 @@ def _wide(extra: bytes, values: list[int], where: str) -> list[int]:
     raise _bad("an entry of a zip64 lacks its sizes", where)
 
 
-def _with_ends(found: list[tuple[bytes, int, int]], first: int, where: str) -> dict[str, _Entry]:
+def _with_ends(
+    found: list[tuple[bytes, int, int, int]], first: int, where: str
+) -> dict[str, _Entry]:
     """Check that entries lie before the directory, one after the other."""
     out: dict[str, _Entry] = {}
     ordered = sorted(found, key=lambda e: e[1])
-    for number, (raw, local, size) in enumerate(ordered):
+    for number, (raw, local, size, crc) in enumerate(ordered):
         end = ordered[number + 1][1] if number + 1 < len(ordered) else first
         try:
             name = raw.decode()
@@ -257,5 +265,5 @@ def _with_ends(found: list[tuple[bytes, int, int]], first: int, where: str) -> d
             raise _bad("entries of a zip overlap, or lie outside of it", where, repr(name))
         if name in out:
             raise _bad("two entries of a zip have one name", where, repr(name))
-        out[name] = _Entry(raw, local, size, end)
+        out[name] = _Entry(raw, local, size, crc, end)
     return out

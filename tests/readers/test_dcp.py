@@ -86,6 +86,13 @@ def test_odd_types(odd: Path) -> None:
     assert objects["nested.betas"] == (0.9, 0.99)
 
 
+def test_views_that_change_values(tmp_path: Path) -> None:
+    dcp.save({"a": torch.tensor([1 + 2j]).conj()}, checkpoint_id=str(tmp_path), no_dist=True)
+    error = fails(tmp_path)
+    assert error.kind == "unreadable-format"
+    assert str(error.where).startswith("__0_0.distcp: a")
+
+
 def test_parts_of_strided_tensors(odd: Path) -> None:
     reader = open_reader(odd)
     for name in ("strided", "cut", "large"):

@@ -102,3 +102,38 @@ def test_two_formats_in_one_folder(tmp_path: Path, foreign: Path) -> None:
     error = fails(tmp_path)
     assert (error.kind, error.found) == ("ambiguous-format", "dcp, hf")
     assert open_reader(tmp_path, "model.safetensors").names == ["w"]
+
+
+@pytest.mark.parametrize("found", [1, 2])
+def test_a_missing_shard_without_an_index(tmp_path: Path, found: int) -> None:
+    save_file({"w": np.ones(3)}, tmp_path / f"model-0000{found}-of-00002.safetensors")
+    error = fails(tmp_path)
+    assert (error.kind, error.where) == ("missing-file", f"shard {3 - found} of 2")
+
+
+def test_a_missing_part_of_dcp(tmp_path: Path) -> None:
+    sharded(tmp_path, [[0, 0], [2, 0], [4, 0]])
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    error = fails(tmp_path)
+    assert (error.kind, error.where) == ("missing-file", "shard-00001-*")
+    assert "shapes follow" in str(error.hint)
+    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").unlink()
+    assert fails(tmp_path).kind == "missing-file"
+
+
+def test_two_parts_of_one_place(tmp_path: Path) -> None:
+    sharded(tmp_path, [[0, 0], [0, 0]])
+    assert fails(tmp_path).kind == "bad-header"
+
+
+def test_a_whole_tensor_before_its_parts(tmp_path: Path) -> None:
+    save_file({"w": np.ones((2, 3))}, tmp_path / "model-a.safetensors")
+    sharded(tmp_path, [[0, 0]])
+    assert fails(tmp_path).kind == "bad-header"
+
+
+def test_notes_of_a_header_are_no_tied_names(tmp_path: Path) -> None:
+    notes = {"source": "a", "base_model": "a", "head.weight": "embed.weight"}
+    tensors = {"a": np.ones(2), "embed.weight": np.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata=notes)
+    assert sorted(open_reader(tmp_path).names) == ["a", "embed.weight", "head.weight"]

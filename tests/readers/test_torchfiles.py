@@ -221,3 +221,78 @@ def test_boxes_are_those_of_torch(case: tuple[int, list[int], Splits]) -> None:
         mine = list(range(box.offset[0], box.offset[0] + box.shape[0]))
         # What has another number of elements than the local tensor is refused where it is read.
         assert box.shape[0] != len(held) or mine == held.tolist(), (here, held)
+
+
+# -- what must not be read as something else -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "files",
+    [("epoch1.pt", "epoch2.pt"), ("model.bin", "model_ema.bin"), ("consolidated.00.pth", "x.ckpt")],
+)
+def test_two_files_with_one_tensor(tmp_path: Path, files: tuple[str, str]) -> None:
+    for number, name in enumerate(files):
+        torch.save({"w": torch.full((3,), float(number))}, tmp_path / name)
+    error = fails(tmp_path)
+    assert (error.kind, error.hint) == ("bad-pieces", "name the file that is meant")
+    assert all(name in str(error.where) for name in files)
+    assert open_reader(tmp_path, files[1]).tensor("w").tolist() == [1, 1, 1]
+
+
+def test_dtensors_of_two_checkpoints(ranks: Path) -> None:
+    for rank in range(4):
+        shutil.copy(ranks / VERL.format(rank), ranks / f"old_world_size_4_rank_{rank}.pt")
+    assert fails(ranks).kind == "bad-pieces"
+
+
+def test_single_elements_of_ranks(tmp_path: Path) -> None:
+    for step in (1.0, 2.0):
+        for rank in range(2):
+            value = {"step": torch.tensor(1.0 if rank == 0 else step), "rank": rank, "epoch": 3}
+            torch.save(value, tmp_path / f"rank_{rank}.pt")
+        if step == 1:
+            reader = open_reader(tmp_path)
+            assert reader.tensor("step") == 1
+            assert reader.objects() == {"epoch": 3}
+            assert reader.manifest.metadata["ckptd.foreign"]["left_out"] == ["rank"]
+    assert fails(tmp_path).kind == "bad-pieces"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch._neg_view(torch.ones(3)),
+    ],
+    ids=["conj", "conj.imag", "neg"],
+)
+def test_views_that_change_values(tmp_path: Path, view: torch.Tensor) -> None:
+    torch.save({"x": view}, tmp_path / "a.pt")
+    error = fails(tmp_path)
+    assert error.kind == "unreadable-format"
+    assert "resolve_conj" in str(error.hint)
+    torch.save({"x": view.resolve_conj().resolve_neg()}, tmp_path / "a.pt")
+    assert open_reader(tmp_path).tensor("x").tolist() == view.tolist()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)},
+        {0: torch.ones(1), "0": torch.zeros(1)},
+        {None: torch.ones(1), "None": torch.zeros(1)},
+        {"": {"w": torch.ones(1)}, "w": torch.zeros(1)},
+        {"w": torch.ones(1), "a": {1: 2, "1": 3}},
+        {"w": torch.ones(1), "a": [5], "a.0": torch.zeros(1)},
+    ],
+)
+def test_two_values_with_one_name(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    error = fails(tmp_path)
+    assert (error.kind, error.message) == ("bad-pieces", "two values of one file have one name")
+
+
+def test_a_tensor_alone(tmp_path: Path) -> None:
+    torch.save(torch.arange(3.0), tmp_path / "a.pt")
+    assert open_reader(tmp_path).tensor("tensor").tolist() == [0, 1, 2]
