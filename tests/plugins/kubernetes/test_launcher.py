@@ -443,11 +443,12 @@ def test_a_watch_that_is_ended_at_once_each_time_is_asked_for_less_and_less(
         return iter(())
 
     monkeypatch.setattr(Api, "stream", ended)
+    # On a busy machine a request that is ended at once may last for a second.
+    monkeypatch.setattr("ckptd_kubernetes.watch._LASTED_S", 3600.0)
     watch = Watch(api, api.pods(), {})
     until(lambda: len(began) >= 5, "it is asked for again")
     watch.close()
-    # Not the first pause: there is none where the list before took a second.
-    assert began[4] - began[1] >= 0.1 + 0.2 + 0.4
+    assert began[4] - began[0] >= 0.1 + 0.2 + 0.4 + 0.8
     assert watch.failure is None
 
 
