@@ -246,6 +246,19 @@ class Batches:
             self._inner = self._opened()
         return self._inner
 
+    def end_epoch(self) -> None:
+        """End the epoch under way, if there is one: what is left of it is not taken.
+
+        For loops that count the batches and do not ask whether there is another: between their
+        epochs the position is then the begin of the next one.
+        """
+        if self._at.taken is not None and self._kind != "function":
+            if self._kind == "stateful":
+                with self._drawing():  # only then its own state is that of an epoch that ended
+                    next(self._epoch_on(), _END)
+            self._end_epoch()
+        self._marks.clear()
+
     def _end_epoch(self) -> None:
         self._inner = None
         self._goes_on = False

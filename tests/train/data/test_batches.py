@@ -589,3 +589,26 @@ def test_an_iterator_that_a_load_does_not_reach_is_told_of(
     loader._iterator = iter(loader)
     give(taken, {"data": ckptd.PerRank(loader)})
     assert "made before the load" in caplog.text
+
+
+@pytest.mark.parametrize("taken", [3, 5])
+def test_an_epoch_that_is_ended_does_not_come_back(taken: int) -> None:
+    """A loop that counts its batches never asks for the one after the last."""
+
+    def made() -> ckptd.Batches:
+        torch.manual_seed(3)
+        return ckptd.Batches(DataLoader(Noisy(10), batch_size=2, shuffle=True))
+
+    data = made()
+    data.end_epoch()  # there is none under way
+    loop = iter(data)
+    for _ in range(taken):
+        next(loop)
+    data.end_epoch()
+    saved = data.state_dict()
+    wanted = [batch.tolist() for batch in data]
+    again = made()
+    again.load_state_dict(saved)
+    assert again.epoch == 1
+    assert [batch.tolist() for batch in again] == wanted
+    assert len(wanted) == 5
