@@ -238,7 +238,9 @@ def json_value(value: Any) -> Any:
     for path, leaf in walk_values(value):
         left -= 1
         good = leaf is None or isinstance(leaf, bool | int | float | str)
-        if left < 0 or not good or len(str(leaf)) > _MAX_CHARS:
+        size = len(leaf) if isinstance(leaf, str) else 0
+        size = leaf.bit_length() * 8 if isinstance(leaf, int) else size
+        if left < 0 or not good or size > _MAX_CHARS:
             found = leaf.cls if isinstance(leaf, PickledObject) else type(leaf).__name__
             raise MismatchError("no plain value, or too much", where=path[:200], found=found)
     try:

@@ -17,7 +17,9 @@ from ckptd.readers.pickles import (
     GlobalName,
     PickledObject,
     PickledTensor,
+    counts,
     read_pickle,
+    short_text,
 )
 from ckptd.readers.zips import Extent, extent_of, open_zip
 from ckptd.types import DTYPES, Box
@@ -93,8 +95,10 @@ class _Items:
             self._infos = {_index(key.fields): info for key, info in stored.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise self._bad(f"{type(error).__name__}: {error}") from None
-        if not all(isinstance(v, PickledObject) for v in [*self.tensors.values()]):
-            raise self._bad("an entry that is no object")
+        if not all(
+            type(k) is str and isinstance(v, PickledObject) for k, v in self.tensors.items()
+        ):
+            raise self._bad("an entry that is no object, or without a name")
         self._sizes: dict[str, int] = {}
         self._headers: dict[str, _Header] = {}
 
@@ -109,10 +113,10 @@ class _Items:
     def pieces(self, name: str, entry: PickledObject) -> Iterator[ForeignPiece]:
         """Yield the parts of a tensor."""
         try:
-            shape = _sizes(entry.fields["size"])
+            shape = counts(entry.fields["size"])
             dtype = _dtype_of(entry.fields["properties"])
             chunks = [
-                Box(_sizes(c.fields["offsets"]), _sizes(c.fields["sizes"]))
+                Box(counts(c.fields["offsets"]), counts(c.fields["sizes"]))
                 for c in entry.fields["chunks"]
             ]
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -150,19 +154,21 @@ class _Items:
             )
         fields = info.fields if isinstance(info, PickledObject) else {}
         file, start, length = (fields.get(k) for k in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or type(start) is not int or type(length) is not int:
+            raise self._bad("an item without file, offset or length", name)
         if fields.get("transform_descriptors"):
             raise RefusedError(
                 "items that are compressed or otherwise transformed are not read",
                 kind="unreadable-format",
                 where=f"{file}: {name}",
-                found=str(fields["transform_descriptors"])[:200],
+                found=_transforms(fields["transform_descriptors"]),
                 hint="save without extensions of FileSystemWriter",
             )
-        if not isinstance(file, str) or type(start) is not int or type(length) is not int:
-            raise self._bad("an item without file, offset or length", name)
         if file not in self._sizes:
             self._sizes[file] = self._names.size(file)
-        if not 0 <= start <= start + length <= self._sizes[file]:
+        if max(start, length).bit_length() > 62 or min(start, length) < 0:
+            raise self._bad("an offset or length that is no count", name)
+        if start + length > self._sizes[file]:
             raise CorruptError(
                 "a file is shorter than the metadata says",
                 kind="truncated",
@@ -252,22 +258,22 @@ class _Item:
 
 
 def _index(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
-    offset = fields.get("offset")
-    return str(fields["fqn"]), None if offset is None else _sizes(offset)
+    name, offset = fields["fqn"], fields.get("offset")
+    if type(name) is not str:
+        raise TypeError("an item without a name")
+    return name, None if offset is None else counts(offset)
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    out = tuple(value)
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in out):
-        raise ValueError("a size is no count")
-    return out
+def _transforms(found: Any) -> str:
+    each = found[:4] if isinstance(found, list | tuple) else (found,)
+    return ", ".join(map(short_text, each))
 
 
 def _dtype_of(properties: Any) -> str:
     """Return the type of a tensor: the first value of what `TensorProperties` pickles."""
     state = properties.fields.get("state")
     found = state[0] if isinstance(state, tuple) else properties.fields["dtype"]
-    name = str(found).removeprefix("torch.")
-    if not isinstance(found, GlobalName) or name not in DTYPES:
+    name = found.removeprefix("torch.") if isinstance(found, GlobalName) else ""
+    if name not in DTYPES:
         raise ValueError(f"unknown type {name[:80]}")
     return name

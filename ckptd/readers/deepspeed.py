@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
-from ckptd.readers.pickles import PickledTensor, named_values
+from ckptd.readers.pickles import PickledTensor, counts, named_values
 from ckptd.readers.torchfiles import TensorAt, load_torch
 from ckptd.readers.zips import TorchZip
 from ckptd.types import Box
@@ -146,7 +146,7 @@ def _flat(names: Listing, model: TorchZip) -> Iterator[ForeignPiece]:
                 found=f"{len(ranks)} files",
             )
     trained = {name for group in groups for name in group}
-    tied = _tied(model.value, trained)
+    tied = _tied(model.value, trained, names.where)
     yield from _weights(names, model, trained)
     yield from _frozen(names)
     for r in ranks:
@@ -225,10 +225,9 @@ def _groups(value: Any, names: Listing) -> list[dict[str, tuple[int, ...]]]:
     try:
         shapes = value["param_shapes"]
         groups = [dict(g) for g in (shapes if isinstance(shapes, list) else [shapes])]
-        out = [{str(k): tuple(v) for k, v in g.items()} for g in groups]
-        sizes = [n for g in out for shape in g.values() for n in shape]
-        if not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes):
-            raise ValueError("a size that is no count")
+        out = [{k: counts(v) for k, v in g.items()} for g in groups]
+        if not all(type(k) is str for g in out for k in g):
+            raise ValueError("a parameter without a name")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(
             "a model's file does not say the shapes of its parameters",
@@ -246,7 +245,7 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
         stage = state["zero_stage"]
         stage = int(stage if type(stage) is int else stage.args[0])
         world = state["partition_count"]
-        world = world if type(world) is int else max(world)
+        (world,) = counts([world if type(world) is int else max(counts(world))])
         if stage == 3:
             weights = state["fp32_flat_groups"]
             base = state["optimizer_state_dict"]["state"]
@@ -289,13 +288,15 @@ def _frozen(names: Listing) -> Iterator[ForeignPiece]:
     files = {int(m[1]): n for n in names.names if (m := _MODEL.fullmatch(n)) and m[1]}
     for rank, file in sorted(files.items()):
         found, key = load_torch(names, file), names.key(file)
-        fragments = found.value.get("frozen_param_fragments") or {}
-        shapes = _groups({"param_shapes": found.value.get("frozen_param_shapes") or {}}, names)[0]
+        fragments = _table(found.value, "frozen_param_fragments", key)
+        frozen = _table(found.value, "frozen_param_shapes", key)
+        shapes = _groups({"param_shapes": frozen}, names)[0]
         for name, shape in shapes.items():
             part, n = fragments.get(name), math.prod(shape)
             share = -(-n // len(files))
             low, high = min(rank * share, n), min((rank + 1) * share, n)
-            if not isinstance(part, PickledTensor) or part.shape != (share,):
+            flat = isinstance(part, PickledTensor) and part.strides == (1,)
+            if not isinstance(part, PickledTensor) or not flat or part.shape != (share,):
                 raise MismatchError(
                     "a rank's share of a frozen parameter is not there",
                     kind="bad-pieces",
@@ -306,11 +307,31 @@ def _frozen(names: Listing) -> Iterator[ForeignPiece]:
             yield ForeignPiece(name, part.dtype, shape, box, key, at, (low, high))
 
 
-def _tied(value: Any, trained: Collection[str]) -> dict[str, list[str]]:
+def _tied(value: Any, trained: Collection[str], where: str) -> dict[str, list[str]]:
     """Return the further names of parameters that modules share."""
     out: dict[str, list[str]] = {}
     shared = value.get("shared_params") or {}
-    for alias, name in shared.items() if isinstance(shared, dict) else shared:
+    pairs = list(shared.items()) if isinstance(shared, dict) else shared
+    for pair in pairs if isinstance(pairs, list) else (pairs,):
+        if not isinstance(pair, list | tuple) or [type(n) for n in pair] != [str, str]:
+            raise _no_table("shared_params", where)
+        alias, name = pair
         if name in trained and alias not in trained:
-            out.setdefault(str(name), []).append(str(alias))
+            out.setdefault(name, []).append(alias)
     return out
+
+
+def _table(value: Any, name: str, where: str) -> Mapping[Any, Any]:
+    """Return a table of a model's file; empty where there is none."""
+    found = value.get(name) if isinstance(value, dict) else value
+    if not isinstance(found, dict | None):
+        raise _no_table(name, where)
+    return found or {}
+
+
+def _no_table(name: str, where: str) -> CorruptError:
+    return CorruptError(
+        "a value of a model's file is no table of names",
+        kind="bad-pickle",
+        where=f"{where}: {name}",
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 
-from ckptd.errors import MismatchError
+from ckptd.errors import CkptdError, CorruptError, MismatchError
 from ckptd.plugins import READERS, entries, load_plugin
 from ckptd.readers.base import Foreign, FormatReader, Listing
 from ckptd.readers.hf import END, local_pieces
@@ -85,7 +86,8 @@ def find_foreign(store: Store, only: str = "", step: int = 0) -> ForeignRoot | N
         if not places:
             return None
         found, here = places[0]
-    return ForeignRoot(store, found.open(here), found.name, step)
+    with _damage(here):
+        return ForeignRoot(store, found.open(here), found.name, step)
 
 
 def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
@@ -99,12 +101,36 @@ def rank_files(store: Store, files: Sequence[str], step: int) -> ForeignRoot:
         kind ``no-tensors``.
     """
     here = Listing(store)
-    pieces = [
-        replace(piece, name=f"{file}: {piece.name}")
-        for file in files
-        for piece in (local_pieces if file.endswith(END) else local_tensors)(here, file)
-    ]
-    return ForeignRoot(store, Foreign(pieces, has_sections=False), "ranks", step)
+    with _damage(here):
+        pieces = [
+            replace(piece, name=f"{file}: {piece.name}")
+            for file in files
+            for piece in (local_pieces if file.endswith(END) else local_tensors)(here, file)
+        ]
+        return ForeignRoot(store, Foreign(pieces, has_sections=False), "ranks", step)
+
+
+@contextmanager
+def _damage(names: Listing) -> Iterator[None]:
+    """Make errors of metadata that no reader expected the error that they are: a net below all."""
+    try:
+        yield
+    except CkptdError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CorruptError(
+            "the metadata of a checkpoint is damaged, or its reader is",
+            kind="bad-pickle",
+            where=names.where,
+            found=f"{type(error).__name__}: {error}"[:200],
+        ) from error
 
 
 def _best(known: Sequence[FormatReader], names: Listing) -> FormatReader | None:

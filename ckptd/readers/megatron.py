@@ -6,6 +6,7 @@ Names are Megatron's own, layers stacked (``decoder.layers.mlp.linear_fc1.weight
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
@@ -19,6 +20,8 @@ __all__ = ["MegatronReader"]
 
 _METADATA = "metadata.json"
 _COMMON = "common.pt"
+_RANK = re.compile(r"mp_rank_[0-9]{2,}(_[0-9]{3,})*/")
+_WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 _MAX_BYTES = 1 << 20
 _EXTRA = "._extra_state"
 
@@ -30,10 +33,22 @@ class MegatronReader:
 
     def recognise(self, names: Listing) -> int:
         """Return 110 for the two metadata files; more than dcp, whose folder it is as well."""
-        return 110 if {METADATA, _METADATA} <= set(names.names) else 0
+        if {METADATA, _METADATA} <= set(names.names):
+            return 110
+        return 90 if _legacy(names) else 0
 
     def open(self, names: Listing) -> Foreign:
         """Read both metadata files, and the common state."""
+        if _legacy(names):
+            raise RefusedError(
+                "a checkpoint of Megatron in its legacy form, a folder a rank",
+                kind="unreadable-format",
+                where=names.where,
+                wanted="torch_dist",
+                found=", ".join(_legacy(names)[:4]),
+                hint="load and save it with --ckpt-convert-format torch_dist, or "
+                "ckptd reshard --from LAYOUT, with a line 'files' in the layout",
+            )
         try:
             about = parse_json(names.read(_METADATA, _MAX_BYTES))
             backend = about["sharded_backend"]
@@ -63,6 +78,14 @@ class MegatronReader:
             iteration = objects.get("iteration")
             step = iteration if type(iteration) is int and 0 <= iteration < 10**12 else step
         return Foreign(found.pieces, objects, left_out, step=step)
+
+
+def _legacy(names: Listing) -> list[str]:
+    """Return the folders of ranks of the form before torch_dist, if there are several."""
+    folders = [n for n in names.folders if _RANK.fullmatch(n)]
+    if len(folders) < 2 or METADATA in names.names:
+        return []
+    return folders if any(n in _WEIGHTS for n in names.inside(folders[0]).names) else []
 
 
 def _keep(objects: dict[str, Any], left_out: list[str], name: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,14 +22,19 @@ __all__ = [
     "PickledObject",
     "PickledStorage",
     "PickledTensor",
+    "counts",
     "named_values",
     "read_pickle",
+    "short_text",
     "walk_values",
 ]
 
 MAX_PICKLE_BYTES = 1 << 28
-MAX_VALUES = 1 << 22
+MAX_VALUES = 1 << 20
 """Most values that `walk_values` visits: references can make a small pickle an endless tree."""
+_MAX_PATH = 4096
+_MAX_CHARS = 1 << 26
+_MAX_NAMED = 1 << 14
 _MAX_DEPTH = 64
 _MAX_MARKS = 1 << 12
 _FREE = 1 << 18
@@ -177,6 +182,7 @@ def read_pickle(raw: bytes, where: str, *, storages: bool = False) -> Any:
         ValueError,
         AttributeError,
         OverflowError,
+        RecursionError,
         struct.error,
     ) as error:
         raise CorruptError(
@@ -213,43 +219,95 @@ def named_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
 def walk_values(value: Any, path: str = "", *, join: str = ".") -> Iterator[tuple[str, Any]]:
     """Yield ``(dotted path, leaf)`` of nested dicts, lists and tuples.
 
+    A long list of plain values is one leaf.
+
     Raises
     ------
     CorruptError
-        kind ``limits``: nested too deeply, or too many values.
+        kind ``limits``: nested too deeply, too many values, or names that are too long.
     """
-    left = MAX_VALUES
+    left, chars = MAX_VALUES, _MAX_CHARS
     stack: list[tuple[str, Any, int]] = [(path, value, 0)]
     while stack:
         path, value, depth = stack.pop()
-        left -= 1
-        items: Iterable[tuple[Any, Any]]
         if isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, list | tuple):
-            items = enumerate(value)
+            lengths = [len(path) + _text_size(key) for key in value] if left >= len(value) else []
+            items: Iterator[tuple[Any, Any]] = iter(value.items())
+        elif isinstance(value, list | tuple) and not _is_flat(value):
+            lengths, items = [len(path) + 8] * min(left, len(value)), enumerate(value)
         else:
             yield path, value
             continue
-        if depth > _MAX_DEPTH or left < len(value):
+        left -= len(value)
+        chars -= sum(lengths)
+        if depth > _MAX_DEPTH or min(left, chars) < 0 or max(lengths, default=0) > _MAX_PATH:
             raise CorruptError(
-                "a pickle is nested too deeply, or holds too many values",
+                "a pickle is nested too deeply, holds too many values, or names that are too long",
                 kind="limits",
                 where=path[:200],
-                wanted=f"{_MAX_DEPTH} levels, {MAX_VALUES} values",
+                wanted=f"{_MAX_DEPTH} levels, {MAX_VALUES} values, {_MAX_PATH} characters of name",
             )
         inner = [(f"{path}{join}{k}" if path else str(k), v, depth + 1) for k, v in items]
         stack += reversed(inner)
+
+
+def counts(values: Any) -> tuple[int, ...]:
+    """Return the sizes, offsets or strides of a tensor; `ValueError` for anything else."""
+    if not isinstance(values, list | tuple) or len(values) > _MAX_DEPTH:
+        raise ValueError("no list of sizes, or too many dimensions")
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in values):
+        raise ValueError("a size that is no count")
+    return tuple(values)
+
+
+def short_text(value: Any) -> str:
+    """Return a value of a pickle for an error: the text of nested tuples may have no end."""
+    plain = isinstance(value, str | bool | float | None) or (
+        isinstance(value, int) and value.bit_length() < _MAX_DEPTH
+    )
+    return str(value[:80] if isinstance(value, str) else value) if plain else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    return value.cls[:80] if isinstance(value, PickledObject) else f"a {type(value).__name__}"
+
+
+def _is_flat(value: Sequence[Any]) -> bool:
+    """Whether a list is one of many plain values, which needs no name for each."""
+    return len(value) > _MAX_NAMED and _PLAIN_TYPES.issuperset(map(type, value))
+
+
+def _text_size(key: Any) -> int:
+    """Return at least the length of a key's text, without making it."""
+    if isinstance(key, str):
+        return len(key)
+    if isinstance(key, bytes):
+        return 4 * len(key) + 3
+    if isinstance(key, int):
+        return key.bit_length() // 3 + 6
+    if isinstance(key, PickledObject):
+        return len(key.cls) + 2
+    if isinstance(key, tuple):
+        return sum(10 * _text_size(k) + 4 for k in key)
+    return 32
 
 
 # -- the machine -----------------------------------------------------------------------------------
 
 
 def _dtype(name: object) -> str:
-    text = str(name).removeprefix("torch.")
-    if not isinstance(name, GlobalName) or text not in DTYPES:
-        raise ValueError(f"no type of numbers: {str(name)[:80]}")
+    if not isinstance(name, GlobalName):
+        raise TypeError("a type of numbers that is no global")
+    text = name.removeprefix("torch.")
+    if text not in DTYPES:
+        raise _UnreadError(f"numbers of type {name[:80]}", "save it as another type")
     return text
+
+
+def _layout(name: Any) -> GlobalName:
+    if type(name) is not str:
+        raise TypeError("a layout without a name")
+    return GlobalName(name)
 
 
 def _tensor(
@@ -260,22 +318,22 @@ def _tensor(
         raise _UnreadError(
             "a view that conjugates or negates", "save tensor.resolve_conj().resolve_neg()"
         )
-    shape, strides = tuple(shape), tuple(strides)
-    numbers = (offset, *shape, *strides)
-    if len(shape) != len(strides) or len(shape) > _MAX_DEPTH:
+    shape, strides, (offset,) = counts(shape), counts(strides), counts((offset,))
+    if len(shape) != len(strides):
         raise ValueError("shape and strides of a tensor disagree")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        raise ValueError("a size or stride of a tensor is no count")
+    dtype = None if dtype is None else _dtype(dtype)
     if not isinstance(storage, PickledStorage):
         return PickledObject("torch.Tensor")
-    return PickledTensor(
-        storage, offset, shape, strides, storage.dtype if dtype is None else _dtype(dtype)
-    )
+    return PickledTensor(storage, offset, shape, strides, storage.dtype if dtype is None else dtype)
 
 
 def _rebuild_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     """Do `torch._tensor._rebuild_from_type_v2`: a tensor of a subclass, with its attributes."""
-    made = _call(function, tuple(args))
+    if not isinstance(function, GlobalName) or not isinstance(args, tuple):
+        raise TypeError("what is called is no global")
+    if function in _CALLS and not function.startswith("torch._utils."):
+        raise ValueError(f"a tensor of a subclass that {function[:80]} makes")
+    made = _call(function, args)
     if isinstance(made, PickledObject):
         _build(made, state)
     return made
@@ -306,7 +364,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _rebuild_type,
-    "torch.serialization._get_layout": lambda name: GlobalName(name),
+    "torch.serialization._get_layout": _layout,
     "torch.Size": lambda sizes=(): tuple(sizes),
     "collections.OrderedDict": _mapping,
     "collections.defaultdict": _mapping,
@@ -332,7 +390,8 @@ def _call(function: Any, args: tuple[Any, ...]) -> Any:
 def _build(made: Any, state: Any) -> None:
     """Set attributes: those of a dict, a list or a tensor are of no interest."""
     if isinstance(made, PickledObject):
-        for part in state if isinstance(state, tuple) else (state,):
+        slots = isinstance(state, tuple) and len(state) == 2
+        for part in state if slots else (state,):
             if isinstance(part, dict) and not made.fields:
                 made.fields = part
             elif isinstance(part, dict):
@@ -347,7 +406,12 @@ _SIMPLE = (str, int, float, bool, bytes, type(None), GlobalName, PickledObject)
 
 
 _SIMPLE_TYPES = frozenset(_SIMPLE)
-_SIZED = frozenset({tuple, list, dict, str, set})
+_PLAIN_TYPES = _SIMPLE_TYPES - {PickledObject}
+_SPREAD = frozenset(
+    {"torch.Size", "collections.OrderedDict", "collections.defaultdict", "collections.Counter"}
+    | {f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")}
+)
+"""What makes an object of each byte or character that it is given."""
 
 
 def _check_key(key: Any) -> None:
@@ -379,7 +443,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.left = _FREE + len(raw) // 4
+        self.left = self.most = _FREE + len(raw) // 4
+        self.globals: dict[str, GlobalName] = {}
         self.done = False
 
     def run(self) -> Any:
@@ -451,7 +516,7 @@ class _Machine:
             or "__" in name
         ):
             raise self.unsafe(full)
-        return GlobalName(full)
+        return self.globals.setdefault(full, GlobalName(full))
 
     def unsafe(self, what: str) -> RefusedError:
         """Return the error for a pickle that wants to do something."""
@@ -471,7 +536,9 @@ class _Machine:
             raise self.unsafe(f"a call of what {function.cls} returned")
         copied = 1
         for arg in args:
-            if type(arg) in _SIZED:
+            if isinstance(arg, str | bytes) and function not in _SPREAD:
+                copied += len(arg) >> 3
+            elif isinstance(arg, tuple | list | dict | str | bytes | set):
                 copied += len(arg)
         self.spend(copied)
         self.push(_call(function, args))
@@ -624,13 +691,17 @@ class _Machine:
         if not self.storages or not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
             raise self.unsafe(f"persistent id {pid!r}"[:120] if isinstance(pid, str) else "an id")
         _, cls, key, _, numel = pid[:5]
-        text = str(cls).removeprefix("torch.").removeprefix("storage.")
-        good = isinstance(cls, GlobalName) and isinstance(key, str) and type(numel) is int
+        if not isinstance(cls, GlobalName) or not isinstance(key, str):
+            raise TypeError("a storage without type or key")
+        text = cls.removeprefix("torch.").removeprefix("storage.")
+        (numel,) = counts((numel,))
         dtype = STORAGES.get(text)
         if dtype is None and text.endswith("Storage"):  # Float8_e4m3fnStorage and its kin
             dtype = text.removesuffix("Storage").replace("Float8", "float8")
-        if not good or dtype not in DTYPES or numel < 0:
+        if dtype is None:
             raise ValueError(f"no storage: {text[:80]}")
+        if dtype not in DTYPES:
+            raise _UnreadError(f"a storage of type {text[:80]}", "dequantize() or cast it first")
         self.push(PickledStorage(key, dtype, numel))
 
     def op_refuse(self) -> None:
@@ -647,10 +718,15 @@ class _Machine:
 
     def keep(self, number: int) -> None:
         """Put what is on top into the memo."""
+        if len(self.memo) > self.most:
+            raise self.limits("more memos than its length justifies")
         self.memo[number] = self.stack[-1]
 
     def op_memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
+        number = len(self.memo)
+        if number > self.most:
+            raise self.limits("more memos than its length justifies")
+        self.memo[number] = self.stack[-1]
 
     def op_binget(self) -> None:
         self.stack.append(self.memo[self.raw[self.at]])

@@ -15,7 +15,7 @@ from typing import Any
 from ckptd.errors import CorruptError, MismatchError, RefusedError
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
-from ckptd.readers.pickles import PickledObject, PickledTensor, named_values
+from ckptd.readers.pickles import PickledObject, PickledTensor, counts, named_values
 from ckptd.readers.zips import Extent, TorchZip, extent_of, open_zip
 from ckptd.types import DTYPES, Box
 
@@ -41,6 +41,7 @@ _SHARD = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
 PART = re.compile(r"^shard-([0-9]{5})-")
 """How names begin where DCP tells the ranks' parts of one shard apart."""
 _MAX_INDEX_BYTES = 1 << 28
+_MAX_AXES = 64
 _REFUSED = ("ShardedTensor", "_rebuild_sharded_tensor", "_rebuild_qtensor")
 
 
@@ -281,21 +282,21 @@ def _box(
     try:
         spec = value.fields["_spec"]
         meta, mesh = spec.fields["tensor_meta"], spec.fields["mesh"]
-        shape = tuple(meta.args[0] if meta.args else meta.fields["shape"])
-        extents, here = _extents(mesh), tuple(mesh.fields["_coordinate_on_dim"])
+        shape = counts(meta.args[0] if meta.args else meta.fields["shape"])
+        extents, here = _extents(mesh), counts(mesh.fields["_coordinate_on_dim"])
         splits = [_split(p) for p in spec.fields["placements"]]
         said = mesh.fields.get("_rank")
         good = len(extents) == len(here) == len(splits) and all(
             type(c) is int and 0 <= c < n for c, n in zip(here, extents, strict=True)
         )
+        if said is not None:
+            counts((said,))
         if not good or any(d is not None and not 0 <= d < len(shape) for d, _ in splits):
             raise ValueError("mesh, coordinates and placements do not fit each other")
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CorruptError(
             "not a DTensor that this reads", kind="bad-pickle", where=where, found=str(error)[:200]
         ) from None
-    if said is not None and type(said) is not int:
-        said = None
     if rank is not None and said is not None and said != rank:
         raise MismatchError(
             "a file was renamed, or is of another job: its tensors are another rank's",
@@ -361,14 +362,18 @@ def _split(placement: Any) -> tuple[int | None, int]:
         case "Shard":
             return placement.fields["dim"], 1
         case "_StridedShard":
-            return placement.fields["dim"], placement.fields["split_factor"]
+            (factor,) = counts((placement.fields["split_factor"],))
+            return placement.fields["dim"], factor
     raise ValueError(f"placement {placement.short}")
 
 
 def _extents(mesh: PickledObject) -> tuple[int, ...]:
     layout = mesh.get("_layout")
     if isinstance(layout, PickledObject):
-        return tuple(math.prod(_flat(a.fields["shape"])) for a in layout.fields["axes"])
+        axes = layout.fields["axes"]
+        if not isinstance(axes, list | tuple) or len(axes) > _MAX_AXES:
+            raise ValueError("a mesh of too many axes, or of none")
+        return tuple(math.prod(_flat(a.fields["shape"])) for a in axes)
     whole = mesh.get("mesh", mesh.get("_mesh"))
     if isinstance(whole, PickledTensor):
         return whole.shape
@@ -376,8 +381,14 @@ def _extents(mesh: PickledObject) -> tuple[int, ...]:
 
 
 def _flat(value: Any) -> Iterator[int]:
-    if isinstance(value, tuple | list):
-        for item in value[:64]:
-            yield from _flat(item)
-    else:
-        yield int(value)
+    """Yield the numbers of nested tuples; `ValueError` for too many, or for anything else."""
+    left, stack = _MAX_AXES, [value]
+    while stack:
+        item = stack.pop()
+        left -= 1
+        if isinstance(item, tuple | list) and len(item) <= left:
+            stack += item
+        elif left < 0 or type(item) is not int or not 0 < item < 1 << 31:
+            raise ValueError("an axis of a mesh without its size")
+        else:
+            yield item

@@ -245,6 +245,14 @@ class ForeignRoot(ReadOnlyStore):
             if piece.name not in tensors:
                 tensors[piece.name] = _Tensor(piece)
             tensors[piece.name].add(piece)
+        for name in (*tensors, *foreign.objects):
+            if _text(name) != name:
+                raise CorruptError(
+                    "a name that is no text",
+                    kind="bad-name",
+                    where=self.url,
+                    found=_text(name)[:200],
+                )
         if not tensors:
             raise NotFoundError(
                 "the files of the checkpoint hold no tensor", kind="no-tensors", where=self.url
@@ -259,7 +267,7 @@ class ForeignRoot(ReadOnlyStore):
         infos = [self._stat(key) for key in keys]
         self._modified = max(i.modified for i in infos)
         seen = "\n".join(f"{i.key} {i.size} {i.modified}" for i in infos)
-        attempt = f"f{digest_hex(f'{self.url} {seen}'.encode())[:24]}"
+        attempt = f"f{digest_hex(_text(f'{self.url} {seen}').encode())[:24]}"
         name = CommitName(step, 1)
         folder = data_folder(name, attempt)
         known: dict[Hashable, tuple[Grid, list[Cut]]] = {}
@@ -312,8 +320,8 @@ class ForeignRoot(ReadOnlyStore):
     def _about(self, foreign: Foreign) -> dict[str, Any]:
         return {
             "format": self.format,
-            "left_out": [n[:200] for n in foreign.left_out[:_MOST_NAMED]],
-            "unread": list(foreign.unread[:_MOST_NAMED]),
+            "left_out": [_text(n[:200]) for n in foreign.left_out[:_MOST_NAMED]],
+            "unread": [_text(n) for n in foreign.unread[:_MOST_NAMED]],
             "sizes": dict(foreign.sizes),
             "has_sections": foreign.has_sections,
         }
@@ -337,7 +345,7 @@ class ForeignRoot(ReadOnlyStore):
     def _write(self, manifest: Manifest, name: CommitName, folder: str) -> None:
         created = datetime.fromtimestamp(self._modified, UTC).isoformat(timespec="milliseconds")
         created = created.replace("+00:00", "Z")
-        root_id = digest_hex(self.url.encode())
+        root_id = digest_hex(_text(self.url).encode())
         file, raw = encode_manifest(manifest)
         commit = Commit(
             name.step,
@@ -527,6 +535,11 @@ class ForeignRoot(ReadOnlyStore):
     def close(self) -> None:
         """Close the store below."""
         self.inner.close()
+
+
+def _text(name: str) -> str:
+    """Return a name as far as it is text: halves of surrogate pairs have no encoding."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:

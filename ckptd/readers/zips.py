@@ -19,7 +19,7 @@ __all__ = ["Extent", "ReadRange", "TorchZip", "extent_of", "open_zip"]
 ReadRange = Callable[[int, int], bytes]
 """Returns bytes ``[start, end)`` of a file."""
 
-MAX_ENTRIES = 1 << 20
+MAX_ENTRIES = 1 << 18
 _MAX_DIRECTORY = 1 << 28
 _END, _END_BYTES = b"PK\x05\x06", 22
 _END64, _END64_BYTES = b"PK\x06\x06", 56

@@ -161,6 +161,41 @@ def test_a_part_that_lies_nowhere(broken: Path) -> None:
     assert fails(broken).kind == "missing-chunk"
 
 
+def test_one_item_for_two_parts(broken: Path) -> None:
+    def change(m: Any) -> None:
+        name = "model.layers.0.down.weight"
+        found = [k for k in m.storage_data if k.fqn == name]
+        info = [m.storage_data.pop(k) for k in found]
+        m.storage_data[type(found[0])(name, None)] = info[0]
+
+    edit(broken, change)
+    assert fails(broken).kind == "missing-chunk"
+
+
+@pytest.mark.parametrize("field", ["fqn", "relative_path", "offset", "length", "dtype"])
+def test_values_that_laugh(broken: Path, field: str) -> None:
+    laugh: Any = 1
+    for _ in range(5 if field == "fqn" else 60):  # a key that is hashed here
+        laugh = laugh, laugh
+
+    def change(m: Any) -> None:
+        key = next(k for k in m.storage_data if k.fqn == "model.head.weight")
+        if field == "fqn":
+            m.storage_data[type(key)(laugh, None)] = m.storage_data[key]
+        elif field == "dtype":
+            object.__setattr__(m.state_dict_metadata[key.fqn], "properties", Laughing(laugh))
+        else:
+            m.storage_data[key].__dict__[field] = laugh
+
+    edit(broken, change)
+    assert fails(broken).kind == "bad-pickle"
+
+
+class Laughing:
+    def __init__(self, state: Any) -> None:
+        self.dtype = state
+
+
 def test_holes_and_overlaps(broken: Path) -> None:
     name = "model.layers.0.down.weight"
 

@@ -131,6 +131,24 @@ def test_shapes_that_are_none(tmp_path: Path, shapes: object) -> None:
     assert error.kind in ("bad-pickle", "bad-size")
 
 
+@pytest.mark.parametrize("shared", [5, [[[], []]], [("a",)], {"a": 3}, {"tied": ("a.weight",)}])
+def test_shared_parameters_that_are_none(tmp_path: Path, shared: object) -> None:
+    write(tmp_path, shared_params=shared)
+    assert fails(tmp_path / TAG).kind == "bad-pickle"
+
+
+def test_a_number_of_ranks_that_laughs(tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / TAG / OPTIM.format(0)
+    value = torch.load(path)
+    for _ in range(60):
+        value["optimizer_state_dict"]["partition_count"] = (
+            value["optimizer_state_dict"]["partition_count"],
+        ) * 2
+    torch.save(value, path)
+    assert fails(tmp_path / TAG).kind == "bad-pickle"
+
+
 # -- the universal form ----------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from tests.cli.running import Cli
@@ -68,3 +69,14 @@ def test_other_forms_are_refused(foreign: Path, tmp_path: Path) -> None:
     assert fails(folder).kind == "unreadable-format"
     (folder / "metadata.json").write_text("[]")
     assert fails(folder).kind == "bad-json"
+
+
+def test_the_legacy_form_is_refused_by_name(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / "iter_0000010" / f"mp_rank_{rank:02}_000"
+        folder.mkdir(parents=True)
+        torch.save({"model": {"w": torch.ones(3)}}, folder / "model_optim_rng.pt")
+    for place in (tmp_path, tmp_path / "iter_0000010"):
+        error = fails(place)
+        assert error.kind == "unreadable-format"
+        assert "--ckpt-convert-format" in str(error.hint)

@@ -17,7 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.errors import CkptdError, CorruptError, RefusedError
-from ckptd.readers.pickles import PickledObject, read_pickle, walk_values
+from ckptd.readers.pickles import (
+    PickledObject,
+    counts,
+    read_pickle,
+    short_text,
+    walk_values,
+)
 
 LIMIT_S = 5.0
 LIMIT_KIB = 256 << 10
@@ -51,6 +57,7 @@ def laughing(n: int, key: bool) -> bytes:
     return body + (b"}h" + bytes([n]) + b"Ns." if key else b"].")
 
 
+LAUGH = b")" + b"2\x86" * 60
 SYSTEM = names("os", "system")
 CALL = text("touch canary") + b"\x85R."
 HOSTILE: dict[str, bytes] = {
@@ -137,6 +144,42 @@ HOSTILE: dict[str, bytes] = {
     + (names("builtins", "list") + b"h\x00\x85R0") * 20_000
     + b".",
     "containers without end": b"\x80\x02" + b"]" * (12 << 20) + b".",
+    "a storage of a tuple that laughs": b"\x80\x02("
+    + text("storage")
+    + LAUGH
+    + text("0cpu") * 2
+    + b"K\x04tQ.",
+    "a type that laughs": b"\x80\x02"
+    + names("torch._utils", "_rebuild_tensor_v3")
+    + b"(NK\x00K\x04\x85K\x01\x85\x89N"
+    + LAUGH
+    + b"tR.",
+    "a layout that laughs": b"\x80\x02"
+    + names("torch.serialization", "_get_layout")
+    + LAUGH
+    + b"\x85R.",
+    "a subclass of a subclass of": b"\x80\x02"
+    + names("torch._tensor", "_rebuild_from_type_v2")
+    + b"q\x01"
+    + b"(h\x01N" * 3000
+    + b"(h\x01N)Nt"
+    + b"Nt" * 3000
+    + b"R.",
+    "a list of bytes without end": b"\x80\x02"
+    + names("builtins", "list")
+    + b"q\x01B"
+    + struct.pack("<I", 1 << 20)
+    + b"\xff" * (1 << 20)
+    + b"q\x02"
+    + b"h\x01h\x02\x85R" * 300
+    + b".",
+    "a size of a global": b"\x80\x02"
+    + names("torch", "Size")
+    + names("a" * (1 << 20), "b")
+    + b"\x85q\x020"
+    + b"ctorch\nSize\nh\x02R" * 99
+    + b".",
+    "memos beyond its length": b"\x80\x04N" + b"\x94" * 5_000_000 + b".",
     "a surrogate": b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
     "a tensor of negative strides": b"\x80\x02"
     + names("torch._utils", "_rebuild_tensor_v2")
@@ -247,8 +290,36 @@ def test_a_tree_without_end_is_refused() -> None:
     with pytest.raises(CorruptError) as caught:
         list(walk_values(loop))
     assert caught.value.kind == "limits"
+    for names_too_long in ({"k" * 5000: [1]}, {9**9999: 1}, {("k" * 2000, "k" * 3000): 1}):
+        with pytest.raises(CorruptError):
+            list(walk_values(names_too_long))
+    with pytest.raises(CorruptError):
+        list(walk_values({"k" * 4000: [[1]] * 100_000}))
     wide: object = 1
     for _ in range(40):
         wide = [wide, wide]
     with pytest.raises(CorruptError):
         sum(1 for _ in walk_values(wide))
+
+
+def test_long_lists_of_plain_values_are_one_leaf() -> None:
+    long, mixed = list(range(20_000)), [*range(20_000), {"a": 1}]
+    assert list(walk_values({"x": long})) == [("x", long)]
+    assert sum(1 for _ in walk_values(mixed)) == 20_001
+
+
+def test_a_large_text_of_protocol_2() -> None:
+    """What is copied once is no attack: numpy's arrays are such in files of torch."""
+    value = bytes(range(256)) * 20_000
+    assert read_pickle(pickle.dumps(value, 2), "x") == value
+
+
+def test_texts_of_values_have_an_end() -> None:
+    laugh: object = ()
+    for _ in range(60):
+        laugh = laugh, laugh
+    assert short_text(laugh) == "a tuple"
+    assert [short_text(v) for v in ("x", 3, None, 9**999)] == ["x", "3", "None", "a int"]
+    for value in (laugh, [1 << 62], [True], "12", [1] * 65, [-1]):
+        with pytest.raises(ValueError, match="siz"):
+            counts(value)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from ckptd.errors import CkptdError
 from ckptd.readers import torchfiles
+from ckptd.readers.pickles import PickledObject
+from ckptd.types import Box
 from tests.cli.running import Cli
 from tests.readers.opening import fails, open_reader
 
@@ -296,3 +299,76 @@ def test_two_values_with_one_name(tmp_path: Path, value: object) -> None:
 def test_a_tensor_alone(tmp_path: Path) -> None:
     torch.save(torch.arange(3.0), tmp_path / "a.pt")
     assert open_reader(tmp_path).tensor("tensor").tolist() == [0, 1, 2]
+
+
+# -- hostile values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor", ["qint8", "surrogate"])
+def test_tensors_of_other_kinds(tmp_path: Path, tensor: str) -> None:
+    value = {"w": torch.ones(2)}
+    if tensor == "qint8":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value["q"] = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+    else:
+        value["\ud800"] = torch.ones(1)
+    torch.save(value, tmp_path / "a.pt")
+    error = fails(tmp_path)
+    wanted = "unreadable-format" if tensor == "qint8" else "bad-name"
+    assert (error.kind, "QInt8Storage" in str(error.found)) == (wanted, tensor == "qint8")
+
+
+def test_numbers_beyond_reason_are_left_out(tmp_path: Path) -> None:
+    value = {"w": torch.ones(1), "n": 1 << 160_000, "\udc80": {1}, "m": 1 << 100}
+    torch.save(value, tmp_path / "a.pt")
+    reader = open_reader(tmp_path)
+    assert reader.objects() == {"m": 1 << 100}
+    assert reader.manifest.metadata["ckptd.foreign"]["left_out"] == ["n", "\\udc80"]
+
+
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+TWICE: Any = 1
+for _ in range(60):
+    TWICE = TWICE, TWICE
+
+
+def dtensor(shape: Any = (4,), mesh: Any = (1,), placement: Any = None, said: Any = None) -> Any:
+    made = PickledObject("torch.DTensor")
+    spec, meta, device, layout, axis = (PickledObject(n) for n in ("s", "t", "m", "l", "a"))
+    axis.fields = {"shape": mesh}
+    layout.fields = {"axes": [axis]}
+    device.fields = {"_layout": layout, "_coordinate_on_dim": (0,), "_rank": said}
+    meta.fields = {"shape": shape}
+    shard = PickledObject("torch.Shard")
+    shard.fields = {"dim": 0}
+    spec.fields = {"tensor_meta": meta, "mesh": device, "placements": (placement or shard,)}
+    made.fields = {"_spec": spec}
+    return made
+
+
+def strided(factor: Any) -> PickledObject:
+    made = PickledObject("torch._StridedShard")
+    made.fields = {"dim": 0, "split_factor": factor}
+    return made
+
+
+DTENSORS = {
+    "a mesh of itself": {"mesh": LOOP},
+    "a mesh that laughs": {"mesh": TWICE},
+    "a mesh of text": {"mesh": ("9",)},
+    "a shape of text": {"shape": ("4",)},
+    "a shape that laughs": {"shape": TWICE},
+    "a shape of 2**66": {"shape": (1 << 66,)},
+    "a factor of text": {"placement": strided("a")},
+    "a rank that laughs": {"said": TWICE},
+}
+
+
+@pytest.mark.parametrize("name", DTENSORS)
+def test_hostile_dtensors(name: str) -> None:
+    assert torchfiles._box(dtensor(said=3), 3, "x")[:2] == ((4,), Box((0,), (4,)))
+    with pytest.raises(CkptdError) as caught:
+        torchfiles._box(dtensor(**DTENSORS[name]), 0, "x")
+    assert caught.value.kind == "bad-pickle"
