@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ __all__ = ["CkptdCallback"]
 
 class CkptdCallback(TrainerCallback):
     """Saves after each step that is due, and resumes where the newest checkpoint was.
+
+    A step is saved when its log lines and its evaluation are over, and after the last one of an
+    epoch those of the epoch: what follows from metrics (``ReduceLROnPlateau``, early stopping) is
+    then in the checkpoint, and a resume does nothing of it again.
 
     The state is the model, the optimizer, the scheduler, the scaler, the Trainer's own state and
     the random streams. Batches that were trained on are skipped by the Trainer itself, by their
@@ -48,7 +52,8 @@ class CkptdCallback(TrainerCallback):
         self._checkpointer: ckptd.Checkpointer | None = None
         self._trainer: Any = None
         self._resumed: int | None = None
-        self._noted = {"state": ""}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._unsaved = self._epoch_over = False
         self._streams: dict[str, Any] | None = None
 
     @property
@@ -64,7 +69,6 @@ class CkptdCallback(TrainerCallback):
         That is a folder with the Trainer's own state, from which it knows the step and what to
         skip. Everything else is loaded as training begins.
         """
-        self._trainer = trainer
         if trainer.is_deepspeed_enabled:
             raise UsageError(
                 "DeepSpeed's engine loads its own state",
@@ -72,19 +76,20 @@ class CkptdCallback(TrainerCallback):
                 where="CkptdCallback",
                 wanted="a Trainer without DeepSpeed",
             )
+        if self._trainer is not trainer:
+            # No event comes after a step's log lines and evaluation.
+            trainer._maybe_log_save_evaluate = self._then_save(trainer._maybe_log_save_evaluate)
+            self._trainer = trainer
         self._resumed = self.checkpointer.latest()
         if self._resumed is None:
             return None
-        self.checkpointer.load({"trainer": self._state_of_trainer()}, self._resumed, only="trainer")
-        folder = tempfile.mkdtemp(prefix="ckptd-resume-")
-        (Path(folder) / "trainer_state.json").write_text(self._noted["state"])
+        kept = _Kept(trainer)
+        self.checkpointer.load({"trainer": _of_rank(kept)}, self._resumed, only="trainer")
+        self._folder = tempfile.TemporaryDirectory(prefix="ckptd-resume-")
+        (Path(self._folder.name) / "trainer_state.json").write_text(kept.loaded)
         # It would look for weights in that folder.
         trainer._load_from_checkpoint = lambda *given, **named: None
-        return folder
-
-    def _state_of_trainer(self) -> ckptd.PerRank:
-        # Ranks log times of their own; with another number of them each takes rank 0's.
-        return ckptd.PerRank(self._noted, on_change="reduce", reduce=lambda values: values[0])
+        return self._folder.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **have: Any) -> None:
         """Load what `resume` found."""
@@ -100,14 +105,16 @@ class CkptdCallback(TrainerCallback):
             "model": have["model"],
             "optim": have["optimizer"],
             "sched": have["lr_scheduler"],
-            "trainer": self._state_of_trainer(),
+            "trainer": _of_rank(_Kept(self._trainer)),
             "rng": rng,
             **self._also,
         }
         if self._trainer.accelerator.scaler is not None:
             self._state["scaler"] = self._trainer.accelerator.scaler
-        if self._resumed is None:
+        if self._folder is None:
             return
+        self._folder.cleanup()
+        self._folder = None
         del self._trainer._load_from_checkpoint
         self.checkpointer.load(self._state, self._resumed)
         # In the middle of an epoch the Trainer makes an iterator, which draws, before it goes on.
@@ -120,17 +127,55 @@ class CkptdCallback(TrainerCallback):
             self._streams = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:
-        """Save, if it is due."""
-        callbacks = [*self._trainer.callback_handler.callbacks, control]
-        exported = TrainerState(
-            stateful_callbacks=[c for c in callbacks if isinstance(c, ExportableState)]
-        )
-        now = dataclasses.replace(state, stateful_callbacks=exported.stateful_callbacks)
-        self._noted["state"] = json.dumps(dataclasses.asdict(now))
-        self.checkpointer.save(state.global_step, self._state)
+        """Note that there is a step to save."""
+        self._unsaved, self._epoch_over = True, False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:
+        """Note that the epoch is over."""
+        self._epoch_over = True
+
+    def _then_save(self, finish: Callable[..., None]) -> Callable[..., None]:
+        """Return what calls `finish`, which logs and evaluates, and saves if it is due."""
+
+        def finished(*given: Any, **named: Any) -> None:
+            finish(*given, **named)
+            # After the last step of an epoch it is called for the step, and for the epoch.
+            if self._unsaved and (self._epoch_over or self._trainer.state.epoch % 1):
+                self._save()
+
+        return finished
+
+    def _save(self) -> None:
+        self._unsaved = False
+        self.checkpointer.save(self._trainer.state.global_step, self._state)
         if self.checkpointer.stop_requested:
-            control.should_training_stop = True
+            self._trainer.control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **have: Any) -> None:
         """Wait for what is being saved."""
         self.checkpointer.close()
+
+
+class _Kept:
+    """The Trainer's own state, with that of its callbacks, as JSON: made when a save is due."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.loaded = ""
+
+    def state_dict(self) -> dict[str, str]:
+        trainer = self._trainer
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        exported = TrainerState(
+            stateful_callbacks=[c for c in callbacks if isinstance(c, ExportableState)]
+        )
+        now = dataclasses.replace(trainer.state, stateful_callbacks=exported.stateful_callbacks)
+        return {"state": json.dumps(dataclasses.asdict(now))}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.loaded = state["state"]
+
+
+def _of_rank(kept: _Kept) -> ckptd.PerRank:
+    # Ranks log times of their own; with another number of them each takes rank 0's.
+    return ckptd.PerRank(kept, on_change="reduce", reduce=lambda values: values[0])

@@ -1,10 +1,11 @@
-"""A Trainer that resumes at the end of an epoch; and what the callback refuses.
+"""A Trainer that resumes at the end of an epoch, or by its metrics; what the callback refuses.
 
 That a killed one goes on bit for bit, in the middle of an epoch, is in tests/trainers.
 """
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,83 @@ def test_a_trainer_that_it_does_not_know(tmp_path: Path) -> None:
     needs("transformers")
     with pytest.raises(UsageError, match="does not know"):
         run_ranks(1, train, str(tmp_path / "root"), 0, False, deadline_s=120.0)
+
+
+class Stopped(Exception):
+    """A trainer is gone."""
+
+
+def evaluated(root: str, how: str, stop_at: int = 0) -> Any:
+    """Train with evaluations; return the log, the rate, whatever is saved, and what is left."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    from ckptd_hf import CkptdCallback
+    from tests.trainers.with_transformers import Texts
+
+    torch.set_num_threads(1)
+    transformers.set_seed(5)
+    sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 33}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    data = Texts()
+    rates: list[tuple[int, float]] = []
+
+    class Ends(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **have: Any) -> None:
+            rates.append((state.global_step, have["optimizer"].param_groups[0]["lr"]))
+            if stop_at and state.global_step == stop_at:
+                raise Stopped
+
+    real = tempfile.tempdir
+    tempfile.tempdir = str(Path(root).parent)
+    steps = {"eval_strategy": "steps", "eval_steps": 2}
+    args = transformers.TrainingArguments(
+        output_dir=str(Path(root).parent / "out"),
+        num_train_epochs=4,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "threshold": 0.5},
+        logging_steps=1,
+        metric_for_best_model="loss",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        restore_callback_states_from_checkpoint=True,
+        disable_tqdm=True,
+        **(steps if how == "steps" else {"eval_strategy": "epoch"}),
+    )
+    saves = CkptdCallback(root, every=1)
+    more = [transformers.EarlyStoppingCallback(2, 0.5)] if how == "early" else []
+    trainer = transformers.Trainer(
+        model, args, train_dataset=data, eval_dataset=data, callbacks=[saves, Ends(), *more]
+    )
+    try:
+        trainer.train(resume_from_checkpoint=saves.resume(trainer))
+    except Stopped:
+        saves.checkpointer.close()
+    made = [p.name for p in Path(root).parent.glob("ckptd-resume-*")]
+    tempfile.tempdir = real
+    timed = ("runtime", "per_second", "train_loss", "flos")
+    log = [
+        {k: v for k, v in line.items() if not any(word in k for word in timed)}
+        for line in trainer.state.log_history
+    ]
+    return log, rates, [p.detach().clone() for p in model.parameters()], made
+
+
+@pytest.mark.parametrize("how", ["steps", "epoch", "early"])
+def test_logs_and_evaluations_are_neither_lost_nor_done_twice(how: str, tmp_path: Path) -> None:
+    needs("transformers")
+    whole = run_ranks(1, evaluated, str(tmp_path / "a/root"), how, deadline_s=120.0)[0]
+    assert len({rate for _, rate in whole[1]}) > 1
+    assert (whole[1][-1][0] < 19) == (how == "early")
+    for stop_at in (4, 5):
+        root = str(tmp_path / f"{stop_at}/root")
+        first = run_ranks(1, evaluated, root, how, stop_at, deadline_s=120.0)[0]
+        again = run_ranks(1, evaluated, root, how, deadline_s=120.0)[0]
+        assert first[1][:-1] + again[1] == whole[1], stop_at
+        assert again[0] == whole[0], stop_at
+        assert all(torch.equal(a, b) for a, b in zip(whole[2], again[2], strict=True))
+        assert again[3] == []
