@@ -124,6 +124,11 @@ class Listing:
         self.prefix = prefix
         self._only = only
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether a user named what to look at, a part of a whole perhaps."""
+        return bool(self._only)
+
     @cached_property
     def names(self) -> list[str]:
         """Names, sorted; folders end in "/"."""

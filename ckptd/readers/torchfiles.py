@@ -153,7 +153,12 @@ def _chosen(names: Listing) -> tuple[list[str], list[str]]:
 
 
 def check_shards(names: Listing, files: Sequence[str]) -> None:
-    """Check that all of ``...-00001-of-00003...`` are there; kind ``missing-file``."""
+    """Check that all of ``...-00001-of-00003...`` are there; kind ``missing-file``.
+
+    A shard that a user names is read alone.
+    """
+    if names.is_chosen:
+        return
     shards: dict[tuple[str, int], set[int]] = {}
     for file in files:
         found = _SHARD.search(file)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.errors import CkptdError, MismatchError, UsageError
+from ckptd.errors import CkptdError, CorruptError, MismatchError, UsageError
 from ckptd.readers import find
 from ckptd.readers.base import Foreign, ForeignPiece, Listing
 from ckptd.readers.find import find_foreign, split_file
@@ -60,6 +60,22 @@ def test_a_reader_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     reader = open_reader(tmp_path)
     assert reader.tensor("x.raw").tobytes() == b"abc"
     assert reader.manifest.metadata["ckptd.foreign"]["format"] == "raw"
+
+
+def test_errors_that_a_reader_does_not_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.raw").write_bytes(b"abc")
+    for error in (RecursionError("deep"), TypeError("none"), KeyError("x"), UnicodeError("y")):
+
+        class Surprised(RawReader):
+            def open(self, names: Listing, error: Exception = error) -> Foreign:
+                raise error
+
+        announce(monkeypatch, Surprised)
+        with pytest.raises(CorruptError) as caught:
+            find_foreign(open_store(tmp_path))
+        assert (caught.value.kind, caught.value.__cause__) == ("bad-pickle", error)
 
 
 def test_a_package_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

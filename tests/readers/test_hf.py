@@ -109,6 +109,7 @@ def test_a_missing_shard_without_an_index(tmp_path: Path, found: int) -> None:
     save_file({"w": np.ones(3)}, tmp_path / f"model-0000{found}-of-00002.safetensors")
     error = fails(tmp_path)
     assert (error.kind, error.where) == ("missing-file", f"shard {3 - found} of 2")
+    assert open_reader(tmp_path, f"model-0000{found}-of-00002.safetensors").names == ["w"]
 
 
 def test_a_missing_part_of_dcp(tmp_path: Path) -> None:

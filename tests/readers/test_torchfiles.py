@@ -94,6 +94,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").unlink()
     error = fails(tmp_path)
     assert (error.kind, error.where) == ("missing-file", "shard 2 of 3")
+    assert open_reader(tmp_path, "pytorch_model-00003-of-00003.bin").names == ["w2"]
 
 
 # -- a file a rank ---------------------------------------------------------------------------------
@@ -186,6 +187,24 @@ def test_plain_tensors_of_ranks_with_a_layout(
     found = Cli(capsys)("reshard", str(tmp_path / "a"), target, *given)
     assert found.code == 0, found.err
     assert load_file(tmp_path / "hf" / "model.safetensors")["w"].tolist() == whole.tolist()
+
+
+def test_legacy_files_of_megatron_with_a_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the refusal of the legacy form advises."""
+    for rank in range(2):
+        folder = tmp_path / "a" / f"mp_rank_{rank:02}"
+        folder.mkdir(parents=True)
+        part = torch.full((3, 4), float(rank))
+        torch.save({"model": {"w": part}}, folder / "model_optim_rng.pt")
+    assert fails(tmp_path / "a").kind == "unreadable-format"
+    (tmp_path / "p.lay").write_text(LAYOUT.replace("model.pt", "model_optim_rng.pt"))
+    layout, target = str(tmp_path / "p.lay"), str(tmp_path / "hf")
+    given = ["--from", f"{layout}:local", "--to", f"{layout}:whole", "--format", "hf"]
+    found = Cli(capsys)("reshard", str(tmp_path / "a"), target, *given)
+    assert found.code == 0, found.err
+    assert load_file(tmp_path / "hf" / "model.safetensors")["w"][0].tolist() == [0] * 4 + [1] * 4
 
 
 Splits = list[tuple[int | None, int]]
