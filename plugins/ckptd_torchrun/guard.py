@@ -104,11 +104,12 @@ def main(agent: int, token: str, lease: str) -> None:
     lease
         File of the lease; see ``CKPTD_LEASE``.
     """
-    fd = os.pidfd_open(agent)
     mine = os.getpid()
     workers: set[int] = set()
     poller = select.poll()
-    poller.register(fd, select.POLLIN)
+    # It may have died before this process ran, and its workers live all the same.
+    with contextlib.suppress(ProcessLookupError):
+        poller.register(os.pidfd_open(agent), select.POLLIN)
     while os.getppid() == agent and not poller.poll(_LOOK_S * 1000):
         workers = children_of(agent) - {mine}
         if time.monotonic() >= _leased_until(lease):

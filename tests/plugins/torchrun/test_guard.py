@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,6 +60,24 @@ def test_workers_die_with_their_agent_and_its_files_go(lease: LeaseFile) -> None
     until(lambda: not marked(token))
     until(lambda: not lease.path.exists())
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_agent_that_died_before_its_guard_ran(lease: LeaseFile) -> None:
+    token = os.urandom(8).hex()
+    lease.extend(time.monotonic() + 600.0)
+    agent = subprocess.Popen(["true"])
+    agent.wait(PATIENCE_S)
+    worker = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, TOKEN_VARIABLE: token}, start_new_session=True
+    )
+    command = [sys.executable, "-I", "-S", str(guard.__file__)]
+    command += [str(agent.pid), token, str(lease.path)]
+    try:
+        assert subprocess.run(command, timeout=PATIENCE_S).returncode == 0
+        assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+    finally:
+        worker.kill()
+    assert not lease.path.exists()
 
 
 def test_workers_die_when_their_lease_is_over_and_not_before(lease: LeaseFile) -> None:
