@@ -16,6 +16,7 @@ from ckptd.layout.grid import Piece
 
 __all__ = [
     "CommitName",
+    "attempt_name",
     "canonical_fqn",
     "chunk_name",
     "commit_key",
@@ -161,6 +162,15 @@ def parse_data_folder(name: str) -> tuple[CommitName, str] | None:
     """Parse the last segment of a data folder into checkpoint and attempt, or return None."""
     m = _FOLDER.fullmatch(name)
     return (CommitName(int(m[1]), int(m[2])), m[3]) if m else None
+
+
+def attempt_name(number: int, claim_id: str) -> str:
+    """Return the name of a life's `number`-th attempt.
+
+    With the claim in it: at a place where a root was made anew, the old life counts its generations
+    and attempts as the new one does, and must not write into its folders.
+    """
+    return f"{number:04d}{claim_id[:8]}"
 
 
 def is_attempt(attempt: str) -> bool:

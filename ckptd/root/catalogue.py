@@ -244,15 +244,16 @@ class Catalogue(Index):
                 " and start it anew",
             )
 
-    def continue_line(self, step: int, *, unloaded: bool = True) -> CommitName | None:
+    def continue_line(self, step: int, fresh_line: bool | None = False) -> CommitName | None:
         """Return the parent for a job that saves `step` first and has loaded nothing.
 
-        That is the newest commit that counts, or None in an empty root.
+        That is the newest commit that counts, or None in an empty root and for a fresh line.
 
         Parameters
         ----------
-        unloaded
-            Whether it was asked for to go on from a checkpoint that was not loaded.
+        fresh_line
+            True: begin a line of its own. False: go on from a checkpoint that was not loaded. None:
+            neither was asked for.
 
         Raises
         ------
@@ -262,8 +263,8 @@ class Catalogue(Index):
             there is one, and the caller did not ask for that.
         """
         check_step(step)
-        latest = self.latest()
-        if latest is None or (step > latest.step and unloaded):
+        latest = None if fresh_line else self.latest()
+        if latest is None or (step > latest.step and fresh_line is False):
             return latest
         if step > latest.step:
             raise RefusedError(

@@ -23,7 +23,7 @@ from ckptd.errors import CorruptError, NotFoundError, RefusedError, SaveError, U
 from ckptd.format import codec
 from ckptd.format.manifest import GridEntry, ObjectEntry, Runs3, TensorEntry
 from ckptd.format.metadata import checked_metadata
-from ckptd.format.names import CommitName, check_name, check_step, commit_key
+from ckptd.format.names import CommitName, attempt_name, check_name, check_step, commit_key
 from ckptd.format.records import Commit, Generation
 from ckptd.layout.grid import Axis, Grid
 from ckptd.layout.owners import ABSENT, Owners
@@ -218,8 +218,7 @@ class BoxRoot:
             claimed = self._claim(step, world, fresh_line)
             self._attempts += 1
             self._last = step
-            # With the claim in its name, no other life writes into the folder of this attempt.
-            attempt = f"{self._attempts:04d}{claimed.claim_id[:8]}"
+            attempt = attempt_name(self._attempts, claimed.claim_id)
         request = SaveRequest(
             job=0,
             step=step,
@@ -251,9 +250,7 @@ class BoxRoot:
             self._check_root(loaded.root)
         else:
             catalogue.create_or_open()
-        parent = None if loaded is None else loaded.name
-        if parent is None and not fresh_line:
-            parent = catalogue.continue_line(step, unloaded=fresh_line is False)
+        parent = loaded.name if loaded else catalogue.continue_line(step, fresh_line)
         if parent is not None and step <= parent.step:
             raise _behind(step, parent.step + 1)
         reason = "load" if loaded else "start" if parent is None else "continue"

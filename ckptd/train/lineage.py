@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ckptd.errors import NotFoundError, RefusedError, StoreError
-from ckptd.format.names import CommitName
+from ckptd.format.names import CommitName, attempt_name
 from ckptd.monitor.job import Phase
 from ckptd.root.catalogue import Catalogue
 from ckptd.train.ranks import Agreement
@@ -16,9 +16,6 @@ from ckptd.train.recorder.recorder import phase
 __all__ = ["Lineage"]
 
 _log = logging.getLogger("ckptd")
-
-_CLAIM_DIGITS = 8
-"""Of the claim's id in the name of an attempt."""
 
 
 class _Unclaimed(NamedTuple):
@@ -90,10 +87,7 @@ class Lineage:
                 self._catalogue.check_not_superseded(late.newest)
                 return self._claim(late.parent, "load", committed=late.committed)
             self._catalogue.create_or_open()
-            parent = None
-            if not self._fresh_line:
-                unloaded = self._fresh_line is False
-                parent = self._catalogue.continue_line(step, unloaded=unloaded)
+            parent = self._catalogue.continue_line(step, self._fresh_line)
             return self._claim(parent, "start" if parent is None else "continue")
 
         self._take(self._agreement.on_rank_zero("claim", claim))
@@ -166,6 +160,4 @@ class Lineage:
                 hint="to go back, load() the older step first",
             )
         self._attempts += 1
-        # With the claim in it: at a place where a root was made anew, the old life counts its
-        # generations and attempts as the new one does, and must not write into its folders.
-        return f"{self._attempts:04d}{self.claim_id[:_CLAIM_DIGITS]}"
+        return attempt_name(self._attempts, self.claim_id)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 from ckptd.errors import ConflictError, UsageError
+from ckptd.readers import batches
 from ckptd.types import Box
 from ckptd_dcp.atroot import AtRoot
 
@@ -84,7 +85,8 @@ class CkptdReader(AtRoot, dcp.StorageReader):
     def set_up_storage_reader(
         self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: `read_metadata` has opened the checkpoint."""
+        """Note which rank coordinates; `read_metadata` has opened the checkpoint."""
+        self._coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """Note which checkpoint this rank reads."""
@@ -109,32 +111,32 @@ class CkptdReader(AtRoot, dcp.StorageReader):
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """Fill what the planner gives, tensor by tensor and value by value."""
         with self._held:
-            batch: list[tuple[ReadItem, Box]] = []
-            held = 0
+            tensors: list[tuple[ReadItem, Box]] = []
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
                     body = io.BytesIO()
                     torch.save(self._reader.object(self._objects[item.storage_index.fqn]), body)
                     body.seek(0)
                     planner.load_bytes(item, body)
-                    continue
-                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                size = box.numel * self._reader.info(item.storage_index.fqn).dtype.itemsize
-                if batch and held + size > _READ_BYTES:
-                    self._load_tensors(batch, planner)
-                    batch, held = [], 0
-                batch.append((item, box))
-                held += size
-            self._load_tensors(batch, planner)
+                else:
+                    tensors.append((item, Box(tuple(item.storage_offsets), tuple(item.lengths))))
+            for batch in batches(tensors, self._nbytes, _READ_BYTES):
+                self._load_tensors(batch, planner)
             if plan.storage_data:
                 self._continue_from()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _nbytes(self, wanted: tuple[ReadItem, Box]) -> int:
+        item, box = wanted
+        return box.numel * self._reader.info(item.storage_index.fqn).dtype.itemsize
+
     def _continue_from(self) -> None:
         """Let saves continue from the checkpoint, which was loaded whole."""
         self.root.loaded(self._reader)
+        if not self._coordinator:  # one listing of the root, and not one a rank
+            return
         step, newest = self._reader.commit.name.step, self.root.latest()
         if newest is not None and newest > step:
             _log.warning(

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.errors import CkptdError
-from ckptd.format.names import CommitName
+from ckptd.format.names import CommitName, attempt_name
 from ckptd.root.catalogue import Catalogue
 from ckptd.root.opening import root_spec
 from ckptd.root.policy import Keep
@@ -112,7 +112,7 @@ class Life:
                 job=client.next_job(),
                 step=step,
                 generation=claimed.generation,
-                attempt=f"{number:04d}{claimed.claim_id[:8]}",
+                attempt=attempt_name(number, claimed.claim_id),
                 plan=PLAN.digest,
                 extra=(),
                 objects=(),
