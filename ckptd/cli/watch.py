@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -181,7 +180,7 @@ class _Watched:
         from ckptd.daemon.client import DaemonClient
         from ckptd.elastic.launchers.sidecars import old_folders
         from ckptd.monitor.injection import environment
-        from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret
+        from ckptd.net.signing import SECRET_VARIABLE, access_token, job_secret, new_secret
         from ckptd.runtime.agentlink import run_folder
 
         base = run_folder()
@@ -195,7 +194,7 @@ class _Watched:
         if self._daemon is None:
             arguments = ["--job", self._name, "--port", str(self._port), "--linger", _LINGER_S]
             if not self._named:  # nobody will ask for it later: nothing of it is to stay
-                beside.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+                beside.setdefault(SECRET_VARIABLE, new_secret())
                 arguments += ["--history", str(folder / "history.sqlite")]
             arguments += self._floors
             self.url, login = start_daemon(arguments, beside, folder, self._parts)

@@ -170,15 +170,18 @@ _AGES: Mapping[str, Mapping[str, bool]] = {
 """Columns of ages, and whether each row must have one (NaN is unknown)."""
 
 
+_MOST_RANKS = 1 << 17
+_MOST_ROWS = 1 << 22
+_MOST_WORLD = 1 << 24
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=_COUNT)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, lt=_LONGEST_S)]
-_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_WORLD)]
 _Hash = Annotated[int, msgspec.Meta(ge=0)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Word = Annotated[str, msgspec.Meta(max_length=128)]
 _Text = Annotated[str, msgspec.Meta(max_length=256)]
 _Lines = Annotated[str, msgspec.Meta(max_length=1 << 18)]
-_Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=1 << 17)]
+_Ranks = Annotated[tuple[_Rank, ...], msgspec.Meta(max_length=_MOST_RANKS)]
 
 
 class AgentState(msgspec.Struct, frozen=True, kw_only=True):
@@ -344,7 +347,7 @@ class AgentOrders(msgspec.Struct, frozen=True, kw_only=True):
     tell: bool = False
     stacks: _Ranks = ()
     calls: _Ranks = ()
-    probes: Annotated[tuple[LinkProbe, ...], msgspec.Meta(max_length=1 << 22)] = ()
+    probes: Annotated[tuple[LinkProbe, ...], msgspec.Meta(max_length=_MOST_ROWS)] = ()
 
     def of_part(self, nodes: Sequence[str], ranks: Sequence[int]) -> AgentOrders:
         """Return the part of these orders for some nodes and ranks: for forwarders."""
@@ -429,11 +432,11 @@ class EvidenceReport(msgspec.Struct, frozen=True, kw_only=True):
     job: _Name
     source: _Name
     number: _Count
-    stacks: Annotated[dict[_Rank, Stack], msgspec.Meta(max_length=1 << 17)] = msgspec.field(
+    stacks: Annotated[dict[_Rank, Stack], msgspec.Meta(max_length=_MOST_RANKS)] = msgspec.field(
         default_factory=dict
     )
-    probes: Annotated[tuple[ProbeResult, ...], msgspec.Meta(max_length=1 << 22)] = ()
-    logs: Annotated[dict[_Rank, _Lines], msgspec.Meta(max_length=1 << 17)] = msgspec.field(
+    probes: Annotated[tuple[ProbeResult, ...], msgspec.Meta(max_length=_MOST_ROWS)] = ()
+    logs: Annotated[dict[_Rank, _Lines], msgspec.Meta(max_length=_MOST_RANKS)] = msgspec.field(
         default_factory=dict
     )
 
@@ -456,9 +459,9 @@ class ReportLimits(msgspec.Struct, frozen=True, kw_only=True):
     packed: int = 32 << 20
     unpacked: int = 128 << 20
     nodes: int = 1 << 14
-    ranks: int = 1 << 17
-    world: int = 1 << 24
-    rows: int = 1 << 22
+    ranks: int = _MOST_RANKS
+    world: int = _MOST_WORLD
+    rows: int = _MOST_ROWS
     collectives: int = 1 << 13
     members: int = 1 << 18
     listed: int = 1 << 22

@@ -216,7 +216,7 @@ def _make(path: Path) -> None:
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
-            file.write(secrets.token_hex(32).encode())
+            file.write(new_secret().encode())
         os.link(draft, path)
     except FileExistsError:
         return

@@ -157,28 +157,22 @@ def old_folders(base: Path, prefix: str) -> list[Path]:
     return found
 
 
-def _answers(address: str) -> bool:
-    if not address:
-        return False
-    try:
-        await_greeting(address, _GREET_S)
-    except CkptdError:
-        return False
-    return True
-
-
 class _Probe:
-    """Asks the process that listens at `address` whether it runs, in a thread of its own."""
+    """Asks the process that listens at `address` whether it runs, in a thread of its own.
 
-    def __init__(self, address: str) -> None:
+    It has `wait_s` seconds to take the connection, and as many to answer.
+    """
+
+    def __init__(self, address: str, wait_s: float) -> None:
         self._address = address
+        self._wait_s = wait_s
         self._error: CkptdError | None = None
         self._thread = threading.Thread(target=self._ask, name="ckptd-probe", daemon=True)
         self._thread.start()
 
     def _ask(self) -> None:
         try:
-            await_greeting(self._address, _HUNG_S)
+            await_greeting(self._address, self._wait_s)
         except CkptdError as error:
             self._error = error
 
@@ -186,6 +180,14 @@ class _Probe:
     def over(self) -> bool:
         """Whether it is known how it ended."""
         return not self._thread.is_alive()
+
+    def may_answer(self) -> bool:
+        """Wait for the end, and return whether the process answers, or is not known not to.
+
+        Looking up a name can take longer than the wait: a controller that may live has its place.
+        """
+        self._thread.join(2 * self._wait_s)
+        return not self.over or self._error is None
 
     @property
     def problem(self) -> str:
@@ -361,7 +363,7 @@ class ControllerSupervisor:
         own = self.started and not self._yielded
         mine = own or (first and (not self._endpoint or self._endpoint_here()))
         if mine or (silent_s > self._pause_s and self._may_stand_in()):
-            if self._answers():
+            if self._answers(self._seated(), self._endpoint):
                 # It may refuse this launcher for good: the place of the seat has other guests.
                 self._not_before = time.monotonic() + _AGAIN_S
             else:
@@ -398,11 +400,13 @@ class ControllerSupervisor:
     def _may_live(self) -> bool:
         """Whether a controller that was recorded may live, though this node hears none."""
         if self._places is not None and self._places.local:
-            return _answers(self._seated())  # nobody else can see to this machine's record
+            return self._answers(self._seated())  # nobody else can see to this machine's record
         return bool(self._seated())
 
-    def _answers(self) -> bool:
-        return any(_answers(address) for address in {self._seated(), self._endpoint})
+    def _answers(self, *addresses: str) -> bool:
+        """Ask all at once: the launcher's loop, which looks at fences and signals, waits for it."""
+        probes = [_Probe(address, _GREET_S) for address in set(addresses) if address]
+        return any(probe.may_answer() for probe in probes)
 
     def _end_hung(self, part: Sidecar, silent_s: float) -> None:
         """Kill a controller of this launcher that runs and answers no more.
@@ -420,7 +424,7 @@ class ControllerSupervisor:
             return
         if self._probe is None and now >= self._probe_at:
             port = parse_address(self._announced).port
-            self._probe = _Probe(str(Address(self._bound_to, port)))
+            self._probe = _Probe(str(Address(self._bound_to, port)), _HUNG_S)
         elif self._probe is not None and self._probe.over:
             self._judge_silent(part, self._probe, f"for {now - self._answered_at:.0f} s")
             self._probe, self._probe_at = None, now + _HUNG_S
@@ -501,7 +505,7 @@ class ControllerSupervisor:
         self._not_before = time.monotonic() + (self._again_s if code >= 0 else 0.0)
         self._again_s = min(2 * self._again_s, _MOST_AGAIN_S)
         # Each launcher of a machine may have started a controller: all of them but one exit.
-        self._follows = code > 0 and self._answers()
+        self._follows = code > 0 and self._answers(self._seated(), self._endpoint)
         if not self._follows:
             self._judge(part, code, begun)
         return False

@@ -6,14 +6,13 @@ import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
 from ckptd_torchrun.workers import Workers
-from tests.processes import PATIENCE_S
+from tests.processes import PATIENCE_S, until
 
 _SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 _FAIL = [sys.executable, "-S", "-c", "import os; os._exit(3)"]
@@ -76,10 +75,7 @@ def test_frozen_workers_have_not_ended_for_their_parent_and_can_be_killed(
     worker = _start(*_SLEEP)
     workers.complete()
     workers.freeze()
-    end = time.monotonic() + PATIENCE_S
-    while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_STOPPED, "they stop")
     assert worker.poll() is None
     assert workers.kill(PATIENCE_S)
     assert ended.get(timeout=PATIENCE_S) == -signal.SIGKILL
