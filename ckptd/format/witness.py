@@ -22,7 +22,7 @@ from ckptd.errors import CorruptError, UsageError
 from ckptd.format.container import Chunk, build_header, header_bytes, parse_header
 from ckptd.format.manifest import Manifest, ObjectEntry, TensorEntry
 from ckptd.layout.block import Region
-from ckptd.layout.grid import strides_of
+from ckptd.layout.grid import is_packed, strides_of
 from ckptd.types import DType, dtype_of
 
 __all__ = [
@@ -176,7 +176,7 @@ def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) ->
     i, j = map(int, positions.searchsorted((lo, lo + reach)))
     rest = positions[i:j] - lo
     slots = np.arange(slot + i, slot + j, dtype=np.int64)
-    if reach == box.numel and _packed(box.shape, region.strides):
+    if reach == box.numel and is_packed(box.shape, region.strides):
         return slots, rest + region.start
     rest = positions[i:j]
     none = np.zeros(len(rest), dtype=np.int64)
@@ -191,10 +191,6 @@ def select(positions: I64, shape: tuple[int, ...], region: Region, slot: int) ->
             inside &= (coordinate >= 0) & (coordinate < n)
         elements += coordinate * step
     return slots[inside], elements[inside]
-
-
-def _packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return all(n == 1 or a == b for n, a, b in zip(shape, strides, strides_of(shape), strict=True))
 
 
 def words_of(buffer: U8, itemsize: int) -> NDArray[Any]:

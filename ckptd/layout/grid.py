@@ -30,6 +30,7 @@ __all__ = [
     "Piece",
     "coordinates_of",
     "even_axis",
+    "is_packed",
     "strides_of",
     "whole",
 ]
@@ -44,6 +45,11 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     for i in range(len(shape) - 2, -1, -1):
         out[i] = out[i + 1] * shape[i + 1]
     return tuple(out)
+
+
+def is_packed(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether elements at these strides lie end to end, row-major."""
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, strides_of(shape), strict=True))
 
 
 def coordinates_of(offset: int, strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ __all__ = [
     "missing_file",
     "read_ahead",
     "read_header",
+    "read_stored",
 ]
 
 
@@ -193,6 +194,22 @@ def blame(error: E, key: str) -> E:
     """Note which object was found bad, as another source may have a good one; return `error`."""
     error.key = key
     return error
+
+
+def read_stored(store: Store, entry: FileEntry, start: int, view: memoryview) -> None:
+    """Fill `view` from byte `start` of the data section of a file of a store.
+
+    Raises
+    ------
+    CorruptError
+        As of `missing_file`.
+    StoreError
+        As the store says.
+    """
+    try:
+        store.read_into(entry.path, entry.data_start + start, view)
+    except NotFoundError:
+        raise missing_file(entry.path, entry.rank) from None
 
 
 def missing_file(path: str, rank: int, what: str = "data file") -> CorruptError:
@@ -504,10 +521,7 @@ class LocalFiles:
         """
         entry = self._entries[file]
         if fd < 0:
-            try:
-                self._store.read_into(entry.path, entry.data_start + start, view)
-            except NotFoundError:
-                raise missing_file(entry.path, entry.rank) from None
+            read_stored(self._store, entry, start, view)
             return
         try:
             self._fill(fd, entry, start, self._shifts[file], view)

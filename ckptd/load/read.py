@@ -27,13 +27,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptd.errors import CkptdError, CorruptError, NotFoundError, StoreError
+from ckptd.errors import CkptdError, CorruptError, StoreError
 from ckptd.format.digest import (
     BLOCK_BYTES,
     digest,
 )
 from ckptd.format.names import digests_key
-from ckptd.load.files import LocalFiles, PieceLocations, blame, check_size, load_index, missing_file
+from ckptd.load.files import LocalFiles, PieceLocations, blame, check_size, load_index, read_stored
 from ckptd.load.hostgroup import HostBuffer, HostGroup, Needs, ReadSchedule, Wave, make_schedule
 from ckptd.load.plan import (
     BlockLine,
@@ -270,10 +270,7 @@ class Fetcher:
             if self._files is not None:
                 self._files.read(file, start, view)
             else:
-                try:
-                    self._store.read_into(entry.path, entry.data_start + start, view)
-                except NotFoundError:
-                    raise missing_file(entry.path, entry.rank) from None
+                read_stored(self._store, entry, start, view)
             self._check(file, lo, view, runs)
 
         # A file that is open stays what it is: no other source is asked for it.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.format.names import MAX_STEP
 from ckptd.readers.base import Foreign, ForeignPiece, Listing, json_value, missing, step_of
 from ckptd.readers.pickles import PickledTensor, counts, named_values
 from ckptd.readers.torchfiles import TensorAt, load_torch
@@ -69,9 +70,9 @@ class DeepSpeedReader:
         if _UNIVERSAL in names.names:
             pieces = list(_universal(names))
         else:
-            pieces = list(_flat(names, model))
+            pieces = list(_flat(names, model, first))
         steps = objects.get("global_steps")
-        step = steps if type(steps) is int and 0 <= steps < 10**12 else step_of(names)
+        step = steps if type(steps) is int and 0 <= steps <= MAX_STEP else step_of(names)
         return Foreign(pieces, objects, left_out, step=step)
 
 
@@ -129,11 +130,11 @@ class _Rank:
     buffers: Mapping[str, Sequence[PickledTensor]]
 
 
-def _flat(names: Listing, model: TorchZip) -> Iterator[ForeignPiece]:
+def _flat(names: Listing, model: TorchZip, of_model: str) -> Iterator[ForeignPiece]:
     groups = _groups(model.value, names)
     files = {int(m[1]): n for n in names.names if (m := _OPTIM.fullmatch(n))}
     if not files:
-        yield from _weights(names, model, ())
+        yield from _weights(names.key(of_model), model, ())
         return
     ranks = [_rank(names, rank, file) for rank, file in sorted(files.items())]
     for r in ranks:
@@ -147,8 +148,8 @@ def _flat(names: Listing, model: TorchZip) -> Iterator[ForeignPiece]:
             )
     trained = {name for group in groups for name in group}
     tied = _tied(model.value, trained, names.where)
-    yield from _weights(names, model, trained)
-    yield from _frozen(names)
+    yield from _weights(names.key(of_model), model, trained)
+    yield from _frozen(names, model, of_model)
     for r in ranks:
         for state, buffers in r.buffers.items():
             cut = _each if r.stage == 3 else _whole
@@ -274,20 +275,20 @@ def _rank(names: Listing, rank: int, file: str) -> _Rank:
     return _Rank(rank, key, found, stage, world, buffers)
 
 
-def _weights(names: Listing, model: TorchZip, trained: Collection[str]) -> Iterator[ForeignPiece]:
+def _weights(key: str, model: TorchZip, trained: Collection[str]) -> Iterator[ForeignPiece]:
     """Yield what only the model's file holds: buffers, weights that are not trained."""
-    key = names.key(min(n for n in names.names if _MODEL.fullmatch(n)))
     for name, value in named_values(model.value.get("module") or {}, key):
         if isinstance(value, PickledTensor) and name not in trained and value.shape != (0,):
             at = TensorAt(model, value, f"{key}: {name}")
             yield ForeignPiece(name, value.dtype, value.shape, Box.whole(value.shape), key, at)
 
 
-def _frozen(names: Listing) -> Iterator[ForeignPiece]:
+def _frozen(names: Listing, model: TorchZip, first: str) -> Iterator[ForeignPiece]:
     """Yield the shares of parameters that stage 3 cuts and nobody trains."""
     files = {int(m[1]): n for n in names.names if (m := _MODEL.fullmatch(n)) and m[1]}
     for rank, file in sorted(files.items()):
-        found, key = load_torch(names, file), names.key(file)
+        found = model if file == first else load_torch(names, file)
+        key = names.key(file)
         fragments = _table(found.value, "frozen_param_fragments", key)
         frozen = _table(found.value, "frozen_param_shapes", key)
         shapes = _groups({"param_shapes": frozen}, names)[0]

@@ -18,13 +18,13 @@ from ckptd.store.base import Store
 
 __all__ = ["find_foreign", "rank_files", "split_file"]
 
-_OWN = {
-    "dcp": "ckptd.readers.dcp:DcpReader",
-    "hf": "ckptd.readers.hf:HfReader",
-    "deepspeed": "ckptd.readers.deepspeed:DeepSpeedReader",
-    "megatron": "ckptd.readers.megatron:MegatronReader",
-    "torch": "ckptd.readers.torchfiles:TorchReader",
-}
+_OWN = (
+    "dcp:DcpReader",
+    "hf:HfReader",
+    "deepspeed:DeepSpeedReader",
+    "megatron:MegatronReader",
+    "torchfiles:TorchReader",
+)
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".metadata")
 _MOST_FOLDERS = 256
 _MOST_NAMED = 6
@@ -44,9 +44,9 @@ def split_file(url: str) -> tuple[str, str]:
 def readers() -> list[FormatReader]:
     """Return all readers, ckptd's own first; raises as `ckptd.plugins.load_plugin`."""
     found: list[FormatReader] = []
-    for target in _OWN.values():
+    for target in _OWN:
         module, _, name = target.partition(":")
-        found.append(getattr(import_module(module), name)())
+        found.append(getattr(import_module(f"ckptd.readers.{module}"), name)())
     why = f"every reader of the group {READERS} is asked about a foreign checkpoint"
     return found + [load_plugin(entry, why)() for entry in entries(READERS)]
 

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from ckptd.errors import CorruptError, MismatchError, RefusedError
+from ckptd.format.names import MAX_STEP
 from ckptd.format.strictjson import parse_json
 from ckptd.readers.base import Foreign, Listing, json_value, step_of
 from ckptd.readers.dcp import METADATA, read_items
@@ -76,7 +77,7 @@ class MegatronReader:
             for name, value in named_values(common, names.key(_COMMON)):
                 _keep(objects, left_out, name, value)
             iteration = objects.get("iteration")
-            step = iteration if type(iteration) is int and 0 <= iteration < 10**12 else step
+            step = iteration if type(iteration) is int and 0 <= iteration <= MAX_STEP else step
         return Foreign(found.pieces, objects, left_out, step=step)
 
 

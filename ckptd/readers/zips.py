@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.errors import CorruptError, RefusedError
+from ckptd.layout.grid import is_packed
 from ckptd.readers.pickles import MAX_PICKLE_BYTES, PickledTensor, read_pickle
 from ckptd.types import DTYPES
 
@@ -130,8 +131,7 @@ def extent_of(file: TorchZip, tensor: PickledTensor, where: str) -> Extent:
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     empty = 0 in tensor.shape
     # `UntypedStorage` counts in bytes, and so does a view as another type.
-    unit = DTYPES[tensor.storage.dtype].itemsize if tensor.storage.dtype != tensor.dtype else item
-    stated = tensor.storage.numel * unit
+    stated = tensor.storage.numel * DTYPES[tensor.storage.dtype].itemsize
     end = (tensor.offset + (0 if empty else reach + 1)) * item
     if end > min(size, stated):
         raise CorruptError(
@@ -141,10 +141,7 @@ def extent_of(file: TorchZip, tensor: PickledTensor, where: str) -> Extent:
             wanted=f"{end} bytes",
             found=f"{size} bytes of storage {tensor.storage.key[:80]}, which states {stated}",
         )
-    dense, expected = True, 1
-    for n, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        dense = dense and (n == 1 or stride == expected)
-        expected *= n
+    dense = is_packed(tensor.shape, tensor.strides)
     return Extent(first + tensor.offset * item, None if dense or empty else tensor.strides)
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ckptd.errors import CorruptError, NotFoundError, RefusedError, SaveError, UsageError
 from ckptd.format import codec
-from ckptd.format.manifest import GridEntry, ObjectEntry, Runs3, TensorEntry
+from ckptd.format.manifest import GridEntry, ManifestTables, ObjectEntry, Runs3, TensorEntry
 from ckptd.format.metadata import checked_metadata
 from ckptd.format.names import CommitName, attempt_name, check_name, check_step, commit_key
 from ckptd.format.records import Commit, Generation
@@ -428,9 +428,7 @@ class _Plans:
     def plan(self, world: int, tensors: Mapping[str, BoxTensor]) -> SavePlan:
         """Return a plan: the last one, where nothing has changed."""
         cuts: dict[_Cut, tuple[GridEntry, Runs3, int]] = {}
-        grids: dict[GridEntry, int] = {}
-        owners: dict[Runs3, int] = {}
-        entries = []
+        tables, entries = ManifestTables(), []
         for name, tensor in tensors.items():
             with _usage("bad-name"):
                 check_name(name, repr(name[:80]))
@@ -442,13 +440,13 @@ class _Plans:
             if found is None:
                 found = cuts[cut] = self._cuts.get(cut) or _entries(name, tensor, world)
             grid, runs, base = found
-            grid_number = grids.setdefault(grid, len(grids))
-            number = owners.setdefault(runs, len(owners))
-            entries.append(TensorEntry(name, tensor.dtype, shape, grid_number, number, base))
-        plan = SavePlan(world, tuple(grids), tuple(owners), tuple(entries), ()).stamped()
+            numbers = tables.grid(grid), tables.owner(runs)
+            entries.append(TensorEntry(name, tensor.dtype, shape, *numbers, base))
+        plan = SavePlan(world, tables.grids, tables.owners, tuple(entries), ())
         self._cuts = cuts
-        if self._last is None or self._last.digest != plan.digest:
-            self._last = plan
+        # Compared first: to digest a plan of thousands of tensors is most of the work.
+        if self._last is None or msgspec.structs.replace(self._last, digest="") != plan:
+            self._last = plan.stamped()
         return self._last
 
 

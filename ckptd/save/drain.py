@@ -655,5 +655,5 @@ def put_shard(
         if may_delete:
             with contextlib.suppress(CkptdError):
                 store.delete([part])
-                store.delete([shard.key, digests_key(shard.key)])
+                remove_file(store, shard.rank, shard.save)
         raise

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
-import xxhash
 
 from ckptd.errors import CorruptError, NotFoundError, TransientStoreError, UsageError
-from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest, digest_hex
-from ckptd.format.filemap import ChunkRef
+from ckptd.format.digest import BLOCK_BYTES, DigestIndex, digest_hex
 from ckptd.format.invariants import check_files, check_index
 from ckptd.format.manifest import UNDIGESTED, FileEntry, Manifest
 from ckptd.format.names import ROOT_MARKER, WITNESS, CommitName, data_folder, digests_key
@@ -29,6 +27,7 @@ from ckptd.load.reader import CkptdReader
 from ckptd.root.catalogue import Catalogue, publish_manifest
 from ckptd.root.working import Working, refuse_behind
 from ckptd.runtime.pool import run_all
+from ckptd.save.drain import Digester
 from ckptd.store.base import RetrySpec, Store
 from ckptd.store.wrap import Backoff
 from ckptd.types import ByteRange
@@ -155,15 +154,19 @@ class FileCopy:
         """Write one file front to back, reading and checking as it goes; return its digests."""
         entry = self._original.manifest.files[number]
         copied = 0
-        made = _Digests(entry.data_bytes, self._original.filemap.chunks(number))
+        digests: DigestIndex | Digester
+        if index is None:
+            digests = Digester([chunk.end for chunk in self._original.filemap.chunks(number)])
+        else:
+            digests = index
         try:
             with self._bulk.writer(key, len(header) + entry.data_bytes) as writer:
                 writer.write(_aligned(header))
                 for start in range(0, entry.data_bytes, _SLICE_BYTES):
                     view = self._slice(number, entry, start)
                     writer.write(view)
-                    if index is None:
-                        made.feed(view)
+                    if isinstance(digests, Digester):
+                        digests.update(view)
                     copied += len(view)
                     self._count(len(view))
                     self._working.touch(self._name)
@@ -171,7 +174,7 @@ class FileCopy:
         except TransientStoreError:
             self._count(-copied)  # it is copied again from its beginning
             raise
-        return made.index() if index is None else index
+        return digests.index() if isinstance(digests, Digester) else digests
 
     def _is_there(self, number: int, entry: FileEntry, key: str) -> bool:
         if self._target.size(key) != entry.data_start + entry.data_bytes:
@@ -253,39 +256,6 @@ class FileCopy:
             write_id=self._working.work_id,
             created=self._original.commit.created,
         )
-
-
-class _Digests:
-    """Computes the digest index of a data section that passes by, front to back."""
-
-    def __init__(self, nbytes: int, chunks: Sequence[ChunkRef]) -> None:
-        self._nbytes = nbytes
-        self._chunks = chunks
-        self._blocks: list[bytes] = []
-        self._done: list[bytes] = []
-        self._hash = xxhash.xxh3_128()
-        self._at = 0
-
-    def feed(self, view: memoryview) -> None:
-        """Take the next bytes: whole blocks, but for the last ones."""
-        self._blocks += [
-            digest(view[i : i + BLOCK_BYTES]) for i in range(0, len(view), BLOCK_BYTES)
-        ]
-        end = self._at + len(view)
-        while len(self._done) < len(self._chunks):
-            chunk = self._chunks[len(self._done)]
-            lo, hi = max(chunk.start, self._at), min(chunk.end, end)
-            self._hash.update(view[lo - self._at : hi - self._at] if hi > lo else b"")
-            if chunk.end > end:
-                break
-            self._done.append(self._hash.digest())
-            self._hash.reset()
-        self._at = end
-
-    def index(self) -> DigestIndex:
-        """Return the index, once everything has passed."""
-        self.feed(memoryview(b""))  # chunks without bytes, in a file without any
-        return DigestIndex.build(self._nbytes, self._blocks, self._done)
 
 
 def _aligned(header: bytes) -> memoryview:
