@@ -192,7 +192,11 @@ class _Items:
             if error.kind == "unsafe-pickle":
                 raise
             return None
-        except (CorruptError, MismatchError):
+        except MismatchError:
+            return None
+        except CorruptError as error:
+            if error.kind == "bad-zip":  # it begins like torch's files: damage, and no other form
+                raise
             return None
 
 

@@ -341,22 +341,21 @@ class SpanWatch:
         self._random = np.random.default_rng()
         self._at = _ints(s.at for s in self.spans)
         self._sizes = _ints(s.nbytes for s in self.spans)
+        self._slots = _ints(-1 if s.slot is None else s.slot for s in self.spans)
         self._file = anonymous_file("ckptd-watch")
         weakref.finalize(self, os.close, self._file)
         self._plan(_countable(self.spans, mappings, pages) if pages is not None else set())
 
     def _plan(self, counted: set[int]) -> None:
         """Decide what is looked at how; `counted` are the spans whose pages the kernel counts."""
-        self.ranges: list[Range] = []
-        self._of_range: list[int] = []
+        ranges: list[tuple[Range, int]] = []
         fixed: list[tuple[int, int, int]] = []
         windows: list[tuple[int, int]] = []
         blind: list[int] = []
         for number, span in enumerate(self.spans):
             if number in counted:
                 start, end = _inner(span)
-                self.ranges.append((start, end))
-                self._of_range.append(number)
+                ranges.append(((start, end), number))
                 fixed.append((number, 0, start - span.at))
                 fixed.append((number, end - span.at, span.at + span.nbytes - end))
                 windows.append((number, 1))  # a device may write past the kernel's eye
@@ -364,6 +363,10 @@ class SpanWatch:
                 fixed.append((number, 0, span.nbytes))
             else:
                 blind.append(number)
+        ranges.sort()
+        self.ranges = [r for r, _ in ranges]
+        self._of_range = [number for _, number in ranges]
+        self._range_starts = [start for (start, _), _ in ranges]
         total = sum(self.spans[n].nbytes for n in blind)
         self.odds = 1.0 if total <= WHOLE_BYTES else SAMPLED_BYTES / total
         for number in blind:
@@ -413,7 +416,6 @@ class WatchedSpans:
         self._spans, self._offsets, self._sizes = spans, offsets, sizes
         self._ends = np.cumsum(sizes)
         self._total = int(self._ends[-1]) if len(sizes) else 0
-        self._ranges = list(watch.ranges)
         _gather(file, 0, watch._at[spans] + offsets, sizes)
 
     def changed(self, slot: int) -> list[str]:
@@ -422,8 +424,8 @@ class WatchedSpans:
         It is called when everything is copied, and before anything may change.
         """
         found = set(self._written())
-        copies = _ints(-1 if s.slot is None else slot + s.slot for s in self._watch.spans)
-        starts = np.where(copies < 0, self._watch._at, copies)
+        slots = self._watch._slots
+        starts = np.where(slots < 0, self._watch._at, slot + slots)
         try:
             _gather(self._file, self._total, starts[self._spans] + self._offsets, self._sizes)
         except OSError:
@@ -438,14 +440,14 @@ class WatchedSpans:
     def _written(self) -> Iterator[str]:
         if self._count is None:
             return
-        order = sorted(zip(self._ranges, self._watch._of_range, strict=True))
-        starts = [start for (start, _), _ in order]
+        watch = self._watch
         try:
             written = self._count.written()
         except OSError:  # some of it was unmapped
-            written = self._ranges
+            written = watch.ranges
         for start, _ in written:
-            yield self._watch.spans[order[bisect.bisect_right(starts, start) - 1][1]].name
+            number = bisect.bisect_right(watch._range_starts, start) - 1
+            yield watch.spans[watch._of_range[number]].name
 
     def _different(self) -> set[str]:
         names = set()
