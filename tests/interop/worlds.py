@@ -1,0 +1,75 @@
+"""What ranks do in these tests: models in DCP and in DeepSpeed, each called by `run_ranks`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.interop.models import load
+
+__all__ = ["deepspeed_engine", "save_dcp", "save_zero", "sharded"]
+
+
+def quiet() -> None:
+    """Silence what frameworks warn of, and make one thread of each rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def sharded(model: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """Cut a model over all ranks by FSDP2, layer by layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if dtype is not None:
+        model = model.to(dtype)
+    for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def save_dcp(source: str, target: str) -> None:
+    """Load every model of a folder, cut it and save it by DCP."""
+    import torch.distributed.checkpoint as dcp
+
+    quiet()
+    for folder in sorted(Path(source).iterdir()):
+        model = sharded(load(folder))
+        dcp.save({"model": model.state_dict()}, checkpoint_id=Path(target) / folder.name)
+
+
+def deepspeed_engine(model: Any, stage: int, **more: Any) -> Any:
+    """Return DeepSpeed's engine around a model, with AdamW of torch that decays nothing."""
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "sub_group_size": 4000,
+        },
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        **more,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def save_zero(source: str, target: str, stage: int) -> None:
+    """Load every model of a folder, and save it as DeepSpeed's engine does."""
+    quiet()
+    for folder in sorted(Path(source).iterdir()):
+        model = load(folder)
+        half = {"bf16": {"enabled": True}} if model.dtype == torch.bfloat16 else {}
+        engine = deepspeed_engine(model, stage, **half)
+        engine.save_checkpoint(str(Path(target) / folder.name), tag="global_step0")
