@@ -8,7 +8,6 @@ the first explicitly, for a root whose own name ends like a step.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,13 +16,13 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ckptd.cli.output import note, warn
-from ckptd.errors import CkptdError, NotFoundError, UsageError
+from ckptd.errors import NotFoundError, UsageError
 from ckptd.format.names import CommitName
 from ckptd.format.records import Commit
-from ckptd.readers.find import find_foreign, split_file
-from ckptd.readers.twin import ForeignRoot
+from ckptd.load.opening import foreign_format, open_catalogue
+from ckptd.readers.find import split_file
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import LEASE_S, Hold, hold_or_read
+from ckptd.root.leases import Hold, hold_or_read, renewed
 from ckptd.store.base import PackSpec, RetrySpec, StoreSpec
 
 __all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened", "spec_of"]
@@ -31,7 +30,6 @@ __all__ = ["CheckpointAddress", "Root", "Where", "held", "needs_step", "opened",
 Root = Annotated[str, Parameter(help="Path or URL of a root.")]
 Where = Annotated[str, Parameter(help="ROOT, ROOT@STEP or ROOT@STEP-gGENERATION.")]
 
-_RENEWAL_S = 30.0
 _PATIENCE_S = 30.0
 """How long a call that may heal is tried again: somebody sits there and waits."""
 
@@ -117,28 +115,23 @@ def opened(root: str, step: int = 0, *, foreign: bool = True) -> Iterator[Catalo
     """
     folder, file = split_file(root)
     with spec_of(folder).open() as store:
-        catalogue = Catalogue(store)
         try:
-            if file:
-                raise NotFoundError("no root", kind="not-a-root", where=root)
-            catalogue.open()
+            catalogue = open_catalogue(store, root, file, step, foreign=foreign)
         except NotFoundError as error:
-            found = find_foreign(store, file, step) if foreign else None
-            if found is not None:
-                yield Catalogue(found)
-                # Last: an error in JSON is alone on standard error.
-                note(
-                    f"{root} was read as {found.format}, which has no digests: sizes are checked,"
-                    " bytes are not"
-                )
-                return
             if "@" in root.rpartition("/")[2] and error.hint:
                 error.add_note("  note:   steps are written ROOT@STEP or ROOT@STEP-gGENERATION")
             raise
-        suspect = catalogue.suspect()
+        found = foreign_format(catalogue)
+        suspect = None if found else catalogue.suspect()
         if suspect is not None:
             warn(f"{suspect.message} ({suspect.where})")
         yield catalogue
+        if found:
+            # Last: an error in JSON is alone on standard error.
+            note(
+                f"{root} was read as {found}, which has no digests: sizes are checked,"
+                " bytes are not"
+            )
 
 
 @contextmanager
@@ -148,7 +141,7 @@ def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit
     Where no lease can be written (a full disk, a root that is read-only), it is read without one,
     and the user is warned.
     """
-    if isinstance(catalogue.store, ForeignRoot):
+    if foreign_format(catalogue):
         yield catalogue.commit(name)  # nobody deletes it by ckptd's rules
         return
     lease = hold_or_read(catalogue, name, holder=holder)
@@ -156,22 +149,5 @@ def held(catalogue: Catalogue, name: CommitName, holder: str) -> Iterator[Commit
         warn(lease.text)
         yield lease.commit
         return
-    stop = threading.Event()
-    keeper = threading.Thread(target=_renew, args=(lease, stop), daemon=True)
-    keeper.start()
-    try:
+    with renewed(lease, note):
         yield lease.commit
-    finally:
-        # In this order, or a renewal under way would bring back what was released.
-        stop.set()
-        keeper.join(_RENEWAL_S)
-        lease.release()
-
-
-def _renew(lease: Hold, stop: threading.Event) -> None:
-    while not stop.wait(LEASE_S / 4):
-        try:
-            lease.renew()
-        except CkptdError as error:
-            # Three more tries before the lease runs out; what is deleted then fails its read.
-            note(f"the lease was not renewed: {error.message}")

@@ -12,13 +12,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from ckptd.errors import ConflictError, NotFoundError, StoreError
+from ckptd.errors import CkptdError, ConflictError, NotFoundError, StoreError
 from ckptd.format.names import LEASES, CommitName, commit_key, lease_key
 from ckptd.format.records import Commit, Lease, encode_record
 from ckptd.root.index import Index, unmarked
@@ -33,6 +36,7 @@ __all__ = [
     "hold_or_read",
     "leases",
     "relied_on",
+    "renewed",
 ]
 
 _log = logging.getLogger("ckptd")
@@ -42,6 +46,8 @@ LEASE_S = 3600.0
 SLACK_S = 300.0
 """How far the clocks of two machines may be apart, in seconds."""
 MAX_TRIES = 16
+_RENEWAL_S = 30.0
+"""How long the end of a lease waits for a renewal that is under way, in seconds."""
 
 
 @dataclass(slots=True)
@@ -110,6 +116,36 @@ def hold(index: Index, name: CommitName, *, seconds: float = LEASE_S, holder: st
         index.store.delete([lease_key(lease_id)])
         raise
     return Hold(index, commit, lease_id, holder, seconds)
+
+
+@contextmanager
+def renewed(lease: Hold, on_failure: Callable[[str], None]) -> Iterator[None]:
+    """Renew a lease while the block runs, however long that takes, and release it.
+
+    Parameters
+    ----------
+    on_failure
+        Called from a thread with what to say of a renewal that failed. Three more tries follow
+        before the lease runs out; what is deleted then fails its read.
+    """
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(lease.seconds / 4):
+            try:
+                lease.renew()
+            except CkptdError as error:
+                on_failure(f"the lease was not renewed: {error.message}")
+
+    keeper = threading.Thread(target=renew, name="ckptd-lease", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        # In this order, or a renewal under way would bring back what was released.
+        stop.set()
+        keeper.join(_RENEWAL_S)
+        lease.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from ckptd.errors import ConflictError, CorruptError, NotFoundError
 from ckptd.format.names import CommitName, commit_key, lease_key
 from ckptd.format.records import Lease
 from ckptd.root.catalogue import Catalogue
-from ckptd.root.leases import LEASE_S, SLACK_S, expired, hold, hold_latest, leases
+from ckptd.root.leases import LEASE_S, SLACK_S, expired, hold, hold_latest, leases, renewed
 from ckptd.store.memory import MemoryStore
+from tests.processes import until
 from tests.root.checkpoints import Visited, save
 
 _names = itertools.count()
@@ -58,6 +59,19 @@ def test_renew(catalogue: Catalogue) -> None:
     catalogue.store.delete([commit_key(name)])
     with pytest.raises(NotFoundError):
         held.renew()
+
+
+def test_a_lease_is_renewed_for_as_long_as_a_block_runs(catalogue: Catalogue) -> None:
+    name = save(catalogue, 1, 1)
+    failures: list[str] = []
+    with renewed(hold(catalogue, name, seconds=0.2), failures.append):
+        [first] = leases(catalogue).values()
+        until(lambda: next(iter(leases(catalogue).values())).expires > first.expires + 0.1)
+        assert not failures
+        catalogue.store.delete([commit_key(name)])
+        until(lambda: bool(failures))
+    assert failures[0].startswith("the lease was not renewed: ")
+    assert leases(catalogue) == {}
 
 
 def test_expiry_allows_for_clocks() -> None:
